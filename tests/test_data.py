@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import dataset as prepare
-from gpt2.data import splits, tokens
+from gpt2.data import preparation, prepare, splits, tokens
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 
@@ -50,7 +49,7 @@ def make(tmp_path):
         corpus, tokenizer="byte", val_fraction=0.1, data_dir=tmp_path / "prepared"
     ):
         options = dict(corpus=corpus, tokenizer=tokenizer, data_dir=str(data_dir))
-        return prepare.prepare(DataConfig(**options, val_fraction=val_fraction))
+        return prepare(DataConfig(**options, val_fraction=val_fraction))
 
     return make
 
@@ -86,9 +85,10 @@ def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
     np.testing.assert_array_equal(
         _stream(dataset, "validation"), [characters.index(c) for c in validation]
     )
-    assert dataset.splits["validation"] == prepare.Split(
-        len(validation), len(validation.encode()), 1
-    )
+    held_out = dataset.splits["validation"]
+    assert held_out.num_tokens == len(validation)
+    assert held_out.num_bytes == len(validation.encode())
+    assert held_out.num_documents == 1
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe:300", "char"])
@@ -196,19 +196,20 @@ def test_file_formats_agree(tmp_path, make, capsys):
 def test_any_stretch_can_be_read_across_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SHARD_TOKENS", 100)
     ids = np.random.default_rng(0).integers(0, 70_000, 400)
-    writer = tokens.TokenWriter(tmp_path, vocab_size=70_000)
+    stored = {"train": tokens.Split(), "validation": tokens.Split()}
+    writer = tokens.TokenWriter(tmp_path, 70_000, stored)
     for part in np.split(ids, [1, 3, 50, 50, 333]):
         writer.append("train", part)
     writer.append("validation", ids[:9])
-    assert writer.dtype == np.uint32 and len(writer.shards["train"]) > 1
-    stream = tokens.TokenStream(writer.shards["train"], "uint32", tmp_path)
+    assert writer.dtype == np.uint32 and len(stored["train"].shards) > 1
+    stream = tokens.TokenStream(stored["train"].shards, "uint32", tmp_path)
     assert len(stream) == 400
     for start in range(0, 400, 3):
         for length in (1, 7, 8, 40, 400):
             np.testing.assert_array_equal(
                 stream.read(start, length), ids[start:][:length]
             )
-    validation = tokens.TokenStream(writer.shards["validation"], "uint32", tmp_path)
+    validation = tokens.TokenStream(stored["validation"].shards, "uint32", tmp_path)
     assert validation.read(0, 99).tolist() == list(ids[:9])
 
 
@@ -258,7 +259,7 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
             again = make(f"text:{path}")
             told = capsys.readouterr().err
             assert re.match(
-                rf"warning: {again.directory} is damaged \(.*prepared anew", told
+                rf"warning: {again.directory} is damaged, and is prepared anew", told
             ), file
             np.testing.assert_array_equal(again.open("train").read(0, 10**6), wanted)
             make(f"text:{path}")
@@ -267,14 +268,14 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
 
 def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
     writes = []
-    write_splits = prepare.write_splits
+    write_splits = preparation.write_splits
 
     def counted(*arguments):
         writes.append(arguments)
         time.sleep(0.2)
         return write_splits(*arguments)
 
-    monkeypatch.setattr(prepare, "write_splits", counted)
+    monkeypatch.setattr(preparation, "write_splits", counted)
     path = tmp_path / "input.txt"
     path.write_text(_document(1, 500))
     # A lock on a file is its descriptor's: threads stand for processes here.
@@ -293,7 +294,9 @@ def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
 def test_failed_preparation_leaves_nothing(tmp_path, make):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n{"text": "too"}\nbad\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl:3 is not JSON"):
+    with pytest.raises(
+        UserError, match=r"bad\.jsonl:3 cannot be read .JSONDecodeError"
+    ):
         make(f"jsonl:{path}")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
 
@@ -301,7 +304,7 @@ def test_failed_preparation_leaves_nothing(tmp_path, make):
 def test_a_text_that_changes_while_it_is_read_is_not_prepared(
     tmp_path, make, monkeypatch
 ):
-    path, write_splits = tmp_path / "input.txt", prepare.write_splits
+    path, write_splits = tmp_path / "input.txt", preparation.write_splits
     path.write_text(_document(1, 500))
 
     def change(*arguments):
@@ -310,7 +313,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
         return facts
 
     with monkeypatch.context() as patched:
-        patched.setattr(prepare, "write_splits", change)
+        patched.setattr(preparation, "write_splits", change)
         with pytest.raises(
             UserError, match=r"input\.txt names has changed while it was read"
         ):
@@ -325,7 +328,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
         ("text:EMPTY", "holds no text"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*Truncated"),
         ("text:TINY", "leaves a split of data.corpus='text:TINY' empty"),
-        ("jsonl:LINES#body", "LINES:1 has no text in 'body'"),
+        ("jsonl:LINES#body", "LINES:1 cannot be read .*KeyError: 'body'"),
         ("parquet:TABLE#body", "no column 'body'.*text, number"),
         ("parquet:TABLE#number", "holds no text"),
     ],

@@ -1,6 +1,9 @@
 """Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
 
+import gzip
 import importlib
+import io
+import struct
 import sys
 from functools import partial
 
@@ -8,11 +11,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tensorboardX.record_writer import masked_crc32c
 
 from gpt2.config import DataConfig
-from gpt2.data import dataset as prepare
+from gpt2.data import prepare
+from gpt2.data.corpus import _tfrecords, open_corpus
+from gpt2.data.ready import open_ready_tokens
 from gpt2.data.tokenizer import build
-from gpt2.data.tokens import open_ready_tokens
 from gpt2.errors import UserError
 
 TEXTS = [
@@ -32,7 +37,7 @@ def make(tmp_path):
             val_fraction=val_fraction,
             data_dir=data_dir,
         )
-        return prepare.prepare(data)
+        return prepare(data)
 
     return make
 
@@ -69,6 +74,47 @@ def test_hub_data_set_is_read_from_its_parquet_files(
     assert sorted(read) == sorted(TEXTS)
     with pytest.raises(UserError, match="hf:someone/else cannot be read"):
         make("hf:someone/else#text")
+
+
+@pytest.mark.parametrize(
+    ("spec", "folders", "message"),
+    [
+        ("a/b", ["only/train"], ""),
+        ("a/b", ["default/train", "other/train"], ""),
+        ("a/b/en", ["ab/train", "en/train"], ""),
+        ("a/b/20231101.en", ["20231101.ab/train", "20231101.en/train"], ""),
+        (
+            "a/b",
+            ["ab/train", "en/train"],
+            r"2 subsets: ab, en\. Name .*: hf:a/b/SUBSET",
+        ),
+        ("a/b/de", ["ab/train", "en/train"], r"2 subsets: ab, en"),
+        ("a/b", ["20231101.ab/train", "20231101.en/train"], "2 subsets: 20231101.ab"),
+        (
+            "a/b",
+            ["default/test", "default/validation"],
+            "no training split, but test, val",
+        ),
+        ("a/b/en/us", ["en/train"], "1 subsets: en"),
+    ],
+)
+def test_a_subset_of_the_hub_is_named_unless_there_is_one(
+    hub, monkeypatch, tmp_path, spec, folders, message
+):
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: hub)
+    root = tmp_path / "hub/datasets/a/b@refs/convert/parquet"
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        table = pyarrow.table({"text": [f"text of {folder}"]})
+        pyarrow.parquet.write_table(table, root / folder / "0.parquet")
+    (root / ".gitattributes").touch()
+    corpus = open_corpus(f"hf:{spec}")
+    if message:
+        with pytest.raises(UserError, match=message):
+            list(corpus.documents(0))
+    else:
+        named = [f for f in folders if f.split("/")[0] in ("only", "default", spec[4:])]
+        assert list(corpus.documents(0)) == [f"text of {named[0]}"]
 
 
 def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
@@ -152,26 +198,24 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     path = tmp_path / "train.bin"
     _write_shard(path, range(1000), **GPT2)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(
-        UserError, match="has 950 tokens, and its header says version 1 and 1000"
-    ):
+    with pytest.raises(UserError, match="no file of uint16 tokens, or is cut"):
         make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(50))
     for share, split in ((0.01, "validation"), (0.99, "train")):
         with pytest.raises(UserError, match=rf"the {split} split .* no token"):
             make(f"tokens:{path}", "gpt2", val_fraction=share)
-    _write_shard(path, [60_000] * 100)
+    _write_shard(path, [60_000, 1] * 50)
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
-    path.write_bytes(b"odd")
-    with pytest.raises(UserError, match="not a shard"):
+    path.write_bytes(bytes(3))
+    with pytest.raises(UserError, match="no file of uint16 tokens"):
         make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(1000), magic=20240522)  # llm.c's HellaSwag
-    with pytest.raises(UserError, match="has 1000 tokens, and its header"):
+    with pytest.raises(UserError, match="holds of an unknown format, not uint16"):
         make(f"tokens:{path}", "gpt2")
     for dtype in (np.int64, object):
         _write_array(path, [1, 2, 3], dtype)
-        with pytest.raises(UserError, match=r"holds int64|no array of tokens"):
+        with pytest.raises(UserError, match=r"holds int64|cannot be read"):
             make(f"tokens:{path}", "gpt2")
     _write_shard(path, range(1000))
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
@@ -182,6 +226,55 @@ def test_broken_token_shards_are_refused(tmp_path, make):
         UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"
     ):
         make(f"tokens:{path}", "gpt2")
+
+
+def _write_npz(path, ids):
+    with open(path, "wb") as file:
+        np.savez(file, ids)
+
+
+OTHERS = {
+    "in Fortran's order": (
+        "a.npy",
+        lambda path, ids: np.save(path, np.asfortranarray(ids)),
+    ),
+    "an archive": ("a.npz", _write_npz),
+    "an archive by another name": ("a.bin", _write_npz),
+    "text": ("a.txt", lambda path, ids: path.write_text("To be, or not to be. " * 99)),
+    "text by another name": ("a.bin", lambda path, ids: path.write_text("Sein " * 999)),
+    "long characters": (
+        "a.bin",
+        lambda path, ids: path.write_text("測試naïve\n" * 500),
+    ),
+    "compressed": ("a.bin", lambda path, ids: path.write_bytes(gzip.compress(ids))),
+    "bare, by another name": ("a.tokens", lambda path, ids: ids.tofile(path)),
+    "empty": ("a.bin", lambda path, ids: path.touch()),
+    "an empty array": ("a.npy", lambda path, ids: np.save(path, ids[:0])),
+    "a cut array": ("a.npy", lambda path, ids: path.write_bytes(_npy(ids)[:-100])),
+    "a cut header": ("a.npy", lambda path, ids: path.write_bytes(_npy(ids)[:50])),
+    "signed": ("a.npy", lambda path, ids: np.save(path, ids.astype(np.int16))),
+    "another order of bytes": (
+        "a.npy",
+        lambda path, ids: np.save(path, ids.astype(">u2")),
+    ),
+}
+
+
+def _npy(ids):
+    file = io.BytesIO()
+    np.save(file, ids)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("name", "write"), OTHERS.values(), ids=OTHERS)
+def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, write):
+    ids = np.arange(8000, dtype=np.uint16).reshape(200, 40)
+    np.save(tmp_path / "right.npy", ids)
+    right = make(f"tokens:{tmp_path}/right.npy", "gpt2")
+    np.testing.assert_array_equal(_stream(right, "train")[:99], np.arange(99))
+    write(tmp_path / name, ids)
+    with pytest.raises(UserError, match=r"holds|no file of|cannot be read"):
+        make(f"tokens:{tmp_path}/{name}", "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +299,26 @@ def test_the_validation_shards_are_those_with_the_word_in_their_name(
     assert split[2] == (3 if is_validation else 2)
 
 
+def frame(content):
+    """Bytes of a TFRecord file, and the CRC that comes behind them."""
+    return content + masked_crc32c(content).to_bytes(4, "little")
+
+
+def test_every_altered_byte_of_a_tfrecord_file_is_noticed():
+    records = [f"record {number}".encode() * number for number in range(5)]
+    framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
+    content = b"".join(framed)
+    assert list(_tfrecords(io.BytesIO(content))) == records
+    ends = {len(b"".join(framed[:number])) for number in range(5)}
+    for place in range(len(content)):
+        altered = bytearray(content)
+        altered[place] ^= 1 << place % 8
+        for damaged in (altered, content[:place]):
+            if damaged is altered or place not in ends:
+                with pytest.raises((ValueError, struct.error)):
+                    list(_tfrecords(io.BytesIO(damaged)))
+
+
 @pytest.mark.thorough  # TFDS takes seconds to import
 def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     import tensorflow_datasets as tfds
@@ -217,9 +330,7 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
         records = [
             features.serialize_example({"body": text}) for text in TEXTS[shard::2]
         ]
-        framed = (
-            len(r).to_bytes(8, "little") + bytes(4) + r + bytes(4) for r in records
-        )
+        framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
         path = folder / f"poems-train.tfrecord-0000{shard}-of-00002"
         path.write_bytes(b"".join(framed))
     split = tfds.core.SplitInfo(
@@ -235,6 +346,15 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     )
     read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
     assert sorted(read) == sorted(TEXTS)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match="ends within a record"):
-        make("tfds:poems#body", val_fraction=0.2)
+    whole = path.read_bytes()
+    flipped, longer = bytearray(whole), bytearray(whole)
+    flipped[60] ^= 1
+    longer[0] ^= 1
+    half = whole[: sum(len(each) for each in framed[:20])]
+    damaged = [whole[:-20], flipped, longer, half, bytes(5000), gzip.compress(whole)]
+    for number, content in enumerate(damaged, 1):
+        path.write_bytes(content)
+        with pytest.raises(
+            UserError, match=r"poems\S* cannot be read .*(record|altered)"
+        ):
+            make("tfds:poems#body", val_fraction=0.05 + number / 10)

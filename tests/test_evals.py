@@ -16,10 +16,11 @@ from gpt2.evals.core import core
 from gpt2.evals.examples import after, hellaswag, lambada
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
+from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import run_task, validation_data
-from gpt2.evals.validation import RunTasks, validate
 from gpt2.model import GPT, GPTConfig
+from gpt2.training.validation import validate
 from tests import plain
 from tests.helpers import WORDS
 
@@ -59,6 +60,13 @@ def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
         0.75 * 2.5 + 0.25 * 1.0,
         2.5,
     )
+
+
+@pytest.mark.parametrize("batches", [[], [(0.0, 0.0)] * 2])
+def test_a_validation_split_without_targets_is_a_line(batches):
+    eval_step = lambda _, batch: {"loss": batch}  # noqa: E731
+    with pytest.raises(UserError, match="no token to predict"):
+        validate(eval_step, None, {"": (1.0, batches)})
 
 
 def mixed_requests(num=200, seed=0):

@@ -16,10 +16,10 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
+from gpt2.model.sampling import Sampling, generate
 
 INDEX = "model.safetensors.index.json"
 TABLES = ("wte", "lm_head")
@@ -80,8 +80,8 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
     prompt = tokenizer.encode(TEXT).tolist()
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == prompt
     (ours,) = generate(
+        GPT(cfg),
         params,
-        cfg,
         [prompt[:9]],
         max_new_tokens=count,
         sampling=Sampling(0.0),

@@ -13,10 +13,10 @@ import pytest
 
 from gpt2.config import DataConfig
 from gpt2.config.shapes import Shape
-from gpt2.data import dataset as prepare
+from gpt2.data import Dataset, prepare
 from gpt2.data.loader import TrainLoader
 from gpt2.data.own import OwnBatches
-from gpt2.data.tokens import TokenWriter
+from gpt2.data.tokens import Split, TokenWriter
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.training import next_token_loss
@@ -32,15 +32,10 @@ STARTS = np.cumsum(SIZES) - SIZES
 def stored(directory, tokens, eot=EOT):
     """A corpus of these training tokens."""
     directory.mkdir()
-    writer = TokenWriter(directory, vocab_size=100_000)
+    splits = {"train": Split(num_documents=9)}
+    writer = TokenWriter(directory, 100_000, splits)
     writer.append("train", tokens)
-    splits, named = (
-        {"train": prepare.Split(len(tokens), 0, 9)},
-        SimpleNamespace(eot=eot),
-    )
-    return prepare.Dataset(
-        directory, named, splits, {}, writer.shards, writer.dtype.name
-    )
+    return Dataset(directory, SimpleNamespace(eot=eot), splits, writer.dtype.name)
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +65,20 @@ def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
     loader, late, other = (
         TrainLoader(dataset, seed=seed, **options) for seed in (1, 1, 2)
     )
-    whole = [loader.batch(step) for step in range(40)]
+    whole = [loader.batch(step) for step in range(1, 41)]
     assert any(
-        not np.array_equal(whole[n]["tokens"], other.batch(n)["tokens"])
+        not np.array_equal(whole[n]["tokens"], other.batch(n + 1)["tokens"])
         for n in range(3)
     )
     chex.assert_trees_all_equal(late.batch(10**8), loader.batch(10**8))
-    for step in (39, 7, 0):
+    for step in (40, 8, 1):
         for size in (8, 4, 2):
             parts = [late.batch(step, slice(i, i + size)) for i in range(0, B, size)]
             joined = {
                 name: np.concatenate([part[name] for part in parts])
                 for name in parts[0]
             }
-            chex.assert_trees_all_equal(joined, whole[step])
+            chex.assert_trees_all_equal(joined, whole[step - 1])
 
 
 def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
@@ -117,9 +112,7 @@ def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
     tokens = np.arange(SIZES.sum())
     tokens[STARTS] = EOT
     for epoch in range(2):
-        batches = [
-            loader.batch(step) for step in range(epoch * steps, (epoch + 1) * steps)
-        ]
+        batches = [loader.batch(epoch * steps + step) for step in range(1, steps + 1)]
         targets = np.concatenate([batch["targets"].ravel() for batch in batches])
         np.testing.assert_array_equal(
             np.sort(targets[targets >= 0]), np.sort(tokens[1:])
@@ -135,7 +128,9 @@ def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
 
 def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixture):
     loader = TrainLoader(mixture, seed=0, batch_size=10, context_length=64)
-    starts = np.concatenate([loader.batch(step)["tokens"][:, 5] for step in range(100)])
+    starts = np.concatenate(
+        [loader.batch(step)["tokens"][:, 5] for step in range(1, 101)]
+    )
     is_short = (starts >= 70_000) & (starts < 90_000)
     is_long = starts < 70_000
     for count in (10, 30, 500, 1000):
@@ -163,7 +158,7 @@ def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp
     last = metrics_of(tmp_path / "run")[-1]
     losses = np.array([last[f"eval/loss_text:{part}"] for part in (one, two)])
     assert last["eval/loss"] == pytest.approx(losses @ [0.25, 0.75])
-    dataset = prepare.prepare(DataConfig(**data))
+    dataset = prepare(DataConfig(**data))
     (_, first), (_, second) = dataset.parts.values()
     assert first.describe()["tokenizer_sha256"] == second.describe()["tokenizer_sha256"]
     bytes_per_target = (
@@ -174,10 +169,10 @@ def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp
     lacks, unweighed = (
         dict(corpus=f"1*text:{one}+{n}") for n in ("1*text:/no", "0*synthetic")
     )
-    made = dict(tokenizer="bpe:300"), "is made from one corpus"
+    made = dict(tokenizer="bpe:300"), "is made from one corpus of text"
     for change, message in ((lacks, "no file"), (unweighed, "no weight"), made):
         with pytest.raises(UserError, match=message):
-            prepare.prepare(DataConfig(**data | change))
+            prepare(DataConfig(**data | change))
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +199,7 @@ def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
     )
     steps = loader.sources[""].num_rows // 5
     loss = jax.jit(next_token_loss(gpt))
-    sums = [loss(params, loader.batch(step))["loss"] for step in range(steps)]
+    sums = [loss(params, loader.batch(step))["loss"] for step in range(1, steps + 1)]
     alone, apply = (
         [],
         jax.jit(lambda text: jax.nn.log_softmax(gpt.apply({"params": params}, text))),
@@ -230,7 +225,7 @@ def test_a_document_changes_no_other_under_bos_and_document_mask(model, tmp_path
     batches = [
         TrainLoader(
             stored(tmp_path / name, np.concatenate(each), eot=63), seed=0, **options
-        ).batch(0)
+        ).batch(1)
         for name, each in (("one", documents), ("other", changed))
     ]
     logits = [
@@ -256,7 +251,11 @@ class Stateful:
         while self._count < 10:
             self._count += 1
             tokens = np.full((4, 16), self._count)
-            yield {"tokens": tokens, "targets": tokens, "mask": tokens > 3}
+            yield {
+                "tokens": tokens,
+                "targets": tokens,
+                "mask": np.arange(16) > 8 - tokens,
+            }
 
     def state_dict(self):
         return {"count": self._count}
@@ -269,29 +268,107 @@ def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():
     own, again = (
         OwnBatches("python:a:b", lambda split: Stateful(), (4, 16), 64) for _ in "ab"
     )
-    batches = [own.batch(step, slice(4)) for step in range(12)]
+    batches = [own.batch(step) for step in range(1, 13)]
     assert [batch["tokens"][0, 0] for batch in batches] == [*range(1, 11), 1, 2]
-    assert [batch["targets"][0, 0] for batch in batches[:5]] == [-1, -1, -1, 4, 5]
+    assert [batch["targets"][0, 5] for batch in batches[:5]] == [-1, -1, -1, 4, 5]
     again.restored = own.state(6)
-    chex.assert_trees_all_equal(again.batch(6, slice(4)), batches[6])
+    chex.assert_trees_all_equal(again.batch(7), batches[6])
     with pytest.raises(UserError, match="only once"):
-        own.batch(3, slice(4))
+        own.batch(3)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"tokens": np.zeros((4, 16))}, "has to give dicts"),
-        (
-            dict.fromkeys(("tokens", "targets"), np.zeros((2, 16))),
-            r"of shape \(2, 16\)",
-        ),
-        (dict.fromkeys(("tokens", "targets"), np.full((4, 16), 64)), "beyond the 64"),
-    ],
-)
-def test_own_batches_that_cannot_be_meant_are_refused(batch, message):
-    with pytest.raises(UserError, match=message):
-        OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64).batch(0, slice(4))
+ROWS = np.arange(64).reshape(4, 16)
+WRONG = {
+    "a name is missing": ({"tokens": ROWS}, "has to give dicts"),
+    "a name is unknown": ({"labels": ROWS}, "has to give dicts"),
+    "no dict": ([ROWS, ROWS], "has to give dicts"),
+    "rows are missing": ({"tokens": ROWS[:2], "targets": ROWS[:2]}, r"shape \(2, 16\)"),
+    "targets lack rows": ({"targets": ROWS[:2]}, r"targets of shape \(2, 16\)"),
+    "no rows": ({"tokens": 3}, r"shape \(\)"),
+    "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers of 0 to 63"),
+    "beyond 32 bits": ({"tokens": ROWS + 7 * 2**32}, "tokens .* numbers of 0 to 63"),
+    "below 0": ({"tokens": ROWS - 1}, "tokens .* numbers of 0 to 63"),
+    "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
+    "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
+    "ragged": (
+        {"tokens": np.array([[1], [1, 2]], object)},
+        r"shape \(2,\)|whole numbers",
+    ),
+    "ragged lists": ({"tokens": [[1], [1, 2]]}, "tokens of python:a:b cannot be read"),
+    "another target": ({"targets": ROWS - 200}, "targets .* numbers of -100 to 63"),
+    "a mask of halves": ({"mask": np.full((4, 16), 0.5)}, "mask .* numbers of 0 to 1"),
+    "a mask of NaN": ({"mask": np.full((4, 16), np.nan)}, "mask .* numbers of 0 to 1"),
+    "a mask of twos": ({"mask": np.full((4, 16), 2)}, "mask .* numbers of 0 to 1"),
+    "all are masked": ({"mask": np.zeros((4, 16), bool)}, "nothing to predict"),
+    "PyTorch's ignored": ({"targets": np.full((4, 16), -100)}, "nothing to predict"),
+    "segments": ({"segments": np.full((4, 16), 2**31)}, "segments .* numbers of 0 to"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_own_batches_that_cannot_be_meant_are_refused(change, message):
+    batch = change
+    if message != "has to give dicts":
+        batch = {"tokens": ROWS, "targets": ROWS} | change
+    for split in ("train", "validation"):
+        own = OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64)
+        if split == "validation" and message == r"shape \(2, 16\)":
+            continue  # a short last batch
+        with pytest.raises(UserError, match=message):
+            own.batch(1) if split == "train" else next(own.validation(4))
+
+
+def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
+    mask = ROWS > 20
+    for kind in (np.uint8, np.int64, np.uint64, np.float32):
+        for mask_kind in (bool, np.float16, np.int8):
+            batch = {"tokens": ROWS.astype(kind), "targets": ROWS.astype(kind)}
+            batch["mask"] = mask.astype(mask_kind)
+            own = OwnBatches("python:a:b", lambda split, b=batch: [b], (4, 16), 64)
+            found = own.batch(1)
+            np.testing.assert_array_equal(found["tokens"], ROWS)
+            np.testing.assert_array_equal(found["targets"], np.where(mask, ROWS, -1))
+            assert {array.dtype for array in found.values()} == {np.dtype("int32")}
+    batch = {"tokens": ROWS.tolist(), "targets": np.where(mask, ROWS, -100)}
+    own = OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64)
+    np.testing.assert_array_equal(own.batch(1)["targets"], np.where(mask, ROWS, -1))
+
+
+def test_short_last_batches_of_ones_own_are_filled_with_nothing_to_predict():
+    whole = {"tokens": ROWS, "targets": ROWS}
+    short = {"tokens": ROWS[:3], "targets": ROWS[:3]}
+    own = OwnBatches("python:a:b", lambda split: [whole, short], (4, 16), 64)
+    filled = np.concatenate([ROWS[:3], np.full((1, 16), -1)])
+    np.testing.assert_array_equal(own.batch(1)["targets"], ROWS)
+    np.testing.assert_array_equal(own.batch(2)["targets"], filled)
+    held_out = np.concatenate([batch["targets"] for batch in own.validation(2)])
+    np.testing.assert_array_equal(held_out, np.concatenate([ROWS, filled]))
+
+
+def test_own_batches_are_alike_in_their_names_and_there_are_some():
+    batch = {"tokens": ROWS, "targets": ROWS}
+    each = [batch, batch | {"mask": ROWS > 9}, batch | {"segments": ROWS}]
+    own = OwnBatches("python:a:b", lambda split: each, (4, 16), 64)
+    own.batch(1)
+    own.batch(2)
+    with pytest.raises(
+        UserError, match="segments in one batch, and targets, tokens in"
+    ):
+        own.batch(3)
+    none = OwnBatches("python:a:b", lambda split: [], (4, 16), 64)
+    with pytest.raises(UserError, match="no batches for training"):
+        none.batch(1)
+    with pytest.raises(UserError, match="no batches for validation"):
+        next(none.validation(4))
+
+
+def test_a_function_of_a_seed_is_given_that_of_the_run():
+    def batches(split, seed):
+        return [{"tokens": np.full((4, 16), seed), "targets": ROWS}]
+
+    for seed in (3, 5):
+        own = OwnBatches("python:a:b", batches, (4, 16), 64, seed)
+        assert own.batch(1)["tokens"][0, 0] == seed
 
 
 GRAIN = """

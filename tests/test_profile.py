@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.profiler import ProfileData
 
-from gpt2.config.run import LoggingConfig
+from gpt2.config import LoggingConfig
 from gpt2.errors import UserError
 from gpt2.profile import page
 from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SYNC, break_down

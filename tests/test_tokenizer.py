@@ -170,9 +170,13 @@ def test_char_vocabulary_is_the_sorted_characters_and_saved(tmp_path):
     assert loaded.eot == several.eot
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", "\udcff", "[" * 10**5, '{"kind": []}'], ids=range(6)
-)
+CHAR = '{"kind": "char", "has_eot": true, "characters": %s}'
+NO_TOKENIZERS = ["", "{}", "[1]", "\udcff", "[" * 10**5, '{"kind": []}']
+NO_TOKENIZERS += [CHAR % '""', CHAR % '"ba"', CHAR % '"aab"', CHAR % "3", CHAR % "[]"]
+NO_TOKENIZERS += [CHAR % r'"\ud800"', '{"kind": "char", "characters": "ab"}']
+
+
+@pytest.mark.parametrize("content", NO_TOKENIZERS, ids=range(len(NO_TOKENIZERS)))
 def test_files_that_are_no_tokenizer_are_refused(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -309,6 +313,15 @@ def test_end_of_text_is_found_beside_the_file_or_asked_for(tmp_path):
         build(spec, end_of_text="nothing")
 
 
+@pytest.mark.parametrize("config", ["[" * 10**5, "[]", "{", '{"eos_token": {"a": 1}}'])
+def test_a_config_beside_a_tokenizer_that_cannot_be_read_is_told(tmp_path, config):
+    spec = write_file(tmp_path, words("[END]"))
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    for read in (tokenizer.check_spec, build):
+        with pytest.raises(UserError, match=r"tokenizer_config\.json cannot be read"):
+            read(spec)
+
+
 def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsys):
     spec = write_file(tmp_path, words("[END]"))
     lines = (json.dumps({"text": f"DEF more {i}"}) for i in range(9))
@@ -322,7 +335,7 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
     for _ in range(2):
         dataset = prepare(dataclasses.replace(data, end_of_text="[END]"))
         assert "40.00% of the bytes of" in capsys.readouterr().err  # DEF and the number
-    assert dataset.splits["validation"].targets_per_byte is None
+    assert dataset.targets_per_byte is None
     assert dataset.open("train").read(0, 4).tolist() == [1, 2, 3, 0]
 
 

@@ -125,4 +125,4 @@ def make_config(peers: list[str]) -> Config:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart", commands=COMMANDS)
+    cli.run(main, define_flags, commands=COMMANDS)

@@ -15,8 +15,9 @@ from jax.typing import ArrayLike
 
 from gpt2.benchmark.tables import Row
 from gpt2.config import Config
-from gpt2.model import resolve_attention
-from gpt2.ops import Scoring, attention
+from gpt2.model.ingredients import score_terms
+from gpt2.ops import Scoring
+from gpt2.parallel.kernels import attention_by, choose_attention
 
 TIMES = 3.0
 BLOCKS = 8  # of a row
@@ -30,7 +31,7 @@ def check_attention(config: Config) -> Iterator[Row]:
     """
     model = config.model
     cfg = config.with_vocabulary(1).gpt()
-    name = resolve_attention(cfg, jax.devices()[0])
+    name, _ = choose_attention(cfg, jax.devices()[0], score_terms(cfg))
     dtype = config.precision.compute.replace("float32", "bfloat16")
     N = model.num_heads
     T = model.context_length
@@ -53,7 +54,7 @@ def check_attention(config: Config) -> Iterator[Row]:
             check += f", window {seen}"
         if documents:
             check += ", documents"
-        scoring = Scoring(window=seen, softcap=model.attention_softcap)
+        scoring = Scoring(model.head_size**-0.5, seen)
         row: Row = {"name": name, "check": check}
         try:
             row |= compare(name, shape, dtype, K, scoring, documents)
@@ -95,21 +96,17 @@ def compare(
 
     @partial(jax.jit, static_argnums=0)
     def run(implementation: str, *qkv: jax.Array) -> dict[str, jax.Array]:
-        attend = partial(
-            attention,
-            implementation=implementation,
-            scoring=scoring,
-            segments=segments,
-        )
-        out, pull = jax.vjp(attend, *qkv)
+        attention = attention_by(implementation, jax.default_backend())
+        how = scoring._replace(segments=segments)
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, how), *qkv)
         dq, dk, dv = pull(weight.astype(out.dtype))
         return {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     found = run(name, *qkv)
-    rounded = run("reference", *qkv)
+    rounded = run("plain", *qkv)
     with jax.default_matmul_precision("highest"):
         wide = [x.astype(jnp.float32) for x in qkv]
-        exact = run("reference", *wide)
+        exact = run("plain", *wide)
     errors = {}
     ratios = []
     passed = True

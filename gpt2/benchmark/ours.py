@@ -17,9 +17,9 @@ from gpt2.benchmark.tables import Row
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
+from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import find_devices
 from gpt2.telemetry.chips import find_chip
-from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.platform import platform_of
 from gpt2.utils.scan import in_layout

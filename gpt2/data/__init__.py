@@ -1,5 +1,6 @@
 """Documents -> tokens -> shards -> batch(seed, step)."""
 
-from gpt2.data.dataset import Dataset, prepare
+from gpt2.data.dataset import Dataset
+from gpt2.data.preparation import prepare
 
 __all__ = ["Dataset", "prepare"]

@@ -1,54 +1,56 @@
 """GPT-2's way of writing bytes as characters, and the tokenizer.json files that follow it."""
 
-from typing import Any
+from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
+# What GPT-2's file says of how text is cut, and of options of its model.
+_CUTS = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_MODEL = {"type", "vocab", "merges", "fuse_unk"}
 
 
 def byte_alphabet() -> dict[str, int]:
     """Returns the printable characters of a BPE file, each with its byte (GPT-2's encoder.py)."""
-    shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in shown]
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    alphabet = dict[str, int]()
+    hidden = list[int]()
+    for byte in range(256):
+        if chr(byte).isprintable() and byte != ord(" "):
+            alphabet[chr(byte)] = byte
+        else:
+            hidden.append(byte)
+    for number, byte in enumerate(hidden):
+        alphabet[chr(256 + number)] = byte
+    return alphabet
 
 
-def gpt2_like_ranks(tree: dict[str, Any]) -> tuple[dict[bytes, int], int] | None:
+def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     """Returns (ranks, eot) of a tokenizer.json that tiktoken computes identically, else None.
 
     Such a file holds byte-level BPE with GPT-2's pattern and nothing around it. Its ids grow in the
     order of the merges. `<|endoftext|>` is its only added token.
     """
     model = tree["model"]
-    pattern = tree.get("pre_tokenizer") or {}
+    cuts = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
+    options = {name for name, value in model.items() if value}
     added = [token["content"] for token in tree.get("added_tokens", [])]
-    if (
-        model.get("type") != "BPE"
-        or any(
-            model.get(k)
-            for k in ("dropout", "unk_token", "byte_fallback", "ignore_merges")
-        )
-        or any(
-            model.get(k) for k in ("continuing_subword_prefix", "end_of_word_suffix")
-        )
-        or pattern.get("type") != "ByteLevel"
-        or pattern.get("add_prefix_space")
-        or not pattern.get("use_regex", True)
-        or tree.get("normalizer")
-        or added != [END_OF_TEXT]
-    ):
+    is_like = model.get("type") == "BPE" and options <= _MODEL
+    is_like = is_like and cuts.items() >= _CUTS.items() and not tree.get("normalizer")
+    if not is_like or added != [END_OF_TEXT]:
         return None
     vocabulary = dict(model["vocab"])
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    merged = [vocabulary["".join(pair)] for pair in merges]
     alphabet = byte_alphabet()
-    ids = {*merged, *(vocabulary.get(c) for c in alphabet)}
-    if merged != sorted(merged) or set(vocabulary.values()) != ids:
+    merged = list[str]()
+    for merge in model["merges"]:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        merged.append("".join(pair))
+    if vocabulary.keys() != {*alphabet, *merged}:
         return None
-    if ids | {eot} != set(
-        range(len(ids) + 1)
-    ):  # an id without a token cannot be decoded
+    ids = [vocabulary[token] for token in merged]
+    known = {eot, *vocabulary.values()}
+    # An id without a token cannot be decoded.
+    if ids != sorted(ids) or known != {*range(len(vocabulary) + 1)}:
         return None
-    return {
-        bytes(alphabet[c] for c in token): i for token, i in vocabulary.items()
-    }, eot
+    ranks = dict[bytes, int]()
+    for token, i in vocabulary.items():
+        ranks[bytes(alphabet[c] for c in token)] = i
+    return ranks, eot

@@ -2,31 +2,32 @@
 
 import contextlib
 import functools
-import glob
-import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import random
 import socket
+import struct
 import sys
 import sysconfig
-import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
+from gpt2.data.foreign import File, find_files, fingerprint, reading, total_size
 from gpt2.errors import UserError, warn
-from gpt2.utils.stores import Remote, at_hand, find, is_url
+from gpt2.utils.stores import at_hand
 
-# Files of up to this size in all are hashed at every start; of more, size and time count.
-_HASHED_BYTES = 1 << 26
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileSystem
+    from tensorflow_datasets.core import DatasetBuilder
 
 _warn_once = functools.cache(warn)  # a corpus is read several times
+_OFFLINE = "Check name and network; --config.data.corpus=pystdlib needs none"
 
-File = Path | Remote
 # A document is its text, or a UTF-8 file that holds it.
 Document = str | File
 
@@ -35,95 +36,30 @@ Document = str | File
 class Corpus:
     """A source of documents, in an order that never changes."""
 
-    fingerprint: (
-        str  # differs whenever the documents may differ; computing it needs no network
-    )
-    documents: Callable[[], Iterator[Document]]  # starts an iteration over them
-    num_bytes: int = (
-        0  # about how many bytes of text there are; 0: not known in advance
-    )
-    seek: Callable[[int], Iterator[Document]] | None = (
-        None  # leaves out so many, unread
-    )
+    # Differs whenever the documents may differ; computing it needs no network.
+    fingerprint: str
+    # Starts an iteration over the documents that follow the first so many.
+    documents: Callable[[int], Iterator[Document]]
+    # About how many bytes of text there are; 0: not known in advance.
+    num_bytes: int = 0
 
 
 def open_corpus(spec: str) -> Corpus:
     """Returns the corpus that `data.corpus` names; reads no text yet."""
     prefix, _, argument = spec.partition(":")
-    usage, open_ = READERS.get(prefix, ("", None))
-    if open_ is None or (":" in usage) != bool(argument):
-        usages = ", ".join(
-            [usage] if usage else [u for u, _ in READERS.values()] + ["tokens:GLOB"]
-        )
+    usage, reader = READERS.get(prefix, ("", None))
+    if reader is None or (":" in usage) != bool(argument):
+        usages = [usage for usage, _ in READERS.values()]
         raise UserError(
-            f"data.corpus={spec!r} names no corpus", f"Write one of: {usages}"
+            f"data.corpus={spec!r} names no corpus",
+            f"Write one of: {', '.join(usages)}, tokens:GLOB",
         )
-    return open_(argument)
+    return reader(argument)
 
 
 def lies_in_files(spec: str) -> bool:
     """Returns whether `data.corpus` names files, which can move."""
     return spec.partition(":")[0] in ("text", "jsonl", "parquet", "tokens")
-
-
-def find_files(pattern: str) -> Sequence[File]:
-    """Returns the files that a glob (`**` included) matches, sorted by name: at least one."""
-    found = (
-        []
-        if is_url(pattern)
-        else glob.glob(str(Path(pattern).expanduser()), recursive=True)
-    )
-    found.sort(key=lambda name: (len(name), name), reverse=True)
-    names = {
-        os.path.realpath(name): name for name in found
-    }  # links may lead to one in many ways
-    files: Sequence[File] = [
-        Path(p) for p in sorted(names.values()) if Path(p).is_file()
-    ]
-    if not (files := find(pattern) if is_url(pattern) else files):
-        raise UserError(
-            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
-            "Give a path, or a glob such as 'books/**/*.txt'",
-        )
-    return files
-
-
-@contextlib.contextmanager
-def reading(file: File | str) -> Iterator[None]:
-    """Turns an error in reading `file` into a `UserError` that names it."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error})",
-            "Leave it out, mend it or convert it to UTF-8",
-        ) from error
-
-
-def file_fingerprint(files: Sequence[File], *more: str) -> str:
-    """Returns a hash of the paths of files, of what they hold, and of `more`."""
-    is_read = _total_size(files) <= _HASHED_BYTES
-
-    def part(file: File) -> tuple:
-        if isinstance(file, Remote):
-            return file.url, file.version
-        about = file.stat()
-        differs = (
-            [_hash_content(file)] if is_read else [about.st_size, about.st_mtime_ns]
-        )
-        return str(file.absolute()), *differs
-
-    parts = [part(file) for file in files]
-    return hashlib.sha256(json.dumps([parts, more]).encode()).hexdigest()
-
-
-def _hash_content(path: Path) -> str:
-    with reading(path), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _total_size(files: Sequence[File]) -> int:
-    return sum(f.size if isinstance(f, Remote) else f.stat().st_size for f in files)
 
 
 def _place_and_field(argument: str) -> tuple[str, str]:
@@ -132,14 +68,25 @@ def _place_and_field(argument: str) -> tuple[str, str]:
     return place, field or "text"
 
 
+def _after_reading(
+    documents: Callable[[], Iterator[Document]],
+) -> Callable[[int], Iterator[Document]]:
+    """Lets an iteration start anywhere, by reading all that comes before."""
+
+    def after(start: int = 0) -> Iterator[Document]:
+        return itertools.islice(documents(), start, None)
+
+    return after
+
+
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
-    fingerprint = file_fingerprint(files, "text")
-    size = _total_size(files)
-    return Corpus(
-        fingerprint, lambda: iter(files), size, seek=lambda number: iter(files[number:])
-    )
+
+    def documents(start: int = 0) -> Iterator[Document]:
+        return iter(files[start:])
+
+    return Corpus(fingerprint(files, "text"), documents, total_size(files))
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -148,12 +95,11 @@ def _pystdlib(_: str) -> Corpus:
     Its tests are left out: not every system installs them, and they are as long as all the rest.
     """
     root = Path(sysconfig.get_path("stdlib"))
+    # site-packages may hold ten times as many files.
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = (
-            set(folders) - excluded
-        )  # site-packages may hold ten times as many files
+        folders[:] = set(folders) - excluded
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort()
 
@@ -163,24 +109,24 @@ def _pystdlib(_: str) -> Corpus:
             with reading(file), contextlib.suppress(UnicodeDecodeError):
                 yield file.read_bytes().decode("utf-8-sig")
 
-    return Corpus(file_fingerprint(files, "pystdlib"), documents, _total_size(files))
+    return Corpus(
+        fingerprint(files, "pystdlib"), _after_reading(documents), total_size(files)
+    )
 
 
 def _synthetic(_: str) -> Corpus:
     """Four thousand documents of sums, for tests and benchmarks: the same everywhere, quick."""
-    num_documents = 4000
-    num_lines = 60
 
     def documents() -> Iterator[str]:
         rng = random.Random(0)
-        for number in range(num_documents):
+        for number in range(4000):
             lines = [f"# {number}\n"]
-            for _ in range(num_lines):
+            for _ in range(60):
                 a, b = divmod(int(rng.random() * 10_000), 100)
                 lines.append(f"{a} + {b} = {a + b}\n")
             yield "".join(lines)
 
-    return Corpus(f"synthetic-{num_documents}-{num_lines}", documents, 3_400_000)
+    return Corpus("synthetic-4000-60", _after_reading(documents), 3_400_000)
 
 
 def import_function(argument: str) -> Callable:
@@ -208,56 +154,42 @@ def _python(argument: str) -> Corpus:
     def documents() -> Iterator[str]:
         texts = function()
         for text in texts:
-            wrong = isinstance(texts, str) or not isinstance(text, str)
-            if wrong:
+            # The characters of a str are str, too.
+            if isinstance(texts, str) or not isinstance(text, str):
                 raise UserError(
                     f"python:{argument} has to return an iterable of str, its documents"
                 )
             yield text
 
-    return Corpus(file_fingerprint([source], "python", argument), documents)
+    return Corpus(fingerprint([source], "python", argument), _after_reading(documents))
 
 
 def _jsonl(argument: str) -> Corpus:
     """Each line of *.jsonl, also as .gz or .zst, is an object whose FIELD is a document."""
     pattern, field = _place_and_field(argument)
     files = find_files(pattern)
+    how = "Each line must be an object with text: jsonl:GLOB#FIELD"
 
     def documents() -> Iterator[str]:
         import pyarrow
 
         for file in files:
-            path = str(at_hand(file))
-            with (
-                reading(file),
-                pyarrow.input_stream(path, buffer_size=1 << 20) as stream,
-            ):
-                lines = io.BufferedReader(
-                    stream, 1 << 20
-                )  # decompressed, as the name tells
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield _json_field(line, field, f"{file}:{number}")
+            with reading(file):
+                # It is decompressed as its name tells.
+                stream = pyarrow.input_stream(str(at_hand(file)), buffer_size=1 << 20)
+                for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
+                    if not line.strip():
+                        continue
+                    with reading(f"{file}:{number}", how):
+                        text = json.loads(line)[field]
+                        if not isinstance(text, str):
+                            raise TypeError(f"{field!r} is no text")
+                    # JSON can spell half a surrogate pair, which UTF-8 cannot.
+                    yield text.encode("utf-8", "replace").decode("utf-8")
 
     return Corpus(
-        file_fingerprint(files, "jsonl", field), documents, _total_size(files)
+        fingerprint(files, "jsonl", field), _after_reading(documents), total_size(files)
     )
-
-
-def _json_field(line: bytes, field: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where} is not JSON ({error})", "Each line must be an object"
-        ) from error
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise UserError(
-            f"{where} has no text in {field!r}", "Name the field: jsonl:GLOB#FIELD"
-        )
-    # JSON can spell half a surrogate pair, which UTF-8 cannot.
-    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _parquet(argument: str) -> Corpus:
@@ -265,92 +197,94 @@ def _parquet(argument: str) -> Corpus:
     pattern, column = _place_and_field(argument)
     files = find_files(pattern)
 
-    def documents(skip: int = 0) -> Iterator[str]:
-        for file in files:
-            skip = yield from _parquet_column(at_hand(file), column, str(file), skip)
+    def documents(start: int = 0) -> Iterator[str]:
+        opened = ((str(file), at_hand(file)) for file in files)
+        return _parquet_texts(opened, column, start)
 
-    fingerprint = file_fingerprint(files, "parquet", column)
-    size = _total_size(files)
-    return Corpus(fingerprint, documents, size, seek=documents)
+    return Corpus(fingerprint(files, "parquet", column), documents, total_size(files))
 
 
-def _parquet_column(
-    file: Any, column: str, name: str, skip: int
-) -> Generator[str, None, int]:
-    """Yields one string column of a Parquet file, given by path or open, batch by batch.
+def _parquet_texts(
+    files: Iterable[tuple[str, Path | IO[bytes]]], column: str, start: int
+) -> Iterator[str]:
+    """Yields a column of Parquet files, (name, file), after its first `start` rows.
 
-    Rows that are null are empty texts. `skip` rows are left out; it returns how many more to skip.
+    Rows that are null are empty texts.
     """
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        if column not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise UserError(
-                f"{name} has no column {column!r}", f"Write one behind #: {names}"
-            )
-        missing = 0
-        groups = [*range(table.num_row_groups)]
-        while groups and skip >= (rows := table.metadata.row_group(groups[0]).num_rows):
-            skip -= rows
-            del groups[0]
-        for batch in table.iter_batches(
-            batch_size=1024, row_groups=groups, columns=[column]
-        ):
-            missing += batch.column(0).null_count
-            for text in batch.column(0)[skip:].to_pylist():
-                if not isinstance(text, str | None):
-                    raise UserError(
-                        f"column {column!r} of {name} holds no text", "Choose another"
-                    )
-                yield text or ""
-            skip = max(skip - len(batch), 0)
-        if missing:
-            rows = f"{missing:,} of {table.metadata.num_rows:,} rows of {name}"
-            _warn_once(f"{rows} are null in {column!r}, and left out")
-        return skip
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{name} cannot be read ({error})", "Give Parquet files"
-        ) from error
+    for name, file in files:
+        with reading(name, "Give Parquet files"):
+            table = pyarrow.parquet.ParquetFile(file)
+            num_rows = table.metadata.num_rows
+            if start >= num_rows:
+                start -= num_rows
+                continue
+            if column not in table.schema_arrow.names:
+                names = ", ".join(table.schema_arrow.names)
+                raise UserError(
+                    f"{name} has no column {column!r}", f"Write one behind #: {names}"
+                )
+            missing = 0
+            for batch in table.iter_batches(batch_size=1024, columns=[column]):
+                texts = batch.column(0)
+                missing += texts.null_count
+                for text in texts[start:].to_pylist():
+                    if not isinstance(text, str | None):
+                        raise UserError(
+                            f"column {column!r} of {name} holds no text",
+                            "Choose another",
+                        )
+                    yield text or ""
+                start = max(start - len(texts), 0)
+            if missing:
+                rows = f"{missing:,} of {num_rows:,} rows of {name}"
+                _warn_once(f"{rows} are null in {column!r}, and left out")
 
 
 def _hugging_face(argument: str) -> Corpus:
     """The training split of a data set, streamed from the hub's Parquet copy of it."""
     name, column = _place_and_field(argument)
 
-    def documents(skip: int = 0) -> Iterator[str]:
+    def documents(start: int = 0) -> Iterator[str]:
         from huggingface_hub import HfFileSystem
 
-        try:
-            hub: Any = HfFileSystem()
-            root = f"datasets/{name}@refs/convert/parquet"
-            subsets = sorted(
-                hub.ls(root, detail=False), key=lambda p: not p.endswith("/default")
-            )
-            folders = hub.ls(
-                next(p for p in subsets if "." not in Path(p).name), detail=False
-            )
-            # Of a large data set the hub converts a first part, and calls it so.
-            (train,) = (
-                p for p in folders if Path(p).name in ("train", "partial-train")
-            )
-            for path in sorted(hub.ls(train, detail=False)):
-                with hub.open(path) as file:
-                    skip = yield from _parquet_column(file, column, path, skip)
-        except UserError:
-            raise
-        except (
-            Exception
-        ) as error:  # of the hub's library: network, access, no such data set
-            raise UserError(
-                f"hf:{name} cannot be read ({type(error).__name__}: {error})",
-                "Check name and network; --config.data.corpus=pystdlib needs none",
-            ) from error
+        with reading(f"hf:{name}", _OFFLINE):
+            hub = HfFileSystem()
+            folder = _hub_folder(hub, name, column)
+            paths = sorted(map(str, hub.ls(folder, detail=False)))
+            opened = ((path, hub.open(path)) for path in paths)
+            yield from _parquet_texts(opened, column, start)
 
-    return Corpus(f"hf-{name}-{column}", documents, seek=documents)
+    return Corpus(f"hf-{name}-{column}", documents)
+
+
+def _hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
+    """Returns the folder of the training split of OWNER/NAME or OWNER/NAME/SUBSET."""
+
+    def names_in(folder: str) -> list[str]:
+        paths = map(str, hub.ls(folder, detail=False))
+        return sorted(path.rpartition("/")[2] for path in paths)
+
+    parts = name.split("/")
+    repository = "/".join(parts[:2])
+    subset = "/".join(parts[2:])
+    root = f"datasets/{repository}@refs/convert/parquet"
+    subsets = [name for name in names_in(root) if not name.startswith(".")]
+    if not subset and len(subsets) == 1:
+        (subset,) = subsets
+    if not subset and "default" in subsets:
+        subset = "default"
+    if subset not in subsets:
+        told = f"{len(subsets)} subsets: {', '.join(subsets[:20])}"
+        how = f"Name one of them: hf:{repository}/SUBSET#{column}"
+        raise UserError(f"hf:{repository} has {told}", how)
+    splits = names_in(f"{root}/{subset}")
+    # Of a large data set the hub converts a first part, and calls it so.
+    for split in ("train", "partial-train"):
+        if split in splits:
+            return f"{root}/{subset}/{split}"
+    raise UserError(f"hf:{name} has no training split, but {', '.join(splits)}")
 
 
 def _tfds(argument: str) -> Corpus:
@@ -360,61 +294,59 @@ def _tfds(argument: str) -> Corpus:
     def documents() -> Iterator[str]:
         import tensorflow_datasets as tfds
 
-        try:
+        with reading(f"tfds:{argument}", _OFFLINE):
             builder = tfds.builder(name)
             if not builder.is_prepared():
                 builder = tfds.builder(name, file_format="array_record")
                 # Without a network TFDS would try for minutes.
-                socket.create_connection(
-                    ("storage.googleapis.com", 443), timeout=5
-                ).close()
+                server = ("storage.googleapis.com", 443)
+                socket.create_connection(server, timeout=5).close()
                 builder.download_and_prepare()
+            num_read = 0
             for record in _tfds_records(builder):
-                text = record[feature]
-                yield (
-                    text.decode("utf-8", "replace")
-                    if isinstance(text, bytes)
-                    else str(text)
-                )
-        except (
-            tfds.core.DatasetNotFoundError,
-            LookupError,
-            NotImplementedError,
-            OSError,
-        ) as error:
-            raise UserError(
-                f"tfds:{argument} cannot be read ({type(error).__name__}: {error})",
-                "Check name and network; --config.data.corpus=pystdlib needs none",
-            ) from error
+                yield record[feature].decode("utf-8", "replace")
+                num_read += 1
+            num_records = builder.info.splits["train"].num_examples
+            if num_read != num_records:
+                raise EOFError(f"{num_read:,} of its {num_records:,} records are there")
 
-    return Corpus(f"tfds-{name}-{feature}", documents)
+    return Corpus(f"tfds-{name}-{feature}", _after_reading(documents))
 
 
-def _tfds_records(builder: Any) -> Iterator[Any]:
+def _tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:
     """Yields the records of a training split; TFRecord files need no TensorFlow."""
     if builder.info.file_format.value != "tfrecord":
         yield from builder.as_data_source(split="train")
         return
-    from grain.experimental import TFRecordIterDataset
-
     for path in builder.info.splits["train"].filepaths:
-        try:
-            records = TFRecordIterDataset(str(path))
-            yield from map(builder.info.features.deserialize_example_np, records)
-        except ValueError:  # which holds all of the bytes
-            raise UserError(
-                f"{path} ends within a record", "Download it again"
-            ) from None
+        with reading(path, "Download it again"), open(path, "rb") as stream:
+            for record in _tfrecords(stream):
+                yield builder.info.features.deserialize_example_np(record)
 
 
-# Prefix -> how to write it, and what opens it. tokens.py opens ready tokens: no documents.
+def _tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yields the records of a TFRecord file: of each its length, that one's CRC, it, its CRC."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    while head := stream.read(12):
+        length, length_crc = struct.unpack("<QI", head)
+        if masked_crc32c(head[:8]) != length_crc:
+            raise ValueError("the length of a record was altered")
+        record = stream.read(length)
+        crc = stream.read(4)
+        if masked_crc32c(record) != int.from_bytes(crc, "little"):
+            raise ValueError("a record was altered or cut")
+        yield record
+
+
+# Prefix -> how to write it, and what opens it. ready.py opens `tokens:`, which are no documents.
 READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
     "pystdlib": ("pystdlib", _pystdlib),
     "text": ("text:GLOB", _text),
     "jsonl": ("jsonl:GLOB#FIELD", _jsonl),
     "parquet": ("parquet:GLOB#COLUMN", _parquet),
     "tfds": ("tfds:NAME#FEATURE", _tfds),
-    "hf": ("hf:OWNER/NAME#COLUMN", _hugging_face),
+    "hf": ("hf:OWNER/NAME[/SUBSET]#COLUMN", _hugging_face),
     "python": ("python:MODULE:FUNCTION", _python),
     "synthetic": ("synthetic", _synthetic),
 }

@@ -1,29 +1,31 @@
 """Batches of a user's own: what `python:MODULE:FUNCTION` gives if FUNCTION takes `split`."""
 
 import base64
+import functools
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from gpt2.data.corpus import import_function
+from gpt2.data.foreign import reading
+from gpt2.data.loader import ALL_ROWS, IGNORED, Batch
 from gpt2.errors import UserError
 
-NAMES = {"tokens", "targets", "mask", "segments"}
 KEPT = 16  # states, which is more than batches are read ahead
 
+# A function of `split`, and maybe of `seed`.
+MakeBatches = Callable[..., Iterable[object]]
 
-def find_batches(corpus: str) -> Callable[[str], Iterable] | None:
-    """Returns the user's function of a split that gives batches, if `data.corpus` names one."""
+
+def find_batches(corpus: str) -> MakeBatches | None:
+    """Returns the user's function that gives batches, if `data.corpus` names one."""
     prefix, _, argument = corpus.partition(":")
-    function = import_function(argument) if prefix == "python" else None
-    return (
-        function
-        if function and "split" in inspect.signature(function).parameters
-        else None
-    )
+    if prefix != "python":
+        return None
+    function = import_function(argument)
+    return function if "split" in inspect.signature(function).parameters else None
 
 
 class OwnBatches:
@@ -34,81 +36,122 @@ class OwnBatches:
     """
 
     def __init__(
-        self, corpus: str, make: Callable, shape: tuple[int, int], vocab_size: int
+        self,
+        corpus: str,
+        make: MakeBatches,
+        shape: tuple[int, int],
+        vocab_size: int,
+        seed: int = 0,
     ):
         self._corpus = corpus
-        self._make = make
+        takes_seed = "seed" in inspect.signature(make).parameters
+        self._make = functools.partial(make, seed=seed) if takes_seed else make
         self._shape = shape
-        self._vocab_size = vocab_size
+        # The least and the largest number of each array. PyTorch leaves out targets of -100.
+        self._ranges = {
+            "tokens": (0, vocab_size - 1),
+            "targets": (-100, vocab_size - 1),
+            "mask": (0, 1),
+            "segments": (0, 2**31 - 1),
+        }
+        self._names = set[str]()  # that every batch has
         self.lengths = [shape[1]]
-        self._next: int | None = None  # step
+        self._taken: int | None = None  # steps
         self._states = dict[int, str]()  # by the steps before them
         self.restored = ""  # a state, with which the first batch begins
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """Returns how often each part has been seen: nobody knows."""
-        return {}
 
     def state(self, step: int) -> str:
         """Returns the state after so many steps, empty where the iterable has none."""
         return self._states.get(step, "")
 
-    def batch(self, step: int, rows: slice) -> dict[str, np.ndarray]:
-        """Returns the next batch, which holds this process's rows. Steps come in order, once."""
-        if self._next not in (None, step):
-            raise UserError(f"{self._corpus} gives its batches only once")
-        if self._next is None:
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns the batch of a step: this process's `rows`. Steps come in order, once."""
+        if self._taken is None:
             self._begin(self.restored)
-        if (batch := next(self._iterator, None)) is None:
+        elif step != self._taken + 1:
+            raise UserError(f"{self._corpus} gives its batches only once")
+        found = next(self._iterator, None)
+        if found is None:
             self._begin()
-            batch = next(self._iterator, None)
-        self._next = step + 1
+            found = next(self._iterator, None)
+        if found is None:
+            raise UserError(f"{self._corpus} gives no batches for training")
+        self._taken = step
         if self._get_state:
             pickled = pickle.dumps(self._get_state())
-            self._states[step + 1] = base64.b64encode(pickled).decode()
-            self._states.pop(step + 1 - KEPT, None)
-        return self._check(batch)
+            self._states[step] = base64.b64encode(pickled).decode()
+            self._states.pop(step - KEPT, None)
+        # The last batch of an epoch may be short, as PyTorch's is. The first of a run is a mistake.
+        return self._enter(found, may_be_short=step > 1)
 
-    def validation(self, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
+    def validation(self, num_rows: int) -> Iterator[Batch]:
         """Yields the batches held out, so many rows at a time."""
-        for batch in map(self._check, self._make(split="validation")):
+        is_empty = True
+        for found in self._make(split="validation"):
+            is_empty = False
+            batch = self._enter(found, may_be_short=True)
             for start in range(0, self._shape[0], num_rows):
-                yield {
-                    name: rows[start : start + num_rows] for name, rows in batch.items()
-                }
+                rows = slice(start, start + num_rows)
+                yield {name: array[rows] for name, array in batch.items()}
+        if is_empty:
+            raise UserError(f"{self._corpus} gives no batches for validation")
 
-    def _begin(self, text: str = "") -> None:
+    def _begin(self, state: str = "") -> None:
         source = self._make(split="train")
-        state = pickle.loads(base64.b64decode(text)) if text else None
-        if text and hasattr(source, "load_state_dict"):
-            source.load_state_dict(state)
-        self._iterator: Any = iter(source)
-        if text and hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(state)
-        self._get_state = getattr(
-            self._iterator, "get_state", getattr(source, "state_dict", None)
-        )
+        if state and hasattr(source, "load_state_dict"):
+            source.load_state_dict(pickle.loads(base64.b64decode(state)))
+        self._iterator = iter(source)
+        if state and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(pickle.loads(base64.b64decode(state)))
+        states = getattr(source, "state_dict", None)
+        self._get_state = getattr(self._iterator, "get_state", states)
 
-    def _check(self, batch: Any) -> dict[str, np.ndarray]:
-        """Returns int32 arrays, with -1 for targets that the mask leaves out."""
-        fine = isinstance(batch, Mapping) and {"tokens", "targets"} <= {*batch} <= NAMES
-        if not fine:
-            raise UserError(
-                f"{self._corpus} has to give dicts of {', '.join(sorted(NAMES))}"
-            )
-        arrays = {name: np.asarray(batch[name]).astype(np.int32) for name in batch}
+    def _enter(self, batch: object, *, may_be_short: bool) -> Batch:
+        """Returns a user's batch as ours, where it cannot be mistaken for another.
+
+        Rows that it lacks, which `may_be_short` allows, have nothing to predict.
+        """
+        known = self._ranges.keys()
+        if (
+            not isinstance(batch, Mapping)
+            or not {"tokens", "targets"} <= {*batch} <= known
+        ):
+            raise UserError(f"{self._corpus} has to give dicts of {', '.join(known)}")
+        arrays = {name: self._enter_array(name, batch[name]) for name in batch}
+        most_rows, length = self._shape
+        num_rows = most_rows
+        if may_be_short:
+            num_rows = min(arrays["tokens"].size // length, most_rows)
         for name, array in arrays.items():
-            what = (
-                f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"
-            )
-            if array.shape != self._shape:
-                raise UserError(what)
-        tokens = arrays["tokens"]
-        mask = arrays.pop("mask", True)
-        arrays["targets"] = targets = np.where(mask, arrays["targets"], np.int32(-1))
-        wrong = tokens.min() < 0 or max(tokens.max(), targets.max()) >= self._vocab_size
-        if wrong:
+            if array.shape != (num_rows, length):
+                raise UserError(
+                    f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"
+                )
+            arrays[name] = np.pad(array, ((0, most_rows - num_rows), (0, 0)))
+        targets = arrays["targets"]
+        targets[num_rows:] = IGNORED
+        targets[targets < 0] = IGNORED
+        if "mask" in arrays:
+            targets[arrays.pop("mask") == 0] = IGNORED
+        if np.all(targets == IGNORED):
+            raise UserError(f"{self._corpus} gives a batch with nothing to predict")
+        self._names = self._names or {*arrays}
+        if {*arrays} != self._names:
             raise UserError(
-                f"{self._corpus} gives tokens beyond the {self._vocab_size} of the model"
+                f"{self._corpus} gives {', '.join(arrays)} in one batch, and "
+                f"{', '.join(sorted(self._names))} in another"
             )
         return arrays
+
+    def _enter_array(self, name: str, values: object) -> np.ndarray:
+        """Returns int32 of the same numbers, which are whole and in the range of the name."""
+        lowest, highest = self._ranges[name]
+        with reading(f"{name} of {self._corpus}", "Give arrays"):
+            array = np.asarray(values)
+        is_right = array.dtype.kind in "biuf"
+        is_right = is_right and bool(np.all((array >= lowest) & (array <= highest)))
+        if not is_right or np.any(array % 1):
+            raise UserError(
+                f"{self._corpus} gives {name} that are not whole numbers of {lowest} to {highest}"
+            )
+        return array.astype(np.int32)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gpt2.data.dataset import Dataset
-from gpt2.data.tokens import CHUNK, TokenStream
+from gpt2.data.tokens import TokenStream
 from gpt2.errors import UserError
 
 AHEAD = 1000  # documents among which `bos` looks for one that fits, as in nanochat
@@ -25,55 +25,35 @@ LEAST_SHARE = 0.1  # of the rows that a length needs, since each length is compi
 class Rows:
     """The training rows of a corpus, in the order of a run."""
 
-    wait: Callable[
-        [int], int
-    ]  # waits until so many are prepared, or all; returns how many are
-    read: Callable[
-        [int], np.ndarray
-    ]  # the tokens of a row, at most a batch's length + 1
-    length: Callable[[int], int]  # of the batch that begins with a row, in targets
+    num_rows: int  # of an epoch
+    # The tokens of a row, at most a batch's length + 1.
+    read: Callable[[int], np.ndarray]
+    # Of the batch that begins with a row, in targets.
+    length: Callable[[int], int]
     lengths: Sequence[int]  # that batches may have
     mean_length: float
     note: str = ""  # the share of tokens that is cropped or padded
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows an epoch has, of what is prepared."""
-        return self.wait(0)
 
 
 def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     """Windows of the joined documents, wherever these end; neighbours share one token.
 
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
-    Under `data.shuffle_block`, an epoch visits one block of windows after another.
     """
-    # of rows, if not 0
     stream = dataset.open("train")
-    block = -(-dataset.block // length)
-    order = functools.lru_cache(2)(functools.partial(shuffled, seed=seed))
+    # One window less than would fit leaves room for the offset.
+    num_rows = max(len(stream) // length - 1, 0)
+    order = shuffled(num_rows, seed)
 
     @functools.lru_cache(8)
     def offset(epoch: int) -> int:
         return int(np.random.default_rng((seed, epoch)).integers(length))
 
-    def wait(number: int) -> int:
-        # One window less than would fit leaves room for the offset.
-        return max(stream.wait((number + 2) * length) // length - 1, 0)
-
     def read(row: int) -> np.ndarray:
-        num_rows = wait(row - row % block + block if block else 0)
-        size = block or num_rows
-        epoch, within = divmod(
-            row, num_rows
-        )  # the first one while there is more to come
-        number, place = divmod(within, size)
-        here = min(size, num_rows - number * size)
-        drawn = epoch * -(-num_rows // size) + number  # blocks before this one
-        place = number * size + order(here)(drawn * here + place)
-        return stream.read(offset(epoch) + length * place, length + 1)
+        start = offset(row // num_rows) + length * order(row)
+        return stream.read(start, length + 1)
 
-    return Rows(wait, read, lambda row: length, [length], length)
+    return Rows(num_rows, read, lambda row: length, [length], length)
 
 
 def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
@@ -82,26 +62,34 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     Where none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
     """
     stream = dataset.open("train")
-    starts = find_documents(stream, document_start(dataset, "data.packing=bos"))
+    eot = document_start(dataset, "data.packing=bos")
+    starts = find_documents(stream, eot)
+    sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
-    sizes = np.diff(starts, append=len(stream))[drawn].tolist()
-    documents, kept, ends = map(np.array, best_fit(sizes, length + 1))
-    pieces = np.stack([starts[drawn][documents], kept], axis=1)
+    room = length + 1
+    documents, kept, ends = best_fit(sizes[drawn].tolist(), room)
+    begins = starts[drawn[documents]]
     num_rows = len(ends) - 1
     order = shuffled(num_rows, seed)
-    room = num_rows * (length + 1)
 
     def read(row: int) -> np.ndarray:
         number = order(row)
-        places = pieces[ends[number] : ends[number + 1]].tolist()
-        return np.concatenate([stream.read(start, size) for start, size in places])
+        pieces = list[np.ndarray]()
+        for piece in range(ends[number], ends[number + 1]):
+            tokens = stream.read(int(begins[piece]), int(kept[piece]))
+            pieces.append(tokens)
+        return np.concatenate(pieces)
 
-    used = int(kept.sum())
-    note = f"{1 - used / len(stream):.1%} cropped, {1 - used / room:.1%} padded"
-    return Rows(lambda _: num_rows, read, lambda row: length, [length], length, note)
+    used = kept.sum()
+    cropped = 1 - used / len(stream)
+    padded = 1 - used / (num_rows * room)
+    note = f"{cropped:.1%} cropped, {padded:.1%} padded"
+    return Rows(num_rows, read, lambda row: length, [length], length, note)
 
 
-def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], list[int]]:
+def best_fit(
+    sizes: Sequence[int], room: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Packs documents into rows of `room` tokens.
 
     Returns the documents in the order of rows, how many tokens of each are kept, and where rows
@@ -114,8 +102,8 @@ def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], lis
     upcoming = ((size, document) for document, size in enumerate(sizes) if size < room)
     waiting = sorted(itertools.islice(upcoming, AHEAD))
     while waiting:
-        fitting = bisect.bisect_right(waiting, (free, len(sizes)))
-        size, document = waiting.pop(max(fitting - 1, 0))
+        num_fitting = bisect.bisect_right(waiting, (free, len(sizes)))
+        size, document = waiting.pop(max(num_fitting - 1, 0))
         documents.append(document)
         kept.append(min(size, free))
         free -= kept[-1]
@@ -124,7 +112,9 @@ def best_fit(sizes: Sequence[int], room: int) -> tuple[list[int], list[int], lis
             free = room
         if found := next(upcoming, None):
             bisect.insort(waiting, found)
-    return documents, kept, ends if free == room else [*ends, len(kept)]
+    if free < room:
+        ends.append(len(kept))
+    return np.array(documents), np.array(kept), np.array(ends)
 
 
 def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
@@ -134,56 +124,76 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     their own length join the next one's; rows without tokens fill up the longest ones.
     """
     stream = dataset.open("train")
-    starts = find_documents(stream, document_start(dataset, "data.packing=pad"))
-    sizes = np.diff(starts, append=len(stream) - 1)  # in targets
-    counts = -(-sizes // length)
-    cut = length * (
-        np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    )
-    sizes = np.minimum(np.repeat(sizes, counts) - cut, length)
-    begins = np.repeat(starts, counts) + cut
+    eot = document_start(dataset, "data.packing=pad")
+    starts = find_documents(stream, eot)
+    begins, sizes = _cut_documents(starts, len(stream), length)
     lengths = choose_lengths(sizes, length)
-    missing = 0, -len(sizes) % batch_size
-    ranks = np.pad(np.searchsorted(lengths, sizes), missing, "maximum")
+    ranks = np.searchsorted(lengths, sizes)  # of each row, that of its length
+    missing = (0, -len(sizes) % batch_size)
+    ranks = np.pad(ranks, missing, "maximum")
     begins = np.pad(begins, missing)
-    tokens = np.pad(sizes + 1, missing)
-    batch_lengths = np.array(lengths)[np.sort(ranks)[batch_size - 1 :: batch_size]]
+    num_tokens = np.pad(sizes + 1, missing)
+    # In the order of lengths, a batch has that of its last row.
+    last_ranks = np.sort(ranks)[batch_size - 1 :: batch_size]
+    batch_lengths = np.array(lengths)[last_ranks]
     num_batches = len(batch_lengths)
-    room = int(batch_lengths.sum()) * batch_size
     order = shuffled(num_batches, seed)
 
     @functools.lru_cache(2)
     def arrange(epoch: int) -> np.ndarray:
         draw = np.random.default_rng((seed, epoch)).random(len(ranks))
-        return np.lexsort((draw, ranks)).reshape(num_batches, batch_size)
-
-    @functools.lru_cache(8)
-    def rows_of(step: int) -> list[int]:
-        return arrange(step // num_batches)[order(step)].tolist()
+        rows = np.lexsort((draw, ranks))
+        return rows.reshape(num_batches, batch_size)
 
     def read(row: int) -> np.ndarray:
-        found = rows_of(row // batch_size)[row % batch_size]
-        return stream.read(int(begins[found]), int(tokens[found]))
+        batch, number = divmod(row, batch_size)
+        rows = arrange(batch // num_batches)
+        found = rows[order(batch), number]
+        return stream.read(int(begins[found]), int(num_tokens[found]))
 
-    note = f"{1 - sizes.sum() / room:.1%} padded"
-    lengths = np.unique(batch_lengths).tolist()
-    each = lambda row: int(batch_lengths[order(row // batch_size)])  # noqa: E731
-    return Rows(lambda _: len(ranks), read, each, lengths, room / len(ranks), note)
+    def batch_length(row: int) -> int:
+        batch = order(row // batch_size)
+        return int(batch_lengths[batch])
+
+    room = int(batch_lengths.sum()) * batch_size
+    return Rows(
+        num_rows=len(ranks),
+        read=read,
+        length=batch_length,
+        lengths=np.unique(batch_lengths).tolist(),
+        mean_length=room / len(ranks),
+        note=f"{1 - sizes.sum() / room:.1%} padded",
+    )
+
+
+def _cut_documents(
+    starts: np.ndarray, num_tokens: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where rows of up to `length` targets begin, and how many they have, [rows] each."""
+    sizes = np.diff(starts, append=num_tokens - 1)  # in targets
+    counts = -(-sizes // length)  # rows
+    first_rows = np.cumsum(counts) - counts
+    numbers = np.arange(counts.sum()) - np.repeat(first_rows, counts)
+    before = length * numbers  # targets of the document in earlier rows
+    rest = np.repeat(sizes, counts) - before
+    return np.repeat(starts, counts) + before, np.minimum(rest, length)
 
 
 def choose_lengths(sizes: np.ndarray, longest: int) -> list[int]:
     """Returns 128, 256, 512, ... and `longest`, but what few rows would have or none."""
-    doubles = itertools.takewhile(
-        lambda n: n < longest, (SHORTEST << k for k in itertools.count())
-    )
-    lengths = [*doubles, longest]
-    shares = np.bincount(np.searchsorted(lengths, sizes), minlength=len(lengths)) / len(
-        sizes
-    )
-    last = int(np.flatnonzero(shares)[-1])
-    return [
-        lengths[k] for k in range(last + 1) if shares[k] >= LEAST_SHARE or k == last
-    ]
+    lengths = [longest]
+    doubled = SHORTEST
+    while doubled < longest:
+        lengths.insert(-1, doubled)
+        doubled *= 2
+    ranks = np.searchsorted(lengths, sizes)
+    last = ranks.max()
+    chosen = list[int]()
+    for rank in range(last):
+        share = np.mean(ranks == rank)
+        if share >= LEAST_SHARE:
+            chosen.append(lengths[rank])
+    return [*chosen, lengths[last]]
 
 
 PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
@@ -192,8 +202,8 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 def document_start(dataset: Dataset, option: str) -> int:
     """Returns the token that opens each document; refuses an option that needs several."""
     eot = dataset.tokenizer.eot
-    few = dataset.splits["train"].num_documents < 2 and dataset.whole().splits["train"]
-    if eot is None or (few and few.num_documents < 2):
+    trains = [part.splits["train"] for _, part in dataset.parts.values()]
+    if eot is None or sum(split.num_documents for split in trains) < 2:
         raise UserError(
             f"{option} needs several documents, and the corpus is one", "Leave it out"
         )
@@ -202,11 +212,16 @@ def document_start(dataset: Dataset, option: str) -> int:
 
 def find_documents(stream: TokenStream, eot: int) -> np.ndarray:
     """Returns where documents start, int64: at each end-of-text token, and at the very start."""
-    chunks = range(0, len(stream), CHUNK)
-    found = [
-        start + np.flatnonzero(stream.read(start, CHUNK) == eot) for start in chunks
-    ]
-    return np.unique(np.concatenate([[0], *found]))
+    places = [np.zeros(1, np.int64)]
+    for start, tokens in stream.chunks():
+        places.append(start + np.flatnonzero(tokens == eot))
+    return np.unique(np.concatenate(places))
+
+
+def hashed(seed: int | tuple[int, int]) -> int:
+    """Returns another seed of 32 bits, far from that of a neighbour."""
+    (state,) = np.random.SeedSequence(seed).generate_state(1)
+    return int(state)
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
@@ -214,7 +229,7 @@ def shuffled(number: int, seed: int) -> Callable[[int], int]:
     from grain.experimental import index_shuffle  # takes most of a second
 
     # Epochs have neighbouring seeds: hashing keeps runs of nearby seeds apart.
-    first = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    first = hashed(seed)
 
     def order(index: int) -> int:
         epoch, within = divmod(index, number)

@@ -3,18 +3,17 @@
 python -m gpt2.data.prepare --config=configs/gpt2_124m.py [--config.data.corpus=pystdlib]
 """
 
-from gpt2.errors import UserError
 from gpt2.utils import launch
 
 if __name__ == "__main__":
     launch.prepare_process()
 
-import numpy as np
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data.dataset import prepare
 from gpt2.data.loader import TrainLoader
+from gpt2.data.preparation import prepare
+from gpt2.errors import UserError
 from gpt2.utils.cluster import connect
 
 
@@ -22,27 +21,24 @@ def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
     config = cli.parse_config()
     data = config.data
-    dataset = prepare(config.data, connect(flags.FLAGS.cluster))
+    dataset = prepare(data, connect(flags.FLAGS.cluster))
     if dataset.own:
         raise UserError(f"{data.corpus} gives batches, of which none are stored")
-    shape = dict(batch_size=data.batch_size, context_length=config.model.context_length)
-    for name, (_, part) in dataset.parts.items():
-        print(
-            (part.directory / "README.md").read_text("utf-8"), part.directory, sep="\n"
+    for _, part in dataset.parts.values():
+        print((part.directory / "README.md").read_text("utf-8"))
+        print(part.directory)
+    if flags.FLAGS.inspect:
+        loader = TrainLoader(
+            dataset,
+            seed=config.seed,
+            batch_size=data.batch_size,
+            context_length=config.model.context_length,
+            packing=data.packing,
         )
-        if flags.FLAGS.inspect:
-            loader = TrainLoader(
-                dataset, seed=config.seed, packing=data.packing, **shape
-            )
-            rows = loader.sources[name]
+        for rows in loader.sources.values():
             for number in range(min(3, rows.num_rows)):
-                row = rows.read(number)
-                first, *others = np.split(
-                    row, np.flatnonzero(row == part.tokenizer.eot)
-                )
-                pieces = [first, *(piece[1:] for piece in others)]
-                print(f"\n===== row {number}; a line opens each document")
-                print("\n-----\n".join(map(part.tokenizer.decode, pieces)))
+                print(f"\n===== row {number}, as training sees it")
+                print(dataset.tokenizer.decode(rows.read(number)))
 
 
 def define_flags() -> None:
@@ -57,4 +53,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)

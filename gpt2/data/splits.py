@@ -1,9 +1,9 @@
 """Documents -> training and validation tokens, encoded in parallel, never all in memory."""
 
+import dataclasses
 import hashlib
 import io
 import itertools
-import os
 import re
 import sys
 import time
@@ -11,39 +11,38 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from types import ModuleType
+from typing import NamedTuple, TextIO
 
 import numpy as np
 
 from gpt2.config import DataConfig
-from gpt2.data.corpus import Corpus, Document, reading
+from gpt2.data.corpus import Corpus, Document
+from gpt2.data.dataset import Dataset
+from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer, build, load
-from gpt2.data.tokens import TokenWriter
-from gpt2.errors import UserError, tell
+from gpt2.data.tokens import Split, TokenStream, TokenWriter, load_splits
+from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 from gpt2.utils.cluster import open_pool
 from gpt2.utils.stores import at_hand
-from gpt2.utils.text import format_bytes, format_count, format_duration
+from gpt2.utils.text import format_count
 
-SPLITS = ("train", "validation")
-PART_CHARACTERS = (
-    2**18
-)  # longer documents are encoded in parts, shorter ones several at once
+# Longer documents are encoded in parts, shorter ones several at once.
+PART_CHARACTERS = 2**18
 AHEAD = 32  # groups of parts to encode while a save waits for the disk
-WEIGHED = (
-    2**14
-)  # documents; corpora of up to as many are read once more, for their sizes
+# Corpora of up to so many documents are read once more, for their sizes.
+WEIGHED = 2**14
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 SECONDS = 10  # between lines that tell how far it is
+TOKENIZER = "tokenizer.json"
 PROGRESS = "progress.json"  # what is written up to such a moment
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A part of a document."""
 
     split: str
@@ -52,16 +51,78 @@ class Part:
     starts_document: bool
 
 
+class Measured(NamedTuple):
+    """A document with text."""
+
+    number: int  # in the corpus
+    document: Document
+    position: float  # in [0, 1), by a hash of its content
+    size: int  # bytes
+
+
 Encoded = tuple[Part, np.ndarray, int]
-Measured = tuple[
-    int, Document, float, int
-]  # its number, it, its position in [0, 1), its bytes
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a preparation is: after so many parts of a document."""
+
+    splits: dict[str, Split]
+    document: int = 0  # its number
+    parts: int = 0
+    text_crc32: int = 0  # of the last part's text
+    tokenizer_crc32: int = 0  # of its file
+    dtype: str = ""  # of stored tokens
+
+    @classmethod
+    def load(cls, directory: Path) -> "Progress | None":
+        """Returns what a directory tells of a preparation that was cut, if it does."""
+        tree = files.read_sealed(directory / PROGRESS)
+        if tree is None:
+            return None
+        return cls(**tree | {"splits": load_splits(tree["splits"])})
+
+    def save(self, directory: Path) -> None:
+        """Brings all that is written to the disk, and then what says that it is there."""
+        files.sync_tree(directory)
+        files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
+
+    def sum(self, count: str) -> int:
+        """Returns a count of both splits."""
+        return sum(getattr(split, count) for split in self.splits.values())
+
+    def find_damage(self, directory: Path) -> str:
+        """Says what a directory does not hold as it was written, or nothing."""
+        try:
+            tokenizer = (directory / TOKENIZER).read_bytes()
+            if zlib.crc32(tokenizer) != self.tokenizer_crc32:
+                return f"{TOKENIZER} was altered"
+            for name, split in self.splits.items():
+                stream = TokenStream(split.shards, self.dtype, directory)
+                if stream.crc32() != split.crc32:
+                    return f"tokens of {name} were altered"
+        except (OSError, UserError) as error:
+            return str(error)
+        return ""
+
+    def add(self, part: Part, num_lost: int) -> None:
+        """Counts a part whose tokens have been written."""
+        text = part.text.encode("utf-8")
+        split = self.splits[part.split]
+        split.num_bytes += len(text)
+        split.num_documents += part.starts_document
+        split.num_lost += num_lost
+        if part.document != self.document:
+            self.document = part.document
+            self.parts = 0
+        self.parts += 1
+        self.text_crc32 = zlib.crc32(text)
 
 
 def write_splits(
-    corpus: Corpus, data: DataConfig, directory: Path, ray: Any = None
-) -> dict:
-    """Writes the tokenizer and the tokens of both splits; returns what `prepared.json` tells.
+    corpus: Corpus, data: DataConfig, directory: Path, ray: ModuleType | None
+) -> Dataset:
+    """Writes the tokenizer and the tokens of both splits.
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
     decides its split, so that equal documents share one. A single text gets no such token, and its
@@ -69,92 +130,83 @@ def write_splits(
     all this is completed: it becomes what it would have become at once.
     """
     documents = Documents(corpus, data)
-    done, parts = _resume(directory, documents)
-    totals = done["splits"]
-    if not done["parts"]:
-        everything = (
-            data.tokenizer == "char"
-        )  # of which validation may lack no character
-        texts = (p.text for p in documents.parts() if everything or p.split == "train")
-        options = dict(many_documents=documents.many, end_of_text=data.end_of_text)
-        build(data.tokenizer, texts, **options).save(directory / "tokenizer.json")
-    tokenizer = load(directory / "tokenizer.json")
-    if (eot := tokenizer.eot) is None and documents.many:
-        what = f"{data.tokenizer} names no token to put between documents"
-        raise UserError(what, "Name one by --config.data.end_of_text=TOKEN")
-    writer = TokenWriter(directory, tokenizer.vocab_size)
-    writer.shards = done["shards"]
-    writer.crc32 = done["token_crc32"]
-    done["dtype"] = writer.dtype.name
-    for name, _, count in itertools.chain(
-        *(shards[-1:] for shards in writer.shards.values())
-    ):
-        os.truncate(directory / name, count * writer.dtype.itemsize)
+    progress, parts = _resume(directory, documents)
+    if not progress.parts:
+        texts = _training_texts(documents.parts(), data.tokenizer)
+        tokenizer = build(
+            data.tokenizer,
+            texts,
+            many_documents=documents.many,
+            end_of_text=data.end_of_text,
+        )
+        tokenizer.save(directory / TOKENIZER)
+        progress.tokenizer_crc32 = zlib.crc32((directory / TOKENIZER).read_bytes())
+    tokenizer = load(directory / TOKENIZER)
+    if tokenizer.eot is None and documents.many:
+        raise UserError(
+            f"{data.tokenizer} names no token to put between documents",
+            "Name one by --config.data.end_of_text=TOKEN",
+        )
+    opening = np.array([tokenizer.eot or 0], np.int32)
+    writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)
+    progress.dtype = writer.dtype.name
     unsaved = 0
-    num_bytes = sum(total["num_bytes"] for total in totals.values())
-    before, began = num_bytes, (told := time.monotonic())
-    for part, tokens, lost in encode_in_parallel(tokenizer, parts, ray):
-        text = part.text.encode("utf-8")
+    told = time.monotonic()
+    for part, tokens, num_lost in encode_in_parallel(tokenizer, parts, ray):
         if part.starts_document and documents.many:
-            tokens = np.append(np.int32(eot or 0), tokens)
+            tokens = np.concatenate([opening, tokens])
         writer.append(part.split, tokens)
-        total = totals[part.split]
-        total["num_tokens"] += len(tokens)
-        total["num_bytes"] += len(text)
-        total["num_documents"] += part.starts_document
-        total["num_lost"] += lost
-        done["parts"] = 1 + (done["parts"] if part.document == done["document"] else 0)
-        done["document"] = part.document
+        progress.add(part, num_lost)
         unsaved += len(tokens)
-        if unsaved >= min(SAVED_TOKENS, max(data.shuffle_block or SAVED_TOKENS, 2**20)):
-            unsaved, done["text_crc32"] = 0, zlib.crc32(text)
-            files.sync_tree(directory)  # before what says that it is there
-            files.write_json(directory / PROGRESS, files.seal(done))
-        num_bytes += len(text)
-        if (now := time.monotonic()) > told + SECONDS:
-            told = now
-            speed = (num_bytes - before) / (now - began)
-            sums = {
-                n: format_count(sum(each[n] for each in totals.values())) for n in total
-            }
-            line = f"{sums['num_documents']} documents, {sums['num_tokens']} tokens, "
-            left = format_duration(max(corpus.num_bytes - num_bytes, 0) / speed)
-            line += f"{format_bytes(speed)}/s" + f", {left} left" * (
-                corpus.num_bytes > 0
-            )
+        if unsaved >= SAVED_TOKENS:
+            progress.save(directory)
+            unsaved = 0
+        if time.monotonic() > told + SECONDS:
+            told = time.monotonic()
+            line = f"{format_count(progress.sum('num_tokens'))} tokens"
+            if corpus.num_bytes:
+                share = progress.sum("num_bytes") / corpus.num_bytes
+                line += f", {share:.0%} of the text"
             tell(line, sys.stdout)
-    what = f"data.val_fraction={data.val_fraction} leaves a split of data.corpus={data.corpus!r} "
-    what += f"empty: it holds {num_bytes} bytes"
-    how = "Choose a longer text, more documents that differ, or another fraction"
-    if min(totals[split]["num_tokens"] for split in data.splits) < 2:
-        raise UserError(what, how)
-    return {
-        "splits": totals,
-        "token_crc32": writer.crc32,
-        "shards": writer.shards,
-        "dtype": writer.dtype.name,
-        "num_dropped": documents.num_dropped,
-    }
+    splits = progress.splits
+    if min(splits[name].num_tokens for name in data.splits) < 2:
+        raise UserError(
+            f"data.val_fraction={data.val_fraction} leaves a split of "
+            f"data.corpus={data.corpus!r} empty: it holds {progress.sum('num_bytes')} bytes",
+            "Choose a longer text, more documents that differ, or another fraction",
+        )
+    if damage := progress.find_damage(directory):
+        (directory / PROGRESS).unlink(missing_ok=True)
+        raise UserError(
+            f"{directory} does not hold what was written ({damage})",
+            "Repeat the command, or name another disk by --config.data.data_dir",
+        )
+    return Dataset(directory, tokenizer, splits, progress.dtype)
 
 
-def _resume(
-    directory: Path, documents: "Documents"
-) -> tuple[dict[str, Any], Iterator[Part]]:
+def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator[Part]]:
     """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
-    if done := files.read_sealed(directory / PROGRESS):
-        parts = documents.parts(done["document"])
-        last = deque(itertools.islice(parts, done["parts"]), 1)
-        if last and zlib.crc32(last[0].text.encode()) == done["text_crc32"]:
-            (directory / PROGRESS).touch()  # which others may believe
-            tell(f"going on after document {done['document']:,}", sys.stdout)
-            return done, parts
-    (directory / PROGRESS).unlink(missing_ok=True)
-    totals = dict(num_tokens=0, num_bytes=0, num_documents=0, num_lost=0)
-    new: dict[str, Any] = dict(
-        document=0, parts=0
-    )  # the last document's number, parts of it
-    new |= dict(shards={s: [] for s in SPLITS}, token_crc32=dict.fromkeys(SPLITS, 0))
-    return new | {"splits": {s: dict(totals) for s in SPLITS}}, documents.parts()
+    progress = Progress.load(directory)
+    damage = progress.find_damage(directory) if progress else ""
+    if damage:
+        warn(f"{directory} is damaged ({damage}), and is begun anew")
+    elif progress:
+        parts = documents.parts(progress.document)
+        last = deque(itertools.islice(parts, progress.parts), 1)
+        if last and zlib.crc32(last[0].text.encode()) == progress.text_crc32:
+            tell(f"going on after document {progress.document:,}", sys.stdout)
+            return progress, parts
+    for path in directory.iterdir():
+        path.unlink()
+    splits = {"train": Split(), "validation": Split()}
+    return Progress(splits), documents.parts()
+
+
+def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:
+    """Yields what a vocabulary is made from. Validation may lack no character of `char`."""
+    for part in parts:
+        if part.split == "train" or tokenizer == "char":
+            yield part.text
 
 
 class Documents:
@@ -163,15 +215,14 @@ class Documents:
     def __init__(self, corpus: Corpus, data: DataConfig):
         self._corpus = corpus
         self._data = data
-        self.num_dropped = 0  # by the last iteration: their text came before
-        first = [document for _, document, *_ in itertools.islice(self._read(), 2)]
+        first = [each.document for each in itertools.islice(self._read(), 2)]
         if not first:
             raise UserError(
                 f"data.corpus={data.corpus!r} holds no text", "Choose another corpus"
             )
         self.many = len(first) > 1
         self._first = first[0]
-        self._held_out = set[float]()
+        self._held_out = set[float]()  # positions
         if self.many and corpus.num_bytes:
             self._held_out = _weigh(self._read(), data.val_fraction)
 
@@ -180,46 +231,44 @@ class Documents:
         if not self.many:
             yield from _split_text(self._first, self._data.val_fraction)
             return
-        chosen = self._held_out
         for number, document, position, _ in self._read(start):
-            is_validation = (
-                position in chosen if chosen else position < self._data.val_fraction
-            )
-            split = "validation" if is_validation else "train"
+            is_held_out = position < self._data.val_fraction
+            if self._held_out:
+                is_held_out = position in self._held_out
+            split = "validation" if is_held_out else "train"
             for index, text in enumerate(read_parts(document)):
                 yield Part(split, text, number, starts_document=index == 0)
 
     def _read(self, start: int = 0) -> Iterator[Measured]:
         unique = self._data.unique
-        seen = defaultdict[bytes, bytearray](bytearray)
         first = 0 if unique else start
-        self.num_dropped = 0
-        seek = self._corpus.seek or (
-            lambda n: itertools.islice(self._corpus.documents(), n, None)
-        )
-        for number, document in enumerate(seek(first), first):
+        seen = set[bytes]()  # takes a hundred bytes for each document
+        for number, document in enumerate(self._corpus.documents(first), first):
             digest, size = _measure(document)
-            if unique and size:
-                alike = seen[
-                    digest[:2]
-                ]  # 16 bytes of each hash: no set, which takes 100
-                if digest[:16] in alike:
-                    self.num_dropped += 1
-                    continue
-                alike += digest[:16]
-            if size and number >= start:
-                yield number, document, int.from_bytes(digest[:6]) / 2**48, size
+            if not size:
+                continue
+            if digest in seen:
+                continue
+            if unique:
+                seen.add(digest)
+            if number >= start:
+                position = int.from_bytes(digest[:6]) / 2**48
+                yield Measured(number, document, position, size)
 
 
 def encode_in_parallel(
-    tokenizer: Tokenizer, parts: Iterable[Part], ray: Any
+    tokenizer: Tokenizer, parts: Iterable[Part], ray: ModuleType | None
 ) -> Iterator[Encoded]:
     """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
 
     def encode(group: list[Part]) -> list[Encoded]:
-        return [
-            (p, *tokenizer.encode_part(p.text, starts=p.starts_document)) for p in group
-        ]
+        encoded = list[Encoded]()
+        for part in group:
+            tokens, num_lost = tokenizer.encode_part(
+                part.text, starts=part.starts_document
+            )
+            encoded.append((part, tokens, num_lost))
+        return encoded
 
     waiting: deque[Future[list[Encoded]]] = deque()
     with open_pool(ray) as (num_workers, submit):
@@ -235,12 +284,12 @@ def read_parts(document: Document) -> Iterator[str]:
     """Yields a document's text in parts whose tokens, joined, are the document's."""
     if isinstance(document, str):
         yield from _cut(io.StringIO(document, newline=""))
-    else:
-        with (
-            reading(document),
-            open(at_hand(document), encoding="utf-8-sig", newline="") as stream,
-        ):
-            yield from _cut(stream)
+        return
+    with (
+        reading(document),
+        open(at_hand(document), encoding="utf-8-sig", newline="") as stream,
+    ):
+        yield from _cut(stream)
 
 
 def _cut(stream: TextIO) -> Iterator[str]:
@@ -257,7 +306,7 @@ def _cut(stream: TextIO) -> Iterator[str]:
 
 
 def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    group = []
+    group = list[Part]()
     size = 0
     for part in parts:
         group.append(part)
@@ -266,8 +315,7 @@ def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
             yield group
             group = []
             size = 0
-    if group:
-        yield group
+    yield group
 
 
 def _measure(document: Document) -> tuple[bytes, int]:
@@ -287,34 +335,31 @@ def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     It takes documents in order of position, as far as they fit, the smallest if none fits. A share
     of the documents is any share of the bytes where they are few; many give an empty set.
     """
-    weighed = [
-        (position, size)
-        for *_, position, size in itertools.islice(documents, WEIGHED + 1)
-    ]
-    if len(weighed) > WEIGHED:
-        return set()
-    all_positions, all_sizes = zip(*weighed, strict=True)
-    positions, places = np.unique(all_positions, return_inverse=True)
-    sizes = np.bincount(places, all_sizes)
-    left = val_fraction * sizes.sum()
-    chosen = set()
-    for position, size in zip(positions.tolist(), sizes.tolist(), strict=True):
-        if size <= left:
+    sizes = defaultdict[float, int](int)  # of equal documents, their sum
+    for count, each in enumerate(documents, 1):
+        if count > WEIGHED:
+            return set()
+        sizes[each.position] += each.size
+    left = val_fraction * sum(sizes.values())
+    chosen = set[float]()
+    for position in sorted(sizes):
+        if sizes[position] <= left:
             chosen.add(position)
-            left -= size
-    return chosen or {float(positions[sizes.argmin()])}
+            left -= sizes[position]
+    # The first of the smallest ones.
+    return chosen or {min(sorted(sizes), key=sizes.__getitem__)}
 
 
 def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
     """Splits as nanoGPT does: the first characters for training, the last ones for validation."""
-    num_train = int(sum(map(len, read_parts(document))) * (1 - val_fraction))
+    num_characters = sum(len(text) for text in read_parts(document))
+    num_train = int(num_characters * (1 - val_fraction))
     position = 0
     for text in read_parts(document):
         cut = max(num_train - position, 0)
         if text[:cut]:
             yield Part("train", text[:cut], 0, starts_document=position == 0)
         if text[cut:]:
-            yield Part(
-                "validation", text[cut:], 0, starts_document=position <= num_train
-            )
+            starts = position <= num_train
+            yield Part("validation", text[cut:], 0, starts_document=starts)
         position += len(text)

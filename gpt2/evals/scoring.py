@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 
 from gpt2.errors import UserError
-from gpt2.generate import bucket
-from gpt2.model import GPT, GPTConfig
+from gpt2.model import GPT, GPTConfig, with_kernels
+from gpt2.model.sampling import bucket
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
 # keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
@@ -158,7 +158,7 @@ def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Wrapped:
     whole = PartitionSpec()
     rows = PartitionSpec("data")
     score = jax.shard_map(
-        partial(_score, GPT(config), at_once),
+        partial(_score, with_kernels(GPT(config), mesh.devices.flat[0]), at_once),
         mesh=mesh,
         in_specs=(whole, rows),
         out_specs=rows,

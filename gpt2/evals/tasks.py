@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
-from gpt2.data.dataset import prepare, refuse_other
+from gpt2.data import prepare
+from gpt2.data.dataset import refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.evals.core import core

@@ -10,7 +10,8 @@ from absl import flags
 from rich.console import Console
 
 from gpt2.config import Config, option, with_options
-from gpt2.errors import UserError, leave_at_interrupt, tell
+from gpt2.errors import UserError, tell
+from gpt2.model.flops import model_flops_per_token
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.plan import (
     ATTAINABLE,
@@ -21,8 +22,8 @@ from gpt2.plan.plan import (
     usable_memory,
 )
 from gpt2.plan.topologies import find_devices
+from gpt2.signals import leave_at_interrupt
 from gpt2.telemetry.chips import BOARDS, board_name
-from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.utils.text import format_bytes, format_count
 
 

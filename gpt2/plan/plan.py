@@ -19,10 +19,10 @@ from jax.extend.core import jaxprs_in_params
 from gpt2.config import Config, GPTConfig
 from gpt2.config.run import tokens_by_name
 from gpt2.model import GPT
+from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS
-from gpt2.telemetry.flops import model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.utils.remat import CORE_ATTENTION, KEPT
 

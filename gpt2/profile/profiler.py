@@ -8,7 +8,7 @@ from pathlib import Path
 import chex
 import jax
 
-from gpt2.config.run import LoggingConfig
+from gpt2.config import LoggingConfig
 from gpt2.errors import tell, warn
 from gpt2.profile.page import PAGE, PROGRAM, explain
 from gpt2.profile.sampler import sampled

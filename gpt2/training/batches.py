@@ -4,21 +4,21 @@ import functools
 import itertools
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
-from gpt2.data.dataset import Dataset
+from gpt2.data import Dataset
 from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.own import OwnBatches
 from gpt2.errors import UserError
 from gpt2.parallel import Backend, distributed
 from gpt2.utils.text import format_count
 
-HeldOut = dict[str, tuple[float, Iterable[Any]]]
+Placed = dict[str, jax.Array]  # a batch [B, T] on the devices
+HeldOut = dict[str, tuple[float, Iterable[Placed]]]  # by part: its share, its batches
 
 
 class Batches:
@@ -27,136 +27,153 @@ class Batches:
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
         self._put = backend.put_batch
-        data = config.data
         self._local_rows = functools.cache(backend.local_rows)
         self._shapes = config.shapes
         self._num_steps = config.train.num_steps
-        micro = config.micro_batch_size
-        self._eval_rows = self._local_rows(micro)
-        length = config.model.context_length
-        self._most = config.train.eval_batches or None
+        self._eval_rows = self._local_rows(config.micro_batch_size)
+        self._eval_batches = config.train.eval_batches
+        self._held_out = dict[str, tuple[float, ValidationLoader]]()
+        self._train: TrainLoader | OwnBatches
+        data = config.data
+        context_length = config.model.context_length
         if dataset.own:
-            fixed = config.train.batch_schedule or config.train.context_schedule
-            if fixed:
+            if config.train.batch_schedule or config.train.context_schedule:
                 raise UserError(f"{data.corpus} gives batches of one shape")
             rows = self._local_rows(data.batch_size)
-            vocab_size = config.model.vocab_size
-            shape = rows.stop - rows.start, length
-            self._train: Any = OwnBatches(data.corpus, dataset.own, shape, vocab_size)
+            self._train = OwnBatches(
+                data.corpus,
+                dataset.own,
+                (rows.stop - rows.start, context_length),
+                config.model.vocab_size,
+                config.seed,
+            )
             return
-        options: dict[str, Any] = dict(
-            context_length=length, document_mask=data.document_mask
+        self._train = TrainLoader(
+            dataset,
+            seed=config.seed,
+            batch_size=data.batch_size,
+            context_length=context_length,
+            document_mask=data.document_mask,
+            packing=data.packing,
+            shapes=config.shapes,
         )
-        order: dict[str, Any] = dict(batch_size=data.batch_size, shapes=config.shapes)
-        order |= dict(seed=config.seed, packing=data.packing)
-        self._train = TrainLoader(dataset, **order, **options)
-        options |= dict(batch_size=micro, num_batches=config.train.eval_batches)
-        self._held_out = {
-            name: (float(share), ValidationLoader(part, **options))
-            for name, (share, part) in dataset.parts.items()
-        }
+        for name, (share, part) in dataset.parts.items():
+            loader = ValidationLoader(
+                part,
+                batch_size=config.micro_batch_size,
+                context_length=context_length,
+                document_mask=data.document_mask,
+                num_batches=config.train.eval_batches,
+            )
+            self._held_out[name] = float(share), loader
 
     def tokens_of(self, shape: Shape) -> int:
         """Returns the tokens of a step of a shape."""
-        return shape.tokens if self.dataset.own else self._train.tokens_of(shape)
-
-    @property
-    def phase(self) -> str:
-        """What a wait for a batch counts as: it may take as long as a preparation."""
-        growths = [
-            part.growth for _, part in self.dataset.parts.values() if part.growth
-        ]
-        return (
-            "data wait" if all(each.whole.done() for each in growths) else "preparation"
-        )
-
-    def _read(self, step: int) -> Any:
-        rows = self._local_rows(self._shapes.at(step + 1).batch_size)
-        return self._put(self._train.batch(step, rows))
+        if isinstance(self._train, OwnBatches):
+            return shape.tokens
+        return self._train.tokens_of(shape)
 
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
-    ) -> Generator[Any, None, None]:
-        """Yields the batches of the steps from `start` to `stop` - 1, counted from 0.
+    ) -> Generator[Placed, None, None]:
+        """Yields the batches of the steps `start` + 1, ..., `stop`.
 
         `position` is what `position(start)` gave, which only batches of a user's own need.
         """
-        if position:
-            what = f"the checkpoint holds the places of {len(position)} processes in their batches"
+        if position and isinstance(self._train, OwnBatches):
             if len(position) != jax.process_count():
-                raise UserError(what, "Start as many")
+                raise UserError(
+                    f"the checkpoint holds the places of {len(position)} processes in their "
+                    "batches",
+                    "Start as many",
+                )
             self._train.restored = position[jax.process_index()]
-        return prefetch(self._read, range(start, stop))
+        return prefetch(self._read, range(start + 1, stop + 1))
+
+    def _read(self, step: int) -> Placed:
+        rows = self._local_rows(self._shapes.at(step).batch_size)
+        return self._put(self._train.batch(step, rows))
 
     def validation(self, number: int = 0) -> tuple[HeldOut, float | None]:
         """Returns each part's share and its first batches; 0: all that a validation has.
 
         Also tokens to predict for each byte of held-out text, if a validation covers all of it.
         """
-        if self.dataset.own:
-            batches = self._train.validation(
-                self._eval_rows.stop - self._eval_rows.start
+        if isinstance(self._train, OwnBatches):
+            num_rows = self._eval_rows.stop - self._eval_rows.start
+            batches = self._train.validation(num_rows)
+            most = number or self._eval_batches or None
+            return {"": (1.0, map(self._put, itertools.islice(batches, most)))}, None
+        held_out = HeldOut()
+        is_whole = not number
+        for name, (share, loader) in self._held_out.items():
+            numbers = range(1, 1 + (number or len(loader)))
+            held_out[name] = (
+                share,
+                prefetch(partial(self._read_held_out, loader), numbers),
             )
-            first = itertools.islice(batches, number or self._most)
-            return {"": (1.0, map(self._put, first))}, None
-        read = lambda part, step: self._put(part.batch(step, self._eval_rows))  # noqa: E731
-        held_out: HeldOut = {
-            name: (share, prefetch(partial(read, part), range(number or len(part))))
-            for name, (share, part) in self._held_out.items()
-        }
-        is_whole = not number and all(
-            loader.is_whole for _, loader in self._held_out.values()
-        )
+            is_whole = is_whole and loader.is_whole
         return held_out, self.dataset.targets_per_byte if is_whole else None
 
-    def examples(self, start: int = 0) -> tuple[dict[Shape, Any], Any]:
+    def _read_held_out(self, loader: ValidationLoader, number: int) -> Placed:
+        return self._put(loader.batch(number, self._eval_rows))
+
+    def examples(self, start: int = 0) -> tuple[dict[Shape, Placed], Placed]:
         """Returns a batch of each shape after `start`, and one of validation."""
-        ((_, held_out), *_) = self.validation(1)[0].values()
-        held_out = next(iter(held_out))
-        examples = dict[Shape, Any]()
-        begins = (
+        held_out, _ = self.validation(1)
+        _, first = next(iter(held_out.values()))
+        example = next(iter(first))
+        examples = dict[Shape, Placed]()
+        begins = [
             begin for begin in self._shapes.pieces if start < begin < self._num_steps
-        )
-        for shape in (self._shapes.at(begin + 1) for begin in (start, *begins)):
+        ]
+        for begin in (start, *begins):
+            shape = self._shapes.at(begin + 1)
             rows = self._local_rows(shape.batch_size)
-            for length in {
-                min(length, shape.context_length) for length in self._train.lengths
-            }:
+            for length in self._train.lengths:
+                length = min(length, shape.context_length)
                 zeros = np.zeros((rows.stop - rows.start, length), np.int32)
-                each = self._put(dict.fromkeys(held_out, zeros))
-                examples[shape._replace(context_length=length)] = each
-        return examples, held_out
+                batch = self._put(dict.fromkeys(example, zeros))
+                examples[shape._replace(context_length=length)] = batch
+        return examples, example
 
     def position(self, step: int) -> list[str]:
         """Returns what `train` needs to go on after a step, nothing where the step tells all."""
-        return distributed.from_all(self._train.state(step)) if self.dataset.own else []
+        if isinstance(self._train, OwnBatches):
+            return distributed.from_all(self._train.state(step))
+        return []
 
     def describe(self, num_steps: int) -> str:
         """Returns what so many steps read, as text for people."""
+        if isinstance(self._train, OwnBatches):
+            return "batches of its own"
         lines = list[str]()
         for name, epochs in self._train.epochs(num_steps).items():
-            splits = self.dataset.parts[name][1].splits
-            note = self._train.sources[name].note
-            tokens, held = (
-                format_count(splits[n].num_tokens) for n in ("train", "validation")
+            _, part = self.dataset.parts[name]
+            num_tokens = format_count(part.splits["train"].num_tokens)
+            num_held_out = format_count(part.splits["validation"].num_tokens)
+            text = (
+                f"{num_tokens} tokens, seen {epochs:.2g} times; {num_held_out} held out"
             )
-            text = f"{tokens} tokens, seen {epochs:.2g} times; {held} held out"
-            if self.dataset.parts[name][1].growth:
-                text = (
-                    f"{tokens} tokens so far, {held} held out; more are being prepared"
-                )
-            lines.append(f"{name}: " * bool(name) + text + f"; {note}" * bool(note))
-        return f"\n{'':9}".join(lines) or "batches of its own"
+            note = self._train.sources[name].note
+            line = f"{text}; {note}" if note else text
+            lines.append(f"{name}: {line}" if name else line)
+        return f"\n{'':9}".join(lines)
 
     def epoch_end(self, step: int) -> str:
         """Returns a line if the step, counted from 1, ends epoch 1, 2, 4, 8, ...; else nothing."""
+        if isinstance(self._train, OwnBatches):
+            return ""
         lines = list[str]()
         before = self._train.epochs(step - 1)
         for name, epochs in self._train.epochs(step).items():
-            if (epoch := int(epochs)).bit_length() > int(before[name]).bit_length():
-                which = f" of {name}" * bool(name)
+            epoch = int(epochs)
+            if epoch.bit_length() > int(before[name]).bit_length():
+                which = f" of {name}" if name else ""
                 rows = self._train.sources[name].num_rows
                 lines.append(
                     f"epoch {epoch}{which} ends: all {rows:,} rows have been seen"
                 )
-        return "; ".join([*lines, "the next one has another order"] if lines else [])
+        if lines:
+            lines.append("the next one has another order")
+        return "; ".join(lines)

@@ -1,0 +1,224 @@
+"""A corpus on disk: what is wanted, whether it is there, and else how it gets there.
+
+A prepared corpus is a folder under `data.data_dir`. A hash of all that the corpus depends on is
+part of its name. One process at a time writes it, under another name, and renames it when it is
+complete.
+"""
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+
+from gpt2.config import DataConfig
+from gpt2.data import tokenizer as tokenizers
+from gpt2.data.corpus import Corpus, open_corpus
+from gpt2.data.dataset import COUNTS, Dataset
+from gpt2.data.foreign import hash_of
+from gpt2.data.own import find_batches
+from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
+from gpt2.data.splits import PROGRESS, write_splits
+from gpt2.data.tokens import load_splits
+from gpt2.errors import UserError, tell, warn
+from gpt2.utils import files, stores
+
+FORMAT = 8  # of a prepared folder; another number prepares everything anew
+FACTS = "prepared.json"  # which comes last, and tells that the rest is there
+PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
+
+# Files of up to this size in all are read at every start, to notice damage; of more, sizes count.
+_READ_BYTES = 1 << 28
+
+
+def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
+    """Returns what `data.corpus` names, prepared; what is not yet, it prepares, maybe by Ray."""
+    own = find_batches(data.corpus)
+    shares = read_mixture(data.corpus)
+    if not own and not shares:
+        return _prepare_corpus(data, ray)
+    if data.tokenizer == "char" or data.tokenizer.startswith("bpe:"):
+        raise UserError(
+            f"data.tokenizer={data.tokenizer} is made from one corpus of text, and "
+            f"data.corpus={data.corpus} is none",
+            "Let gpt2.data.prepare make it of one, and name the tokenizer.json in its folder",
+        )
+    if own:
+        tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
+        return Dataset(Path(), tokenizer, {}, "", own=own)
+    mixed = dict[str, tuple[Fraction, Dataset]]()
+    for name, share in shares.items():
+        part = prepare(dataclasses.replace(data, corpus=name), ray)
+        if part.own:
+            raise UserError(f"{name} gives batches", "Mix in your function")
+        mixed[name] = share, part
+    return Dataset(Path(), part.tokenizer, {}, "", mixed)
+
+
+def read_mixture(spec: str) -> dict[str, Fraction]:
+    """Returns the parts of `0.7*ONE+0.3*OTHER` with their shares, which add to 1; else nothing."""
+    if not PLUS.match(f"+{spec}"):
+        return {}
+    weights = dict[str, Fraction]()
+    for part in PLUS.split(spec):
+        weight, name = part.split("*", 1)
+        if name in weights or not Fraction(weight):
+            raise UserError(
+                f"data.corpus={spec!r} has a part of no weight, or one twice"
+            )
+        weights[name] = Fraction(weight)
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
+
+
+def _prepare_corpus(data: DataConfig, ray: ModuleType | None) -> Dataset:
+    wanted = resolve(data)
+    dataset = find(wanted)
+    if dataset is None:
+        directory = wanted.directory
+        try:
+            with files.locked(directory.with_name(f".{directory.name}.lock")):
+                # Another process may have prepared it meanwhile, or another machine.
+                dataset = find(wanted)
+                if dataset is None:
+                    stores.fetch(wanted.place)
+                    dataset = find(wanted) or write(wanted, ray)
+        except OSError as error:
+            raise UserError(
+                f"the prepared corpus cannot be written in {directory.parent} ({error})",
+                "Make room, and repeat the command: it goes on. --config.data.data_dir=DIR and "
+                "$GPT2_DATA_DIR name another place",
+            ) from error
+    stores.push(wanted.place, dataset.directory)
+    if lost := sum(split.num_lost for split in dataset.splits.values()):
+        num_bytes = sum(split.num_bytes for split in dataset.splits.values())
+        warn(
+            f"{lost / num_bytes:.2%} of the bytes of {data.corpus} ({lost:,}) are unknown to its "
+            "tokenizer, or altered by it: no bits per byte are given"
+        )
+    return dataset
+
+
+# What is wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A corpus in the tokens of a tokenizer."""
+
+    data: DataConfig
+    source: Corpus | ReadyTokens
+    place: str  # the folder or URL that holds it once it is prepared
+    directory: Path  # where on this machine that is
+
+
+def resolve(data: DataConfig) -> Wanted:
+    """Returns what the options name, without reading any text."""
+    is_ready = data.corpus.startswith("tokens:")
+    source = open_ready_tokens(data) if is_ready else open_corpus(data.corpus)
+    spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
+    label = f"{data.corpus}-{Path(data.tokenizer).name}"
+    label = re.sub(r"[^\w.-]+", "-", label)[-60:].strip("-")
+    key = hash_of([FORMAT, source.fingerprint, spec, data.val_fraction, data.unique])
+    place = f"{data_place(data.data_dir)}/{label}-{key[:16]}"
+    return Wanted(data, source, place, stores.copy_of(place).absolute())
+
+
+def data_place(data_dir: str) -> str:
+    """Returns where prepared corpora lie: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
+    return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
+
+
+# Whether it is there
+
+
+def find(wanted: Wanted) -> Dataset | None:
+    """Returns a corpus that is prepared on this machine, and whole."""
+    directory = wanted.directory
+    facts = files.read_sealed(directory / FACTS)
+    if facts is None:
+        return None
+    total = sum(size for size, _ in facts["files"].values())
+    is_read = total <= _READ_BYTES
+    if files.find_damage(directory, facts["files"], read=is_read):
+        return None
+    tokenizer = tokenizers.load(directory / "tokenizer.json")
+    return Dataset(directory, tokenizer, load_splits(facts["splits"]), facts["dtype"])
+
+
+# How it gets there
+
+
+def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
+    """Prepares into a folder of its own, going on where it was cut, and renames that."""
+    data = wanted.data
+    source = wanted.source
+    directory = wanted.directory
+    if (directory / FACTS).exists():
+        warn(f"{directory} is damaged, and is prepared anew")
+    tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
+    partial = directory.with_name(f".{directory.name}.partial")
+    partial.mkdir(exist_ok=True)
+    try:
+        if isinstance(source, ReadyTokens):
+            dataset = index(source, data, partial)
+        else:
+            dataset = write_splits(source, data, partial, ray)
+        if resolve(data).place != wanted.place:
+            (partial / PROGRESS).unlink(missing_ok=True)
+            raise UserError(
+                f"the text that data.corpus={data.corpus} names has changed while it was read",
+                "Repeat the command",
+            )
+        _describe(dataset, data)
+        _seal(dataset)
+        shutil.rmtree(directory, ignore_errors=True)  # which was damaged
+        partial.rename(directory)
+    finally:
+        if not (partial / PROGRESS).exists():
+            shutil.rmtree(partial, ignore_errors=True)
+    (directory / PROGRESS).unlink(missing_ok=True)
+    return dataclasses.replace(dataset, directory=directory)
+
+
+def _describe(dataset: Dataset, data: DataConfig) -> None:
+    """Writes README.md: what is prepared, and how it came about."""
+    rows = list[str]()
+    for count in COUNTS:
+        train, validation = (getattr(split, count) for split in dataset.splits.values())
+        name = count.removeprefix("num_")
+        rows.append(f"| {name} | {train:,} | {validation:,} |")
+    command = list[str]()
+    for option in ("corpus", "tokenizer", "end_of_text", "val_fraction", "unique"):
+        value = shlex.quote(str(getattr(data, option)))
+        command.append(f"--config.data.{option}={value}")
+    table = "\n".join(rows)
+    text = f"""# {data.corpus}, as tokens of {data.tokenizer}: {dataset.dtype} without a header
+
+Token {dataset.tokenizer.eot} begins each of several documents. This makes the folder, again if it
+is deleted, and with `--inspect` shows rows as training sees them:
+
+    python -m gpt2.data.prepare {" ".join(command)}
+
+| | train | validation |
+|---|---|---|
+{table}
+"""
+    files.write_text(dataset.directory / "README.md", text)
+
+
+def _seal(dataset: Dataset) -> None:
+    """Writes what tells that all is there, with a digest of every file."""
+    directory = dataset.directory
+    digests = files.digest_folder(directory)
+    # A kill leaves the first two.
+    for name in (PROGRESS, FACTS, "README.md"):
+        digests.pop(name, None)
+    splits = {name: dataclasses.asdict(each) for name, each in dataset.splits.items()}
+    facts = {"dtype": dataset.dtype, "splits": splits, "files": digests}
+    files.write_json(directory / FACTS, files.seal(facts))
+    files.sync_tree(directory)
