@@ -213,13 +213,11 @@ def our_answers(directory: Path, name: str) -> dict:
     ids = tokens(name)
 
     def loss(params):
-        total, count = GPT(cfg).apply(
-            {"params": params},
-            ids[:, :-1],
-            jnp.asarray(ids[:, 1:], jnp.int32),
-            method="loss",
-        )["loss"]
-        return total / count
+        targets = jnp.asarray(ids[:, 1:, None], jnp.int32)
+        sums, _ = GPT(cfg).apply(
+            {"params": params}, ids[:, :-1], targets, method="loss"
+        )
+        return sums[0] / targets.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(

@@ -36,7 +36,8 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     Kernels keep a branch's size, where variants of GELU differ most; tables are small enough to
     show a norm's epsilon. The last norm's scale makes gradients long enough to be clipped.
     """
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    seed = zlib.crc32(name.encode())
+    rng = np.random.default_rng(seed)
     noise = rng.standard_normal(shape, np.float32)
     if name.endswith("kernel"):
         return noise * np.float32(noise.size**-0.25)

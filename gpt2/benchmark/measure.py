@@ -206,7 +206,8 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
 
     It is Student's, of the mean logarithm of rounds; with a single round there is none.
     """
-    logs = np.log(np.array(turns) / our_turns)
+    ratios = np.array(turns) / our_turns
+    logs = np.log(ratios)
     middle = logs.mean()
     if len(logs) == 1:
         return [math.exp(middle)]

@@ -98,7 +98,7 @@ class Training:
         self.device = "1 x cpu"
         if kind == "cuda":
             self.device = f"1 x {torch.cuda.get_device_name()}"
-        self._model = GPT(config.model).to(self._kind).train()
+        self._model = GPT(config.model).to(kind)
         self._weights = list(self._model.parameters())
         optim = config.optim
         matrices = [weight for weight in self._weights if weight.ndim > 1]
@@ -150,8 +150,9 @@ class Training:
         return first_steps.FirstSteps(products, losses)
 
     def _draw_batch(self, step: int) -> torch.Tensor:
-        batch = first_steps.draw_batch(self._config, step)
-        return torch.from_numpy(batch).long().to(self._kind)
+        drawn = first_steps.draw_batch(self._config, step)
+        batch = torch.from_numpy(drawn).long()
+        return batch.to(self._kind)
 
     def _run(self, batch: torch.Tensor) -> float:
         """Takes a step, and returns the mean loss of all micro-batches."""
@@ -172,7 +173,8 @@ class Training:
     ) -> torch.Tensor:
         """Returns the mean loss of tokens and targets `[B, T]` int64."""
         compute = getattr(torch, self._config.precision.compute)
-        with torch.autocast(self._kind, compute, enabled=compute != torch.float32):
+        is_mixed = compute != torch.float32
+        with torch.autocast(self._kind, compute, enabled=is_mixed):
             logits = self._model(tokens)
             self._dtype = logits.dtype
             logits = logits.flatten(0, 1)

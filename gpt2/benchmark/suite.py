@@ -193,7 +193,8 @@ def describe_run(workdir: Path) -> list[Row]:
         "name": "train.py",
         "turns": [line["perf/step_seconds"] for line in steady],  # means of lines
     }
-    medians = pd.DataFrame(steady).filter(like="perf/").median()
+    measured = pd.DataFrame(steady).filter(like="perf/")
+    medians = measured.median()
     for name, value in medians.items():
         row[str(name).removeprefix("perf/")] = value
     row["peak_bytes"] = row.get("peak_memory_bytes")  # a CPU does not tell
@@ -207,7 +208,7 @@ def report(rows: list[Row]) -> str:
     for row in rows:
         status = row.get("status")
         if row["part"] == "machine":
-            machine |= row
+            machine = machine or row  # its figures come before its status
         elif status != "done":
             others.append({"name": status} | row)
     lines = [f"- {name}: {machine[name]}" for name in machine]

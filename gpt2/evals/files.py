@@ -1,35 +1,17 @@
 """The files of tasks, which others have made: opened and read here alone."""
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
+from gpt2.data import foreign
 from gpt2.errors import UserError
 
 Example = TypeVar("Example")
 _HOW = "docs/evaluation.md says what the file holds"
-
-
-@contextlib.contextmanager
-def reading(where: Path | str) -> Iterator[None]:
-    """Turns what is wrong with a file into a `UserError` that names it."""
-    wrong = (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        RecursionError,
-        yaml.YAMLError,
-    )
-    try:
-        yield
-    except wrong as error:
-        what = " ".join(f"{where}: {type(error).__name__}, {error}".split())
-        raise UserError(what, _HOW) from error
+reading = partial(foreign.reading, how=_HOW)
 
 
 def read_text(path: Path) -> str:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from gpt2.config import GPTConfig
+from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json
@@ -23,7 +24,7 @@ def read_config(directory: Path) -> GPTConfig:
     """
     path = Path(directory) / "config.json"
     families = {family.model_type: family for family in FAMILIES}
-    try:
+    with reading(path, "Give the directory of a Hugging Face model"):
         config = dict(json.loads(path.read_text("utf-8")))
         kind = config.get("model_type")
         if kind not in families:
@@ -31,10 +32,8 @@ def read_config(directory: Path) -> GPTConfig:
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)
-        return GPTConfig(**_typed(path, family, config), **family.switches).canonical()
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        how = "Give the directory of a Hugging Face model"
-        raise UserError(f"{path} cannot be read ({error!r})", how) from None
+        options = _typed(path, family, config)
+        return GPTConfig(**options, **family.switches).canonical()
 
 
 def _with_flat_rope(config: Json, family: Family) -> Json:
