@@ -1,76 +1,60 @@
 """The command line: flags, options by `--config`, and one line for a mistake."""
 
+import faulthandler
 import io
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from gpt2.config.options import no_option, require_option
+from gpt2.config.options import Options, flatten, no_option, read_option, require_option
 from gpt2.config.run import Config, read_options
-from gpt2.errors import (
-    UserError,
-    exit_on_user_error,
-    leave_at_interrupt,
-    raise_at_interrupt,
-)
+from gpt2.errors import UserError, exit_on_user_error
+from gpt2.signals import leave_at_interrupt, raise_at_interrupt
 
 
 @exit_on_user_error()
 def run(
     main: Callable[..., int | None],
-    define_flags: Callable[[], object] | None = None,
+    define_flags: Callable[[], object] = lambda: None,
     *,
-    default_config: str = "",
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
     """Parses the command line, and exits with what `main` returns; a mistake is a line and 2.
 
     `main` receives the arguments that are no flags: one of `commands`, and then, if the program
-    `takes_files`, any number. Without `--config`, options are those of configs/`default_config`.
+    `takes_files`, any number. Without `--config`, options are those of configs/quickstart.py.
     """
     raise_at_interrupt()
+    faulthandler.enable()
+    logging.disable()  # what libraries log, they raise too, or it is no help
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
     sys.argv[1:] = map(_with_home, sys.argv[1:])
-    if define_flags:
-        app.define_help_flags()
-        known = set(flags.FLAGS)
-        define_flags()
-        for name in set(flags.FLAGS) - known:
-            flags.FLAGS.register_key_flag_for_module(
-                sys.argv[0], flags.FLAGS[name]
-            )  # for --help
-    if default_config and not any(re.match("--?config(=|$)", arg) for arg in sys.argv):
-        path = Path(__file__).parents[1] / "configs" / f"{default_config}.py"
+    app.define_help_flags()
+    known = set(flags.FLAGS)
+    define_flags()
+    for name in set(flags.FLAGS) - known:  # which --help shows
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    is_given = any(re.match("--?config(=|$)", each) for each in sys.argv)
+    if "config" in flags.FLAGS and not is_given:
+        path = Path(__file__).parents[1] / "configs" / "quickstart.py"
         sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
 
-    def parse(argv: list[str]) -> list[str]:
-        _, *arguments = parse_flags(argv)
-        named = arguments[: bool(commands)]
-        missing = commands and not {*named} & {*commands}
-        if missing:
-            raise UserError(f"a command is missing: one of {', '.join(commands)}")
-        if len(arguments) > len(named) and not takes_files:
-            raise UserError(
-                f"{arguments[-1]} is not a flag", "Write options as --name=value"
-            )
-        return [argv[0], *arguments]
-
-    def call(argv: list[str]) -> int | None:
-        logging.set_verbosity(
-            logging.FATAL
-        )  # what libraries log, they raise too, or it is no help
-        code = main(*argv[1:])
-        leave_at_interrupt()
-        return code
-
-    app.run(call, flags_parser=parse)
+    _, *arguments = parse_flags(sys.argv)
+    if commands and (not arguments or arguments[0] not in commands):
+        raise UserError(f"a command is missing: one of {', '.join(commands)}")
+    if len(arguments) > bool(commands) and not takes_files:
+        what = f"{arguments[-1]} is not a flag"
+        raise UserError(what, "Write options as --name=value")
+    code = main(*arguments)
+    leave_at_interrupt()
+    sys.exit(code)
 
 
 def _with_home(argument: str) -> str:
@@ -80,47 +64,41 @@ def _with_home(argument: str) -> str:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags, and returns the program's name and the arguments that are no flags."""
-    has_config = "config" in flags.FLAGS
     try:
-        for argument in (
-            flags.FLAGS.read_flags_from_files(argv[1:]) if has_config else ()
-        ):
-            if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+        for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
+            if match := re.match(r"--?(?:no)?config\.([^=]*)=?(.*)", argument):
                 require_option(match[1], "--config.")
+                if match[2]:
+                    read_option(match[1], match[2])
         return flags.FLAGS(argv)
-    except SystemExit as end:
-        sys.exit(
-            0 if end.code == 1 else end.code
-        )  # absl ends --help with 1, as if it had failed
+    except SystemExit as end:  # absl ends --help with 1, as if it had failed
+        sys.exit(0 if end.code == 1 else end.code)
     except flags.UnrecognizedFlagError as error:
-        if not has_config:
-            raise UserError(str(error)) from None  # it proposes the nearest
-        known = {name: f"--{name}" for name in flags.FLAGS if "." not in name}
-        raise no_option(error.flagname, "--config.", known) from None
+        told = str(error)  # with the nearest flag
+        if "config" in flags.FLAGS and "Did you mean" not in told:
+            raise no_option(error.flagname, "--config.") from None
+        raise UserError(told) from None
     except (flags.Error, TypeError, ValueError) as error:
-        told = str(error).replace("\n", " ")
-        # What int(), float() and absl say of a text of another type.
-        if words := re.match(
-            r"flag (--(.*?)=.*): (invalid literal|could not|\('Non-bool)", told
-        ):
-            told = f"{words[1]} is not of type {flags.FLAGS[words[2]].flag_type()}"
-        raise UserError(told, "See configs/default.py, or --help") from None
+        what = str(error).replace("\n", " ")
+        raise UserError(what, "See configs/default.py, or --help") from None
 
 
 def define_config() -> None:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
     about = (
         "File of options, see configs/, or a run's config.json; if not given, "
-        "configs/quickstart.py. --config.group.option=value sets one of them."
+        "configs/quickstart.py. --config.group.option=value sets one of them. These are "
+        "the options, with their meaning in configs/default.py:"
     )
+    for name, value in flatten(Config().to_dict()).items():
+        about += f"\n{name}={value}"
     try:
         config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
     except flags.CantOpenFlagFileError as error:  # it looks for FILE
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
-    flags.FLAGS["config"].parser = _ConfigFileParser()
-    flags.FLAGS[
-        "config"
-    ].default_as_str = None  # for --help: `about` tells what stands for None
+    flag = flags.FLAGS["config"]
+    flag.parser = _ConfigFileParser()
+    flag.default_as_str = None  # for --help: `about` tells what stands for None
 
 
 class _ConfigFileParser(flags.ArgumentParser):
@@ -143,7 +121,7 @@ def config_name() -> str:
     return path.stem
 
 
-def overrides() -> dict[str, Any]:
+def overrides() -> Options:
     """Returns the options that `--config.a.b=v` set, by dotted name."""
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
@@ -158,13 +136,23 @@ def define_run() -> None:
         "debug", False, "Compile without optimisation: edit, run and print sooner."
     )
     flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
-    flags.DEFINE_integer(
-        "num_processes", None, "How many processes there are.", lower_bound=1
-    )
+    flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
     flags.DEFINE_integer(
         "process_index", None, "Number of this process, from 0.", lower_bound=0
     )
     flags.register_validator("workdir", lambda given: given != "", "it names no folder")
+    flags.register_validator(
+        "coordinator",
+        lambda given: given is None or re.fullmatch(r".+:\d{1,5}", given),
+        "it is not HOST:PORT, such as localhost:1234",
+    )
+    flags.register_multi_flags_validator(
+        ["process_index", "num_processes"],
+        lambda given: (
+            None in given.values() or given["process_index"] < given["num_processes"]
+        ),
+        "there is no such process, since they count from 0",
+    )
 
 
 def define_source() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes that a person can mend, checks that raise them, lines on the screen, and Ctrl-C."""
+"""Mistakes that a person can mend, how they end a command, and lines on the screen."""
 
 import contextlib
 import difflib
@@ -6,8 +6,6 @@ import errno
 import os
 import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -18,8 +16,9 @@ class UserError(Exception):
     def __init__(self, what: str, how: str = "", exit_code: int = 2):
         self.exit_code = exit_code
         self.what = what.rstrip(".")
-        told = ". ".join(filter(None, [self.what, how.rstrip(".")]))
-        told += "" if told.endswith("?") else "."
+        told = f"{self.what}. {how}".rstrip(". ")
+        if not told.endswith("?"):
+            told += "."
         # Names of files and flags may hold any character.
         super().__init__(
             "".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)
@@ -47,7 +46,8 @@ def exit_on_user_error() -> Iterator[None]:
         _silence(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
     except (UserError, OSError, KeyboardInterrupt, RuntimeError) as error:
-        if not (end := describe_end(error)):
+        end = describe_end(error)
+        if end is None:
             raise
         message, code = end
         tell(message)
@@ -71,8 +71,10 @@ def describe_end(error: BaseException) -> tuple[str, int] | None:
     None: the exception is a mistake of the program, and its traceback has to be seen.
     """
     if isinstance(error, OSError) and error.errno in _REFUSED:
-        where = f" ({os.fsdecode(error.filename)})" if error.filename else ""
-        error = UserError(f"{error.strerror}{where}")
+        told = str(error.strerror)
+        if error.filename:
+            told += f" ({os.fsdecode(error.filename)})"
+        error = UserError(told)
     if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
         error = UserError(str(error).splitlines()[0])  # of JAX, for JAX_PLATFORMS
     if isinstance(error, UserError):
@@ -87,14 +89,9 @@ def warn(message: str) -> None:
     tell(f"warning: {message}")
 
 
-URLS = dict[str, str]()  # by the folders that are copies of them, for people's eyes
-
-
 def tell(message: str, stream: TextIO | None = None) -> None:
     """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
     stream = stream or sys.stderr
-    for folder, url in URLS.items():
-        message = message.replace(folder, url)
     with unheard(stream):
         print(message, file=stream, flush=True)
 
@@ -120,81 +117,3 @@ def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         near = difflib.get_close_matches(str(value), choices, n=1)
         how = f"Did you mean {near[0]}?" if near else ""
         raise UserError(f"{name}={value} is not one of {', '.join(choices)}", how)
-
-
-# Ctrl-C: a line in place of a traceback, also where the main thread hears nothing. It ends imports,
-# and work with nothing to tidy up. Elsewhere the first one raises KeyboardInterrupt, or asks the
-# loop of a run to stop (gpt2/parallel/stop.py), and a second one leaves at once.
-
-_SAME_PRESS = 0.3  # seconds within which a launcher may pass on what the terminal has sent already
-_leaving = threading.Lock()  # of the thread that prints the last line; never released
-_is_watched = False  # whether a thread listens for signals
-_next_command = ""
-
-
-def begin_process() -> None:
-    """Lets Ctrl-C end imports."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _stop)
-
-
-def raise_at_interrupt() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, and a second one end the process at once.
-
-    A thread sees to that: the main thread acts on signals only between two lines of Python.
-    """
-    global _is_watched
-    if _is_watched or signal.getsignal(signal.SIGINT) is not _stop:
-        return
-    _is_watched = True
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A child's signals are its own.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def leave_at_interrupt(next_command: str = "") -> None:
-    """Lets Ctrl-C end the process with a line: an exception might be lost in a callback of JAX."""
-    global _next_command
-    _next_command = next_command
-    if _is_watched:
-        signal.signal(signal.SIGINT, _stop)
-
-
-def _watch(reader: int) -> None:
-    """Ends the process at the first SIGINT or the second signal that `reader` gives."""
-    first = None
-    while number := os.read(reader, 1):
-        signum = signal.Signals(number[0])
-        if signum not in (signal.SIGINT, signal.SIGTERM):
-            continue
-        if signal.getsignal(signum) is _stop:  # to which the main thread may not come
-            _stop(signum, None)
-        if (
-            first is None and _next_command
-        ):  # a run finishes its step, which may take long
-            tell(
-                f"{signum.name}: finishing the step, then saving; a second one leaves at once"
-            )
-        if first is not None and time.monotonic() - first > _SAME_PRESS:
-            _leave(f"left at once by a second {signum.name}", signum)
-        first = first or time.monotonic()
-
-
-def _stop(*_: object) -> None:
-    _leave("stopped by SIGINT", signal.SIGINT)
-
-
-def _leave(line: str, signum: signal.Signals) -> None:
-    clean = (
-        "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""
-    )  # of a bar, which hides the cursor
-    told = "; ".join(filter(None, [line, _next_command]))
-    try:
-        if _leaving.acquire(timeout=1):  # two threads may hear of one press
-            os.write(2, f"{clean}{told}\n".encode())
-    finally:  # nobody may read it
-        os._exit(128 + signum)

@@ -37,7 +37,7 @@ launch.prepare_process()
 import train
 from gpt2 import cli
 {lines}
-cli.run(train.main, train.define_flags, default_config="quickstart")
+cli.run(train.main, train.define_flags)
 """
     (folder / "patched.py").write_text(text)
     return folder / "patched.py"

@@ -115,8 +115,8 @@ layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k l
     - next((i for i, (p, _) in enumerate(optim.rates) if
     + next((i for i, (p, _) in reversed([*enumerate(optim.rates)]) if
 an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
-    - {*OPTIMIZERS[self.name]}
-    + {*OPTIMIZERS[self.name], 'beta1'}
+    - {*reads}
+    + {*reads, 'beta1'}
 the mask hides the token itself: ops/scores.py, switch_values -k gelu
     - seen = query >= key
     + seen = (query > key) | (query == 0)
@@ -202,9 +202,18 @@ cautious updates are not scaled up: optim/transforms.py, optim -k formulas
     - update * (agrees / jnp.maximum(share, _MIN_SHARE))
     + update * agrees
 a question of CORE is among its own few-shot examples: evals/core.py, evals -k by_hand
-    - self.examples[other + (other >= index)]
-    + self.examples[other]
-bits per byte with the logarithm to base 10: evals/validation.py, evals -k bits_per_byte
+    - self.examples[index + 1 :]
+    + self.examples[index:]
+CORE's chances go by the table's order: evals/core.py, evals -k by_hand
+    - chance = chances.get(label, 100.0) / 100
+    + chance = [*chances.values()][len(tasks)] / 100
+bits by characters in enwik8 and text8: evals/perplexity.py, evals -k not_ascii
+    - len(text.encode())
+    + len(text)
+bytes that are not UTF-8 are left out: evals/perplexity.py, evals -k not_utf_8
+    - getincrementaldecoder("utf-8")()
+    + getincrementaldecoder("utf-8")("ignore")
+bits per byte with the logarithm to base 10: training/validation.py, evals -k bits_per_byte
     - / math.log(2.0)
     + / math.log10(2.0)
 a pause counts as a hang: telemetry/reporter.py, telemetry -k watchdog
@@ -247,8 +256,8 @@ small programs are compiled at every start: utils/launch.py, train -k second_sta
     - cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     + cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "9"
 a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
-    - return not aside and name not in _MAY_CHANGE
-    + return name.startswith("model.")
+    - if not (group or name in _LEAVE_WEIGHTS or name in _MAY_CHANGE):
+    + if name.startswith("model."):
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code
     - pools = len(labels) > len(
     + pools = len(labels) > 1 + len(
@@ -256,22 +265,22 @@ steps that a run no longer has count as its own: training/code.py, ablate -k dif
     - for each in starts if each["step"] < start["step"]] + [start]
     + for each in starts] + [start]
 a run of other code is taken over: ablate/takeover.py, ablate -k taken_over
-    - or _facts(starts) != facts:
-    + :
+    - if _facts(starts) != here(
+    + if not here(
 a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
-    - if same_text and (lock := take(run)):
-    + if lock := take(run):
+    - if own_text != text(run.config.data):
+    + if not text(run.config.data):
 looks do not share the level: ablate/judge.py, ablate_verdicts -k looks_share
-    - LEVEL * (look**3 - before**3)
-    + LEVEL * look**3
+    - spent = (look**3 - before**3)
+    + spent = look**3
 a look sees what was trained after it: ablate/judge.py, ablate_verdicts -k looks_are
     - compared(results, arm)[:seeds]
     + compared(results, arm)
 one noisy size decides that differences differ: ablate/power.py, ablate -k one_difference
-    - / (1 + 2 * (num - 2) * slack), num - 1, 1 / (3 * slack)
-    + , num - 1, dfs.sum()
+    - df = 1 / (3 * slack)
+    + df = dfs.sum()
 what a kill undid counts as done: telemetry/metrics.py, workdir -k add_up
-    - r["step"] <= step and f"
+    - record["step"] <= step and f"
     + f"
 the hash of the code sees docstrings: training/code.py, workdir -k hash_of_the_code
     - del node.body[0]
@@ -295,14 +304,17 @@ a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k o
     - backend = self._backend if starts else self._rest
     + backend = self._backend
 marks are sent among what they mark: utils/stores.py, stores -k mark_comes
-    - (marks, names - marks) if backwards else (names - marks, marks)
-    + (names,)
-what a store has lost is kept: utils/stores.py, stores -k not_sent_stays
-    - if not is_ours and {name: record[name][2] for name in record} != theirs
-    + if not record
+    - groups = [names - marks, marks]
+    + groups = [names]
+what another run replaces is not set aside: utils/stores.py, stores -k not_sent_stays
+    - if known.time != mtime or not (name in theirs or is_superseded)
+    + if False
+what a store has lost is deleted here: utils/stores.py, stores -k has_lost
+    - if step > newest
+    + if False
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
-    - if _mark(n) in theirs and not _WEIGHTS
-    + if not _WEIGHTS
+    - whole = (name for name in theirs if _mark(name) in theirs)
+    + whole = iter(theirs)
 """
 
 

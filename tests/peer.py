@@ -19,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from gpt2 import hf
 from gpt2.data.tokenizer import CharTokenizer
-from gpt2.generate import Sampling, generate
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import Tensor
 from gpt2.model import GPT
+from gpt2.model.sampling import Sampling, generate
 from gpt2.utils.scan import find_leaf
 
 
@@ -223,8 +223,8 @@ def our_answers(directory: Path, name: str) -> dict:
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(
+        GPT(cfg),
         params,
-        cfg,
         ids[:1, :8].tolist(),
         max_new_tokens=NUM_NEW,
         sampling=Sampling(0.0),

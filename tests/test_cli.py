@@ -11,6 +11,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
+from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.utils import launch
 
@@ -78,7 +79,7 @@ def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(
         ("--config.model.n_layer=1", "mean --config.model.num_layers?"),
         ("--config.model.num_heads[0]=3", "mean --config.model.num_heads?"),
         ("--frobnicate=1", "frobnicate"),
-        ("--config.data.batch_size=x", "--config.data.batch_size=x is not of type int"),
+        ("--config.data.batch_size=x", "data.batch_size=x is not of type int"),
         ("--config.optim.eps=x", "eps=x is not of type float"),
         ("--config.model.bias=maybe", "bias=maybe is not of type bool"),
         ("--config=none.py", "none.py"),
@@ -89,6 +90,12 @@ def test_mistakes_in_flags_are_told_with_the_nearest_name(parse, given, told):
     with pytest.raises(UserError) as error:
         parse("--config", DEFAULT, given)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_help_lists_every_option_with_its_default(parse):
+    listed = flags.FLAGS["config"].help.splitlines()
+    assert [line.partition("=")[0] for line in listed[1:]] == [*OPTIONS]
+    assert {"model.num_layers=12", "optim.name=adamw", "loss.ahead="} <= {*listed}
 
 
 def test_commands_prepare_their_process_before_they_import_jax():
@@ -108,8 +115,8 @@ def test_commands_prepare_their_process_before_they_import_jax():
 
 COMMAND = """
 from absl import flags
-from gpt2 import cli, errors
-errors.begin_process()
+from gpt2 import cli, signals
+signals.begin_process()
 
 def define_flags():
     flags.DEFINE_integer("steps", 1, "How many.")
@@ -151,7 +158,7 @@ def run_early(program):
     start = (
         "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     )
-    start += "from gpt2 import errors\nfrom gpt2.utils import launch\n"
+    start += "from gpt2 import signals\nfrom gpt2.utils import launch\n"
     command = [sys.executable, "-c", start + program]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
@@ -167,7 +174,7 @@ except KeyboardInterrupt:
     print("caught")
 """
     assert run_early(program.format("")) == (130, "", "stopped by SIGINT\n")
-    assert run_early(program.format("errors.raise_at_interrupt()")) == (
+    assert run_early(program.format("signals.raise_at_interrupt()")) == (
         0,
         "caught\n",
         "",

@@ -1,6 +1,7 @@
 """Options: every config builds, each option is stated once, and what cannot work is refused."""
 
 import dataclasses
+import functools
 import importlib
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import configs.default
 from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, OptimConfig, flatten
+from gpt2.config.options import OPTIONS, Option
 from gpt2.config.run import read_options
 from gpt2.errors import UserError
 from gpt2.ops.activation import ACTIVATIONS, GATES
@@ -61,9 +63,9 @@ def test_groups_have_the_fields_and_defaults_of_the_default_config():
 
 def test_every_table_about_options_is_about_options():
     options = flatten(DEFAULTS.to_dict())
-    assert {*CHOICES, *configs.default.RANGES, *configs.default.ALIASES.values()} <= {
-        *options
-    }
+    assert {*configs.default.ALIASES.values()} <= {*options}
+    read = {name for names in configs.default.OPTIMIZERS.values() for name in names}
+    assert {f"optim.{name}" for name in read} <= {*options}
 
 
 def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice():
@@ -136,7 +138,6 @@ WRONG = [  # options and a word of the message
     ("model.position='rope' model.rope_share=0.01", "even"),
     ("model.rope_base=5e5 model.rope_share=0.5", "rope_base, rope_share"),
     ("model.position='rope' model.rope_factor=2.0", "rope_scaling"),
-    ("model.mlp_dim=9 model.mlp_ratio=2", "mlp_ratio"),
     ("model.window_pattern='SL'", "window"),
     ("model.window=4 model.window_pattern='L'", "window"),
     ("model.window=1024", "window"),
@@ -159,6 +160,11 @@ WRONG = [  # options and a word of the message
     ("optim.warmup_percent=10.0", "warmup"),
     ("optim.decay_steps=10", "wsd"),
     ("optim.schedule='piecewise:5=0.5,5=0.1'", "piecewise"),
+    ("optim.schedule='piecewise:5=0.5,x'", "piecewise"),
+    ("optim.schedule='piecewise'", "piecewise"),
+    ("optim.schedule='piecewise:4=-1'", "-1 is neither"),
+    ("optim.schedule='piecewise:5=nan'", "nan is neither"),
+    ("optim.schedule='piecewise:2=1e30'", "1e30 is neither"),
     ("optim.schedule='cosine:3=1'", "cosine:3=1"),
     ("train.batch_schedule='9=64,5=32'", "batch_schedule"),
     ("train.batch_schedule='9=7' train.accumulate_steps=2", "accumulate_steps"),
@@ -168,8 +174,23 @@ WRONG = [  # options and a word of the message
     ("train.context_schedule='0=100'", "100"),
     ("train.window_schedule='9=64' train.num_steps=9", "past the end"),
     ("loss.ahead='1.2.3'", "ahead"),
+    ("loss.ahead='0.5,,0.25'", "ahead"),
+    ("loss.ahead='-0.5'", "-0.5 is neither"),
+    ("loss.ahead='0.5,0.5' model.context_length=2", "rows of 2 tokens"),
+    ("loss.ahead='0.5,0.5' train.context_schedule='0=2,2=1024'", "rows of 2 tokens"),
     ("train.context_schedule='9=512' data.packing='bos'", "bos"),
     ("optim.layer_rates='wte'", "layer_rates"),
+    ("optim.layer_rates='h_(=1'", "layer_rates"),
+    ("optim.layer_rates='wte=1e40'", "1e40 is neither"),
+    ("optim.layer_rates='wte=1e-46'", "1e-46 is neither"),
+    ("optim.layer_rates='wte=-1'", "-1 is neither"),
+    ("optim.learning_rate=float('nan')", "learning_rate=nan"),
+    ("optim.beta1=1.0", "[0, 1)"),
+    ("model.norm_eps=0.0", "(0, inf)"),
+    ("data.val_fraction=0.0", "(0, 1]"),
+    ("parallel.fsdp=-2", "[-1, inf)"),
+    ("model.num_layers=0", "[1, inf)"),
+    ("model.num_layers=True", "int"),
     ("parallel.strategy='ddp' parallel.fsdp=8", "ddp"),
     ("parallel.strategy='zero3' parallel.backend='pmap'", "pmap"),
     ("parallel.rules=dict(embed='fsp')", "fsp"),
@@ -185,6 +206,67 @@ def test_options_that_cannot_work_or_would_mislead_are_refused(options, word):
     with pytest.raises(UserError) as error:
         build(**{name.replace(".", "__"): eval(value) for name, value in given})
     assert word in str(error.value) and "\n" not in str(error.value)
+
+
+def test_factors_that_a_run_can_mean_are_read():
+    optim = OptimConfig(
+        schedule="piecewise:5=0,6=2.5e-1", layer_rates="wte=0,h_(0|1)/.*=1e3"
+    )
+    assert optim.pieces == ((5, 0.0), (6, 0.25))
+    assert optim.rates == (("wte", 0.0), ("h_(0|1)/.*", 1000.0))
+    config = build(loss__ahead="0.5,0.25", model__context_length=3)
+    assert config.loss.ahead_weights == (0.5, 0.25)
+
+
+def test_ranges_and_names_are_those_of_the_fields_types():
+    assert OPTIONS["seed"] == Option(int, interval="[0, 4294967295]")
+    assert OPTIONS["model.norm"] == Option(str, choices=("layernorm", "rmsnorm"))
+    assert OPTIONS["optim.name"].choices == tuple(configs.default.OPTIMIZERS)
+    assert OPTIONS["parallel.rules.mlp"].choices[-1] == "tensor,fsdp"
+    assert OPTIONS["train.hang_seconds"] == Option(float)
+    for interval, held in (
+        ("[0, 1)", [True, True, False]),
+        ("(0, 1]", [False, True, True]),
+        ("[0, inf)", [True, True, True]),
+    ):
+        option = Option(float, interval=interval)
+        assert [option.holds(number) for number in (0.0, 0.5, 1.0)] == held
+        assert not any(map(option.holds, (float("nan"), float("inf"), -1.0)))
+
+
+def test_sizes_are_computed_before_the_model_is_traced():
+    config = GPTConfig.from_name("gpt2-124m", activation="swiglu", num_kv_heads=4)
+    names = {
+        name
+        for kind in GPTConfig.__mro__
+        for name, value in vars(kind).items()
+        if isinstance(value, functools.cached_property)
+    }
+    assert {"head_size", "kv_heads", "hidden_dim", "windows"} < names
+    assert names <= vars(config).keys()
+    assert (config.head_size, config.kv_heads, config.is_gated) == (64, 4, True)
+    changed = dataclasses.replace(config, num_heads=24)
+    assert changed.head_size == 32 and changed != config
+    with pytest.raises(UserError, match=r"model\.dropout=2\.0 is not in"):
+        dataclasses.replace(config, dropout=2.0)
+
+
+@pytest.mark.thorough
+def test_a_type_checker_sees_options_and_their_types(tmp_path):
+    mypy = pytest.importorskip("mypy.api")
+    path = tmp_path / "snippet.py"
+    path.write_text(
+        "from gpt2.config import Config, ModelConfig\n"
+        "Config().optim.lr\n"
+        "Config().model.num_layer\n"
+        "Config().data.batch_size + Config().optim.name\n"
+        "ModelConfig(norm='layer', dropout=1)\n"
+    )
+    told, *_ = mypy.run([str(path)])
+    lines = [line.removeprefix(f"{path}:") for line in told.splitlines()]
+    assert '"OptimConfig" has no attribute "lr"' in lines[0]
+    assert '"ModelConfig" has no attribute "num_layer"' in lines[1]
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["2", "3", "4", "5"], told
 
 
 def test_what_is_derived_from_options():

@@ -49,7 +49,7 @@ def pristine(tmp_path_factory):
 
 MISTAKES = [  # a command, and a word of the line
     ([*TRAIN, "--config.train.num_stps=3"], "--config.train.num_steps"),
-    ([*TRAIN, "--workdr=x"], "--workdir"),
+    ([*TRAIN, "--workdr=x"], "mean: workdir"),
     ([*TRAIN, "--config.optim.name=adamv"], "adam"),
     ([*TRAIN, "--config.parallel.data=3"], "parallel"),
     ([*TRAIN, "--config.model.context_length=100000"], "context_length"),
@@ -71,6 +71,12 @@ MISTAKES = [  # a command, and a word of the line
     (["train.py", "--config=run/config.json"], "--workdir"),
     (["train.py", "--config=hf/config.json", "--workdir=x"], "hf/config.json"),
     ([*TRAIN, "--num_processes=2"], "coordinator"),
+    ([*TRAIN, "--coordinator=localhost"], "HOST:PORT"),
+    (
+        [*TRAIN, "--process_index=7", "--num_processes=2", "--coordinator=localhost:1"],
+        "process_index=7",
+    ),
+    ([*TRAIN, "--config.optim.schedule=piecewise:4=-1"], "-1"),
     (["eval.py"], "workdir"),
     (["eval.py", "--workdir=older"], "seed"),
     (["eval.py", "--workdir=moved"], "no longer"),
@@ -118,3 +124,11 @@ def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path
     done = run_command(*given, cwd=folder, seconds=200)
     assert done.code == 0, done
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2, 3]
+
+
+def test_every_command_has_help(tmp_path):
+    modules = ("generate", "hf", "ablate", "compare", "profile", "benchmark")
+    for command in ("train.py", "eval.py", *(f"gpt2.{name}" for name in modules)):
+        done = run_command(command, "--help", cwd=tmp_path)
+        assert (done.code, done.stderr) == (0, ""), done
+        assert "--helpfull" in done.stdout

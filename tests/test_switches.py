@@ -18,7 +18,7 @@ from configs import default
 from gpt2.config import CHOICES, Config
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache
-from gpt2.telemetry.flops import count_compute_parameters, model_flops_per_token
+from gpt2.model.flops import count_compute_parameters, model_flops_per_token
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout

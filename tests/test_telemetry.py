@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gpt2.config import Config, GPTConfig, TrainConfig
-from gpt2.config.run import LoggingConfig
+from gpt2.config import Config, GPTConfig, LoggingConfig, TrainConfig
 from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import compiled
 from gpt2.telemetry import chips, flops, metrics, writers
 from gpt2.telemetry.metrics import MetricsFile
+from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import Writer
@@ -119,7 +119,7 @@ def test_event_files_hold_scalars_and_purge_what_a_resume_repeats(tmp_path):
             writers.EventFile(tmp_path / "tensorboard", resume_step)
         ) as writer:
             writer.write(resume_step + 1, {"train/loss": 3.5})
-            writer.flush(resume_step + 1)
+            writer.close_books(resume_step + 1)
     purges = [event.step for event in events(tmp_path) if event.HasField("session_log")]
     assert purges == [1, 4]
     values = [
@@ -128,7 +128,9 @@ def test_event_files_hold_scalars_and_purge_what_a_resume_repeats(tmp_path):
         for value in event.summary.value
     ]
     found = [(step, value.tag, value.simple_value) for step, value in values]
-    assert found == [(step, "train/loss", 3.5) for step in (1, 4)]
+    losses = [row for row in found if row[1] == "train/loss"]
+    assert losses == [(step, "train/loss", 3.5) for step in (1, 4)]
+    assert "perf/seconds/start_and_end" in {tag for _, tag, _ in found}
 
 
 def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
@@ -246,6 +248,26 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
     assert barks_within(0.8, 0.3) == []  # ten steps are 3 seconds
     assert barks_within(0.8) == []  # the first step
     assert barks_within(0.8, 0.0, least=0.0) == []
+
+
+# The screen
+
+
+def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys):
+    line = {"train/loss": 10.8295, "train/learning_rate": 1.184e-4, "tokens": 64.0}
+    line |= {"train/grad_norm": 0.812, "perf/tokens_per_second": 9_999.0}
+    Progress(20_000).write(1_200, line)
+    Progress(500, names=["moe/balance"]).write(
+        4, {"train/loss": 2.0, "train/moe/balance": 1.25}
+    )
+    Progress(500, names=["eval/b"]).write(
+        4, {"eval/loss": 2.0, "eval/a": 1, "eval/b": 2}
+    )
+    usual, asked, validation = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"step  1200/20000  loss 10\.8295  lr .* left", usual)
+    assert "9,999 tok/s" in usual and len(usual) <= 80
+    assert asked.startswith("step   4/500  loss 2.0000  moe/balance 1.25  ")
+    assert validation == "step   4/500  val loss 2.0000  b 2"
 
 
 # Speed

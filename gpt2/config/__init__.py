@@ -1,12 +1,13 @@
 """Options: a typed, validated view of the ConfigDict that configs/ and the command line give."""
 
+from configs.default import Logging as LoggingConfig
+from configs.default import Memory as MemoryConfig
 from gpt2.config.model import SIZES, GPTConfig, ModelConfig
 from gpt2.config.options import CHOICES, DEFAULTS, flatten, read_option
 from gpt2.config.run import (
     Config,
     DataConfig,
     LossConfig,
-    MemoryConfig,
     OptimConfig,
     ParallelConfig,
     RulesConfig,

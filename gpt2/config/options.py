@@ -1,12 +1,10 @@
 """Options by their dotted names, as configs/default.py states them: types, ranges, misspellings."""
 
-import dataclasses
 import difflib
-import functools
-import inspect
-import operator
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from absl import flags
@@ -15,132 +13,160 @@ from ml_collections import ConfigDict, FrozenConfigDict
 from configs import default
 from gpt2.errors import UserError, require_choice
 
+Value = bool | int | float | str
+Options = dict[str, Any]  # by name; groups are nested, or part of a dotted name
+
+Item = TypeVar("Item")
+
 DEFAULTS = FrozenConfigDict(default.get_config())
-CHOICES = default.CHOICES
 
 
-def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
+@dataclass(frozen=True)
+class Option:
+    """What configs/default.py says of an option's values.
+
+    Attributes:
+        kind: their type.
+        choices: the names to choose from; empty: any text.
+        interval: of numbers; a round bracket leaves the end itself out.
+    """
+
+    kind: type
+    choices: tuple[str, ...] = ()
+    interval: str = "[0, inf)"
+
+    def holds(self, number: float) -> bool:
+        """Returns whether a number lies in the interval."""
+        low, high = map(float, self.interval[1:-1].split(","))
+        if number in (low, high):
+            return self.interval[0 if number == low else -1] in "[]"
+        return low < number < high
+
+
+def _read_type(hint: type) -> Option:
+    """Returns what the type of a field says of an option."""
+    stated = get_args(hint)
+    if not stated:
+        return Option(hint)
+    if get_origin(hint) is Literal:
+        return Option(str, choices=stated)
+    kind, meant = stated  # of Annotated: a table of names, or an interval
+    if kind is str:
+        return Option(str, choices=tuple(meant))
+    return Option(kind, interval=meant)
+
+
+def _read_group(group: type, prefix: str = "") -> dict[str, Option]:
+    """Returns the options of a dataclass and of the groups in it, by dotted name, in order."""
+    options: dict[str, Option] = {}
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        if isinstance(hint, type) and is_dataclass(hint):
+            options |= _read_group(hint, f"{prefix}{name}.")
+        else:
+            options[prefix + name] = _read_type(hint)
+    return options
+
+
+OPTIONS = _read_group(default.Options)
+CHOICES = {name: each.choices for name, each in OPTIONS.items() if each.choices}
+
+
+def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
     """Returns the options of nested groups by dotted name, in order."""
-    flat: dict[str, Any] = {}
+    flat: Options = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping | ConfigDict):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value
+            flat[f"{prefix}{name}"] = value
     return flat
 
 
-_TREE = default.get_config().to_dict()  # in its order, which DEFAULTS has not
-_FLAT = flatten(_TREE)
-
-
-def _group(name: str) -> dict[str, Any]:
-    return functools.reduce(operator.getitem, name.split(".") if name else [], _TREE)
-
-
-def no_option(
-    name: str, prefix: str = "", others: Mapping[str, str] | None = None
-) -> UserError:
-    """Returns the error for a name that is no option: the nearest, or one of `others`, is meant."""
-    spellings = {
-        option.rpartition(".")[2]: prefix + option for option in reversed(_FLAT)
-    }
-    spellings |= {
-        spelling: prefix + option for spelling, option in default.ALIASES.items()
-    }
-    spellings |= {option: prefix + option for option in _FLAT} | dict(others or {})
-    for spelling in (name, name.rpartition(".")[2]):
-        if near := difflib.get_close_matches(spelling, spellings, n=1, cutoff=0.8):
-            return UserError(
-                f"there is no option {name}", f"Did you mean {spellings[near[0]]}?"
-            )
-    return UserError(f"there is no option {name}", "See --help and configs/default.py")
+def no_option(name: str, prefix: str = "") -> UserError:
+    """Returns the error for a name that is no option, which proposes the nearest."""
+    meant: dict[str, str] = {}
+    for option in OPTIONS:
+        meant[option] = prefix + option
+        meant.setdefault(option.rpartition(".")[2], prefix + option)
+    for spelling, option in default.ALIASES.items():
+        meant[spelling] = prefix + option
+    how = "See --help and configs/default.py"
+    for spelling in (name.rpartition(".")[2], name):
+        if near := difflib.get_close_matches(spelling, meant, n=1, cutoff=0.8):
+            how = f"Did you mean {meant[near[0]]}?"
+    return UserError(f"there is no option {name}", how)
 
 
 def require_option(name: str, prefix: str = "") -> None:
     """Raises a UserError unless there is an option of this name."""
-    if name not in _FLAT:
+    if name not in OPTIONS:
         raise no_option(name, prefix)
 
 
-def complete(tree: Mapping | ConfigDict, group: str = "") -> dict[str, Any]:
-    """Returns all options by group, each of its type: those of `tree`, and other defaults."""
-    prefix = f"{group}." if group else ""
-    for name in tree:
-        if name not in _group(group):
-            raise no_option(prefix + name)
-    options = {}
-    for name, usual in _group(group).items():
-        value = tree.get(name, usual)
-        value = value.item() if isinstance(value, np.generic) else value
-        if isinstance(usual, Mapping):
-            value = complete(value, prefix + name)
-        elif isinstance(usual, float) and type(value) is int:
-            value = float(value)
-        elif type(value) is not type(usual):
-            raise UserError(
-                f"{prefix}{name}={value!r} is not of type {type(usual).__name__}"
-            )
-        options[name] = value
-    return options
+def complete(tree: Mapping | ConfigDict) -> Options:
+    """Returns all options by group, checked one by one: those of `tree`, and other defaults."""
+    given = flatten(tree)
+    for name, value in given.items():
+        require_option(name)
+        given[name] = check_value(name, value)
+    options = default.get_config()
+    options.update_from_flattened_dict(given)
+    return options.to_dict()
 
 
-def read_option(name: str, text: str) -> Any:
+def read_option(name: str, text: str) -> Value:
     """Returns the value that `text` stands for, in the type of the option `name`."""
     require_option(name)
-    kind = type(_FLAT[name])
+    kind = OPTIONS[name].kind
     try:
         return flags.BooleanParser().parse(text) if kind is bool else kind(text)
     except ValueError:
         raise UserError(f"{name}={text} is not of type {kind.__name__}") from None
 
 
-def check_value(name: str, value: Any) -> None:
-    """Raises a UserError unless an option has one of its choices, or lies in its range."""
-    if name in CHOICES:
+def read_factor(text: str) -> float:
+    """Returns a number that an option multiplies by; a ValueError if no run can mean it."""
+    factor = float(text)
+    if factor and not 1e-6 <= factor <= 1e6:
+        raise ValueError(f"{text} is neither 0 nor from 1e-6 to 1e6")
+    return factor
+
+
+def read_items(
+    option: str, text: str, read: Callable[[str], Item], example: str
+) -> list[Item]:
+    """Returns what `text` lists, separated by commas, each item by `read`; `option` is told."""
+    if not text:
+        return []
+    try:
+        return [read(item) for item in text.split(",")]
+    except (ValueError, re.error) as error:
+        how = f"For example, use {example}"
+        raise UserError(f"{option} cannot be read ({error})", how) from None
+
+
+def check_value(name: str, value: object) -> Value:
+    """Returns a value in the option's type; a UserError unless the option takes it."""
+    option = OPTIONS[name]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if option.kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not option.kind or not isinstance(value, Value):
+        raise UserError(f"{name}={value!r} is not of type {option.kind.__name__}")
+    if isinstance(value, str):
         choice = value.partition(":")[0] if name == "optim.schedule" else value
-        require_choice(name, choice, CHOICES[name])
-    elif type(value) in (int, float):
-        interval = default.RANGES.get(name, "[0, inf)")
-        low, high = map(float, interval[1:-1].split(","))
-        inside = low < value < high
-        inside |= (interval[0] == "[" and value == low) or (
-            interval[-1] == "]" and value == high
-        )
-        if not inside:
-            raise UserError(f"{name}={value} is not in {interval}")
+        if option.choices:
+            require_choice(name, choice, option.choices)
+    elif not option.holds(value):
+        raise UserError(f"{name}={value} is not in {option.interval}")
+    return value
 
 
-class Options:
-    """A frozen dataclass of a group's options, as configs/ has them; subgroups are stated."""
-
-    if (
-        TYPE_CHECKING
-    ):  # fields come from configs/default.py, which type checkers do not run
-        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-        def __init__(self, **options: Any): ...
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    _prefix: ClassVar[str]
-
-    def __init_subclass__(cls, group: str | None = None) -> None:
-        if group is None:  # a parent's group, with further fields
-            return
-        cls._prefix = f"{group}." if group else ""
-        groups = inspect.get_annotations(cls)
-        options = {
-            name: value for name, value in _group(group).items() if name not in groups
-        }
-        for name, value in options.items():
-            setattr(cls, name, value)
-        cls.__annotations__ = {
-            name: type(value) for name, value in options.items()
-        } | groups
-        dataclasses.dataclass(frozen=True)(cls)
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if (name := self._prefix + field.name) in _FLAT:
-                check_value(name, getattr(self, field.name))
+def changed(group: default.Model | default.Optim) -> set[str]:
+    """Returns the names of the options of a group that have other values than their defaults."""
+    return {
+        field.name
+        for field in fields(group)
+        if getattr(group, field.name) != field.default
+    }

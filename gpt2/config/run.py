@@ -1,129 +1,119 @@
 """All options of a run: a typed, validated view of a ConfigDict, and config.json."""
 
-import dataclasses
-import functools
-import itertools
 import json
 import math
 import re
 import runpy
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ml_collections import ConfigDict
 
-from configs.default import OPTIMIZERS
+from configs import default
 from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
-from gpt2.config.options import DEFAULTS, Options, complete
+from gpt2.config.options import (
+    Options,
+    changed,
+    complete,
+    flatten,
+    read_factor,
+    read_items,
+)
 from gpt2.config.shapes import Shape, Shapes, read_steps
 from gpt2.errors import UserError
 
-SCHEDULES = ("batch_schedule", "context_schedule", "window_schedule")
+# Options of `train.` that change the shape of a step, and what of it.
+SCHEDULES = {
+    "batch_schedule": "batch_size",
+    "context_schedule": "context_length",
+    "window_schedule": "window",
+}
 
 
-class PrecisionConfig(Options, group="precision"):
-    """The `precision.` options."""
-
-
-class DataConfig(Options, group="data"):
+@dataclass(frozen=True)
+class DataConfig(default.Data):
     """The `data.` options."""
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits that hold text: a model that is only scored may be given all of it."""
-        return ("train", "validation") if self.val_fraction < 1.0 else ("validation",)
+        if self.val_fraction == 1.0:
+            return ("validation",)
+        return ("train", "validation")
 
 
-class LossConfig(Options, group="loss"):
-    """The `loss.` options."""
+@dataclass(frozen=True)
+class LossConfig(default.Loss):
+    """The `loss.` options, with those read that hold several numbers."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        read = re.fullmatch(r"(\d+(\.\d+)?(,(?!$)|$))*", self.ahead)
-        if not read:
-            raise UserError(
-                f"loss.ahead={self.ahead} cannot be read", "For example, use 0.5,0.25"
-            )
+        _ = self.ahead_weights  # which refuses what it cannot read
 
-    @property
-    def ahead_weights(self) -> list[float]:
+    @cached_property
+    def ahead_weights(self) -> tuple[float, ...]:
         """The weights of `ahead`."""
-        return [float(weight) for weight in self.ahead.split(",") if weight]
+        what = f"loss.ahead={self.ahead}"
+        return tuple(read_items(what, self.ahead, read_factor, "0.5,0.25"))
 
 
-class OptimConfig(Options, group="optim"):
-    """The `optim.` options."""
+@dataclass(frozen=True)
+class OptimConfig(default.Optim):
+    """The `optim.` options, checked together."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _ = self.rates, self.pieces  # which refuse what they cannot read
-        given = {
-            name
-            for name, value in DEFAULTS.optim.items()
-            if getattr(self, name) != value
-        }
-        readable = {option for reads in OPTIMIZERS.values() for option in reads}
-        ignored = ", ".join(sorted((readable & given) - {*OPTIMIZERS[self.name]}))
+        reads = default.OPTIMIZERS[self.name]
+        others = set[str]().union(*default.OPTIMIZERS.values()) - {*reads}
+        ignored = changed(self) & others
         if ignored:
-            raise UserError(f"optim.name={self.name} would ignore optim.{ignored}")
+            told = ", ".join(sorted(ignored))
+            raise UserError(f"optim.name={self.name} would ignore optim.{told}")
         for part in ("warmup", "decay"):
-            both = getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent")
-            if both:
+            if getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent"):
                 raise UserError(
                     f"optim.{part}_steps and {part}_percent are both given", "Set one 0"
                 )
-        decays = self.decay_steps or self.decay_percent
-        if decays and self.schedule != "wsd":
+        if self.schedule != "wsd" and (self.decay_steps or self.decay_percent):
             raise UserError("optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
         if self.schedule == "inverse_sqrt" and not warms_up:
             raise UserError("inverse_sqrt needs a warm-up")
-        free = self.name == "schedule_free"
-        masks = f"optim.cautious={self.cautious}"
-        if free and self.schedule != "constant":
+        is_free = self.name == "schedule_free"
+        if is_free and self.schedule != "constant":
             raise UserError("schedule_free wants optim.schedule=constant")
-        several = [free, self.ema > 0, self.tail_average > 0].count(True) > 1
-        if several:
+        if is_free + (self.ema > 0) + (self.tail_average > 0) > 1:
             raise UserError(
                 "optim.ema, tail_average and name=schedule_free all average", "Use one"
             )
-        if free and self.cautious in ("updates", "both"):
-            raise UserError(f"{masks} needs momentum")
-        coupled = self.name in ("adam", "sgd") or not self.weight_decay
-        if coupled and self.cautious in ("decay", "both"):
-            raise UserError(f"{masks} finds no decay to mask")
-        if coupled and self.scheduled_weight_decay:
+        if is_free and self.cautious in ("updates", "both"):
+            raise UserError(f"optim.cautious={self.cautious} needs momentum")
+        if self.weight_decay and self.name not in ("adam", "sgd"):
+            return
+        if self.cautious in ("decay", "both"):
+            raise UserError(f"optim.cautious={self.cautious} finds no decay to mask")
+        if self.scheduled_weight_decay:
             raise UserError("scheduled_weight_decay finds no decay")
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
-        (name, _, text), what = (
-            self.schedule.partition(":"),
-            f"optim.schedule={self.schedule}",
-        )
-        pieces = read_steps(what, text, float, "piecewise:1000=0.5,2000=0.1")
+        name, _, text = self.schedule.partition(":")
+        what = f"optim.schedule={self.schedule}"
+        pieces = read_steps(what, text, read_factor, "piecewise:1000=0.5,2000=0.1")
         if bool(pieces) != (name == "piecewise"):
             raise UserError(f"{what} cannot be read")
         return tuple(pieces.items())
 
-    @property
+    @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
         """The regular expressions of `layer_rates`, each with its factor."""
-        pairs = [
-            item.rpartition("=")[::2] for item in self.layer_rates.split(",") if item
-        ]
-        try:
-            return tuple(
-                (re.compile(pattern).pattern, float(factor))
-                for pattern, factor in pairs
-            )
-        except (re.error, ValueError) as error:
-            how = "Write REGEX=FACTOR,REGEX=FACTOR"
-            raise UserError(
-                f"optim.layer_rates={self.layer_rates}: {error}", how
-            ) from None
+        text = self.layer_rates
+        what = f"optim.layer_rates={text}"
+        return tuple(read_items(what, text, _read_rate, "wte=0.5,h_.*=2"))
 
     @property
     def averages(self) -> bool:
@@ -132,21 +122,31 @@ class OptimConfig(Options, group="optim"):
 
     def tail_start(self, num_steps: int) -> int:
         """Returns the step after which `tail_average` begins in a run of `num_steps`."""
-        return num_steps - math.floor(num_steps * self.tail_average + 1e-9)
+        return num_steps - _floor(num_steps * self.tail_average)
 
     def warmup(self, num_steps: int) -> int:
         """Returns the steps of the warm-up in a run of `num_steps`."""
-        return self.warmup_steps or math.floor(
-            num_steps * self.warmup_percent / 100 + 1e-9
-        )
+        return self.warmup_steps or _floor(num_steps * self.warmup_percent / 100)
 
     def decay(self, num_steps: int) -> int:
         """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
         percent = self.decay_percent or 20  # Hu et al. 2024
-        return self.decay_steps or max(math.floor(num_steps * percent / 100 + 1e-9), 1)
+        return self.decay_steps or max(_floor(num_steps * percent / 100), 1)
 
 
-class TrainConfig(Options, group="train"):
+def _read_rate(item: str) -> tuple[str, float]:
+    pattern, _, factor = item.rpartition("=")
+    re.compile(pattern)
+    return pattern, read_factor(factor)
+
+
+def _floor(number: float) -> int:
+    """Returns the whole steps of a share of them: 2.3 % of 1,000 are 23, in floats too."""
+    return math.floor(number + 1e-9)
+
+
+@dataclass(frozen=True)
+class TrainConfig(default.Train):
     """The `train.` options."""
 
     def is_due(self, step: int, every: int) -> bool:
@@ -154,15 +154,8 @@ class TrainConfig(Options, group="train"):
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 
-class MemoryConfig(Options, group="memory"):
-    """The `memory.` options."""
-
-
-class LoggingConfig(Options, group="logging"):
-    """The `logging.` options."""
-
-
-class RulesConfig(Options, group="parallel.rules"):
+@dataclass(frozen=True)
+class RulesConfig(default.Rules):
     """The `parallel.rules.` options: axis of a parameter -> mesh axes, separated by commas."""
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -171,144 +164,132 @@ class RulesConfig(Options, group="parallel.rules"):
         return () if value == "none" else tuple(value.split(","))
 
 
-class ParallelConfig(Options, group="parallel"):
+@dataclass(frozen=True)
+class ParallelConfig(default.Parallel):
     """The `parallel.` options: the sizes of the mesh's axes, and what they split."""
 
     rules: RulesConfig = RulesConfig()
+
+    def __post_init__(self) -> None:
+        if self.sizes["fsdp"] == self.sizes["tensor"] == 1:
+            return
+        whose = "is data parallel only, without fsdp or tensor"
+        if self.strategy == "ddp":
+            raise UserError(f"parallel.strategy=ddp {whose}")
+        if self.backend == "pmap":
+            raise UserError(f"parallel.backend=pmap {whose}")
 
     @property
     def sizes(self) -> dict[str, int]:
         """The wanted size of every mesh axis; -1: the rest of the devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
-        axis = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}.get(
-            self.strategy
-        )
+        takes_all = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
+        axis = takes_all.get(self.strategy)
         if axis and sizes[axis] == 1:
             sizes[axis] = -1
             sizes["data"] = 1 if self.data == -1 else self.data
         return sizes
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _, fsdp, tensor = self.sizes.values()
-        is_split = (fsdp, tensor) != (1, 1)
-        whose = "is data parallel only, without fsdp or tensor"
-        if self.strategy == "ddp" and is_split:
-            raise UserError(f"parallel.strategy=ddp {whose}")
-        if self.backend == "pmap" and is_split:
-            raise UserError(f"parallel.backend=pmap {whose}")
-
 
 def tokens_by_name(spec: str) -> int:
     """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
     name, _, size = spec.partition(":")
-    return {
-        "gpt2": 50257,
-        "byte": 257,
-        "bpe": int(size) if size.isdecimal() else 0,
-    }.get(name, 0)
+    if name == "bpe" and size.isdecimal():
+        return int(size)
+    return {"gpt2": 50257, "byte": 257}.get(name, 0)
 
 
-class Config(Options, group=""):
-    """Every option of a run, validated."""
+@dataclass(frozen=True)
+class Config(default.Options):
+    """Every option of a run, checked together."""
 
     model: ModelConfig = ModelConfig()
-    precision: PrecisionConfig = PrecisionConfig()
     data: DataConfig = DataConfig()
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
-    memory: MemoryConfig = MemoryConfig()
-    logging: LoggingConfig = LoggingConfig()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        model = self.model
         data = self.data
         train = self.train
-        memory = self.memory
+        logits = self.precision.logits
         if data.val_fraction == 1:
             raise UserError("data.val_fraction=1 leaves no training text")
-        rest = data.batch_size % train.accumulate_steps
-        parts = train.accumulate_steps
-        if rest:
+        if data.batch_size % train.accumulate_steps:
             raise UserError(
-                f"train.accumulate_steps={parts} does not divide data.batch_size"
+                f"train.accumulate_steps={train.accumulate_steps} does not divide "
+                "data.batch_size"
             )
-        finer = self.precision.logits not in ("float32", self.precision.compute)
-        if finer:
-            raise UserError(
-                f"precision.logits={self.precision.logits} is for that compute type alone"
-            )
-        unsaved = train.keep_every and train.keep_every % (
-            train.checkpoint_every or math.inf
-        )
-        if unsaved:
+        if logits not in ("float32", self.precision.compute):
+            raise UserError(f"precision.logits={logits} is for that compute type alone")
+        if train.keep_every % (train.checkpoint_every or math.inf):
             raise UserError("train.keep_every is no multiple of train.checkpoint_every")
-        unread = not re.fullmatch("((hf|run):.+)?", train.init_from)
-        if unread:
+        if not re.fullmatch("((hf|run):.+)?", train.init_from):
             raise UserError(
                 f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP"
             )
-        once = not memory.scan_layers
-        unroll = memory.scan_unroll
-        if once and unroll > 1:
+        keeps_batches = data.packing == "pad" and train.batch_schedule
+        keeps_lengths = data.packing != "concat" and train.context_schedule
+        if keeps_batches or keeps_lengths:
+            raise UserError(f"data.packing={data.packing} keeps its shapes")
+        self._check_memory()
+        self._check_shapes()
+
+    def _check_memory(self) -> None:
+        memory = self.memory
+        is_looped = memory.scan_layers and memory.scan_unroll == 1
+        if memory.scan_unroll > 1 and not memory.scan_layers:
             raise UserError("memory.scan_unroll is ignored without memory.scan_layers")
-        if model.num_layers % unroll:
+        if self.model.num_layers % memory.scan_unroll:
             raise UserError("memory.scan_unroll does not divide model.num_layers")
         # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
-        holds = memory.remat == "offload" and (once or unroll > 1)
-        if holds:
+        if memory.remat == "offload" and not is_looped:
             raise UserError(
                 "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1"
             )
-        moved = train.context_schedule or train.batch_schedule * (data.packing == "pad")
-        if moved and data.packing != "concat":
-            raise UserError(f"data.packing={data.packing} keeps its shapes")
-        in_blocks = data.shuffle_block and data.packing != "concat"
-        if in_blocks:
-            raise UserError(
-                f"data.shuffle_block is for data.packing=concat, not {data.packing}"
-            )
+
+    def _check_shapes(self) -> None:
         pieces = self.shapes.pieces
-        if max(pieces) >= train.num_steps:
+        if max(pieces) >= self.train.num_steps:
             raise UserError(f"a schedule names step {max(pieces)}, past the end")
-        for start, shape in (
-            pieces.items() if any(getattr(train, n) for n in SCHEDULES) else ()
-        ):
-            self.at(shape)  # which refuses what no run may have
+        for start, shape in pieces.items():
             length = shape.context_length
             done = self.shapes.tokens(start)
-            odd = length < 1 or model.context_length % length or done % length
-            what = f"train.context_schedule has {length}, which does not divide"
-            if odd:
+            if length < 1 or self.model.context_length % length or done % length:
                 raise UserError(
-                    f"{what} model.context_length and the {done:,} tokens of steps before"
+                    f"train.context_schedule has {length}, which does not divide "
+                    f"model.context_length and the {done:,} tokens of steps before"
                 )
+            if len(self.loss.ahead_weights) >= length:
+                raise UserError(f"loss.ahead looks past rows of {length} tokens")
+        if any(getattr(self.train, name) for name in SCHEDULES):
+            for shape in pieces.values():
+                self.at(shape)  # which refuses what no run may have
 
-    @functools.cached_property
+    @cached_property
     def shapes(self) -> Shapes:
         """The shapes of the run's steps."""
-        texts = {n: getattr(self.train, n) for n in SCHEDULES}
-        example = "0=64,2000=128"
-        schedules = [
-            read_steps(f"train.{n}={texts[n]}", texts[n], int, example) for n in texts
-        ]
-        first = self.data.batch_size, self.model.context_length, self.model.window
-        pieces = {0: Shape(*first)}
-        for start in sorted({0, *itertools.chain(*schedules)}):
-            sizes = (
-                each.get(start, now) for each, now in zip(schedules, first, strict=True)
-            )
-            first = pieces[start] = Shape(*sizes)
+        changes: dict[int, dict[str, int]] = {0: {}}
+        for name, size in SCHEDULES.items():
+            text = getattr(self.train, name)
+            values = read_steps(f"train.{name}={text}", text, int, "0=64,2000=128")
+            for start, value in values.items():
+                changes.setdefault(start, {})[size] = value
+        model = self.model
+        shape = Shape(self.data.batch_size, model.context_length, model.window)
+        pieces = {}
+        for start in sorted(changes):
+            shape = shape._replace(**changes[start])
+            pieces[start] = shape
         return Shapes(pieces)
 
     def at(self, shape: Shape) -> "Config":
         """Returns the options of a run whose steps all have a shape, but for their context."""
-        off = {f"train.{name}": "" for name in SCHEDULES}
-        given = {"data.batch_size": shape.batch_size, "model.window": shape.window}
-        return with_options(self, off | given)
+        options: Options = {f"train.{name}": "" for name in SCHEDULES}
+        options["data.batch_size"] = shape.batch_size
+        options["model.window"] = shape.window
+        return with_options(self, options)
 
     @property
     def tokens_per_step(self) -> int:
@@ -321,19 +302,13 @@ class Config(Options, group=""):
         return self.data.batch_size // self.train.accumulate_steps
 
     @classmethod
-    def from_dict(cls, tree: Mapping | ConfigDict) -> "Config":
+    def from_dict(cls, tree: Mapping | ConfigDict) -> Self:
         """Builds the typed view of a ConfigDict or of a config.json; what lacks has its default."""
-        options = complete(tree)
-        options["parallel"] |= {"rules": RulesConfig(**options["parallel"]["rules"])}
-        groups = {name: type(getattr(cls, name)) for name in options if name != "seed"}
-        return cls(
-            seed=options["seed"],
-            **{name: groups[name](**options[name]) for name in groups},
-        )
+        return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
         """Returns nested plain dicts, as config.json holds them."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
     def with_vocabulary(self, tokens: int) -> "Config":
         """Returns the config with a `model.vocab_size` of 0 set to the tokenizer's; 0: unknown."""
@@ -347,55 +322,66 @@ class Config(Options, group=""):
             raise UserError(
                 f"model.vocab_size={size} is less than the {tokens} of {tokenizer}"
             )
-        model = dataclasses.replace(self.model, vocab_size=size)
-        return dataclasses.replace(self, model=model)
+        return replace(self, model=replace(self.model, vocab_size=size))
 
     def gpt(self) -> GPTConfig:
         """Returns the model as it ends; `model.vocab_size` must be resolved (not 0)."""
-        computed = {name: option(self, path) for name, path in COMPUTED.items()}
-        options = dataclasses.asdict(self.model) | {"window": self.shapes.last.window}
-        return GPTConfig(**options, **computed)
+        options = asdict(self.model)
+        options["window"] = self.shapes.last.window
+        for field, name in COMPUTED.items():
+            options[field] = option(self, name)
+        return GPTConfig(**options)
+
+
+def _build(group: type[Any], options: Options) -> Any:
+    """Returns a group of options, and the groups in it, from nested dicts."""
+    values = dict(options)
+    for field in fields(group):
+        if is_dataclass(field.default):
+            values[field.name] = _build(type(field.default), values[field.name])
+    return group(**values)
 
 
 def option(config: Config, name: str) -> Any:
     """Returns the value of an option by its dotted name."""
-    return functools.reduce(getattr, name.split("."), config)
+    return attrgetter(name)(config)
 
 
-def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+def with_options(config: Config, options: Mapping[str, object]) -> Config:
     """Returns the config with some options set, by dotted name."""
-    tree = ConfigDict(config.to_dict())
-    tree.update_from_flattened_dict(options)
-    return Config.from_dict(tree)
+    return Config.from_dict(flatten(config.to_dict()) | flatten(options))
 
 
-def read_options(name: str) -> dict[str, Any]:
+def read_options(name: str) -> Options:
     """Returns all options of a config file or of a run's config.json, not yet checked together.
 
     `FILE:ARGUMENT` hands the argument to the file's `get_config`. A file that is not in this folder
     may be one that came with the package: `configs/quickstart.py`.
     """
-    file, _, argument = (name, "", "") if Path(name).is_file() else name.partition(":")
-    places = Path(file), Path(__file__).parents[2] / file
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        raise UserError(
-            f"--config={name} is no file", "See configs/ for those there are"
-        )
+    path = Path(name)
+    argument = ""
+    if not path.is_file():
+        file, _, argument = name.partition(":")
+        path = Path(file)
+    if not path.is_file():
+        path = Path(__file__).parents[2] / path
+    if not path.is_file():
+        how = "See configs/ for those there are"
+        raise UserError(f"--config={name} is no file", how)
     try:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             if "seed" not in tree:
                 raise UserError("it does not hold the options of a run")
         else:
-            tree = runpy.run_path(str(path))["get_config"](*filter(None, [argument]))
+            get_config = runpy.run_path(str(path))["get_config"]
+            tree = get_config(argument) if argument else get_config()
         return complete(tree)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:  # a config file is code of any kind
-        raise UserError(
-            f"{name} cannot be read ({type(error).__name__}: {error})"
-        ) from error
+        what = f"{name} cannot be read ({type(error).__name__}: {error})"
+        raise UserError(what) from error
 
 
 def load_config(workdir: Path) -> Config:

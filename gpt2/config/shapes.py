@@ -1,25 +1,33 @@
 """The shapes of a run's steps, which `train.batch_schedule` and its kin change as it goes on."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from gpt2.config.options import read_items
 from gpt2.errors import UserError
+
+if TYPE_CHECKING:
+    import jax
+
+Number = TypeVar("Number", int, float)
 
 
 def read_steps(
-    option: str, text: str, kind: Callable[[str], Any], example: str
-) -> dict[int, Any]:
+    option: str, text: str, read: Callable[[str], Number], example: str
+) -> dict[int, Number]:
     """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 0 on."""
-    try:
-        pairs = [item.split("=") for item in text.split(",") if item]
-        values = [(int(step), kind(value)) for step, value in pairs]
-    except ValueError:
-        values = [(-1, None)]  # which do not ascend
-    ascend = all(a < b for (a, _), (b, _) in itertools.pairwise([(-1, None), *values]))
-    if not ascend:
-        raise UserError(f"{option} cannot be read", f"For example, use {example}")
+
+    def read_pair(item: str) -> tuple[int, Number]:
+        step, _, value = item.partition("=")
+        return int(step), read(value)
+
+    before = -1
+    values = read_items(option, text, read_pair, example)
+    for step, _ in values:
+        if step <= before:
+            raise UserError(f"{option} has steps that do not ascend")
+        before = step
     return dict(values)
 
 
@@ -46,7 +54,7 @@ class Shapes:
         """Returns the shape of a step, counted from 1."""
         return self.pieces[max(start for start in self.pieces if start < step)]
 
-    def find(self, step: int, batch: Mapping[str, Any]) -> Shape:
+    def find(self, step: int, batch: Mapping[str, "jax.Array"]) -> Shape:
         """Returns the shape of a step whose rows may be shorter, as those of its batch."""
         return self.at(step)._replace(context_length=batch["tokens"].shape[-1])
 
@@ -56,11 +64,12 @@ class Shapes:
 
     def sum(self, amount: Callable[[Shape], float], steps: int) -> float:
         """Returns the sum of what each of so many steps takes, by its shape."""
+        total = 0.0
         ends = [*self.pieces, steps][1:]
-        each = zip(self.pieces.items(), ends, strict=True)
-        return sum(
-            amount(s) * max(min(end, steps) - start, 0) for (start, s), end in each
-        )
+        for (start, shape), end in zip(self.pieces.items(), ends, strict=True):
+            if start < steps:
+                total += amount(shape) * (min(end, steps) - start)
+        return total
 
     @property
     def last(self) -> Shape:

@@ -3,7 +3,6 @@
 python -m gpt2.data.prepare --config=configs/gpt2_124m.py [--config.data.corpus=pystdlib]
 """
 
-from gpt2.errors import UserError
 from gpt2.utils import launch
 
 if __name__ == "__main__":
@@ -14,6 +13,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
+from gpt2.errors import UserError
 from gpt2.utils.cluster import connect
 
 
@@ -53,4 +53,4 @@ def define_flags() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags, default_config="quickstart")
+    cli.run(main, define_flags)

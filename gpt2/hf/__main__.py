@@ -4,7 +4,6 @@ python -m gpt2.hf import --from=DIR --workdir=DIR
 python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
 """
 
-from gpt2.errors import UserError
 from gpt2.utils import launch
 
 if __name__ == "__main__":
@@ -13,6 +12,7 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
+from gpt2.errors import UserError
 from gpt2.hf.weights import export_run, import_run
 
 # The directory that each command reads and the one that it writes.

@@ -1,17 +1,8 @@
-"""The expensive operations: one function each, several implementations, one plain reference.
+"""The operations of a model: formulas, kernels that take their places, and the table of them.
 
-What has a variant for speed, with its own backward rule, has a `*_reference` for reading beside it
-(activation, attention, cross_entropy, linear, norm). Tests compare values and gradients of the two.
+`plain.py` has each operation as its formula. `table.py` says what a model computes with. Other
+files hold a kernel each, whose docstring says what it computes, where it is faster and by how much.
 """
 
-from gpt2.ops.activation import ACTIVATIONS, GATES, gelu_tanh, gelu_tanh_reference
-from gpt2.ops.arrays import pad_rows
-from gpt2.ops.attention import attention, attention_cached, resolve
-from gpt2.ops.cross_entropy import (
-    cross_entropy,
-    cross_entropy_reference,
-    positions_per_chunk,
-)
-from gpt2.ops.linear import linear, linear_parts, linear_reference
-from gpt2.ops.norm import norm, norm_reference
-from gpt2.ops.scores import Scoring, alibi_slopes, rotate, rotation
+from gpt2.ops.plain import Objective, Scoring
+from gpt2.ops.table import Ops

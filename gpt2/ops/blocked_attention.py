@@ -2,19 +2,23 @@
 
 Each block gives products that are large enough for all threads (docs/performance.md, XLA:CPU note
 10), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
-computes the scores again, as FlashAttention does (Dao et al. 2022, algorithm 4).
+computes the scores again, as FlashAttention does (Dao et al. 2022, algorithm 4). The formula takes
+a quarter of a step of 124M on two cores, half of it for scores above the diagonal.
 
-Arrays are `[groups, g, T, H]`, g heads in a group. They hold 16-bit floats as bits (note 3).
+Arrays are `[groups, g, T, H]`, g heads in a group.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from gpt2.ops.arrays import bits, floats
-from gpt2.ops.scores import Scoring
+from gpt2.ops import plain
+from gpt2.ops.plain import Scoring
+from gpt2.ops.terms import KnownTerms, Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
 BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks; measured in docs/log.md
@@ -24,48 +28,77 @@ SCORES = (
 NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
 def blocked_attention(
-    q: jax.Array,  # [B, T, N, H], and so are k and v
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None = None,
-    slopes: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    scoring: Scoring = Scoring(),
-) -> jax.Array:
-    """Computes `attention` in blocks; no gradient reaches `segments` and `slopes`."""
-    return _blocked_fwd(q, k, v, segments, slopes, sinks, scoring)[0]
+    q: Array,
+    k: Array,
+    v: Array,
+    scoring: Scoring,
+    *,
+    spread: Spread | None = None,
+) -> Array:
+    """Computes `plain.attention` in blocks, without dropout and with the terms of `KnownTerms`.
+
+    `spread` makes a function run on each device's heads.
+    """
+    terms = KnownTerms.of(scoring.terms) if scoring.terms else KnownTerms()
+    if terms is None or scoring.dropout:
+        return plain.attention(q, k, v, scoring)
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    how = _How(scoring.scale, scoring.window, terms.softcap)
+
+    def kernel(qkv: tuple[Array, ...], others: tuple[Array | None, ...]) -> Array:
+        return _attention(*qkv, *others, how)
+
+    run = spread(kernel) if spread else kernel
+    return run((q, k, v), (scoring.segments, terms.slopes, terms.sinks))
 
 
-def _blocked_fwd(q, k, v, segments, slopes, sinks, scoring):
-    groups = tuple(map(_split, (q, k, v)))
-    blocks = _blocks(groups[0].shape[2], segments, scoring, transposed=False)
-    run = partial(_forward, blocks=blocks, scoring=scoring, dtype=q.dtype)
+class _How(NamedTuple):
+    """What is no array: see `Scoring`; `softcap` is 0 for none."""
+
+    scale: float
+    window: int
+    softcap: float
+
+    def scores(self, products: Array) -> Array:
+        """Returns scores, but for a bias by distance."""
+        scores = products * self.scale
+        return (
+            self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attention(q, k, v, segments, slopes, sinks, how):
+    """Takes queries, keys and values `[B, T, N, H]`; no gradient reaches segments and slopes."""
+    return _blocked_fwd(q, k, v, segments, slopes, sinks, how)[0]
+
+
+def _blocked_fwd(q, k, v, segments, slopes, sinks, how):
+    groups = tuple(_split(x) for x in (q, k, v))
+    blocks = _blocks(groups[0].shape[2], segments, how.window, transposed=False)
+    run = partial(_forward, blocks=blocks, how=how)
     operands = groups, _by_head(groups[0], q, slopes, sinks)
     out, log_normaliser = jax.lax.map(lambda args: run(*args), operands)
     out, log_normaliser = checkpoint_name((out, log_normaliser), CORE_ATTENTION)
     return _join(out, q), (*groups, segments, slopes, sinks, out, log_normaliser)
 
 
-def _blocked_bwd(scoring, residuals, dout):
+def _blocked_bwd(how, residuals, dout):
     q, k, v, segments, slopes, sinks, out, log_normaliser = residuals
     groups = q, k, jnp.swapaxes(k, -1, -2), v, out, _split(dout), log_normaliser
-    blocks = _blocks(q.shape[2], segments, scoring, transposed=True)
-    run = partial(_backward, blocks=blocks, scoring=scoring, dtype=dout.dtype)
+    blocks = _blocks(q.shape[2], segments, how.window, transposed=True)
+    run = partial(_backward, blocks=blocks, how=how)
     operands = groups, _by_head(q, dout, slopes, sinks)
     dq, dk, dv, dsinks = jax.lax.map(lambda args: run(*args), operands)
     if sinks is not None:
         dsinks = dsinks.reshape(-1, len(sinks)).sum(axis=0)
-    return (
-        *(_join(x, dout) for x in (jnp.swapaxes(dq, -1, -2), dk, dv)),
-        None,
-        None,
-        dsinks,
-    )
+    dq = jnp.swapaxes(dq, -1, -2)
+    return _join(dq, dout), _join(dk, dout), _join(dv, dout), None, None, dsinks
 
 
-blocked_attention.defvjp(_blocked_fwd, _blocked_bwd)
+_attention.defvjp(_blocked_fwd, _blocked_bwd)
 
 
 def _num_blocks(T):
@@ -73,10 +106,8 @@ def _num_blocks(T):
 
 
 def _split(x):
-    """`[B, T, N, H]` to the bits of `[groups, g, T, H]`, T filled up to whole blocks."""
-    x = jnp.pad(
-        bits(x), ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0))
-    )
+    """`[B, T, N, H]` to `[groups, g, T, H]`, T filled up to whole blocks."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0)))
     B, T, N, H = x.shape
     per_head = T * T // _num_blocks(T)  # scores of the last block
     most = max(1, SCORES // per_head)
@@ -85,10 +116,10 @@ def _split(x):
 
 
 def _join(x, like):
-    """The inverse of `_split`, to the shape and type of `like` `[B, T, N, H]`."""
+    """The inverse of `_split`, to the shape of `like` `[B, T, N, H]`."""
     B, T, N, H = like.shape
     x = x.reshape(B, N, -1, H)[:, :, :T]
-    return floats(jnp.swapaxes(x, 1, 2), like.dtype)
+    return jnp.swapaxes(x, 1, 2)
 
 
 def _by_head(groups, like, *numbers):
@@ -101,19 +132,19 @@ def _by_head(groups, like, *numbers):
     return sequences, *tiled
 
 
-def _forward(groups, by_head, *, blocks, scoring, dtype):
-    """Returns the output `[g, T, H]`, as bits, and the log of the normaliser `[g, T, 1]`."""
-    (q, k, v), (sequences, slopes, sinks) = (floats(x, dtype) for x in groups), by_head
+def _forward(groups, by_head, *, blocks, how):
+    """Returns the output `[g, T, H]` and the log of the normaliser `[g, T, 1]`."""
+    q, k, v = groups
+    sequences, slopes, sinks = by_head
     outs = []
     log_normalisers = []
     for queries, keys, visible in blocks:
         products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
-        scores = scoring.scores(products, q.shape[-1])
+        scores = how.scores(products)
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys)
-        scores = jnp.where(
-            visible if visible.ndim == 2 else visible[sequences], scores, NEVER
-        )
+        visible = visible if visible.ndim == 2 else visible[sequences]
+        scores = jnp.where(visible, scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
         if sinks is not None:
             highest = jnp.maximum(highest, sinks[:, None, None])
@@ -121,54 +152,50 @@ def _forward(groups, by_head, *, blocks, scoring, dtype):
         normaliser = weights.sum(axis=-1, keepdims=True)
         if sinks is not None:
             normaliser += jnp.exp(sinks[:, None, None] - highest)
-        out = _dot("gts,gsh->gth", weights.astype(dtype), v[:, keys]) / normaliser
-        outs.append(bits(out.astype(dtype)))
+        out = _dot("gts,gsh->gth", weights.astype(q.dtype), v[:, keys]) / normaliser
+        outs.append(out.astype(q.dtype))
         log_normalisers.append(highest + jnp.log(normaliser))
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
 
-def _backward(groups, by_head, *, blocks, scoring, dtype):
-    """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`, as bits, and sinks `[g]`.
+def _backward(groups, by_head, *, blocks, how):
+    """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`, and sinks `[g]`.
 
     Scores, masks and the queries' gradient are transposed, keys by queries: products then take
     their operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
     """
-    *groups, log_normaliser = groups
-    q, k, k_transposed, v, out, dout = (floats(x, dtype) for x in groups)
+    q, k, k_transposed, v, out, dout, log_normaliser = groups
+    dtype = dout.dtype
     sequences, slopes, sinks = by_head
-    factor = scoring.factor(q.shape[-1])
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
     dsinks = None
     if sinks is not None:  # a sink is a key whose value is 0
-        dsinks = -(jnp.exp(sinks[:, None, None] - log_normaliser) * delta).sum(
-            axis=(1, 2)
-        )
+        share = jnp.exp(sinks[:, None, None] - log_normaliser)
+        dsinks = -(share * delta).sum(axis=(1, 2))
     dqs = []
     dk = jnp.zeros(k.shape, jnp.float32)
     dv = jnp.zeros(v.shape, jnp.float32)
     for queries, keys, visible in blocks:
         products = _dot("gsh,gth->gst", k[:, keys], q[:, queries])
-        capped = scoring.scores(products, q.shape[-1])
+        capped = how.scores(products)
         scores = capped
         if slopes is not None:
             scores += slopes[:, None, None] * _distance(queries, keys).T
         weights = jnp.exp(scores - log_normaliser[..., queries])
-        weights = jnp.where(
-            visible if visible.ndim == 2 else visible[sequences], weights, 0.0
-        )
+        visible = visible if visible.ndim == 2 else visible[sequences]
+        weights = jnp.where(visible, weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
-        dscores = weights * (dweights - delta[..., queries]) * factor
-        if scoring.softcap:
-            dscores *= 1.0 - (capped / scoring.softcap) ** 2
+        dscores = weights * (dweights - delta[..., queries]) * how.scale
+        if how.softcap:
+            dscores *= 1.0 - (capped / how.softcap) ** 2
         dscores = dscores.astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
         dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
-        dv = dv.at[:, keys].add(
-            _dot("gst,gth->gsh", weights.astype(dtype), dout[:, queries])
-        )
-    dqkv = jnp.concatenate(dqs, axis=-1), dk, dv
-    return *(bits(x.astype(dtype)) for x in dqkv), dsinks
+        weights = weights.astype(dtype)
+        dv = dv.at[:, keys].add(_dot("gst,gth->gsh", weights, dout[:, queries]))
+    dq = jnp.concatenate(dqs, axis=-1)
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype), dsinks
 
 
 def _distance(queries, keys):
@@ -179,7 +206,7 @@ def _distance(queries, keys):
     return key - query[:, None]
 
 
-def _blocks(T, segments, scoring, transposed):
+def _blocks(T, segments, window, transposed):
     """Lists each block's queries, keys and mask."""
     block = T // _num_blocks(T)
     if segments is not None:
@@ -194,10 +221,11 @@ def _blocks(T, segments, scoring, transposed):
 
     blocks = []
     for end in range(block, T + 1, block):
-        start = max(0, end - block - scoring.window + 1) if scoring.window else 0
+        start = max(0, end - block - window + 1) if window else 0
         queries = slice(end - block, end)
         keys = slice(start, end)
-        visible = scoring.visible(*pairs(jnp.arange(T), queries, keys))
+        query, key = pairs(jnp.arange(T), queries, keys)
+        visible = plain.sees(query, key, window)
         if segments is not None:
             visible = visible & jnp.equal(*pairs(segments, queries, keys))
         blocks.append((queries, keys, visible))

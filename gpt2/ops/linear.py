@@ -1,180 +1,218 @@
-"""A linear map, and the nonlinearity before it, with their own backward rule.
+"""The linear map, and the nonlinearity before it, with their own backward rules.
 
 y = x w, dx = dy w^T and dw = x^T dy are direct products, so that each result has the layout in
-which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 4).
+which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 4): one
+of the gradients that JAX derives is, which takes a third of a step of 124M on two cores.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
-from gpt2.ops.arrays import bias_gradient, bits, dot, floats, result_type, sum_rows
-from gpt2.ops.variants import variants
-from gpt2.utils.platform import target
+from gpt2.ops import plain
+from gpt2.ops.fsdp import Shard, Shards, gather_parameter
+from gpt2.ops.plain import Activation
+from gpt2.ops.variants import Variants
+
+Axes = Sequence[int]
+
+# Below 32, or XLA:GPU adds them up in a kernel of its own. Few leave processors without work.
+_STAGES = 16
 
 
 def linear(
-    x: jax.Array,  # [..., C1, .., Cn], n = `num_contract`
-    kernel: jax.Array,  # [C1, .., Cn, O1, .., Om], any m, e.g. [D, 3, N, H]
-    bias: jax.Array | None = None,  # [O1, .., Om]
+    x: Array,
+    kernel: Array | Shard,
+    bias: Array | None = None,
     *,
     num_contract: int = 1,
-    activation: Callable[[jax.Array], jax.Array] | None = None,  # elementwise
-    dtype: DTypeLike | None = None,  # of operands and result; that of `x` if not given
-    shards: Any = None,  # `gpt2.parallel.fsdp.Shards`, if `kernel` is a shard
-) -> jax.Array:
-    """Contracts `activation(x)` with `kernel`, in float32, and adds `bias`: `[..., O1, .., Om]`.
-
-    The gradient of a float32 kernel stays in float32. A sharded kernel is gathered in `dtype`, once
-    forward and once backward, and never kept.
-    """
-    _check_shapes(x, kernel, bias, num_contract, shards)
-    dtype = jnp.dtype(dtype or x.dtype)
-    if target().plain and shards is None:
-        return linear_reference(x, kernel, bias, num_contract, activation, dtype)
-    x = x.astype(dtype)
-    return _linear(x, kernel, bias, num_contract, activation, dtype, shards)
+    activation: Activation | None = None,
+    dtype: DTypeLike,
+    variants: Variants,
+) -> Array:
+    """Computes `plain.linear`; the gradient of a float32 kernel stays in float32."""
+    array, shards = kernel if isinstance(kernel, Shard) else (kernel, None)
+    how = _How(num_contract, activation, jnp.dtype(dtype), variants, shards)
+    how.check(x, array, bias)
+    return _linear(x.astype(dtype), array, bias, how)
 
 
 def linear_parts(
-    x: jax.Array,  # [..., C]
-    kernel: jax.Array,  # [C, P, O1, .., Om]
-    bias: jax.Array | None = None,  # [P, O1, .., Om]
+    x: Array,
+    kernel: Array | Shard,
+    bias: Array | None = None,
     *,
-    dtype: DTypeLike | None = None,
-    shards: Any = None,
-) -> list[jax.Array]:
-    """Returns `linear` as a list of P results `[..., O1, .., Om]`."""
-    if target().plain or not variants().apart:
-        y = linear(x, kernel, bias, dtype=dtype, shards=shards)
-        axis = x.ndim - 1
-        return [part.squeeze(axis) for part in jnp.split(y, kernel.shape[1], axis)]
-    _check_shapes(x, kernel, bias, 1, shards)
-    dtype = jnp.dtype(dtype or x.dtype)
-    kernels = [kernel[:, part] for part in range(kernel.shape[1])]
-    return _parts(x.astype(dtype), kernels, bias, dtype, shards)
+    dtype: DTypeLike,
+    variants: Variants,
+) -> list[Array]:
+    """Computes `plain.linear_parts` by one product."""
+    y = linear(x, kernel, bias, dtype=dtype, variants=variants)
+    axis = x.ndim - 1
+    return [part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis)]
 
 
-def linear_reference(
-    x, kernel, bias=None, num_contract=1, activation=None, dtype="float32"
-):
-    """Computes `linear` as one `tensordot`, with the derivative left to JAX."""
-    x = activation(x.astype(dtype)) if activation else x.astype(dtype)
-    y = jnp.tensordot(
-        x, kernel.astype(dtype), num_contract, preferred_element_type=jnp.float32
+def linear_apart(
+    x: Array,
+    kernel: Array | Shard,
+    bias: Array | None = None,
+    *,
+    dtype: DTypeLike,
+    variants: Variants,
+) -> list[Array]:
+    """Computes `plain.linear_parts` by a product for each part: none is copied."""
+    array, shards = kernel if isinstance(kernel, Shard) else (kernel, None)
+    how = _How(1, None, jnp.dtype(dtype), variants, shards)
+    how.check(x, array, bias)
+    kernels = [array[:, part] for part in range(array.shape[1])]
+    return _parts(x.astype(dtype), kernels, bias, how)
+
+
+def add_rows(x: Array, table: Array | Shard) -> Array:
+    """Computes `plain.add_rows` as a product, whose gradient is a product too.
+
+    For a sum over 32 sequences XLA:GPU stores the stream with the batch innermost, and transposes
+    it for every linear map (11 % of a step of 124M on an H200).
+    """
+    array, shards = table if isinstance(table, Shard) else (table, None)
+    rows = array[: x.shape[1]]
+    rows = gather_parameter(rows, shards, x.dtype) if shards else rows.astype(x.dtype)
+    return x + jnp.einsum(
+        "b,td->btd", jnp.ones(len(x), x.dtype), rows, precision="highest"
     )
-    return (y if bias is None else y + bias).astype(dtype)
 
 
-def _check_shapes(x, kernel, bias, num_contract, shards):
-    """A bias of another shape than the outputs' would broadcast."""
-    chex.assert_type([x, kernel], float)
-    shape = shards.whole_shape(kernel.shape) if shards else kernel.shape
-    chex.assert_equal(shape[:num_contract], x.shape[-num_contract:])
-    if bias is not None:
-        chex.assert_shape(bias, shape[num_contract:])
+class _How(NamedTuple):
+    """What a linear map is, beside its arrays."""
+
+    num_contract: int
+    activation: Activation | None
+    dtype: jnp.dtype
+    variants: Variants
+    shards: (
+        Shards | None
+    )  # of the kernel, gathered once forward and once backward, never kept
+
+    def check(self, x: Array, kernel: Array, bias: Array | None) -> None:
+        """Refuses shapes that do not fit; a bias of another shape would broadcast."""
+        shape = self.shards.whole_shape(kernel.shape) if self.shards else kernel.shape
+        chex.assert_type(x, float)
+        chex.assert_equal(
+            shape[: self.num_contract], x.shape[x.ndim - self.num_contract :]
+        )
+        if bias is not None:
+            chex.assert_shape(bias, shape[self.num_contract :])
+
+    @property
+    def result(self) -> DTypeLike:
+        """The type in which products are returned."""
+        return self.dtype if self.variants.narrow_results else jnp.float32
+
+    def whole(self, kernel: Array) -> Array:
+        """Returns a kernel, or what a shard belongs to, in the type of operands."""
+        kernel = kernel.astype(self.dtype)
+        return self.shards.gather(kernel) if self.shards else kernel
+
+    def flatten(self, x: Array, kernel: Array) -> tuple[Array, Array, int]:
+        """Returns `x`, a kernel and the number of axes to contract, as matrices where that pays."""
+        if not self.variants.flat:
+            return x, kernel, self.num_contract
+        contracted = math.prod(kernel.shape[: self.num_contract])
+        return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
+
+    def product(self, x: Array, kernel: Array, bias: Array | None) -> Array:
+        """Returns `x @ kernel + bias` in the compute type."""
+        kernel = self.whole(kernel)
+        shape = (
+            x.shape[: x.ndim - self.num_contract] + kernel.shape[self.num_contract :]
+        )
+        x, kernel, contracted = self.flatten(x, kernel)
+        y = dot(
+            x,
+            kernel,
+            range(x.ndim - contracted, x.ndim),
+            range(contracted),
+            self.result,
+        )
+        if bias is not None:
+            y = y + bias.astype(self.result).reshape(kernel.shape[contracted:])
+        return y.astype(self.dtype).reshape(shape)
 
 
-def _whole(kernel, dtype, shards):
-    return shards.gather(kernel.astype(dtype)) if shards else kernel.astype(dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x: Array, kernel: Array, bias: Array | None, how: _How) -> Array:
+    activated = how.activation(x) if how.activation else x
+    return how.product(activated, kernel, bias)
 
 
-def _flatten(x, kernel, num_contract):
-    if not variants().flat:
-        return x, kernel, num_contract
-    contracted = math.prod(kernel.shape[:num_contract])
-    return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
+def _linear_fwd(x, kernel, bias, how):
+    return _linear(x, kernel, bias, how), (x, kernel, bias)
 
 
-def _product(x, kernel, bias, num_contract, dtype, shards):
-    kernel = _whole(kernel, dtype, shards)
-    rows = x.shape[: x.ndim - num_contract]
-    outputs = kernel.shape[num_contract:]
-    x, kernel, num_contract = _flatten(x, kernel, num_contract)
-    result = result_type(dtype)
-    y = dot(
-        x, kernel, range(x.ndim - num_contract, x.ndim), range(num_contract), result
-    )
-    if bias is not None:
-        y = y + bias.astype(result).reshape(kernel.shape[num_contract:])
-    return y.astype(dtype).reshape(*rows, *outputs)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _linear(x, kernel, bias, num_contract, activation, dtype, shards):
-    x = activation(x) if activation else x
-    return _product(x, kernel, bias, num_contract, dtype, shards)
-
-
-def _linear_fwd(x, kernel, bias, num_contract, activation, dtype, shards):
-    activated = activation(x) if activation else x
-    y = _product(activated, kernel, bias, num_contract, dtype, shards)
-    return y, (bits(x), kernel, bias)
-
-
-def _linear_bwd(num_contract, activation, dtype, shards, residuals, dy):
+def _linear_bwd(how, residuals, dy):
     x, kernel, bias = residuals
-    if shards:
-        kernel, dy = shards.before_backward(kernel, dy)
+    if how.shards:
+        kernel, dy = how.shards.before_backward(kernel, dy)
     x_shape = x.shape
     kernel_type = kernel.dtype
-    kernel = _whole(kernel, dtype, shards)
+    kernel = how.whole(kernel)
     kernel_shape = kernel.shape
-    x, kernel, num_contract = _flatten(x, kernel, num_contract)
-    rows = range(
-        x.ndim - num_contract
-    )  # the axes over which examples and positions run
-    dy = dy.reshape(*(x.shape[axis] for axis in rows), *kernel.shape[num_contract:])
+    x, kernel, contracted = how.flatten(x, kernel)
+    rows = range(x.ndim - contracted)  # the axes over which examples and positions run
+    dy = dy.reshape(*x.shape[: len(rows)], *kernel.shape[contracted:])
     outputs = range(len(rows), dy.ndim)
-    if activation:
+    if how.activation:
         # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 5).
         # It stands before the product, which XLA:TPU lets compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
-    dx = dot(dy, kernel, outputs, range(num_contract, kernel.ndim), result_type(dtype))
-    dx = dx.astype(dtype)
-    x = floats(x, dtype)
-    if activation:
-        x, derive = jax.vjp(activation, x)
+    dx = dot(dy, kernel, outputs, range(contracted, kernel.ndim), how.result)
+    dx = dx.astype(how.dtype)
+    if how.activation:
+        x, derive = jax.vjp(how.activation, x)
         (dx,) = derive(dx)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
-    if shards:
-        dkernel = shards.scatter(dkernel)
+    if how.shards:
+        dkernel = how.shards.scatter(dkernel)
     dx = dx.reshape(x_shape)
     if bias is None:
         return dx, dkernel, None
-    dbias = bias_gradient(dy, len(rows))
+    dbias = bias_gradient(dy, len(rows), how.variants)
     return dx, dkernel, dbias.astype(bias.dtype).reshape(bias.shape)
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _parts(x, kernels, bias, dtype, shards):
-    # Cast before they are cut apart, or XLA:GPU takes a kernel for each.
-    biases = [None] * len(kernels) if bias is None else bias.astype(result_type(dtype))
-    pairs = zip(kernels, biases, strict=True)
-    return [_product(x, kernel, bias, 1, dtype, shards) for kernel, bias in pairs]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _parts(
+    x: Array, kernels: Sequence[Array], bias: Array | None, how: _How
+) -> list[Array]:
+    if bias is None:
+        return [how.product(x, kernel, None) for kernel in kernels]
+    # Cast before it is cut apart, or XLA:GPU takes a kernel for each.
+    biases = bias.astype(how.result)
+    return [
+        how.product(x, kernel, b) for kernel, b in zip(kernels, biases, strict=True)
+    ]
 
 
-def _parts_fwd(x, kernels, bias, dtype, shards):
-    return _parts(x, kernels, bias, dtype, shards), (bits(x), kernels, bias)
+def _parts_fwd(x, kernels, bias, how):
+    return _parts(x, kernels, bias, how), (x, kernels, bias)
 
 
-def _parts_bwd(dtype, shards, residuals, dys):
+def _parts_bwd(how, residuals, dys):
     """Adds up gradients of `x` inside the products, as cuBLAS can."""
     x, kernels, bias = residuals
     dx = None
     dkernels = []
-    options = (1, None, dtype, shards)
     for kernel, dy in zip(kernels, dys, strict=True):
-        dx_part, dkernel, _ = _linear_bwd(*options, (x, kernel, None), dy)
+        dx_part, dkernel, _ = _linear_bwd(how, (x, kernel, None), dy)
         dx = (
             dx_part if dx is None else dx_part + dx
         )  # in this order XLA adds in the product
@@ -182,11 +220,133 @@ def _parts_bwd(dtype, shards, residuals, dys):
     if bias is None:
         return dx, dkernels, None
     rows = x.ndim - 1
-    if variants().joint_sums:
-        dbias = sum_rows(jnp.stack(dys, rows), rows)
+    if how.variants.joint_sums:
+        dbias = sum_rows(jnp.stack(dys, rows), rows, how.variants)
     else:
-        dbias = jnp.stack([bias_gradient(dy, rows) for dy in dys])
+        dbias = jnp.stack([bias_gradient(dy, rows, how.variants) for dy in dys])
     return dx, dkernels, dbias.astype(bias.dtype)
 
 
 _parts.defvjp(_parts_fwd, _parts_bwd)
+
+
+def dot(
+    a: Array, b: Array, axes_a: Axes, axes_b: Axes, dtype: DTypeLike = jnp.float32
+) -> Array:
+    """Contracts axes of `a` with axes of `b` in float32: `[rest of a, rest of b]` in `dtype`."""
+    dimensions = ((tuple(axes_a), tuple(axes_b)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
+
+
+def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
+    """Returns the float32 sum over the first `num_rows` axes.
+
+    XLA:GPU takes such a sum in two kernels. Here one leaves 16 sums, often beside what computes
+    the rows, and adding these up joins what reads the result.
+    """
+    rows = math.prod(x.shape[:num_rows])
+    if not variants.joint_sums or rows % _STAGES:
+        return x.sum(tuple(range(num_rows)), dtype=jnp.float32)
+    parts = (
+        x.astype(jnp.float32)
+        .reshape(_STAGES, rows // _STAGES, *x.shape[num_rows:])
+        .sum(1)
+    )
+    parts = jax.lax.optimization_barrier(parts)  # or XLA takes both stages for one sum
+    sums = [parts[part] for part in range(_STAGES)]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
+    """Returns `sum_rows` of the gradient of a linear map's result, as a product where that pays."""
+    copies = variants.ones_for_bias
+    if not copies or (dy.dtype == jnp.float32 and variants.rounds_float32):
+        return sum_rows(dy, num_rows, variants)
+    rows = range(num_rows)
+    if copies == 1:
+        return dot(jnp.ones(dy.shape[:num_rows], dy.dtype), dy, rows, rows)
+    ones = jnp.ones((copies, *dy.shape[:num_rows]), dy.dtype)
+    return dot(ones, dy, range(1, num_rows + 1), rows)[0]
+
+
+# Activations that `linear` calls with their own backward rules.
+
+# GELU's tanh form (Hendrycks and Gimpel 2016, section 2): x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
+# with u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule uses the quotient again, so that
+# XLA:CPU stores it (docs/performance.md, XLA:CPU note 2).
+_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
+_CUBIC = 0.044715
+
+
+def _exp_minus_2u(x):
+    return jnp.exp(
+        -_SLOPE * (x + _CUBIC * x**3)
+    )  # infinite far below 0; x over it is -0
+
+
+def _gelu_fwd(x):
+    # `linear` calls this in its own backward pass, so y lives no longer than that.
+    x32 = x.astype(jnp.float32)
+    y = x32 / (1.0 + _exp_minus_2u(x32))
+    return y.astype(x.dtype), (x, y)
+
+
+def _gelu_bwd(residuals, dy):
+    x, y = residuals
+    x32 = x.astype(jnp.float32)
+    sigmoid = 1.0 / (1.0 + _exp_minus_2u(x32))
+    slope_of_2u = _SLOPE * (1.0 + 3.0 * _CUBIC * x32**2)
+    # In this order, y (1 - sigmoid) is 0 before a large slope can make it infinite.
+    dx = dy.astype(jnp.float32) * (sigmoid + y * (1.0 - sigmoid) * slope_of_2u)
+    return (dx.astype(x.dtype),)
+
+
+@jax.custom_vjp
+def gelu_tanh(x: Array) -> Array:
+    """Computes `plain.gelu_tanh`."""
+    return _gelu_fwd(x)[0]
+
+
+gelu_tanh.defvjp(_gelu_fwd, _gelu_bwd)
+
+
+# XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
+# next kernel reads (docs/performance.md, XLA:CPU note 14).
+def _relu_fwd(x):
+    return jax.lax.optimization_barrier(jnp.maximum(x, 0)), x
+
+
+@jax.custom_vjp
+def relu(x: Array) -> Array:
+    """Computes `jax.nn.relu`."""
+    return jnp.maximum(x, 0)
+
+
+relu.defvjp(_relu_fwd, lambda x, dy: (jnp.where(x > 0, dy, 0),))
+
+
+def _relu_squared_fwd(x):
+    return jax.lax.optimization_barrier(plain.relu_squared(x)), x
+
+
+@jax.custom_vjp
+def relu_squared(x: Array) -> Array:
+    """Computes `plain.relu_squared`."""
+    return plain.relu_squared(x)
+
+
+relu_squared.defvjp(_relu_squared_fwd, lambda x, dy: (2 * jnp.maximum(x, 0) * dy,))
+
+_ACTIVATIONS = {
+    "gelu_tanh": gelu_tanh,
+    "geglu": gelu_tanh,
+    "relu": relu,
+    "relu_squared": relu_squared,
+}
+
+
+def activation(name: str) -> Activation:
+    """Returns the function of `plain.activation`, with its own backward rule if it has one."""
+    return _ACTIVATIONS.get(name) or plain.activation(name)

@@ -1,17 +1,14 @@
-"""Variants of operations by platform: all compute the same, and XLA's compilers differ in them.
+"""Variants of kernels by platform: all compute the same, and XLA's compilers differ in them.
 
 In brackets: how much longer 124M's step takes without, on an H200, or by estimate on a v5e.
 """
 
 import dataclasses
-from typing import Any
-
-from gpt2.utils.platform import target
 
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
-    """How operations are written for a platform."""
+    """How kernels are written for a platform."""
 
     # Products of 16-bit operands return their type, and add up in float32 (H200 8 %, v5e 2 %).
     narrow_results: bool = False
@@ -23,8 +20,6 @@ class Variants:
     # unrolled layers keep 6 % less. XLA:TPU would join a sum, or one row, with what else could join
     # the product before (v5e 6 %).
     ones_for_bias: int = 0
-    # 16-bit floats are kept as integers (Zen 3, layers in bfloat16: 2 %).
-    bits: bool = False
     # The gradient of the head's table adds up as [D, V], less to transpose than logits (Zen 3, two
     # layers in float32: 6 %).
     head_by_width: bool = False
@@ -39,8 +34,8 @@ class Variants:
     rounds_float32: bool = False
 
 
-_VARIANTS = {
-    "cpu": Variants(ones_for_bias=1, bits=True, head_by_width=True),
+VARIANTS = {
+    "cpu": Variants(ones_for_bias=1, head_by_width=True),
     "gpu": Variants(
         narrow_results=True,
         flat=True,
@@ -59,18 +54,25 @@ _VARIANTS = {
 }
 
 
-def variants() -> Variants:
-    """Returns the variants for what the current trace is for."""
-    traced = target()
-    changes: dict[str, Any] = {}
-    found = _VARIANTS[traced.platform]
-    if traced.several:
+def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants:
+    """Returns the variants for a program on `cpu`, `gpu` or `tpu`.
+
+    Args:
+        platform: of its devices.
+        several: whether several devices run it together.
+        splits_axes: whether XLA's partitioner splits axes of activations over them.
+    """
+    found = VARIANTS[platform]
+    if several:
         # One norm would gather shards of gradients. What joins its reader is sent late.
-        changes |= dict(joint_sums=False)
-    if traced.splits_axes:
+        found = dataclasses.replace(found, joint_sums=False)
+    if splits_axes:
         # The partitioner cannot follow an axis that it splits into a flat one, and it would add up
         # the devices' results in the type of a product.
-        changes |= dict(
-            flat=False, narrow_results=False, ones_for_bias=min(1, found.ones_for_bias)
+        found = dataclasses.replace(
+            found,
+            flat=False,
+            narrow_results=False,
+            ones_for_bias=min(1, found.ones_for_bias),
         )
-    return dataclasses.replace(found, **changes)
+    return found

@@ -8,14 +8,14 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from gpt2.optim.parameters import Path, is_stacked, map_parameters
-from gpt2.parallel.matrices import map_matrices
+from gpt2.optim.parameters import Path, map_parameters
+from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,9 @@ AXES = {
 }
 
 
-def axes_for(path: Path, kernel: Any) -> Axes:
-    """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[in, out]`."""
-    name = "/".join(path[-3:-1])
-    if name not in AXES:
-        chex.assert_rank(kernel, 2 + is_stacked(path))
-    return AXES.get(name, _PLAIN)
+def axes_for(path: Path) -> Axes:
+    """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[..., in, out]`."""
+    return AXES.get("/".join(path[-3:-1]), _PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +74,11 @@ class Kernel:
         sides = math.prod(self.shape[axis] for axis in self.axes.inputs), self.fan_out
         return sides[::-1] if self.axes.to_width else sides
 
-    def to_matrices(self, x: jax.Array) -> jax.Array:
+    def to_matrices(self, x: Array) -> Array:
         """Returns the kernel `x` as matrices `[k, rows, columns]`."""
         return x.transpose(self._order).reshape(-1, *self.sides)
 
-    def from_matrices(self, matrices: jax.Array) -> jax.Array:
+    def from_matrices(self, matrices: Array) -> Array:
         """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
         ordered = matrices.reshape([self.shape[axis] for axis in self._order])
         return ordered.transpose(
@@ -99,36 +96,34 @@ class Kernel:
         return counts + (outputs + inputs if self.axes.to_width else inputs + outputs)
 
 
-def kernels(tree: Any) -> Any:
+def kernels(tree: Tree) -> Tree:
     """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
-    return map_parameters(
-        lambda path, leaf: Kernel(leaf.shape, axes_for(path, leaf)), tree
-    )
+    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path)), tree)
 
 
-def to_matrices(tree: Any) -> Any:
+def to_matrices(tree: Tree) -> Tree:
     """Returns every kernel of a tree as matrices `[k, rows, columns]`."""
     return jax.tree.map(lambda kernel, x: kernel.to_matrices(x), kernels(tree), tree)
 
 
 def map_stacks(
-    function: Callable, trees: tuple[Any, ...], *scalars: jax.Array
-) -> tuple[Any, ...]:
+    matrices: Matrices, function: Callable, trees: tuple[Tree, ...], *scalars: Array
+) -> tuple[Tree, ...]:
     """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
-    Those of equal shapes are one call, whose matrices pjit's devices share (`map_matrices`).
+    Those of equal shapes are one call, whose matrices devices share as `matrices` say.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]
     members = defaultdict(list)
     for index, leaves in enumerate(zip(*columns, strict=True)):
         members[tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)].append(index)
-    results: dict[int, list[jax.Array]] = {}
+    results: dict[int, list[Array]] = {}
     for indices in members.values():
         stacks = tuple(
             jnp.concatenate([column[i] for i in indices]) for column in columns
         )
-        mapped = map_matrices(function, stacks, *scalars)
+        mapped = matrices.map(function, stacks, *scalars)
         start = 0
         for i in indices:
             end = start + len(columns[0][i])

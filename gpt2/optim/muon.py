@@ -1,14 +1,16 @@
 """Muon and NorMuon: the momentum of each hidden matrix, orthogonalised."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
-from gpt2.ops.variants import variants
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
+from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 # `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial: one for all
 # (Jordan et al. 2024), or each the best for what the ones before it leave of singular values from
@@ -33,11 +35,11 @@ UPDATE_RMS = 0.2
 class MuonState(NamedTuple):
     """The state of `scale_by_muon`. Trees have the parameters' paths."""
 
-    count: jax.Array  # type: ignore[assignment]  # updates so far, int32
-    momentum: Any  # running means of gradients, in the parameters' shapes and types
+    count: Array  # type: ignore[assignment]  # updates so far, int32
+    momentum: Tree  # running means of gradients, in the parameters' shapes and types
     # Running means of the squares of each neuron's orthogonalised updates, float32 [..., outputs]
     # behind the axes that count matrices. None for Muon.
-    neurons: Any
+    neurons: Tree
 
 
 def scale_by_muon(
@@ -47,6 +49,7 @@ def scale_by_muon(
     method: str,
     neurons: bool,
     beta2: float,
+    matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
     """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
@@ -54,7 +57,7 @@ def scale_by_muon(
     its running mean square. `method` is one of `POLYNOMIALS`. The trees hold hidden kernels only.
     """
 
-    def init(params: Any) -> MuonState:
+    def init(params: Tree) -> MuonState:
         squares = jax.tree.map(
             lambda kernel, x: jnp.zeros((*kernel.counts, kernel.fan_out), x.dtype),
             kernels(params),
@@ -64,19 +67,19 @@ def scale_by_muon(
         return MuonState(jnp.int32(0), zeros, squares if neurons else None)
 
     def update(
-        updates: Any, state: MuonState, params: Any = None
-    ) -> tuple[Any, MuonState]:
+        updates: Tree, state: MuonState, params: Tree = None
+    ) -> tuple[Tree, MuonState]:
         del params
         shapes = kernels(updates)
         beta = momentum(state.count)
         mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - beta), state.momentum, updates)
         ahead = jax.tree.map(lambda g, m: _lerp(g, m, beta), updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
-        narrow = jnp.bfloat16 if variants().rounds_float32 else None
+        narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         operands = to_matrices(ahead if nesterov else mean)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
         orthogonalize = partial(_orthogonalize, method=method, measure=neurons)
-        orthogonal, *squares = map_stacks(orthogonalize, (operands,))
+        orthogonal, *squares = map_stacks(matrices, orthogonalize, (operands,))
         orthogonal = jax.tree.map(
             lambda x, like: x.astype(like.dtype), orthogonal, updates
         )
@@ -101,7 +104,7 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalized(matrices: jax.Array, method: str) -> jax.Array:
+def orthogonalized(matrices: Array, method: str) -> Array:
     """Moves the singular values of matrices `[S, m, n]` to about 1.
 
     Those from 0.0015 of the norm on end between 0.68 and 1.21, by polar express 0.85 and 1.15.
@@ -111,7 +114,7 @@ def orthogonalized(matrices: jax.Array, method: str) -> jax.Array:
     dtype = matrices.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+    def product(x: Array, y: Array) -> Array:
         return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=wide)
 
     x = matrices.astype(wide)
@@ -124,8 +127,8 @@ def orthogonalized(matrices: jax.Array, method: str) -> jax.Array:
 
 
 def _orthogonalize(
-    stacks: tuple[jax.Array], method: str, measure: bool
-) -> tuple[jax.Array, ...]:
+    stacks: tuple[Array], method: str, measure: bool
+) -> tuple[Array, ...]:
     """Returns matrices, and maybe the mean squares of rows [S, m, 1] and columns [S, 1, n]."""
     x = orthogonalized(*stacks, method)
     if not measure:
@@ -134,15 +137,15 @@ def _orthogonalize(
     return x, square.mean(axis=2, keepdims=True), square.mean(axis=1, keepdims=True)
 
 
-def _by_neuron(kernel: Kernel, rows: jax.Array, columns: jax.Array) -> jax.Array:
+def _by_neuron(kernel: Kernel, rows: Array, columns: Array) -> Array:
     """Returns the mean squares of outputs, [..., outputs]."""
     squares = rows if kernel.axes.to_width else columns
     return squares.reshape(*kernel.counts, kernel.fan_out)
 
 
 def _normalize(
-    kernel: Kernel, matrices: jax.Array, squares: jax.Array, running: jax.Array
-) -> jax.Array:
+    kernel: Kernel, matrices: Array, squares: Array, running: Array
+) -> Array:
     """Divides each neuron's update by its running root mean square, and sets the matrix's own.
 
     Its mean squares follow from those of the update, so that no device needs all of a matrix.
@@ -156,5 +159,5 @@ def _normalize(
     return matrices * factor.reshape(sides)
 
 
-def _lerp(x: jax.Array, y: jax.Array, weight: jax.typing.ArrayLike) -> jax.Array:
+def _lerp(x: Array, y: Array, weight: jax.typing.ArrayLike) -> Array:
     return x + weight * (y - x)

@@ -6,12 +6,14 @@ multiplied by the learning rate, such as `optax.scale_by_adam`.
 
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
@@ -30,6 +32,8 @@ from gpt2.optim.transforms import (
     cautious_decay,
     clip_by_global_norm,
 )
+from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 def make_optimizer(
@@ -38,13 +42,15 @@ def make_optimizer(
     *,
     num_steps: int,
     width_ratio: float = 1.0,
+    matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
     """Returns clipping, the direction, weight decay, factors, the rate and averages as one chain.
 
-    `width_ratio` is the model's width over that for which its rates were tuned. As in
-    microsoft/mup, rate times `weight_decay` stays as it is: adam's decay grows by the ratio first.
+    `matrices` says where directions for whole matrices compute. `width_ratio` is the model's width
+    over that for which its rates were tuned. As in microsoft/mup, rate times `weight_decay` stays
+    as it is: adam's decay grows by the ratio first.
     """
-    direction = OPTIMIZERS[optim.name](optim, num_steps)
+    direction = OPTIMIZERS[optim.name].direction(optim, num_steps, matrices)
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
     width_factors = _width_factors(optim, width_ratio)
@@ -76,15 +82,24 @@ def make_optimizer(
     return optax.chain(clip_by_global_norm(optim.clip_norm), optimizer)
 
 
-def num_updates(opt_state: optax.OptState) -> jax.Array:
-    """Returns the updates so far, int32 scalar: fewer than steps if some were skipped."""
-    return optax.tree.get_all_with_path(opt_state, "count")[0][1]
+def num_updates(opt_state: optax.OptState) -> Array | None:
+    """Returns how often the schedule has been asked for a rate, an int32 scalar.
+
+    That is fewer times than steps if some were skipped; None if the state has no schedule.
+    """
+
+    def is_schedule(node: object) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    counts = [node.count for node in nodes if is_schedule(node)]
+    return counts[-1] if counts else None
 
 
 def _decay(
     optim: OptimConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    amount: Any = optim.weight_decay
+    amount: float | optax.Schedule = optim.weight_decay
     if (
         optim.scheduled_weight_decay
     ):  # the rate, which multiplies it again, over its peak
@@ -94,11 +109,11 @@ def _decay(
     return cautious_decay(decay) if optim.cautious in ("decay", "both") else decay
 
 
-def _hidden_mask(params: Any) -> Any:
+def _hidden_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: is_hidden_kernel(path), params)
 
 
-def _other_mask(params: Any) -> Any:
+def _other_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
@@ -107,12 +122,10 @@ def _width_factors(
 ) -> list[optax.GradientTransformation]:
     if width_ratio == 1:
         return []
-    if optim.name not in _WIDTH_POWERS:
-        raise UserError(
-            f"optim.name={optim.name} has no rule for model.mup_base_width",
-            f"Use one of {', '.join(_WIDTH_POWERS)}",
-        )
-    factor = width_ratio ** -_WIDTH_POWERS[optim.name]
+    power = OPTIMIZERS[optim.name].width_power
+    if power is None:
+        raise UserError(f"optim.name={optim.name} has no rule for model.mup_base_width")
+    factor = width_ratio**-power
     return [optax.masked(optax.scale(factor), _hidden_mask)]
 
 
@@ -129,7 +142,7 @@ def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
 
-    def first_matches(path: Path, leaf: jax.Array) -> list[int | None]:
+    def first_matches(path: Path, leaf: Array) -> list[int | None]:
         return [
             next(
                 (i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None
@@ -137,14 +150,14 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
             for name in unrolled_names(path, leaf)
         ]
 
-    def scale(path: Path, update: jax.Array) -> jax.Array:
+    def scale(path: Path, update: Array) -> Array:
         matches = first_matches(path, update)
         factors = [1.0 if i is None else optim.rates[i][1] for i in matches]
         return update * np.array(factors, update.dtype).reshape(
             -1, *[1] * (update.ndim - 1)
         )
 
-    def init(params: Any) -> optax.OptState:
+    def init(params: Tree) -> optax.OptState:
         matched = {*jax.tree.leaves(map_parameters(first_matches, params))}
         for index, (pattern, _) in enumerate(optim.rates):
             if index not in matched:  # a run would ignore it
@@ -160,38 +173,46 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     )
 
 
-def _adam(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _adam(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
     return optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
 
 
-def _sgd(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _sgd(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     """Momentum as a sum of gradients (Sutskever et al. 2013), in torch.optim.SGD's form."""
     if not optim.momentum:
         return optax.identity()
     return optax.trace(optim.momentum, nesterov=optim.nesterov)
 
 
-def _lion(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _lion(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     return optax.scale_by_lion(b1=optim.beta1, b2=optim.beta2)
 
 
-def _ademamix(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _ademamix(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     """AdEMAMix (Pagliardini et al. 2024), its slow average warming up over the whole run.
 
     Section 3.1: `alpha` rises linearly, `beta3` so that its half-life does, from that of `beta1`.
     """
 
-    def progress(count: jax.Array) -> jax.Array:
+    def progress(count: Array) -> Array:
         return jnp.minimum(
             (count + 1) / num_steps, 1.0
         )  # the paper's steps count from 1
 
-    def alpha(count: jax.Array) -> jax.Array:
+    def alpha(count: Array) -> Array:
         return optim.alpha * progress(count)
 
-    def beta3(count: jax.Array) -> jax.Array:
+    def beta3(count: Array) -> Array:
         start = math.log(optim.beta1)
         end = math.log(optim.beta3)
         share = progress(count)
@@ -203,14 +224,18 @@ def _ademamix(optim: OptimConfig, num_steps: int) -> optax.GradientTransformatio
     )
 
 
-def _schedule_free(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _schedule_free(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     """Adam without its first moment, in whose place `make_optimizer` averages."""
     return optax.scale_by_rms(
         decay=optim.beta2, eps=optim.eps, eps_in_sqrt=False, bias_correction=True
     )
 
 
-def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _muon(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     momentum = optax.constant_schedule(optim.momentum)
     if steps := optim.momentum_warmup:  # from modded-nanogpt's 0.85
         momentum = optax.linear_schedule(0.85, optim.momentum, steps)
@@ -220,16 +245,20 @@ def _muon(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
         method=optim.orthogonalize,
         neurons=optim.name == "normuon",
         beta2=optim.beta2,
+        matrices=matrices,
     )
     return _with_adam(optim, muon)
 
 
-def _soap(optim: OptimConfig, num_steps: int) -> optax.GradientTransformation:
+def _soap(
+    optim: OptimConfig, num_steps: int, matrices: Matrices
+) -> optax.GradientTransformation:
     soap = scale_by_soap(
         beta1=optim.beta1,
         beta2=optim.beta2,
         eps=optim.eps,
         every=optim.precondition_every,
+        matrices=matrices,
     )
     return _with_adam(optim, soap)
 
@@ -238,30 +267,38 @@ def _with_adam(
     optim: OptimConfig, hidden: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
+    adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
 
-    def kinds(params: Any) -> Any:
+    def kinds(params: Tree) -> Tree:
         return jax.tree.map(
             lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params)
         )
 
-    return optax.partition({"adam": _adam(optim, 0), "hidden": hidden}, kinds)
+    return optax.partition({"adam": adam, "hidden": hidden}, kinds)
 
 
-# `optim.name` -> its direction: a function of the options and the steps of the run.
+class Optimizer(NamedTuple):
+    """What `optim.name` names.
+
+    Attributes:
+        direction: a function of the options, the steps of the run, and where matrices are computed.
+        width_power: of the width with which the largest singular value of a hidden kernel's update
+            grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition
+            1); None: not known.
+    """
+
+    direction: Callable[[OptimConfig, int, Matrices], optax.GradientTransformation]
+    width_power: float | None = None
+
+
 OPTIMIZERS = {
-    "adamw": _adam,
-    "adam": _adam,
-    "sgd": _sgd,
-    "lion": _lion,
-    "ademamix": _ademamix,
-    "schedule_free": _schedule_free,
-    "muon": _muon,
-    "normuon": _muon,
-    "soap": _soap,
-}
-# `optim.name` -> the power of the width with which the largest singular value of a hidden kernel's
-# update grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition 1).
-_WIDTH_POWERS = {
-    **dict.fromkeys(("adamw", "adam", "ademamix", "lion", "schedule_free"), 1.0),
-    **dict.fromkeys(("muon", "normuon"), 0.5),
+    "adamw": Optimizer(_adam, 1.0),
+    "adam": Optimizer(_adam, 1.0),
+    "sgd": Optimizer(_sgd),
+    "lion": Optimizer(_lion, 1.0),
+    "ademamix": Optimizer(_ademamix, 1.0),
+    "schedule_free": Optimizer(_schedule_free, 1.0),
+    "muon": Optimizer(_muon, 0.5),
+    "normuon": Optimizer(_muon, 0.5),
+    "soap": Optimizer(_soap),
 }

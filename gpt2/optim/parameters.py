@@ -6,9 +6,11 @@ whatever is counted per tensor is counted per layer there.
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jax import Array
+
+from gpt2.utils.trees import Tree
 
 Path = tuple[str, ...]
 
@@ -18,7 +20,7 @@ _DECAYED = ("kernel", "embedding")
 _LAYER = re.compile(r"h(_\d+)?")
 
 
-def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
+def map_parameters(function: Callable, tree: Tree, *others: Tree) -> Tree:
     """Maps `function(path, leaf, *other leaves)` over parameters and trees like them."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(tuple(entry.key for entry in path), *leaves),
@@ -27,7 +29,7 @@ def map_parameters(function: Callable, tree: Any, *others: Any) -> Any:
     )
 
 
-def decay_mask(params: Any) -> Any:
+def decay_mask(params: Tree) -> Tree:
     """Returns, for every parameter, whether weight decay applies: kernels and embeddings."""
     return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
 
@@ -42,12 +44,12 @@ def is_stacked(path: Path) -> bool:
     return "h" in path
 
 
-def tensor_axes(path: Path, leaf: jax.Array) -> tuple[int, ...]:
+def tensor_axes(path: Path, leaf: Array) -> tuple[int, ...]:
     """Returns the axes of a single layer's tensor."""
     return tuple(range(int(is_stacked(path)), leaf.ndim))
 
 
-def unrolled_names(path: Path, leaf: jax.Array) -> list[str]:
+def unrolled_names(path: Path, leaf: Array) -> list[str]:
     """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
     if not is_stacked(path):
         return ["/".join(path)]

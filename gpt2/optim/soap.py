@@ -2,29 +2,37 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from gpt2.optim.matrices import kernels, map_stacks, to_matrices
+from gpt2.parallel.matrices import Matrices
+from gpt2.utils.trees import Tree
 
 
 class SoapState(NamedTuple):
     """Trees with the parameters' paths; bases hold a vector in each column."""
 
-    count: jax.Array  # type: ignore[assignment]  # steps done, int32
-    mu: Any  # running means of gradients, in the parameters' shapes
-    nu: Any  # running means of squared gradients in the eigenbasis, in the parameters' shapes
-    row_gram: Any  # of G G^T, [..., rows, rows] behind the axes that count matrices
-    column_gram: Any  # of G^T G, [..., columns, columns]
-    row_basis: Any  # eigenvectors of `row_gram`, as of the last refresh
-    column_basis: Any  # eigenvectors of `column_gram`, as of the last refresh
+    count: Array  # type: ignore[assignment]  # steps done, int32
+    mu: Tree  # running means of gradients, in the parameters' shapes
+    nu: Tree  # running means of squared gradients in the eigenbasis, in the parameters' shapes
+    row_gram: Tree  # of G G^T, [..., rows, rows] behind the axes that count matrices
+    column_gram: Tree  # of G^T G, [..., columns, columns]
+    row_basis: Tree  # eigenvectors of `row_gram`, as of the last refresh
+    column_basis: Tree  # eigenvectors of `column_gram`, as of the last refresh
 
 
 def scale_by_soap(
-    *, beta1: float, beta2: float, eps: float, every: int
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    every: int,
+    matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
     """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
@@ -33,8 +41,8 @@ def scale_by_soap(
     """
     step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
 
-    def init(params: Any) -> SoapState:
-        def squares(side: int) -> Any:
+    def init(params: Tree) -> SoapState:
+        def squares(side: int) -> Tree:
             return jax.tree.map(
                 lambda kernel, x: jnp.zeros(
                     (*kernel.counts, *2 * (kernel.sides[side],)), x.dtype
@@ -49,13 +57,15 @@ def scale_by_soap(
         )
 
     def update(
-        updates: Any, state: SoapState, params: Any = None
-    ) -> tuple[Any, SoapState]:
+        updates: Tree, state: SoapState, params: Tree = None
+    ) -> tuple[Tree, SoapState]:
         del params
         shapes = kernels(updates)
         in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
         beside = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), state[3:])
-        direction, mu, nu, *beside = map_stacks(step, (*in_shape, *beside), state.count)
+        direction, mu, nu, *beside = map_stacks(
+            matrices, step, (*in_shape, *beside), state.count
+        )
         direction, mu, nu = (
             jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, tree)
             for tree in (direction, mu, nu)
@@ -68,7 +78,7 @@ def scale_by_soap(
     return optax.GradientTransformation(init, update)
 
 
-def _step(stacks: tuple[jax.Array, ...], count: jax.Array, **options: Any) -> tuple:
+def _step(stacks: tuple[Array, ...], count: Array, **options: float) -> tuple:
     """Maps gradients and state, as in `SoapState`, to directions and the next state."""
     with jax.default_matmul_precision("highest"):
         return jax.lax.cond(
@@ -124,7 +134,7 @@ def _grams(grads, row_gram, column_gram, beta2):
     return rows, columns
 
 
-def _eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
+def _eigenvectors(gram: Array, rank: int) -> Array:
     """Returns the eigenvectors of one gradient's Gram matrix, those of large eigenvalues first.
 
     Rounding would choose between bases of the null space; QR completes them in one way everywhere.
@@ -135,7 +145,7 @@ def _eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
     return _each(lambda x: jnp.linalg.qr(x, mode="complete")[0], vectors[..., :rank])
 
 
-def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
     """Returns a basis nearer to the eigenvectors, by eigenvalue, and its order of the old one."""
     product = gram @ basis
     order = jnp.argsort(-jnp.sum(basis * product, axis=1), axis=1)
@@ -143,9 +153,7 @@ def _power_iteration(gram: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.
     return _each(lambda x: jnp.linalg.qr(x)[0], ordered), order
 
 
-def _each(
-    decompose: Callable[[jax.Array], jax.Array], matrices: jax.Array
-) -> jax.Array:
+def _each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
     """Decomposes each of `[k, ?, ?]` by itself, on a CPU one after the other.
 
     There LAPACK shares a batch among all simulated devices' threads, which may wait for each other.

@@ -1,28 +1,27 @@
 """What stands around an optimizer's direction: clipping, masks, decay, rates and averages."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
-from gpt2.ops.variants import variants
 from gpt2.optim.parameters import map_parameters, tensor_axes
+from gpt2.utils.trees import Tree
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
 _MIN_SHARE = 1e-3
 _SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
 
 
-def global_norm(grads: Any) -> jax.Array:
-    """Returns the norm of all gradients together, a float32 scalar; of small ones by one kernel."""
+def joint_norm(grads: Tree) -> Array:
+    """Returns the norm of all gradients together, of small ones by one kernel (for GPUs)."""
     leaves = jax.tree.leaves(grads)
-    if variants().joint_sums:
-        small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
-        large = [leaf for leaf in leaves if leaf.size >= _SMALL]
-        leaves = [*large, jnp.concatenate(small)] if small else large
-    return optax.tree.norm(leaves)
+    small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
+    large = [leaf for leaf in leaves if leaf.size >= _SMALL]
+    return optax.tree.norm([*large, jnp.concatenate(small)] if small else large)
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -32,7 +31,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     """
 
     def update_fn(grads, state, params=None, *, grad_norm=None, **_):
-        norm = global_norm(grads) if grad_norm is None else grad_norm
+        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
         factor = jnp.minimum(1.0, max_norm / norm)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
 
@@ -45,7 +44,7 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
     What is left of a tensor is divided by its share. Entries without a gradient count neither way.
     """
 
-    def mask(path: tuple[str, ...], update: jax.Array, grad: jax.Array) -> jax.Array:
+    def mask(path: tuple[str, ...], update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
         axes = tensor_axes(path, update)
         asked = jnp.sum(grad != 0, axes, keepdims=True, dtype=update.dtype)
@@ -62,10 +61,10 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
     """Decays where that does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
 
-    def choose(update: jax.Array, decayed: jax.Array, param: jax.Array) -> jax.Array:
+    def choose(update: Array, decayed: Array, param: Array) -> Array:
         return jnp.where(update * param >= 0, decayed, update)
 
-    def update_fn(updates: Any, state: optax.OptState, params: Any = None):
+    def update_fn(updates: Tree, state: optax.OptState, params: Tree = None):
         decayed, state = decay.update(updates, state, params)
         return jax.tree.map(choose, updates, decayed, params), state
 
@@ -75,8 +74,8 @@ def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransfo
 class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
-    count: jax.Array  # type: ignore[assignment] # int32 scalar, updates so far
-    average: Any  # a tree like the parameters
+    count: Array  # type: ignore[assignment] # int32 scalar, updates so far
+    average: Tree  # a tree like the parameters
 
 
 def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
@@ -85,11 +84,11 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
     A constant decay makes it exponential (Tarvainen and Valpola 2017). Last of a chain.
     """
 
-    def init_fn(params: Any) -> AverageState:
+    def init_fn(params: Tree) -> AverageState:
         copy = jax.tree.map(jnp.copy, params)  # a buffer that may be donated
         return AverageState(jnp.int32(0), copy)
 
-    def update_fn(updates: Any, state: AverageState, params: Any = None):
+    def update_fn(updates: Tree, state: AverageState, params: Tree = None):
         kept = decay(state.count)
         average = jax.tree.map(
             lambda old, param, update: kept * old + (1 - kept) * (param + update),
@@ -102,7 +101,7 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def averaged_params(opt_state: optax.OptState, params: Any) -> Any:
+def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
     """Returns the parameters that are validated and exported: the optimizer's average, if any."""
     kinds = (AverageState, ScheduleFreeState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))

@@ -5,6 +5,8 @@
     local_rows(batch_size)   -> slice           this process's rows of a global batch
     put_batch(host_batch)    -> device arrays   from this process's rows
     batch_shapes(shape, names)                  the same without values
+    make_ops(cfg, terms)     -> Ops            what the model computes with in a step
+    matrices                 -> Matrices       where optimizers compute whole matrices
     layout                   -> text            mesh, and when parameters are gathered
     gradient_shardings(params)                  while micro-batches add up
     compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
@@ -29,7 +31,6 @@ from gpt2.parallel.state import (
     gather_whole,
     state_bytes,
 )
-from gpt2.parallel.stop import StopSignal
 
 Backend = PjitBackend | PmapBackend
 

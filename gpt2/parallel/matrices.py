@@ -1,15 +1,16 @@
 """Matrices dealt out to devices, each computed whole by one of them: for optimizers like Muon."""
 
-import functools
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.rules import MESH_AXES
-from gpt2.utils.platform import target
+from gpt2.utils.trees import Tree
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -27,40 +28,59 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     )
 
 
-def map_matrices(function: Callable, stacks: Any, *scalars: jax.Array) -> Any:
-    """Returns `function(stacks, *scalars)`, each device computing for whole matrices of its own.
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Where an optimizer computes whole matrices.
 
-    `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a part,
-    filled up with zeros. Results are stored by `matrix_spec`. Each matrix crosses the network once
-    in and once out, over each axis that splits it.
+    Attributes:
+        mesh: whose devices share them; None: each device computes all of them.
+        platform: of the devices: `cpu`, `gpu` or `tpu`.
     """
-    mesh = target().mesh
-    if mesh is None or mesh.size == 1:
-        return function(stacks, *scalars)
 
-    def dealt(x: jax.Array, num_axes: int) -> jax.Array:
-        """Returns `x`, whose first axis is split over so many axes of the mesh."""
-        over = MESH_AXES[:num_axes]
-        sides = (
-            None if axis in over else axis for axis in matrix_spec(x.shape, mesh)[1:]
+    mesh: Mesh | None = None
+    platform: str = "cpu"
+
+    def map(self, function: Callable, stacks: Tree, *scalars: Array) -> Tree:
+        """Returns `function(stacks, *scalars)`, each device computing for matrices of its own.
+
+        `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a
+        part, filled up with zeros. Results are stored by `matrix_spec`. Each matrix crosses the
+        network once in and once out, over each axis that splits it.
+        """
+        mesh = self.mesh
+        if mesh is None or mesh.size == 1:
+            return function(stacks, *scalars)
+        mapped = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=(PartitionSpec(MESH_AXES), *(PartitionSpec() for _ in scalars)),
+            out_specs=PartitionSpec(MESH_AXES),
+            check_vma=False,
         )
-        spec = PartitionSpec(over, *sides)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        length = len(jax.tree.leaves(stacks)[0])
+        results = mapped(jax.tree.map(partial(_deal, mesh), stacks), *scalars)
+        return jax.tree.map(lambda x: _collect(mesh, x)[:length], results)
 
-    def deal(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, ((0, -len(x) % mesh.size), (0, 0), (0, 0)))
-        # By one axis after another: XLA's partitioner would gather all for several at once.
-        return functools.reduce(dealt, (0, 1, 2, 3), x)
 
-    mapped = jax.shard_map(
-        function,
-        mesh=mesh,
-        in_specs=(PartitionSpec(MESH_AXES), *(PartitionSpec() for _ in scalars)),
-        out_specs=PartitionSpec(MESH_AXES),
-        check_vma=False,
-    )
-    length = len(jax.tree.leaves(stacks)[0])
-    results = mapped(jax.tree.map(deal, stacks), *scalars)
-    return jax.tree.map(
-        lambda x: functools.reduce(dealt, (2, 1, 0), x)[:length], results
-    )
+def _deal(mesh: Mesh, x: Array) -> Array:
+    """Splits a stack over all devices, filled up to a multiple of their number."""
+    x = jnp.pad(x, ((0, -len(x) % mesh.size), (0, 0), (0, 0)))
+    # By one axis after another: XLA's partitioner would gather all for several at once.
+    for num_axes in (0, 1, 2, 3):
+        x = _dealt(mesh, x, num_axes)
+    return x
+
+
+def _collect(mesh: Mesh, x: Array) -> Array:
+    """Returns a stack that `_deal` has split to how matrices are stored."""
+    for num_axes in (2, 1, 0):
+        x = _dealt(mesh, x, num_axes)
+    return x
+
+
+def _dealt(mesh: Mesh, x: Array, num_axes: int) -> Array:
+    """Returns a stack, whose first axis is split over so many axes of the mesh."""
+    over = MESH_AXES[:num_axes]
+    sides = [None if axis in over else axis for axis in matrix_spec(x.shape, mesh)[1:]]
+    sharding = NamedSharding(mesh, PartitionSpec(over, *sides))
+    return jax.lax.with_sharding_constraint(x, sharding)

@@ -15,17 +15,22 @@ Gradients cross the data axis once, after the last micro-batch.
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.config import GPTConfig
+from gpt2.ops import Ops
+from gpt2.ops.fsdp import Shards
 from gpt2.parallel import rules
-from gpt2.parallel.fsdp import Shards
+from gpt2.parallel.kernels import Terms, make_ops
+from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State, optimizer_specs
-from gpt2.utils.platform import tracing
+from gpt2.utils.platform import platform_of
+from gpt2.utils.trees import Tree
 
 
 class PjitBackend:
@@ -34,7 +39,7 @@ class PjitBackend:
     def __init__(
         self,
         mesh: Mesh,
-        logical_axes: Any,
+        logical_axes: Tree,
         layout_rules: Rules,
         gather_by: str = "step",
     ):
@@ -58,7 +63,7 @@ class PjitBackend:
             self.gather_by = "step"
 
     def _make_leaf(
-        self, names: Any, reduced: PartitionSpec, compute: PartitionSpec
+        self, names: PartitionSpec, reduced: PartitionSpec, compute: PartitionSpec
     ) -> "_Leaf":
         split = [
             dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)
@@ -72,6 +77,16 @@ class PjitBackend:
         return _Leaf(
             compute, split[0], tensor=self.mesh.shape["tensor"] if is_shared else 1
         )
+
+    def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
+        """Returns what a model computes with within `map_sum`."""
+        by_layer = self.gather_by == "layer"
+        return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
+
+    @property
+    def matrices(self) -> Matrices:
+        """Where optimizers compute whole matrices: each on one device."""
+        return Matrices(self.mesh, platform_of(self.mesh.devices.flat[0]))
 
     @property
     def layout(self) -> str:
@@ -90,13 +105,11 @@ class PjitBackend:
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
 
-    def gradient_shardings(self, params: Any) -> Any:
+    def gradient_shardings(self, params: Tree) -> Tree:
         """Returns how gradients of parameters are spread while micro-batches add up."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
-    def init_state(
-        self, init_fn: Callable[[jax.Array], State], key: jax.Array
-    ) -> State:
+    def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
         shardings = self.state_shardings(jax.eval_shape(init_fn, key))
         return jax.jit(init_fn, out_shardings=shardings)(key)
@@ -105,7 +118,7 @@ class PjitBackend:
         """Returns which rows of a global batch this process has to provide."""
         return local_rows(self._batch_sharding, batch_size)
 
-    def put_batch(self, batch: dict) -> dict[str, jax.Array]:
+    def put_batch(self, batch: dict) -> dict[str, Array]:
         """Places this process's rows [B local, T] of a global batch on its devices."""
         return {
             name: jax.make_array_from_process_local_data(self._batch_sharding, rows)
@@ -114,7 +127,7 @@ class PjitBackend:
 
     def batch_shapes(
         self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tree]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         whole = jax.ShapeDtypeStruct(shape, "int32", sharding=self._batch_sharding)
         return dict.fromkeys(names, whole)
@@ -141,12 +154,11 @@ class PjitBackend:
         return jax.jit(self._spread(step, with_gradients=False))
 
     def _spread(self, step: Callable, with_gradients: bool) -> Callable:
-        """Returns a step that is traced for this mesh."""
+        """Returns a step that sums over this mesh."""
         map_sum = partial(self._map_sum, with_gradients=with_gradients)
 
         def spread(state, batch):
-            with rules.spread_over(self.mesh, self.rules):
-                return step(state, batch, map_sum)
+            return step(state, batch, map_sum)
 
         return spread
 
@@ -164,10 +176,8 @@ class PjitBackend:
             if mesh.shape["tensor"] > 1:
                 spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
                 params = jax.lax.with_sharding_constraint(params, spread)
-            with tracing(has_shards=self.gather_by == "layer"):
-                sums, grads = function(
-                    params, rows, jax.lax.axis_index(rules.BATCH_AXES)
-                )
+            device = jax.lax.axis_index(rules.BATCH_AXES)
+            sums, grads = function(params, rows, device)
             if with_gradients:
                 grads = self._sum_gradients(grads)
             return jax.lax.psum(sums, self._batch_axes), grads
@@ -197,7 +207,7 @@ class PjitBackend:
 
         return mapped
 
-    def _sum_gradients(self, grads: Any) -> Any:
+    def _sum_gradients(self, grads: Tree) -> Tree:
         """Adds up gradients over the devices that split the batch, and keeps what is stored here.
 
         The collectives are explicit. XLA's partitioner would reduce whole gradients and drop what a
@@ -220,15 +230,15 @@ class PjitBackend:
             check_vma=False,
         )(jax.tree.map(_Leaf.set_apart, leaves, grads))
 
-    def _sum_gradient(self, leaf: "_Leaf", grad: jax.Array) -> jax.Array:
-        if leaf.dim is None:
+    def _sum_gradient(self, leaf: "_Leaf", grad: Array) -> Array:
+        if leaf.dim < 0:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
             dim = leaf.dim + (leaf.tensor > 1)
             grad = Shards(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
         return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
-    def _on_mesh(self, specs: Any) -> Any:
+    def _on_mesh(self, specs: Tree) -> Tree:
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)
 
 
@@ -238,13 +248,14 @@ class _Leaf:
 
     Attributes:
         spec: of the parameter when the step begins to use it.
-        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients.
+        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients; -1:
+            none.
         by_layer: whether devices are given shards of it.
         tensor: into how many parts `tensor` splits the axis `dim` of its sum, outside of `fsdp`.
     """
 
     spec: PartitionSpec
-    dim: Any = None  # an int, where there is one
+    dim: int = -1
     by_layer: bool = False
     tensor: int = 1
 
@@ -258,11 +269,11 @@ class _Leaf:
 
     def out_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
-        if self.dim is None:
+        if self.dim < 0:
             return PartitionSpec()
         return PartitionSpec(*[None] * (self.dim + (self.tensor > 1)), "fsdp")
 
-    def set_apart(self, grad: jax.Array) -> jax.Array:
+    def set_apart(self, grad: Array) -> Array:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
         if self.tensor == 1:
             return grad

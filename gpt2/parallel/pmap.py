@@ -6,15 +6,20 @@ checkpoints are those of the pjit backend.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.config import GPTConfig
+from gpt2.ops import Ops
+from gpt2.parallel.kernels import Terms, make_ops
+from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.state import State
-from gpt2.utils.platform import kernels_for, platform_of, tracing
+from gpt2.utils.platform import platform_of
+from gpt2.utils.trees import Tree
 
 AXIS = "data"
 
@@ -28,6 +33,15 @@ class PmapBackend:
         self._devices = devices
         self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
 
+    def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
+        """Returns what a model computes with on one device."""
+        return make_ops(cfg, self.mesh, terms)
+
+    @property
+    def matrices(self) -> Matrices:
+        """Where optimizers compute whole matrices: every device all of them."""
+        return Matrices(None, platform_of(self._devices[0]))
+
     @property
     def layout(self) -> str:
         """The backend and its mesh, as text for people."""
@@ -39,9 +53,7 @@ class PmapBackend:
 
     gradient_shardings = state_shardings
 
-    def init_state(
-        self, init_fn: Callable[[jax.Array], State], key: jax.Array
-    ) -> State:
+    def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
         """Returns `init_fn(key)`, computed by every device for itself."""
         return jax.jit(
             init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec())
@@ -51,7 +63,7 @@ class PmapBackend:
         """Returns which rows of a global batch this process has to provide."""
         return local_rows(self._batch_sharding, batch_size)
 
-    def put_batch(self, batch: dict) -> dict[str, jax.Array]:
+    def put_batch(self, batch: dict) -> dict[str, Array]:
         """Places this process's rows [B local, T] as [devices, B / devices, T]."""
         num_local = len(self.mesh.local_devices)
         return {
@@ -63,7 +75,7 @@ class PmapBackend:
 
     def batch_shapes(
         self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tree]:
         """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
         split = (self.num_shards, shape[0] // self.num_shards, shape[1])
         whole = jax.ShapeDtypeStruct(split, "int32", sharding=self._batch_sharding)
@@ -73,19 +85,11 @@ class PmapBackend:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
         return self.compile_eval(step, donate_argnums=0)
 
-    def compile_eval(self, step: Callable, **options: Any) -> Callable:
+    def compile_eval(self, step: Callable, **options: Tree) -> Callable:
         """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
 
         def on_device(state, batch):
-            device = self._devices[0]
-            several = len(self._devices) > 1
-            about = dict(
-                platform=platform_of(device),
-                kernels=kernels_for(device),
-                several=several,
-            )
-            with tracing(**about, splits_axes=False):
-                return step(state, batch, _map_sum)
+            return step(state, batch, _map_sum)
 
         return jax.pmap(
             on_device,

@@ -6,26 +6,21 @@ say: for parameters and optimizer state between steps, for parameters inside a s
 activations. FSDP is the difference between the first and the third.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.errors import UserError
-from gpt2.parallel.fsdp import Shards, torus_sides
-from gpt2.utils.platform import kernels_for, platform_of, target, tracing
+from gpt2.ops.fsdp import Shards, torus_sides
+from gpt2.utils.trees import Tree
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
-
-# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
-# divides over devices. Parameters, logits and losses always have the true size.
-VOCAB_MULTIPLE = 128
 
 # Axes of parameters that nothing splits: too short, or one index for each kernel.
 WHOLE = ("layers", "qkv", "head_size", "mix")
@@ -92,10 +87,10 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     return PartitionSpec(*(table[name] for name in names))
 
 
-def specs(logical_axes: Any, table: Table) -> Any:
+def specs(logical_axes: Tree, table: Table) -> Tree:
     """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
 
-    def to_mesh(path: Any, names: PartitionSpec) -> PartitionSpec:
+    def to_mesh(path: tuple, names: PartitionSpec) -> PartitionSpec:
         parameter = jax.tree_util.keystr(path, simple=True, separator="/")
         if not set(names) - {"layers"}:  # every device might hold it whole
             raise UserError(
@@ -113,38 +108,9 @@ def specs(logical_axes: Any, table: Table) -> Any:
     return jax.tree_util.tree_map_with_path(to_mesh, logical_axes, is_leaf=is_spec)
 
 
-def is_spec(node: Any) -> bool:
+def is_spec(node: object) -> bool:
     """Returns whether a node of a tree is a PartitionSpec, which is a tuple."""
     return isinstance(node, PartitionSpec)
-
-
-@contextlib.contextmanager
-def spread_over(mesh: Mesh, rules: Rules) -> Iterator[None]:
-    """Makes `constrain` spread activations over `mesh` for what is traced inside."""
-    device = mesh.devices.flat[0]
-    sizes = mesh.shape
-    about = dict(
-        platform=platform_of(device), kernels=kernels_for(device), several=mesh.size > 1
-    )
-    with tracing(**about, splits_axes=sizes["tensor"] > 1, mesh=mesh, rules=rules):
-        yield
-
-
-def gathered_for(params: Any, micro_batch: Any) -> tuple[Any, Any]:
-    """Returns both, so that shards are gathered for this micro-batch, and not once for all."""
-    if not target().has_shards:
-        return params, micro_batch
-    return jax.lax.optimization_barrier((params, micro_batch))
-
-
-def param_shards(names: tuple[str, ...], *, forget: bool = False) -> Shards | None:
-    """Returns how the traced program holds a parameter of these axes in shards; None: whole."""
-    mesh = target().mesh
-    rules = target().rules
-    axis = gathered_axis(names, mesh, rules) if target().has_shards else None
-    if axis is None:
-        return None
-    return Shards(axis, fsdp_stages(mesh), forget)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
@@ -165,22 +131,21 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     return split[0] if names[split[0]] in GATHERED_BY_LAYER else None
 
 
-def vocab_multiple() -> int:
-    """Returns the number to a multiple of which the traced head pads its vocabulary.
+def find_shards(
+    names: tuple[str, ...], *, mesh: Mesh, rules: Rules, forget: bool
+) -> Shards | None:
+    """Returns how devices hold a parameter whose axes have these names; None: whole."""
+    axis = gathered_axis(names, mesh, rules)
+    return None if axis is None else Shards(axis, fsdp_stages(mesh), forget)
 
-    It is 1 on a CPU that keeps the vocabulary whole: padding would only cost passes over the
-    logits there.
-    """
-    return VOCAB_MULTIPLE if target().splits_axes or target().platform != "cpu" else 1
 
-
-def constrain(x: jax.Array, *names: str) -> jax.Array:
-    """Spreads an activation by the names of its axes; does nothing where none can be split."""
-    trace = target()
-    if not trace.splits_axes:
-        return x
-    wanted = spec(names, trace.rules.activations)
-    return jax.lax.with_sharding_constraint(x, on_trace(trace.mesh, wanted))
+def constrain(x: Array, *names: str, mesh: Mesh, rules: Rules) -> Array:
+    """Spreads an activation by the names of its last axes, where `tensor` splits some."""
+    wanted = spec(names, rules.activations)
+    others = [None] * (x.ndim - len(names))
+    return jax.lax.with_sharding_constraint(
+        x, on_trace(mesh, PartitionSpec(*others, *wanted))
+    )
 
 
 def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
@@ -189,30 +154,23 @@ def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh if abstract.empty else abstract, spec)
 
 
-def map_devices(
-    function: Callable, names: tuple[str, ...], other_names: Any
-) -> Callable:
-    """Returns `function`, made to run on each device's part of its arguments.
+# The axes of queries, keys, values and the result of attention, and of what else it reads.
+_HEADS = ("batch", "length", "heads", "head_size")
+_OTHERS = (("batch", "length"), ("heads",), ("heads",))  # segments, slopes, sinks
 
-    It is for kernels that XLA cannot split. Where nothing is split, it is returned as it is.
 
-    Args:
-        function: `function(arrays, others) -> array`, where `arrays` is a tuple of activations and
-            `others` is a tuple of arrays or None.
-        names: of the axes of each of `arrays`, and of the result.
-        other_names: of the axes of each of `others`.
+def map_devices(kernel: Callable, *, mesh: Mesh, rules: Rules) -> Callable:
+    """Returns `kernel((q, k, v), (segments, slopes, sinks))`, made to run on each device's heads.
+
+    It is for kernels that XLA cannot split.
     """
-    trace = target()
-    if not trace.splits_axes:
-        return function
-    table = trace.rules.activations
-    array = spec(names, table)
-    others = tuple(spec(names, table) for names in other_names)
+    heads = spec(_HEADS, rules.activations)
+    others = tuple(spec(names, rules.activations) for names in _OTHERS)
     return jax.shard_map(
-        function,
-        mesh=on_trace(trace.mesh, array).mesh,
-        in_specs=(array, others),
-        out_specs=array,
+        kernel,
+        mesh=on_trace(mesh, heads).mesh,
+        in_specs=(heads, others),
+        out_specs=heads,
         axis_names={"tensor"},
         check_vma=False,
     )

@@ -3,23 +3,28 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import jax
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.parallel.matrices import matrix_spec
+from gpt2.utils.trees import Tree
 
-State = TypeVar("State", bound=Any)
+if TYPE_CHECKING:
+    from gpt2.parallel import Backend
+
+State = TypeVar("State", bound=Tree)
 
 
-def abstract_state(backend: Any, init_fn: Callable[[jax.Array], State]) -> State:
+def abstract_state(backend: "Backend", init_fn: Callable[[Array], State]) -> State:
     """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
     shapes = jax.eval_shape(init_fn, jax.random.key(0))
     return with_shardings(shapes, backend.state_shardings(shapes))
 
 
-def with_shardings(shapes: Any, shardings: Any) -> Any:
+def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
     """Returns a tree of shapes with shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
@@ -30,7 +35,7 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def gather_whole(tree: Any, mesh: Mesh) -> Any:
+def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
     """Returns a tree whole on this process's first device. Every process must call it."""
     whole = jax.jit(
         lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
@@ -38,7 +43,7 @@ def gather_whole(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
 
 
-def bytes_per_device(tree: Any) -> int:
+def bytes_per_device(tree: Tree) -> int:
     """Returns how much of a tree of placed arrays, or shapes with shardings, one device holds."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -46,7 +51,7 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-def state_bytes(backend: Any, state: Any) -> dict[str, int]:
+def state_bytes(backend: "Backend", state: Tree) -> dict[str, int]:
     """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {
@@ -57,7 +62,7 @@ def state_bytes(backend: Any, state: Any) -> dict[str, int]:
     return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
-def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> Any:
+def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) -> Tree:
     """Returns a PartitionSpec for every leaf of an optimizer's state.
 
     State is spread as `storage` says of the parameter whose path its own path ends with.
@@ -70,7 +75,7 @@ def optimizer_specs(opt_state: Any, params: Any, storage: Any, mesh: Mesh) -> An
     )
     by_name = {name(path): (param.shape, spec) for (path, param), spec in leaves}
 
-    def find(path: Any, leaf: Any) -> PartitionSpec:
+    def find(path: Tree, leaf: Tree) -> PartitionSpec:
         tails = (name(path[start:]) for start in range(len(path)))
         found = next((by_name[tail] for tail in tails if tail in by_name), None)
         return _spec(leaf.shape, *found, mesh) if found else PartitionSpec()

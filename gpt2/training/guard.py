@@ -3,9 +3,9 @@
 All is decided on the devices, so that the host need not wait for a loss.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import Array
 
 from gpt2.config import TrainConfig
 
@@ -13,10 +13,10 @@ from gpt2.config import TrainConfig
 class Guard(struct.PyTreeNode):
     """What a run remembers to tell steps that it skips: they change no parameter and no moment."""
 
-    skipped: jax.Array  # int32 scalar, steps so far
+    skipped: Array  # int32 scalar, steps so far
     # int32 scalar, steps up to now whose loss or gradients held NaN or Inf. Once it is above
     # `max_bad`, no step changes the state, which is then looked at.
-    bad_in_a_row: jax.Array
+    bad_in_a_row: Array
     max_bad: int = struct.field(pytree_node=False)  # train.skip_bad_steps
 
     @classmethod
@@ -29,7 +29,7 @@ class Guard(struct.PyTreeNode):
         """Returns a restored guard with no more bad steps in a row than `max_bad`, now lower."""
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
-    def judge(self, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, "Guard"]:
+    def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:
         """Returns whether a step may change the state, a boolean scalar, and the next guard."""
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         keep = finite & (self.bad_in_a_row <= self.max_bad)

@@ -8,18 +8,21 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
-from gpt2.model import GPT, num_params, resolve_attention
-from gpt2.optim import make_optimizer, make_schedule
+from gpt2.model import GPT, num_params
+from gpt2.model.flops import model_flops_per_token
+from gpt2.model.ingredients import score_terms, width_ratio
+from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
+from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout, mesh_sizes
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
@@ -38,6 +41,7 @@ from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
 from gpt2.utils.remat import compiler_options
 from gpt2.utils.text import format_bytes, format_count
+from gpt2.utils.trees import Tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,39 +76,66 @@ class Program:
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt = model(config.gpt())
-        rates = schedule(config.optim, config.train.num_steps)
-        sizes = dict(
-            num_steps=config.train.num_steps, width_ratio=config.model.width_ratio
-        )
-        chain = optimizer(config.optim, rates, **sizes)
+        choose_attention(
+            gpt.config, devices[0], score_terms(gpt.config)
+        )  # which may refuse
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
-        resolve_attention(gpt.config, devices[0])
-        gather = choose_gather(config, devices, num_params(shapes))
         backend = make_backend(
-            config.parallel, gpt.logical_axes(), list(devices), gather_by=gather
+            config.parallel,
+            gpt.logical_axes(),
+            list(devices),
+            gather_by=choose_gather(config, devices, num_params(shapes)),
         )
-        update = loss(gpt, config.loss), chain, rates
-        options = dict(seed=config.seed, accumulate_steps=config.train.accumulate_steps)
-        train_step = make_train_step(*update, **options)
-        watch_step = make_watch_step(make_update(*update, **options))
-        eval_step = make_eval_step(evaluation_loss(gpt))
-        parts: Any = dict(
-            model=model, loss=loss, schedule=schedule, optimizer=optimizer
+        gpt = gpt.clone(ops=backend.make_ops(gpt.config, score_terms(gpt.config)))
+        rates = schedule(config.optim, config.train.num_steps)
+        chain = optimizer(
+            config.optim,
+            rates,
+            num_steps=config.train.num_steps,
+            width_ratio=width_ratio(gpt.config),
+            matrices=backend.matrices,
         )
-        again = partial(cls.from_config, devices=devices, **parts)
-        steps = train_step, watch_step, eval_step
-        return cls(config, gpt, update[0], chain, backend, *steps, again)
+        own_loss = loss(gpt, config.loss)
+        is_one_gpu = backend.mesh.size == 1 and backend.matrices.platform == "gpu"
+        update = make_update(
+            own_loss,
+            chain,
+            rates,
+            seed=config.seed,
+            accumulate_steps=config.train.accumulate_steps,
+            norm=joint_norm if is_one_gpu else optax.tree.norm,
+        )
+        # Validation is cross-entropy; a loss of a person's own adds its other names.
+        others = None if loss is next_token_loss else own_loss
+        return cls(
+            config=config,
+            model=gpt,
+            loss=own_loss,
+            optimizer=chain,
+            backend=backend,
+            train_step=make_train_step(update),
+            watch_step=make_watch_step(update),
+            eval_step=make_eval_step(evaluation_loss(gpt, others)),
+            with_config=partial(
+                cls.from_config,
+                devices=devices,
+                model=model,
+                loss=loss,
+                schedule=schedule,
+                optimizer=optimizer,
+            ),
+        )
 
-    def init(self, key: jax.Array) -> TrainState:
+    def init(self, key: Array) -> TrainState:
         """Returns the state before the first step, as a pure function of a key."""
         return self._first_state(draw_params(self.model, key))
 
-    def _first_state(self, params: Any) -> TrainState:
+    def _first_state(self, params: Tree) -> TrainState:
         compute = self.config.precision.compute
         train = self.config.train
         return TrainState.create(params, self.optimizer, compute, train)
 
-    def init_state(self, params: Any = None) -> TrainState:
+    def init_state(self, params: Tree = None) -> TrainState:
         """Returns the state before the first step. Each device draws its own part.
 
         Given `params`, in host memory, take the place of drawn ones.
@@ -133,12 +164,22 @@ class Program:
         """How many parameters there are."""
         return num_params(self.state_shapes.params)
 
+    def flops_per_token(self, shape: Shape) -> float:
+        """Returns the FLOPs that training must spend on a token of steps of a shape."""
+        return model_flops_per_token(self.model.config, shape)
+
     @property
     def attention(self) -> str:
-        """The implementation of attention in use, as text for people."""
-        name = resolve_attention(self.model.config, self.backend.mesh.devices.flat[0])
-        dropout = self.config.model.dropout
-        return f"{name} (reference in training, for its dropout)" if dropout else name
+        """How attention is computed, as text for people."""
+        device = self.backend.mesh.devices.flat[0]
+        name, why = choose_attention(
+            self.model.config, device, score_terms(self.model.config)
+        )
+        if why:
+            return f"by its formula: {why}"
+        if self.config.model.dropout and name != "plain":
+            return f"{name} (by its formula in training, for its dropout)"
+        return "by its formula" if name == "plain" else name
 
     def describe(self, batches: Batches, steps: Steps, start: int) -> str:
         """Returns the run's first screen: what its options do not tell."""
@@ -165,7 +206,7 @@ class Program:
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
-    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Any]) -> Steps:
+    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Tree]) -> Steps:
         """Compiles the train step and the watch for a batch of each shape."""
         steps = Steps()
         for shape, batch in examples.items():
@@ -181,14 +222,14 @@ class Program:
         traced = self.config.shapes.at(self.config.logging.profile_start + 1)
         return steps[max(shape for shape in steps if shape <= traced)][0].text()
 
-    def compile_train(self, state: TrainState, batch: Any) -> CompiledStep:
+    def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
         Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
         return self._compile(self.backend.compile_train(self.train_step), state, batch)
 
-    def _compile(self, step: Any, state: TrainState, batch: Any) -> CompiledStep:
+    def _compile(self, step: Tree, state: TrainState, batch: Tree) -> CompiledStep:
         cfg = self.model.config
         platform = platform_of(self.backend.mesh.devices.flat[0])
         options = compiler_options(
@@ -197,8 +238,8 @@ class Program:
         return compile_once(step, state, batch, options=options)
 
     def compile_watch(
-        self, state: TrainState, batch: Any
-    ) -> Callable[[int, TrainState, Any], Metrics | None]:
+        self, state: TrainState, batch: Tree
+    ) -> Callable[[int, TrainState, Tree], Metrics | None]:
         """Compiles `(step, state, batch) -> norms`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
@@ -210,13 +251,13 @@ class Program:
             None if step % every else compiled(state, batch)
         )
 
-    def compile_eval(self, params: Any, batch: Any) -> CompiledStep:
+    def compile_eval(self, params: Tree, batch: Tree) -> CompiledStep:
         """Compiles `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
-def draw_params(model: GPT, key: jax.Array) -> Any:
+def draw_params(model: GPT, key: Array) -> Tree:
     """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 

@@ -1,24 +1,23 @@
 """All that a training step reads and writes, as one pure value."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax import Array
 
 from gpt2.config import TrainConfig
 from gpt2.optim import averaged_params
 from gpt2.training.guard import Guard
+from gpt2.utils.trees import Tree
 
 
 class LossScale(struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2)."""
 
-    scale: jax.Array  # float32 scalar that multiplies the loss
+    scale: Array  # float32 scalar that multiplies the loss
     good_steps: (
-        jax.Array
-    )  # int32 scalar, steps with finite gradients since `scale` last changed
+        Array  # int32 scalar, steps with finite gradients since `scale` last changed
+    )
 
     GROWTH_INTERVAL = 2000
 
@@ -27,7 +26,7 @@ class LossScale(struct.PyTreeNode):
         """Returns the scale at the start of training."""
         return cls(jnp.float32(2.0**12), jnp.int32(0))
 
-    def update(self, finite: jax.Array) -> "LossScale":
+    def update(self, finite: Array) -> "LossScale":
         """Halves the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
         scale = jnp.where(
@@ -40,8 +39,8 @@ class LossScale(struct.PyTreeNode):
 class TrainState(struct.PyTreeNode):
     """The state of training after `step` optimizer steps."""
 
-    step: jax.Array  # int32 scalar
-    params: Any  # plain nested dictionaries
+    step: Array  # int32 scalar
+    params: Tree  # plain nested dictionaries
     opt_state: optax.OptState
     loss_scale: LossScale | None  # for float16
     guard: Guard | None = None  # for `train.skip_bad_steps`
@@ -49,7 +48,7 @@ class TrainState(struct.PyTreeNode):
     @classmethod
     def create(
         cls,
-        params: Any,
+        params: Tree,
         optimizer: optax.GradientTransformation,
         compute_dtype: str,
         train: TrainConfig | None = None,
@@ -64,6 +63,6 @@ class TrainState(struct.PyTreeNode):
         )
 
     @property
-    def eval_params(self) -> Any:
+    def eval_params(self) -> Tree:
         """What is validated, sampled and exported: `params`, or the optimizer's average of them."""
         return averaged_params(self.opt_state, self.params)

@@ -7,8 +7,8 @@ therefore the same, to the bit, whether they are watched or not.
 from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.training.state import TrainState
@@ -30,7 +30,7 @@ def make_watch_step(
         step = update(state, batch, map_sum)
         norms = Metrics()
 
-        def note(kind: str, path: tuple[str, ...], leaf: jax.Array) -> None:
+        def note(kind: str, path: tuple[str, ...], leaf: Array) -> None:
             each = leaf if is_stacked(path) else [leaf]
             for name, tensor in zip(unrolled_names(path, leaf), each, strict=True):
                 norms[f"{kind}_norm/{name}"] = jnp.sqrt(jnp.sum(jnp.square(tensor)))

@@ -12,26 +12,29 @@ every name is divided once, at the end, and becomes the metric `train/NAME` or `
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from gpt2.config import LossConfig
 from gpt2.model import GPT
-from gpt2.optim import global_norm, num_updates
-from gpt2.parallel.rules import gathered_for
+from gpt2.model.gpt import Params
+from gpt2.model.losses import Question, loss_ingredients
+from gpt2.ops import Objective
+from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
-from gpt2.utils.platform import either
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import METRICS, reported
+from gpt2.utils.trees import Tree
 
-Batch = dict[str, jax.Array]
-Sums = dict[str, tuple[jax.Array, jax.Array]]
-Metrics = dict[str, jax.Array]
+Batch = dict[str, Array]
+Sums = dict[str, tuple[Array, Array]]
+Metrics = dict[str, Array]
 MapSum = Callable[[Callable], Callable]
 LossFn = Callable[..., Sums]
 
@@ -39,33 +42,46 @@ LossFn = Callable[..., Sums]
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
     """Returns `loss(params, batch, key=None, step=None) -> {name: (sum, count)}`, float32 scalars.
 
-    `loss` is `GPT.loss`'s; other names are its own and those that modules `report`. Without a step
-    there is no `loss.ahead`. train.py may swap this function for another of its signature.
+    `loss` is cross-entropy with what `options` add; other names are those of the options and of
+    what modules `report`. train.py may swap this function for another of its signature.
     """
+    extras = loss_ingredients(options)
 
     def loss(
-        params: Any, batch: Batch, key: Any = None, step: jax.Array | None = None
+        params: Params,
+        batch: Batch,
+        key: Array | None = None,
+        step: Array | None = None,
     ) -> Sums:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
-        drops = key is not None and model.config.dropout > 0
-        fade = options.ahead_fade
-        left = jnp.maximum(1 - step / fade, 0.0) if step is not None and fade else 1.0
-        sums, variables = model.apply(
+        params, batch = model.ops.isolate(params, batch)
+        rngs = {}
+        if key is not None and model.config.dropout > 0:
+            rngs["dropout"] = key
+        segments = batch.get("segments")
+        question = Question(batch["targets"][..., None], Objective())
+        for extra in extras:
+            question = extra.ask(question, segments, step)
+        (sums, added), variables = model.apply(
             {"params": params},
             batch["tokens"],
-            batch["targets"],
-            segments=batch.get("segments"),
-            deterministic=not drops,
-            ahead=[left * each for each in options.ahead_weights if step is not None],
-            z_loss=options.z_loss,
-            label_smoothing=options.label_smoothing,
-            rngs={"dropout": key} if key is not None and drops else {},
+            question.targets,
+            segments=segments,
+            deterministic=not rngs,
+            objective=question.objective,
+            rngs=rngs,
             method="loss",
             mutable=[METRICS],
         )
-        return sums | reported(variables.get(METRICS, {}))
+        counts = (question.targets >= 0).sum((0, 1), dtype=jnp.float32)
+        found = {name: (sums[k], counts[k]) for k, name in enumerate(question.names)}
+        for index, name in enumerate(question.term_names):
+            found[name] = added[index, 0], counts[0]
+        if METRICS in variables:
+            found |= reported(variables[METRICS])
+        return found
 
     return loss
 
@@ -88,8 +104,8 @@ class Update(NamedTuple):
 
     state: TrainState
     metrics: Metrics
-    grads: Any  # means over the global batch, before clipping
-    updates: Any  # what the optimizer adds to the parameters
+    grads: Tree  # means over the global batch, before clipping
+    updates: Tree  # what the optimizer adds to the parameters
 
 
 def make_update(
@@ -99,12 +115,13 @@ def make_update(
     *,
     seed: int,
     accumulate_steps: int = 1,
+    norm: Callable[[Params], Array] = optax.tree.norm,
 ) -> Callable[[TrainState, Batch, MapSum], Update]:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
     A skipped step changes only the step count and what decides on skipping: the loss scale of
-    float16, or the guard. The schedule does not advance.
+    float16, or the guard. The schedule does not advance. `norm` is that of all gradients together.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -117,7 +134,6 @@ def make_update(
 
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
-                params, micro_batch = gathered_for(params, micro_batch)
                 key = dropout_key(seed, state.step, index, device)
                 sums = loss(params, micro_batch, key, state.step)
                 return sums["loss"][0] * scale, sums
@@ -135,29 +151,23 @@ def make_update(
             inverse = 1.0 / (scale * jnp.maximum(sums["loss"][1], 1.0))
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")
-            grad_norm = global_norm(grads)
+            grad_norm = norm(grads)
             keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
 
-            def take() -> tuple[Any, Any, Any]:
-                # Within a branch, XLA would not see that a clip takes the norm again.
-                updates, opt_state = optimizer.update(
-                    grads, state.opt_state, state.params, grad_norm=grad_norm
-                )
-                return optax.apply_updates(state.params, updates), opt_state, updates
-
-            def skip() -> tuple[Any, Any, Any]:
-                return (
-                    state.params,
-                    state.opt_state,
-                    jax.tree.map(jnp.zeros_like, state.params),
-                )
-
-            params, opt_state, updates = (
-                take() if keep is None else either(keep, take, skip)
+            updates, opt_state = optimizer.update(
+                grads, state.opt_state, state.params, grad_norm=grad_norm
             )
+            params = optax.apply_updates(state.params, updates)
+            if keep is not None:
+                params = _choose(keep, params, state.params)
+                opt_state = _choose(keep, opt_state, state.opt_state)
+                updates = _choose(keep, updates, jax.tree.map(jnp.zeros_like, updates))
+        taken = num_updates(state.opt_state)
         metrics |= about_skips | {
             "train/grad_norm": grad_norm,
-            "train/learning_rate": jnp.float32(schedule(num_updates(state.opt_state))),
+            "train/learning_rate": jnp.float32(
+                schedule(state.step if taken is None else taken)
+            ),
         }
         new_state = judged.replace(
             step=state.step + 1, params=params, opt_state=opt_state
@@ -168,31 +178,28 @@ def make_update(
 
 
 def make_train_step(
-    loss: LossFn,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    **options: Any,
+    update: Callable[[TrainState, Batch, MapSum], Update],
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
-    It does what `make_update` tells, from the same arguments. Metrics are float32 scalars.
+    `update` is what `make_update` returned. Metrics are float32 scalars.
     """
-    update = make_update(loss, optimizer, schedule, **options)
 
     def train_step(
         state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
-    ) -> Any:
-        return update(state, batch, map_sum)[:2]
+    ) -> tuple[TrainState, Metrics]:
+        new = update(state, batch, map_sum)
+        return new.state, new.metrics
 
     return train_step
 
 
 def _judge(
-    state: TrainState, loss: jax.Array, grad_norm: jax.Array
-) -> tuple[jax.Array | None, TrainState, Metrics]:
+    state: TrainState, loss: Array, grad_norm: Array
+) -> tuple[Array | None, TrainState, Metrics]:
     """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
-    keep: jax.Array | None = None
-    overflows: Any = False
+    keep: Array | None = None
+    overflows: Tree = False
     about_skips = Metrics()
     loss_scale = state.loss_scale
     if loss_scale is not None:
@@ -200,31 +207,30 @@ def _judge(
         # A scale that cannot be lowered is not to blame.
         overflows = jnp.isfinite(loss) & ~finite & (loss_scale.scale > 1)
         is_bad = ~overflows & ~(finite & jnp.isfinite(loss))
-        about_skips = {"bad_in_a_row": is_bad.astype(jnp.float32)}
+        about_skips = {"train/bad_in_a_row": is_bad.astype(jnp.float32)}
         loss_scale = loss_scale.update(finite)
     if state.guard is not None:
-        keep, judged = state.guard.judge(
-            loss, grad_norm
-        )  # it keeps no step that overflows
+        keep, judged = state.guard.judge(loss, grad_norm)  # none that overflows is kept
         guard = _choose(overflows, state.guard, judged)
         loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
         about_skips = {
             "train/skipped_steps": jnp.float32(guard.skipped),
-            "skipped": jnp.float32(guard.skipped - state.guard.skipped),  # 0 or 1
-            "bad_in_a_row": jnp.float32(guard.bad_in_a_row),  # steps up to this one
+            "train/bad_in_a_row": jnp.float32(
+                guard.bad_in_a_row
+            ),  # steps up to this one
         }
         state = state.replace(guard=guard)
     return keep, state.replace(loss_scale=loss_scale), about_skips
 
 
-def _choose(condition: Any, tree: Any, other: Any) -> Any:
+def _choose(condition: Tree, tree: Tree, other: Tree) -> Tree:
     return jax.tree.map(partial(jnp.where, condition), tree, other)
 
 
-def make_eval_step(loss: LossFn) -> Callable[[Any, Batch, MapSum], Sums]:
+def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
     """Returns `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
 
-    def eval_step(params: Any, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
+    def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         return map_sum(lambda params, rows, device: (loss(params, rows), None))(
             params, batch
         )[0]
@@ -232,8 +238,13 @@ def make_eval_step(loss: LossFn) -> Callable[[Any, Batch, MapSum], Sums]:
     return eval_step
 
 
-def evaluation_loss(model: GPT) -> LossFn:
-    """Returns the plain cross-entropy of validation: no dropout, logits in float32."""
-    return next_token_loss(
-        GPT(dataclasses.replace(model.config, logits_dtype="float32"))
-    )
+def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
+    """Returns the plain cross-entropy of validation: no dropout, logits in float32.
+
+    What the loss `others` gives beside it is given too.
+    """
+    config = dataclasses.replace(model.config, logits_dtype="float32")
+    cross_entropy = next_token_loss(model.clone(config=config))
+    if others is None:
+        return cross_entropy
+    return lambda params, batch: others(params, batch) | cross_entropy(params, batch)

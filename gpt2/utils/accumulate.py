@@ -1,17 +1,19 @@
 """Gradient accumulation: a large batch as a scan over micro-batches."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from gpt2.utils.trees import Tree
 
 
 def accumulate(
-    function: Callable[[dict[str, jax.Array], jax.Array], Any],
-    batch: dict[str, jax.Array],
+    function: Callable[[dict[str, Array], Array], Tree],
+    batch: dict[str, Array],
     num_micro_batches: int,
-) -> Any:
+) -> Tree:
     """Sums `function(micro_batch, index)` over equal slices of the batch's rows, B a multiple.
 
     It gives sums, not means: the caller divides once by the number of tokens, so that every token

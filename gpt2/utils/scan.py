@@ -9,11 +9,13 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import Array
+
+from gpt2.utils.trees import Tree
 
 METRICS = "metrics"  # the collection of what modules `report`
 
@@ -43,7 +45,7 @@ def scan_layers(
     )
 
 
-def by_layer(function: Callable, values: Sequence, layer: int | jax.Array) -> Any:
+def by_layer(function: Callable, values: Sequence, layer: int | Array) -> Tree:
     """Returns `function(value)` for a layer's value; `values` are Python's, one for each layer.
 
     `layer` is a number, or traced in a scan, where every different value has a branch of its own.
@@ -56,7 +58,7 @@ def by_layer(function: Callable, values: Sequence, layer: int | jax.Array) -> An
 
 
 def report(
-    module: nn.Module, name: str, total: jax.Array, count: jax.Array | float = 1.0
+    module: nn.Module, name: str, total: Array, count: Array | float = 1.0
 ) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
@@ -67,7 +69,7 @@ def report(
     module.sow(METRICS, name, pair, init_fn=lambda: None, reduce_fn=lambda _, new: new)
 
 
-def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+def reported(collection: Tree) -> dict[str, tuple[Array, Array]]:
     """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
     tree = in_layout(collection, scanned=False)
     pairs = jax.tree_util.tree_leaves_with_path(
@@ -76,18 +78,18 @@ def reported(collection: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
     return {"/".join(entry.key for entry in path): pair for path, pair in pairs}
 
 
-def is_scanned(tree: Any) -> bool:
+def is_scanned(tree: Tree) -> bool:
     """Returns whether the parameters in `tree`, or any state that follows them, are stacked."""
     return _stacked_leaf(tree) is not None
 
 
 def in_layout(
-    tree: Any,
+    tree: Tree,
     *,
     scanned: bool,
     stack: Callable = lambda *leaves: jnp.stack(leaves),
     take: Callable = lambda leaf, index: leaf[index],
-) -> Any:
+) -> Tree:
     """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
 
     `stack` joins the leaves of all layers; `take` gives one layer's of a stacked leaf.
@@ -96,11 +98,11 @@ def in_layout(
     if (stacked is not None) == scanned:
         return tree
 
-    def holds_layers(node: Any) -> bool:
+    def holds_layers(node: Tree) -> bool:
         names = node if isinstance(node, dict) else ()
         return any(_LAYER.fullmatch(name) if scanned else name == "h" for name in names)
 
-    def convert(node: Any) -> Any:
+    def convert(node: Tree) -> Tree:
         if not holds_layers(node):
             return node
         if scanned:
@@ -117,7 +119,7 @@ def in_layout(
     return jax.tree.map(convert, tree, is_leaf=holds_layers)
 
 
-def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
+def find_leaf(params: dict, path: tuple[str, ...]) -> Tree:
     """Returns the leaf at a path of unrolled parameters, of either layout, as `("h_3", "ln_1")`."""
     if path[0] not in params and (layer := _LAYER.fullmatch(path[0])):
         return find_leaf(params, ("h", *path[1:]))[int(layer[1])]
@@ -126,7 +128,7 @@ def find_leaf(params: dict, path: tuple[str, ...]) -> Any:
     return params
 
 
-def _stacked_leaf(tree: Any) -> Any:
+def _stacked_leaf(tree: Tree) -> Tree:
     """Returns some leaf with a layer axis, or None."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if any(getattr(key, "key", None) == "h" for key in path):

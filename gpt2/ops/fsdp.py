@@ -7,11 +7,15 @@ FSDP", section 3.2: a unit is gathered before it is used, and its gradients are 
 import dataclasses
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
+
+from gpt2.ops import plain
 
 AXIS = "fsdp"
 
@@ -50,12 +54,12 @@ class Shards:
             *shape[self.axis + 1 :],
         )
 
-    def gather(self, shard: jax.Array) -> jax.Array:
+    def gather(self, shard: Array) -> Array:
         """Returns the whole array."""
         found = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
         return found.reshape(self.whole_shape(shard.shape))
 
-    def scatter(self, gradient: jax.Array) -> jax.Array:
+    def scatter(self, gradient: Array) -> Array:
         """Returns this device's shard of the sum of all devices' whole gradients."""
         # Shards lie one after another in memory: TPU compilers turn a reduce-scatter of the last
         # axis into an all-reduce where its shards do not fill the 128 lanes. They do the same over
@@ -81,15 +85,20 @@ class Shards:
             apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
         return apart.reshape(shard)
 
-    def before_backward(
-        self, shard: jax.Array, gradient: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def before_backward(self, shard: Array, gradient: Array) -> tuple[Array, Array]:
         """Returns its arguments, of which the backward pass gathers and multiplies."""
         return (
             jax.lax.optimization_barrier((shard, gradient))
             if self.forget
             else (shard, gradient)
         )
+
+
+class Shard(NamedTuple):
+    """A shard of a parameter, and how it belongs to the whole."""
+
+    array: Array
+    shards: Shards
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
@@ -105,7 +114,7 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_parameter(shard: jax.Array, shards: Shards, dtype: DTypeLike) -> jax.Array:
+def gather_parameter(shard: Array, shards: Shards, dtype: DTypeLike) -> Array:
     """Returns a whole parameter in `dtype`; its gradient is summed in the parameter's own type."""
     return shards.gather(shard.astype(dtype))
 
@@ -121,14 +130,17 @@ def _gather_bwd(shards, dtype, _, gradient):
 gather_parameter.defvjp(_gather_fwd, _gather_bwd)
 
 
-def look_up(columns: jax.Array, indices: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Returns the rows [B, T, D] of a table [V, D], from shards [V, D / devices] and tokens [B, T].
+def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:
+    """Computes `plain.look_up`, from shards [V, D / devices] of a table [V, D].
 
     Tokens and vectors cross the network in place of the table, which is larger. The gradient of a
     device's columns is complete without another sum.
     """
+    if not isinstance(table, Shard):
+        return plain.look_up(table, indices, dtype)
     everyone = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
-    found = jnp.take(columns, everyone, axis=0).astype(dtype)
-    return jax.lax.all_to_all(
-        found, AXIS, split_axis=0, concat_axis=found.ndim - 1, tiled=True
-    )[0]
+    found = jnp.take(table.array, everyone, axis=0).astype(dtype)
+    last = found.ndim - 1
+    return jax.lax.all_to_all(found, AXIS, split_axis=0, concat_axis=last, tiled=True)[
+        0
+    ]

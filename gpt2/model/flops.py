@@ -1,0 +1,48 @@
+"""The FLOPs that a model must spend, from the shapes of its parameters."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from gpt2.config import GPTConfig
+from gpt2.config.shapes import Shape
+from gpt2.model.gpt import GPT
+
+
+@functools.cache
+def count_compute_parameters(cfg: GPTConfig) -> int:
+    """Counts the parameters that take part in a matrix product, or sit beside one.
+
+    All but tables whose rows are looked up, which name an axis `table`. The head's counts.
+    """
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    boxed = jax.eval_shape(GPT(cfg).draw, jax.random.key(0), tokens)
+    total = cfg.vocab_size * cfg.embed_dim
+
+    def is_box(node: object) -> bool:
+        return isinstance(node, nn.LogicallyPartitioned)
+
+    for box in jax.tree.leaves(boxed, is_leaf=is_box):
+        if "table" not in box.names:
+            total += math.prod(box.value.shape)
+    return total
+
+
+def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
+    """Returns the FLOPs that training must spend on one token: `6 N + 12 L D T`.
+
+    As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the
+    diagonal count and recomputation does not. T: a layer's window if it has one; D: all its heads.
+    A `shape` has its own context and window.
+    """
+    T = cfg.context_length
+    windows = list(cfg.windows)
+    if shape:
+        T = shape.context_length
+        windows = [shape.window if each else 0 for each in cfg.windows]
+    seen = sum(min(window or T, T) for window in windows)
+    heads = cfg.num_heads * cfg.head_size
+    return float(6 * count_compute_parameters(cfg) + 12 * heads * seen)

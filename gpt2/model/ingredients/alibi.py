@@ -1,0 +1,39 @@
+"""Linear biases by distance in place of positions (Press et al. 2022, arXiv 2108.12409).
+
+Scores lose a head's slope times how far back a key is. No parameters.
+"""
+
+import math
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from gpt2.config import GPTConfig
+from gpt2.model.ingredients.base import Ingredient
+from gpt2.ops import terms
+from gpt2.ops.plain import ScoreTerm
+
+
+class Alibi(Ingredient):
+    """`model.position=alibi`."""
+
+    option = "position"
+    score_term = terms.Alibi
+
+    @classmethod
+    def is_wanted(cls, config: GPTConfig) -> bool:
+        """Returns whether positions are told by biases."""
+        return config.position == "alibi"
+
+    def score_terms(self, attention: nn.Module) -> tuple[ScoreTerm, ...]:
+        """Returns the biases of all heads."""
+        return (terms.Alibi(alibi_slopes(self.config.num_heads)),)
+
+
+def alibi_slopes(num_heads: int) -> Array:
+    """Returns the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
+    smaller = 2 ** math.floor(math.log2(num_heads))
+    first = [2.0 ** (-8.0 * (i + 1) / smaller) for i in range(smaller)]
+    rest = [2.0 ** (-8.0 * (i + 0.5) / smaller) for i in range(num_heads - smaller)]
+    return jnp.array(first + rest, jnp.float32)

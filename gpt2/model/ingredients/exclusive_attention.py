@@ -1,0 +1,27 @@
+"""Attention's output loses its part along the position's own value (Zhai 2026, arXiv 2603.09078).
+
+One more pass over attention's output and the values; no parameters.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from gpt2.model.ingredients.base import Heads, Ingredient
+
+TINY = 1e-24  # in place of the squared length of a value that is 0
+
+
+class ExclusiveAttention(Ingredient):
+    """`model.exclusive_attention`."""
+
+    option = "exclusive_attention"
+
+    def attended(self, attention: nn.Module, y: Array, x: Array, heads: Heads) -> Array:
+        """Projects the output of each head off its value."""
+        own = jnp.repeat(heads.v, y.shape[2] // heads.v.shape[2], axis=2).astype(
+            jnp.float32
+        )
+        length = jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
+        share = (y * own).sum(-1, keepdims=True) / length
+        return (y - share * own).astype(y.dtype)

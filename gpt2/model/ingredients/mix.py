@@ -1,0 +1,33 @@
+"""A learned sum of two arrays."""
+
+import chex
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from gpt2.config import GPTConfig
+from gpt2.model.layers import named_param
+from gpt2.ops import Ops
+from gpt2.ops.plain import Shape
+
+
+class Mix(nn.Module):
+    """A sum of two arrays, weighted by two learned numbers.
+
+    Attributes:
+        init_weights: the two weights at the start.
+    """
+
+    config: GPTConfig
+    ops: Ops
+    init_weights: tuple[float, float]
+
+    @nn.compact
+    def __call__(self, x: Array, other: Array) -> Array:
+        """Returns the weighted sum of `x` and `other`, of one shape, in the compute type."""
+        chex.assert_equal_shape([x, other])
+        weights = named_param(self, "weights", self._init, (2,), ("mix",))
+        return (weights[0] * x + weights[1] * other).astype(self.config.compute_dtype)
+
+    def _init(self, key: Array, shape: Shape, dtype: str) -> Array:
+        return jnp.array(self.init_weights, dtype)

@@ -1,0 +1,21 @@
+"""RMSNorm of queries and keys, per head (Dehghani et al. 2023; Qwen 3, arXiv 2505.09388).
+
+Two scales `[H]` in each layer; norms of short rows.
+"""
+
+import flax.linen as nn
+
+from gpt2.model.ingredients.base import Flow, Heads, Ingredient
+from gpt2.model.layers import Norm
+
+
+class QKNorm(Ingredient):
+    """`model.qk_norm`."""
+
+    option = "qk_norm"
+
+    def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:
+        """Normalises both."""
+        q_norm = Norm(self.config, attention.ops, "head_size", "rmsnorm", name="q_norm")
+        k_norm = Norm(self.config, attention.ops, "head_size", "rmsnorm", name="k_norm")
+        return heads._replace(q=q_norm(heads.q), k=k_norm(heads.k))

@@ -1,0 +1,32 @@
+"""Mixes the first layer's values into others' (Zhou et al. 2024, arXiv 2410.17897).
+
+Two numbers in each layer, halves at the start; one more array from layer to layer.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+
+from gpt2.model.ingredients.base import Flow, Heads, Ingredient
+from gpt2.model.ingredients.mix import Mix
+
+
+class ValueResidual(Ingredient):
+    """`model.value_residual`."""
+
+    option = "value_residual"
+
+    def enter(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
+        """Makes room for the first layer's values."""
+        cfg = self.config
+        values = jnp.zeros((*x.shape[-3:-1], cfg.kv_heads, cfg.head_size), x.dtype)
+        values = gpt.ops.constrain(values, "batch", "length", "heads", "head_size")
+        flow.carried[self.option] = values
+        return x
+
+    def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:
+        """Mixes them in; the first layer mixes in its own, so that all layers are alike."""
+        first = jnp.where(flow.layer == 0, heads.v, flow.carried[self.option])
+        flow.carried[self.option] = first
+        mix = Mix(self.config, attention.ops, (0.5, 0.5), name="value_residual")
+        return heads._replace(v=mix(heads.v, first))

@@ -1,0 +1,310 @@
+"""GPT-2's operations as formulas: arrays in, arrays out, derivatives left to JAX.
+
+`GPT(config)` computes by these. A backend puts faster functions of the same signatures in their
+place (gpt2/ops/table.py), and tests hold those to the formulas. gpt2/model/gpt.py explains the
+letters of dimensions. Products of 16-bit operands add up in float32; softmax, statistics of rows
+and losses are float32.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from gpt2.utils.remat import CORE_ATTENTION
+from gpt2.utils.trees import Tree
+
+Activation = Callable[[Array], Array]
+# From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
+# scores. It may append columns: keys that take weight and have no value.
+ScoreTerm = Callable[[Array, Array, Array], Array]
+# From logits [B, T, V] to logits.
+LogitTerm = Callable[[Array], Array]
+# From logits, log normalisers [B, T, 1] and the targets' logits [B, T, K] to losses [B, T, K].
+LossTerm = Callable[[Array, Array, Array], Array]
+
+
+class Scoring(NamedTuple):
+    """How attention weighs values, beside queries and keys."""
+
+    scale: float  # factor of their products
+    window: int = 0  # positions that one sees, itself included; 0: all before it
+    terms: tuple[ScoreTerm, ...] = ()  # what happens to the scores, in order
+    segments: Array | None = None  # [B, T] int32; a position sees only its own segment
+    dropout: float = 0.0  # probability with which a weight is dropped
+    dropout_key: Array | None = None
+
+
+class Objective(NamedTuple):
+    """What is lost, given hidden states and targets."""
+
+    # The derivative of the first target's sum is that of the weighted sums of all K; others' sums
+    # have none. The first weight is 1.
+    weights: tuple[Array | float, ...] = (1.0,)
+    logit_terms: tuple[LogitTerm, ...] = ()  # what happens to the logits, in order
+    loss_terms: tuple[LossTerm, ...] = ()  # what is added to each target's loss
+    vocab_size: int = 0  # rows of a table from here on are padding without probability
+    dtype: DTypeLike = jnp.float32  # of the product's operands
+    logits_dtype: DTypeLike = jnp.float32  # in which a kernel may store logits
+
+
+def linear(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    num_contract: int = 1,
+    activation: Activation | None = None,
+    dtype: DTypeLike,
+) -> Array:
+    """Maps `activation(x)` `[..., C1, .., Cn]` to `[..., O1, .., Om]` in `dtype`.
+
+    `kernel` is `[C1, .., Cn, O1, .., Om]`, n = `num_contract`; `bias` is `[O1, .., Om]`.
+    """
+    x = x.astype(dtype)
+    if activation:
+        x = activation(x)
+    y = jnp.tensordot(
+        x, kernel.astype(dtype), num_contract, preferred_element_type=jnp.float32
+    )
+    if bias is not None:
+        y = y + bias
+    return y.astype(dtype)
+
+
+def linear_parts(
+    x: Array, kernel: Array, bias: Array | None = None, *, dtype: DTypeLike
+) -> list[Array]:
+    """Maps `[..., C]` by a kernel `[C, P, O1, .., Om]` to P results `[..., O1, .., Om]`."""
+    y = linear(x, kernel, bias, dtype=dtype)
+    axis = x.ndim - 1
+    return [part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis)]
+
+
+def norm(
+    x: Array,
+    scale: Array,
+    bias: Array | None = None,
+    *,
+    center: bool = True,
+    eps: float = 1e-5,
+    dtype: DTypeLike,
+) -> Array:
+    """Divides rows `[..., D]` by their root mean square, times `scale` `[D]`, plus `bias` `[D]`.
+
+    With `center` the mean is subtracted first: LayerNorm (Ba et al. 2016), else RMSNorm (Zhang and
+    Sennrich 2019). `eps` joins the mean square.
+    """
+    y = x.astype(jnp.float32)
+    if center:
+        y -= y.mean(axis=-1, keepdims=True)
+    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + eps)
+    y *= scale
+    if bias is not None:
+        y = y + bias
+    return y.astype(dtype)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """Returns GELU in its tanh form (Hendrycks and Gimpel 2016, section 2), as OpenAI's GPT-2."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def gelu_erf(x: Array) -> Array:
+    """Returns GELU in its exact form."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+def relu_squared(x: Array) -> Array:
+    """Returns the square of the positive part (So et al. 2021)."""
+    return jnp.square(jnp.maximum(x, 0))
+
+
+# `model.activation` -> the function between the MLP's two linear maps. Of those that end in glu it
+# is the function of a third map, which multiplies the first one's result (Shazeer 2020).
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu_erf,
+    "relu": jax.nn.relu,
+    "relu_squared": relu_squared,
+    "silu": jax.nn.silu,
+    "swiglu": jax.nn.silu,
+    "geglu": gelu_tanh,
+}
+
+
+def activation(name: str) -> Activation:
+    """Returns the elementwise function that `model.activation` names."""
+    return ACTIVATIONS[name]
+
+
+def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
+    """Lets each position attend to itself and those before it: `softmax(q k^T / sqrt(H)) v`.
+
+    `q` is `[B, T, N, H]`, and so is the result, in its type; `k` and `v` are `[B, T, K, H]`. Query
+    head n reads the keys of head n // (N / K).
+    """
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    time = jnp.arange(q.shape[1])
+    visible = sees(time[:, None], time, scoring.window)
+    if (segments := scoring.segments) is not None:
+        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    scores *= scoring.scale
+    for term in scoring.terms:
+        scores = term(scores, time[:, None], time)
+    weights = masked_softmax(scores, visible).astype(q.dtype)
+    if scoring.dropout_key is not None:
+        share = 1.0 - scoring.dropout
+        kept = jax.random.bernoulli(scoring.dropout_key, share, weights.shape)
+        weights = jnp.where(kept, weights / share, 0.0)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, v, preferred_element_type=jnp.float32)
+    return checkpoint_name(out.astype(q.dtype), CORE_ATTENTION)  # for rematerialisation
+
+
+def attention_cached(
+    q: Array, k_cache: Array, v_cache: Array, length: Array, scoring: Scoring
+) -> Array:
+    """Lets the last T positions, `q` `[B, T, N, H]`, attend to a cache that holds them too.
+
+    The cache is `[B, K, S, H]`; entries from `length`, int32 `[B]`, on are ignored. Otherwise it is
+    `attention`, without segments and dropout.
+    """
+    B, T, N, H = q.shape
+    K, S = k_cache.shape[1:3]
+    first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
+    query = first + jnp.arange(T)[:, None]
+    key = jnp.arange(S)
+    # The queries of a group are rows of one product: XLA:CPU has none of 16 bits with three axes.
+    rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
+    scores = jnp.einsum(
+        "bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32
+    )
+    scores = scores.reshape(B, N, T, S) * scoring.scale
+    for term in scoring.terms:
+        scores = term(scores, query, key)
+    weights = masked_softmax(scores, sees(query, key, scoring.window)).astype(q.dtype)
+    weights = weights.reshape(B, K, -1, S)
+    out = jnp.einsum(
+        "bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32
+    )
+    return jnp.moveaxis(out.reshape(B, N, T, H), 1, 2).astype(q.dtype)
+
+
+def sees(query: Array, key: Array, window: int) -> Array:
+    """Returns whether positions `query` see positions `key`, which broadcast together."""
+    visible = query >= key
+    return visible & (query - key < window) if window else visible
+
+
+def masked_softmax(scores: Array, visible: Array) -> Array:
+    """Returns weights `[B, N, T, S]` of `visible` keys; further columns take theirs."""
+    S = visible.shape[-1]
+    hidden = jnp.where(visible, scores[..., :S], -jnp.inf)
+    return jax.nn.softmax(jnp.concatenate([hidden, scores[..., S:]], axis=-1))[..., :S]
+
+
+def rope_frequencies(size: int, base: float) -> Array:
+    """Returns turns per position of pairs of dimensions, `[size / 2]` (Su et al. 2021)."""
+    half = size // 2
+    return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+
+
+def rotation(
+    positions: Array, frequencies: Array, length: float = 1.0
+) -> tuple[Array, Array]:
+    """Returns cosines and sines of position times frequency, `[B or 1, T, 1, R / 2]`, for `rope`.
+
+    `positions` are `[B or 1, T]` int32; vectors get `length` times as long.
+    """
+    angles = positions[:, :, None, None] * frequencies
+    return length * jnp.cos(angles), length * jnp.sin(angles)
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Turns pairs of dimensions of `x` `[B, T, N, H]`, in float32, by the angles of `rotation`.
+
+    A pair has a dimension of either half of the first R, as GPT-NeoX splits them.
+    """
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    turned = [a * cos - b * sin, a * sin + b * cos, rest]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def cross_entropy(
+    hidden: Array, table: Array, targets: Array, objective: Objective
+) -> tuple[Array, Array]:
+    """Sums `-log softmax(hidden table^T)` at the targets, in nats, over all positions.
+
+    `hidden` is `[B, T, D]`, `table` `[V, D]`, and `targets` are `[B, T, K]` int32, K for each
+    position, of which -1 is none. Returns the sums, float32 `[K]`, and of them what each loss term
+    added, `[terms, K]`.
+    """
+    logits = logits_of(hidden, table[: objective.vocab_size], objective.dtype)
+    for change in objective.logit_terms:
+        logits = change(logits)
+    log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0), axis=-1)
+    parts = [log_normaliser - target_logits]
+    for term in objective.loss_terms:
+        part = term(logits, log_normaliser, target_logits)
+        parts.append(jnp.broadcast_to(part, targets.shape))
+    sums = jnp.where(targets >= 0, jnp.stack(parts), 0.0).sum((1, 2))
+    total = sums.sum(0)
+    known = jax.lax.stop_gradient(total)
+    derived = sum(
+        weight * (total[k] - known[k]) for k, weight in enumerate(objective.weights)
+    )
+    return known.at[0].add(derived), jax.lax.stop_gradient(sums[1:])
+
+
+def logits_of(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
+    """Returns logits `[B, T, V]`, float32, of rows `[B, T, D]` and a table `[V, D]`."""
+    hidden = hidden.astype(dtype)
+    table = table.astype(dtype)
+    return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+
+
+def look_up(table: Array, indices: Array, dtype: DTypeLike) -> Array:
+    """Returns rows of a table `[V, D]` by int32 `[B, T]`, `[B, T, D]`; NaN where there is none."""
+    return jnp.take(table, indices, axis=0).astype(dtype)
+
+
+def add_rows(x: Array, table: Array) -> Array:
+    """Adds the first T rows of a table `[rows, D]` to every sequence of `x` `[B, T, D]`."""
+    return x + table[: x.shape[1]].astype(x.dtype)
+
+
+# What a table has for arrays that are spread over devices. Nothing is, here.
+
+Init = Callable[..., Array]  # of a key, a shape and a type
+Shape = tuple[int, ...]
+Names = tuple[str, ...]  # of axes
+
+
+def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -> Array:
+    """Returns a parameter of a module that has a `config`; its axes have names."""
+    boxed = nn.with_logical_partitioning(init, axes)
+    return module.param(name, boxed, shape, module.config.param_dtype, unbox=True)
+
+
+def pad_vocab(table: Array) -> Array:
+    """Returns a table `[V, D]` with as many rows as a head's product wants."""
+    return table
+
+
+def constrain(x: Array, *names: str) -> Array:
+    """Spreads an activation by the names of its last axes."""
+    return x
+
+
+def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
+    """Returns parameters and a micro-batch, whose loss is computed apart from others'."""
+    return params, micro_batch

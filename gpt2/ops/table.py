@@ -1,0 +1,89 @@
+"""The table of operations that a model computes with: formulas, or faster functions for them.
+
+A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py) and hands it
+to the model. Taking a kernel out of a table makes a run slower and nothing else.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import flax.linen as nn
+from jax import Array
+from jax.typing import DTypeLike
+
+from gpt2.ops import plain
+from gpt2.ops.plain import Activation, Init, Names, Objective, Scoring, Shape
+from gpt2.utils.trees import Tree
+
+Attention = Callable[[Array, Array, Array, Scoring], Array]
+CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
+CrossEntropy = Callable[[Array, Array, Array, Objective], tuple[Array, Array]]
+LookUp = Callable[[Array, Array, DTypeLike], Array]
+Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
+
+
+class Linear(Protocol):
+    """See `plain.linear`."""
+
+    def __call__(  # noqa: D102
+        self,
+        x: Array,
+        kernel: Array,
+        bias: Array | None = None,
+        *,
+        num_contract: int = 1,
+        activation: Activation | None = None,
+        dtype: DTypeLike,
+    ) -> Array: ...
+
+
+class LinearParts(Protocol):
+    """See `plain.linear_parts`."""
+
+    def __call__(  # noqa: D102
+        self, x: Array, kernel: Array, bias: Array | None = None, *, dtype: DTypeLike
+    ) -> list[Array]: ...
+
+
+class Norm(Protocol):
+    """See `plain.norm`."""
+
+    def __call__(  # noqa: D102
+        self,
+        x: Array,
+        scale: Array,
+        bias: Array | None = None,
+        *,
+        center: bool = True,
+        eps: float = 1e-5,
+        dtype: DTypeLike,
+    ) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """What a model computes with; each member is explained at its formula.
+
+    Attributes:
+        param: reads a parameter whole.
+        kernel: reads one for `linear`, `linear_parts`, `look_up`, `look_up_tokens`, `add_rows`,
+            `pad_vocab` and `cross_entropy` of the same table, which may hold a part of it only.
+        look_up_tokens: looks up in what `pad_vocab` returned.
+    """
+
+    param: Param = plain.param
+    kernel: Param = plain.param
+    linear: Linear = plain.linear
+    linear_parts: LinearParts = plain.linear_parts
+    norm: Norm = plain.norm
+    activation: Callable[[str], Activation] = plain.activation
+    attention: Attention = plain.attention
+    attention_cached: CachedAttention = plain.attention_cached
+    look_up: LookUp = plain.look_up
+    look_up_tokens: LookUp = plain.look_up
+    add_rows: Callable[[Array, Array], Array] = plain.add_rows
+    pad_vocab: Callable[[Array], Array] = plain.pad_vocab
+    cross_entropy: CrossEntropy = plain.cross_entropy
+    constrain: Callable[..., Array] = plain.constrain
+    isolate: Callable[[Tree, Tree], tuple[Tree, Tree]] = plain.isolate

@@ -1,0 +1,181 @@
+"""The table of operations (gpt2/ops/table.py) for the devices that a model runs on.
+
+What a kernel cannot do, the formula does: a term of the scores that it does not know, dropout of
+weights, a length, JAX_DISABLE_JIT.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+
+from gpt2.config import GPTConfig
+from gpt2.errors import UserError
+from gpt2.ops import Ops, plain
+from gpt2.ops.blocked_attention import blocked_attention
+from gpt2.ops.cross_entropy import (
+    cross_entropy,
+    look_up_padded,
+    pad_vocab,
+    rows_at_once,
+)
+from gpt2.ops.fsdp import look_up
+from gpt2.ops.fused_attention import library_attention, splash_attention
+from gpt2.ops.linear import activation, add_rows, linear, linear_apart, linear_parts
+from gpt2.ops.norm import norm
+from gpt2.ops.table import Attention, LookUp
+from gpt2.ops.terms import Alibi, Sinks, SoftCap, Spread
+from gpt2.ops.variants import variants_for
+from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
+from gpt2.parallel.shards import isolate, kernel_param, whole_param
+from gpt2.utils.platform import is_older, jit_is_off, platform_of
+
+# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
+# divides over devices. Parameters, logits and losses always have the true size.
+VOCAB_MULTIPLE = 128
+SHORT = 64  # up to so many positions, the formula is as fast as blocks on a CPU
+
+# `model.attention` -> the terms of scores that it computes. "plain" computes all.
+TERMS: dict[str, tuple[type, ...]] = {
+    "blocked": (SoftCap, Alibi, Sinks),
+    "xla": (Alibi,),
+    "cudnn": (Alibi,),
+    "splash": (SoftCap, Sinks),
+}
+PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
+
+# The options that bring a term of the scores, and its kind.
+Terms = Mapping[str, type]
+
+
+def choose_attention(
+    cfg: GPTConfig, device: jax.Device, terms: Terms
+) -> tuple[str, str]:
+    """Returns the implementation of attention for a model on a device, and why it is no other.
+
+    The reason is empty where there is nothing to tell. One that is asked for by `model.attention`
+    and cannot run is a UserError.
+    """
+
+    def obstacle(name: str) -> str:
+        platform = platform_of(device)
+        for option, kind in terms.items():
+            if kind not in TERMS[name]:
+                return f"cannot compute {option}"
+        if PREFERRED.get(platform) != name and name in ("cudnn", "splash"):
+            return f"does not run on this device ({platform})"
+        if name in ("cudnn", "splash") and is_older(device):
+            return f"does not run on this device ({device.device_kind})"
+        if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
+            return f"needs bfloat16 or float16, and precision.compute is {cfg.compute_dtype}"
+        if name == "cudnn" and (cfg.head_size % 8 or cfg.head_size > 128):
+            return f"needs heads of at most 128 in steps of 8, and these have {cfg.head_size}"
+        if name == "splash" and cfg.context_length % 128:
+            return (
+                f"needs a context in steps of 128, and this one is {cfg.context_length}"
+            )
+        return ""
+
+    asked = cfg.attention
+    if asked == "plain":
+        return asked, ""
+    if asked != "auto":
+        if found := obstacle(asked):
+            raise UserError(
+                f"model.attention={asked!r} {found}",
+                "Use --config.model.attention=auto",
+            )
+        return asked, ""
+    preferred = PREFERRED.get(platform_of(device), "xla")
+    if preferred == "blocked" and cfg.context_length <= SHORT:
+        return "plain", ""
+    for name in (preferred, "xla"):
+        if not obstacle(name):
+            return name, ""
+    found = obstacle("xla")
+    return "plain", found.removeprefix("cannot compute ")
+
+
+def make_ops(
+    cfg: GPTConfig,
+    mesh: Mesh,
+    terms: Terms,
+    rules: Rules | None = None,
+    *,
+    gathers_by_layer: bool = False,
+) -> Ops:
+    """Returns the table for a model on the devices of a mesh.
+
+    Args:
+        cfg: the model.
+        mesh: with an axis `tensor` of more than one device, XLA's partitioner splits activations as
+            `rules` say.
+        terms: what the model adds to the scores.
+        rules: of the layout; None: each device computes by itself.
+        gathers_by_layer: whether devices hold shards of kernels and tables, of which each is
+            gathered where it is used, within a `shard_map` over `fsdp`.
+    """
+    if jit_is_off():
+        return Ops()
+    device = mesh.devices.flat[0]
+    platform = platform_of(device)
+    splits_axes = mesh.shape.get("tensor", 1) > 1
+    variants = variants_for(platform, several=mesh.size > 1, splits_axes=splits_axes)
+    by_axes: Callable[..., Array] = plain.constrain
+    on_devices: Spread | None = None
+    if splits_axes and rules:
+        by_axes = partial(constrain, mesh=mesh, rules=rules)
+        on_devices = partial(map_devices, mesh=mesh, rules=rules)
+    param = plain.param
+    kernel = plain.param
+    if gathers_by_layer and rules:
+        # XLA would keep the whole from forward to backward pass, with nothing between them.
+        forget = cfg.remat == "none" and not cfg.loops_over_layers
+        shards_for = partial(find_shards, mesh=mesh, rules=rules, forget=forget)
+        param = partial(whole_param, shards_for=shards_for)
+        # Of which it makes a `Shard`, as the functions below take it.
+        kernel = partial(kernel_param, shards_for=shards_for)  # type: ignore[assignment]
+    multiple = VOCAB_MULTIPLE if splits_axes or platform != "cpu" else 1
+    rows_of_head = -(-cfg.vocab_size // multiple) * multiple
+    rows = rows_at_once(
+        platform, (rows_of_head, cfg.embed_dim), is_scarce=gathers_by_layer
+    )
+    tokens: LookUp = look_up if gathers_by_layer else plain.look_up
+    if rows_of_head > cfg.vocab_size:
+        tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
+    return Ops(
+        param=param,
+        kernel=kernel,
+        linear=partial(linear, variants=variants),
+        linear_parts=partial(
+            linear_apart if variants.apart else linear_parts, variants=variants
+        ),
+        norm=partial(norm, variants=variants),
+        activation=activation,
+        attention=attention_by(
+            choose_attention(cfg, device, terms)[0], platform, on_devices
+        ),
+        look_up=look_up if gathers_by_layer else plain.look_up,
+        look_up_tokens=tokens,
+        add_rows=add_rows,
+        pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),  # type: ignore[arg-type]
+        cross_entropy=partial(cross_entropy, variants=variants, rows=rows),
+        constrain=by_axes,
+        isolate=isolate if gathers_by_layer else plain.isolate,
+    )
+
+
+def attention_by(name: str, platform: str, spread: Spread | None = None) -> Attention:
+    """Returns the function of an implementation, one of `TERMS` or `plain`."""
+    if name == "blocked":
+        return partial(blocked_attention, spread=spread)
+    if name == "splash":
+        return partial(splash_attention, interpret=platform != "tpu", spread=spread)
+    if name == "cudnn":
+        return partial(library_attention, implementation="cudnn", spread=spread)
+    if name == "xla":
+        return partial(library_attention, implementation="xla", spread=spread)
+    return plain.attention

@@ -1,0 +1,54 @@
+"""Parameters of FSDP by layer, of which each device holds a shard (gpt2/ops/fsdp.py)."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+from jax import Array
+
+from gpt2.ops import plain
+from gpt2.ops.fsdp import Shard, Shards, gather_parameter
+from gpt2.ops.plain import Init, Names, Shape
+from gpt2.utils.trees import Tree
+
+ShardsFor = Callable[
+    [Names], Shards | None
+]  # how devices hold a parameter; None: whole
+
+
+def kernel_param(
+    module: nn.Module,
+    name: str,
+    init: Init,
+    shape: Shape,
+    axes: Names,
+    *,
+    shards_for: ShardsFor,
+) -> Array | Shard:
+    """Reads a parameter as `plain.param` does: a `Shard` of it where it is gathered by layer."""
+    shards = shards_for(axes)
+    if shards is None:
+        return plain.param(module, name, init, shape, axes)
+    array = plain.param(module, name, init, shards.shard_shape(shape), axes)
+    return Shard(array, shards)
+
+
+def whole_param(
+    module: nn.Module,
+    name: str,
+    init: Init,
+    shape: Shape,
+    axes: Names,
+    *,
+    shards_for: ShardsFor,
+) -> Array:
+    """Reads a parameter as `plain.param` does, gathered."""
+    found = kernel_param(module, name, init, shape, axes, shards_for=shards_for)
+    if isinstance(found, Shard):
+        return gather_parameter(found.array, found.shards, found.array.dtype)
+    return found
+
+
+def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
+    """Returns both, so that shards are gathered for this micro-batch, and not once for all."""
+    return jax.lax.optimization_barrier((params, micro_batch))
