@@ -285,7 +285,9 @@ def encode_in_parallel(
 def read_parts(document: Document) -> Iterator[str]:
     """Yields a document's text in parts whose tokens, joined, are the document's."""
     if isinstance(document, str):
-        yield from _cut(io.StringIO(document, newline=""))
+        # JSON and Python can spell half a surrogate pair, which UTF-8 cannot.
+        text = document.encode("utf-8", "replace").decode("utf-8")
+        yield from _cut(io.StringIO(text, newline=""))
         return
     with (
         reading(document),

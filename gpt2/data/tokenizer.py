@@ -221,7 +221,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        with reading(f"a text by {self.name}", "Give one that knows all characters"):
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         is_special = np.isin(ids, self._special)
         if not is_special.any():
