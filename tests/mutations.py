@@ -40,8 +40,8 @@ class Fault(NamedTuple):
 # A name, a file (of gpt2/), which tests (of test_*.py); a part of a line, and what replaces it.
 TABLE = """
 published losses lie at other steps: telemetry/plots.py, recipes -k as_much
-    - steps = points[:, 0] / per_step
-    + steps = points[:, 0] / last
+    - steps = points[:, 0] / tokens_per_step
+    + steps = points[:, 0] / tokens_per_step / 2
 a guard keeps NaN and Inf: training/guard.py, guard -k never_been
     - keep = finite & (
     + keep = (
@@ -253,20 +253,35 @@ a run that was killed begins anew: train.py, train -k killed
     - start = folder.find_start(workdir)
     + start = 0
 small programs are compiled at every start: utils/launch.py, train -k second_start
-    - cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    + cache["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "9"
+    - "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"
+    + "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "9"
 a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
-    - if not (group or name in _LEAVE_WEIGHTS or name in _MAY_CHANGE):
+    - if not leaves and name not in _MAY_CHANGE:
     + if name.startswith("model."):
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code
     - pools = len(labels) > len(
     + pools = len(labels) > 1 + len(
 steps that a run no longer has count as its own: training/code.py, ablate -k different_code
-    - for each in starts if each["step"] < start["step"]] + [start]
-    + for each in starts] + [start]
+    - starts = [each for each in starts if each["step"] < start["step"]]
+    + starts = [each for each in starts if each["step"] != -1]
 a run of other code is taken over: ablate/takeover.py, ablate -k taken_over
     - if _facts(starts) != here(
     + if not here(
+a run on other devices is taken over: ablate/takeover.py, ablate -k not_taken_over
+    - "devices",
+    + "clean",
+a run that is cut short is scored: ablate/runs.py, ablate -k damaged
+    - if step != steps or not
+    + if not
+another run's folder is believed: ablate/runs.py, ablate -k damaged
+    - if found != value:
+    + if found is None:
+equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
+    - config.shapes.tokens(config.train.num_steps)
+    + config.tokens_per_step * config.train.num_steps
+p-values by size are those of one change: ablate/tables.py, ablate -k at_each_size
+    - p_value = len(changes) * float(
+    + p_value = float(
 a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
     - if own_text != text(run.config.data):
     + if not text(run.config.data):
@@ -307,14 +322,14 @@ marks are sent among what they mark: utils/stores.py, stores -k mark_comes
     - groups = [names - marks, marks]
     + groups = [names]
 what another run replaces is not set aside: utils/stores.py, stores -k not_sent_stays
-    - if known.time != mtime or not (name in theirs or is_superseded)
+    - if not is_sent or not (name in theirs or is_superseded)
     + if False
 what a store has lost is deleted here: utils/stores.py, stores -k has_lost
     - if step > newest
     + if False
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
-    - whole = (name for name in theirs if _mark(name) in theirs)
-    + whole = iter(theirs)
+    - is_whole = _mark(name) in theirs
+    + is_whole = True
 """
 
 

@@ -645,7 +645,7 @@ METRICS = f"{RUN}/metrics.jsonl"
 DAMAGES = {
     "metrics end early": (
         lambda root: replace_text(root / METRICS, '{"step": 1000', ""),
-        r"the metrics of .*seed-0 end at step 900 of 1000\. Remove .*seed-0, and repeat",
+        r"the metrics of .*seed-0 end at step 900 of 1000 with .*\. Remove .*seed-0, and",
     ),
     "metrics are cut": (lambda root: cut(root / METRICS), "end at step 0 of 1000"),
     "no metrics": (lambda root: (root / METRICS).unlink(), "end at step 0 of 1000"),
@@ -653,17 +653,17 @@ DAMAGES = {
         lambda root: replace_text(
             root / METRICS, '"eval/loss": 3', '"eval/loss": NaN, "x": 3'
         ),
-        "end with eval/loss=nan",
+        "end at step 1000 of 1000 with eval/loss=nan",
     ),
     "the score is a text": (
         lambda root: replace_text(
             root / METRICS, '"eval/loss": 3', '"eval/loss": "a", "x": 3'
         ),
-        "end with eval/loss=a",
+        "end at step 1000 of 1000 with eval/loss=a",
     ),
     "no score": (
         lambda root: replace_text(root / METRICS, '"eval/loss": 3', '"x": 3'),
-        "end with eval/loss=None",
+        "end at step 1000 of 1000 with eval/loss=None",
     ),
     "arms are swapped": (
         lambda root: swap(root / "runs/baseline", root / "runs/optim.name=lion"),
@@ -822,12 +822,16 @@ def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(
     assert told in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fact", takeover._ALIKE)
+FACTS = ("code", "jax", "jaxlib", "flax", "optax", "numpy")
+FACTS += ("device_kind", "devices", "processes")
+
+
+@pytest.mark.parametrize("fact", FACTS)
 def test_a_run_is_not_taken_over_from_other_code_versions_or_devices(
     tmp_path, monkeypatch, fact
 ):
     text = {"tokens": 7}
-    here = dict.fromkeys(takeover._ALIKE, 1)
+    here = dict.fromkeys(FACTS, 1)
     monkeypatch.setattr(
         takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text)
     )
@@ -1011,7 +1015,7 @@ def test_the_report_compares_at_each_size(tmp_path):
     write_run(sweep.runs()[1], 4.7, "diverged")  # lion at the first size
     results, looked = sweep.results(), dataclasses.replace(sweep, looks=[2, 3])
     told = sizes_table(sweep, judge(sweep, results))
-    assert told["2x64"][0] == "diverged in 1 of 3 runs"
+    assert told["2x64"][0].endswith("  diverged in 1 of 3 runs")
     looks = sizes_table(looked, judge(looked, results))
     assert set(told) - set(looks) == {
         "p, if one difference"
@@ -1048,12 +1052,28 @@ def rows_of(root, without=()):
         ]
 
 
+# A version of the code whose training raises the loss.
+UPHILL = """
+_downhill = next_token_loss
+
+def next_token_loss(*options):
+    loss = _downhill(*options)
+
+    def negated(*inputs, **named):
+        sums = loss(*inputs, **named)
+        total, count = sums["loss"]
+        return sums | {"loss": (-total, count)}
+
+    return negated
+"""
+
+
 @pytest.mark.thorough
 def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     root = tmp_path / "sweep"
     shared = [*TINY, "--config.train.eval_batches=2"]
     shared += ["--seeds=1", "--jobs=2"]
-    options = [*shared, "--vary=optim.learning_rate=4e-3,1e30", f"--workdir={root}"]
+    options = [*shared, "--vary=optim.learning_rate=1e30", f"--workdir={root}"]
     said = ablate(*options)
     assert "2/2" in said and "diverged in 1 of 1 runs" in said
     rows = rows_of(root, ["seconds"])
@@ -1065,12 +1085,11 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
         path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")
     } == times
     assert rows_of(root, ["seconds"]) == rows
-    project, block = tmp_path / "project", "gpt2/model/block.py"
+    project, changed = tmp_path / "project", "gpt2/training/__init__.py"
     for name in ("gpt2", "configs"):
         shutil.copytree(ROOT / name, project / name)
     shutil.copy(ROOT / "train.py", project)
-    text = (ROOT / block).read_text()
-    make_repository(project, block, text.replace("else x + y", "else x + 0 * y"))
+    make_repository(project, changed, (ROOT / changed).read_text() + UPHILL)
     said = ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
     assert "baseline: 1 run taken from ../sweep" in said
     first, other = rows_of(tmp_path / "beside")

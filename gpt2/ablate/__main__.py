@@ -151,10 +151,11 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
 def _read_looks(seeds: Sequence[str], find: float) -> list[int]:
     """Returns the numbers that `--seeds` gives, which ascend; one that can be a pilot's to find."""
     looks = [int(each) for each in seeds if each.isdecimal()]
-    least = 2 if find or len(looks) > 1 else 1
+    several = len(looks) > 1
+    least = 2 if find or several else 1
     ascend = len(looks) == len(seeds) and looks == sorted(set(looks))
-    fits = ascend and looks and least <= looks[0] and looks[-1] <= CHOOSING_SEEDS
-    if not fits or (find and len(looks) > 1):
+    inside = [each for each in looks if least <= each <= CHOOSING_SEEDS]
+    if not looks or not ascend or inside != looks or (find and several):
         raise UserError(
             f"--seeds={','.join(seeds)} cannot be",
             "Give 3, or without --find such as 3,5,8",

@@ -178,8 +178,10 @@ def _apply(config: Config, values: Sequence[Settings], name: str) -> Arm:
             # What the command line sets holds for all arms.
             overrides = {each: option(config, each) for each in cli.overrides()}
             config = with_options(Config.from_dict(recipe), overrides)
-        extra = {each: options.pop(each) for each in options.keys() - _KNOWN}
-        return Arm(name, with_options(config, options), commit=commit, extra=extra)
+        own = options.keys() - _KNOWN
+        extra = {each: options.pop(each) for each in own}
+        config = with_options(config, options)
+        return Arm(name, config, commit=commit, extra=extra)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
 

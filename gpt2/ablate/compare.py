@@ -16,6 +16,7 @@ from rich.table import Table
 from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Amount, Curve, read_curve, unknown
+from gpt2.ablate.runs import DAMAGE
 from gpt2.ablate.tables import spread
 from gpt2.ablate.terms import BITS_PER_BYTE, LOSS, flops
 from gpt2.config import Config, flatten
@@ -47,8 +48,15 @@ def main(*directories: str) -> None:
     for place in directories:
         workdirs |= _find_workdirs(place)
     options = {}
+    by_name = {}
     for name, members in workdirs.items():
-        options[name] = _read_options(members[0])
+        workdir = members[0]
+        try:
+            options[name] = _read_options(workdir)
+            by_name[name] = _flatten(workdir, options[name])
+        except DAMAGE as error:
+            what = f"{workdir} cannot be read ({error})"
+            raise UserError(what, "Leave it out") from None
     unit = "nats per token"
     reference = flags.FLAGS.reference
     curves = _read_curves(workdirs, options, LOSS, unit)
@@ -72,9 +80,9 @@ def main(*directories: str) -> None:
     plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
     console = Console(markup=False, highlight=False)
     console.print(_make_table(curves, unit))
-    usual = _flatten(workdirs[first][0], options[first])
+    usual = by_name[first]
     for name in others:
-        own = _flatten(workdirs[name][0], options[name])
+        own = by_name[name]
         unlike = []
         for option in usual | own:
             if usual.get(option) != own.get(option):

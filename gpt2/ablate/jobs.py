@@ -56,7 +56,8 @@ def _visible_gpus() -> list[str]:
     number = len(list(Path("/dev").glob("nvidia[0-9]*")))
     every = ",".join(map(str, range(number)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
-    return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+    none = ("", "-1")  # as is known to CUDA
+    return [gpu for gpu in visible.split(",") if gpu not in none]
 
 
 def _slots_of_cluster(jobs: int | None, ray: ModuleType) -> list[Slot]:

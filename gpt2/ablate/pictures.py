@@ -92,7 +92,9 @@ def plot_curves(
             skipped = len(curve.scores) // 10
             shown.extend(curve.scores[skipped:])
     margin = 0.06 * np.ptp(shown) or 0.1
-    panels[0].set_ylim(min(shown) - margin, max(shown) + margin)
+    low = min(shown) - margin
+    high = max(shown) + margin
+    panels[0].set_ylim(low, high)
     panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
     _save(figure, png)
 

@@ -33,7 +33,8 @@ def welch(
     both = part0 + part
     slack0 = part0**2 / (num0 - 1)
     slack = part**2 / (num - 1)
-    return np.sqrt(both), both**2 / (slack0 + slack)
+    df = both**2 / (slack0 + slack)
+    return np.sqrt(both), df
 
 
 def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
@@ -49,9 +50,9 @@ def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
     between = squares.sum(-1) / (num - 1)
     slacks = (1 - share) ** 2 / dfs
     slack = slacks.sum(-1) / (num**2 - 1)
-    statistic = between / (1 + 2 * (num - 2) * slack)
+    inflation = 1 + 2 * (num - 2) * slack
     df = 1 / (3 * slack)
-    return scipy.stats.f.sf(statistic, num - 1, df)
+    return scipy.stats.f.sf(between / inflation, num - 1, df)
 
 
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
@@ -84,7 +85,9 @@ def dunnett_quantile(sizes: tuple[int, ...], df: int, level: float) -> float:
     num_arms = len(sizes) - 1
     one_arm = scipy.stats.t.isf(level / 2, df)
     bonferroni = scipy.stats.t.isf(level / 2 / num_arms, df)
-    return scipy.optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni)
+    low = 0.99 * one_arm
+    high = 1.01 * bonferroni
+    return scipy.optimize.brentq(excess, low, high)
 
 
 def group_half_width(
@@ -128,9 +131,9 @@ def group_difference(
     gamma = np.random.default_rng(0).standard_gamma
     squares = []  # sums of squared deviations, [_NUM_DRAWN] each
     dfs = (df0, df_arm, df_others)
-    for variance, each in zip(variances, dfs, strict=True):
-        chi2 = 2 * gamma(each / 2, _NUM_DRAWN)
-        squares.append(variance * chi2)
+    for each, each_df in zip(variances, dfs, strict=True):
+        chi2 = 2 * gamma(each_df / 2, _NUM_DRAWN)
+        squares.append(each * chi2)
     half_widths = group_half_width(
         pooled=sum(squares) / df,
         variance0=squares[0] / df0,
@@ -140,7 +143,8 @@ def group_difference(
         df=df,
         level=level,
     )
-    true_error, _ = welch(variances[0], variances[1], sizes[0], num)
+    variance0, variance, _ = variances
+    true_error, _ = welch(variance0, variance, sizes[0], num)
 
     def lack(difference: float) -> float:
         found = scipy.special.ndtr((difference - half_widths) / true_error)
@@ -159,4 +163,5 @@ def _chi(df: int) -> tuple[Array, Array]:
     nodes, weights = np.polynomial.legendre.leggauss(40)
     values = low + (high - low) * (nodes + 1) / 2
     weights *= chi.pdf(values)
-    return values / math.sqrt(df), weights / weights.sum()
+    weights /= weights.sum()
+    return values / math.sqrt(df), weights

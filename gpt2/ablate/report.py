@@ -136,8 +136,9 @@ def _draw(
             dropna=False,
             sort=False,
         )
-        drawn.append(f"tuning-{option}.png")
-        pictures.plot_tuning(root / drawn[-1], best.sort_index(), sweep.unit)
+        name = f"tuning-{option}.png"
+        drawn.append(name)
+        pictures.plot_tuning(root / name, best.sort_index(), sweep.unit)
     differences = [verdict.difference for verdict in verdicts.values()]
     if not np.isfinite(differences).any():
         return drawn

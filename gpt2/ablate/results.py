@@ -114,8 +114,9 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
         value = record.get(score)
         if value is not None:
             points.append((tokens(step), flops(step), seconds, value))
-    table = np.array(points, dtype=np.float64).reshape(-1, 4)
-    return Curve(*table.T)
+    table = np.array(points, dtype=np.float64)
+    columns = table.reshape(-1, 4).T
+    return Curve(*columns)
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:

@@ -102,17 +102,13 @@ class Run:
         if state == "diverged":
             return
         last = records[-1] if records else {"step": 0}
+        step = last["step"]
         steps = self.config.train.num_steps
-        if last["step"] != steps:
-            raise UserError(
-                f"the metrics of {self.folder} end at step {last['step']} of {steps}",
-                how,
-            )
         value = last.get(score)
-        if not isinstance(value, float) or not math.isfinite(value):
-            raise UserError(
-                f"the metrics of {self.folder} end with {score}={value}", how
-            )
+        has_score = isinstance(value, float) and math.isfinite(value)
+        if step != steps or not has_score:
+            where = f"at step {step} of {steps} with {score}={value}"
+            raise UserError(f"the metrics of {self.folder} end {where}", how)
 
     def codes(self, now: str = "") -> set[str]:
         """Returns the hashes of the code that its steps are of.

@@ -13,7 +13,7 @@ from gpt2.ablate.power import same_difference, welch
 from gpt2.ablate.results import AMOUNTS, METRICS, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.verdicts import FOUND, Sample, Verdict
+from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.utils.text import format_count
 
 
@@ -60,11 +60,10 @@ def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
             if arm.change != change:
                 continue
             verdict = verdicts[arm.name]
-            row[arm.size] = verdict.words
+            difference = _number(verdict.difference, "+.4f")
             interval = _interval(verdict.low, verdict.high, "+.4f")
+            row[arm.size] = f"{difference} {interval} {verdict.words}"
             if interval:
-                word = verdict.words if verdict.words in FOUND else ""
-                row[arm.size] = f"{verdict.difference:+.4f} {interval} {word}".strip()
                 tested.append((verdict.difference, verdict.error, verdict.df))
         # A look ends at differences that seem large.
         if len(tested) > 1 and len(sweep.looks) == 1:

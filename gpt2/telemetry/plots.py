@@ -1,12 +1,16 @@
 """The curves of a run, readable at a glance: loss.png."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.stores import place_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _GREYS = ("0.25", "0.5", "0.65", "0.8")
 
@@ -71,6 +75,12 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     axes.set_xlim(limits)
     axes.legend(frameon=False, loc="upper right")
 
+    _draw_shares(strip, shares)
+    figure.savefig(workdir / "loss.png")
+
+
+def _draw_shares(strip: "Axes", shares: dict[str, float]) -> None:
+    """Draws shares that add to 1 as one bar."""
     left = 0.0
     for name, share in shares.items():
         has_room = share > 0.005 * len(name) + 0.02
@@ -81,4 +91,3 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     strip.set_title("time since the first start")
     strip.set_xlim(0, 1)
     strip.set_axis_off()
-    figure.savefig(workdir / "loss.png")

@@ -22,9 +22,8 @@ def hash_code(source: Path = SOURCE) -> str:
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py")]
-    for path in package.rglob(
-        "[!.]*.py"
-    ):  # editors keep files of their own, with a dot
+    # Editors keep files of their own, with a dot.
+    for path in package.rglob("[!.]*.py"):
         if path.relative_to(package).parts[0] not in _TOOLS:
             paths.append(path)
     digest = hashlib.sha256()

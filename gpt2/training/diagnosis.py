@@ -126,10 +126,6 @@ def _make_probe(
             report(module, "output", _is_bad(output))
         return output
 
-    def by_name(tree: Params) -> dict[str, jax.Array]:
-        unrolled = in_layout(tree, scanned=False)
-        return flatten_dict(unrolled, sep="/")
-
     def place(name: str) -> tuple[int, int, int]:
         inside = f"{_LAYER.sub('h', name)}/"
         layer = _LAYER.match(name)
@@ -155,8 +151,8 @@ def _make_probe(
 
             differentiate = jax.value_and_grad(forward, has_aux=True)
             (total, sums), grads = differentiate(params)
-            weights = by_name(params)
-            grads = by_name(grads)
+            weights = _by_name(params)
+            grads = _by_name(grads)
             flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
             for name in sorted(sums, key=place):
                 module, _, kind = name.rpartition("/")
@@ -178,6 +174,11 @@ def _make_probe(
         return flags
 
     return probe
+
+
+def _by_name(tree: Params) -> dict[str, jax.Array]:
+    unrolled = in_layout(tree, scanned=False)
+    return flatten_dict(unrolled, sep="/")
 
 
 def _is_bad(tree: Any) -> jax.Array:
