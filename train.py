@@ -97,7 +97,8 @@ def main() -> int:
         optimizer=make_optimizer,
     )
     batches = Batches(config, dataset, program.backend)
-    tasks = RunTasks(config, dataset.tokenizer, program.backend.mesh)
+    mesh = program.backend.mesh
+    tasks = RunTasks(program.model, options, dataset.tokenizer, mesh)
 
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = folder.find_start(workdir)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import Config, with_options
+from gpt2.config import TrainConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
@@ -40,7 +40,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def scorer(params):
-    return Scorer(CFG, params, jax.devices()[:1])
+    return Scorer(GPT(CFG), params, jax.devices()[:1])
 
 
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
@@ -106,7 +106,7 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
     # A token that is the likeliest, which random ones hardly are.
     best = int(logits_by_hand(params, [1, 2, 3])[-1].argmax())
     requests.append(continuation([1, 2, 3], [best], 128))
-    scores = Scorer(CFG, params, jax.devices()[:num_devices]).score(requests)
+    scores = Scorer(GPT(CFG), params, jax.devices()[:num_devices]).score(requests)
     assert scores[-1].greedy and not all(score.greedy for score in scores)
     for request, score in zip(requests, scores, strict=True):
         logits = logits_by_hand(params, request.tokens)
@@ -119,7 +119,7 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
 
 
 def test_200_mixed_lengths_compile_once_per_bucket(params):
-    scorer = Scorer(CFG, params, jax.devices()[:1])
+    scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
     requests = mixed_requests()
     scorer.score(requests)
     buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
@@ -391,7 +391,7 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
         params["wte"]["embedding"].at[ord(" ")].set(2.0)
     )  # by which a space is the likeliest
     params = params | bias | {"wte": {"embedding": table}}
-    scorer, seen, centred = Scorer(CFG, params, jax.devices()[:1]), [], []
+    scorer, seen, centred = Scorer(GPT(CFG), params, jax.devices()[:1]), [], []
     score = scorer.score
     monkeypatch.setattr(
         scorer, "score", lambda *args: seen.append(score(*args)) or seen[-1]
@@ -427,7 +427,7 @@ def score_toy(folder, examples=(CHOICE,) * 3, table="toy,50", text="", **about):
     (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{table}")
     tasks = [{k: v for k, v in (ABOUT | about).items() if v is not None}]
     (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
-    return core(Scorer(CFG, None), BYTES, folder / "core.yaml")
+    return core(Scorer(GPT(CFG), None), BYTES, folder / "core.yaml")
 
 
 def test_a_small_bundle_is_scored(tmp_path):
@@ -484,7 +484,7 @@ def test_a_list_of_tasks_that_holds_none_is_told(text, tmp_path):
     (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
     (tmp_path / "core.yaml").write_text(text)
     with pytest.raises(UserError, match=r"core\.yaml"):
-        core(Scorer(CFG, None), BYTES, tmp_path / "core.yaml")
+        core(Scorer(GPT(CFG), None), BYTES, tmp_path / "core.yaml")
 
 
 @pytest.mark.parametrize(
@@ -502,15 +502,11 @@ def test_examples_of_another_kind_are_refused_by_their_line(task, example, tmp_p
     path = tmp_path / task
     path.write_text(json.dumps(example))
     with pytest.raises(UserError, match=f"{task}, line 1 lacks a part"):
-        run_task(task, Scorer(CFG, None), BYTES, path)
+        run_task(task, Scorer(GPT(CFG), None), BYTES, path)
 
 
 def run_tasks(spec, mesh):
-    sizes = ("vocab_size", "context_length", "num_layers", "num_heads", "embed_dim")
-    options = {f"model.{name}": getattr(CFG, name) for name in sizes}
-    return RunTasks(
-        with_options(Config(), options | {"train.eval_tasks": spec}), BYTES, mesh
-    )
+    return RunTasks(GPT(CFG), TrainConfig(eval_tasks=spec), BYTES, mesh)
 
 
 def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, scorer):
@@ -524,7 +520,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
     tasks = run_tasks(f"core:{bundle}", mesh)
     found, program = (
         tasks.score(spread),
-        Scorer(CFG, params, list(mesh.devices.flat))._score,
+        Scorer(GPT(CFG), params, list(mesh.devices.flat))._score,
     )
     expected = core(scorer, BYTES, bundle / "core.yaml")
     assert found == pytest.approx({f"eval/core/{f.metric}": f.value for f in expected})

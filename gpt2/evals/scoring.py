@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig, with_kernels
+from gpt2.model import GPT, with_kernels
 from gpt2.model.sampling import bucket
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
@@ -88,7 +88,7 @@ def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
 
 
 class Scorer:
-    """A model on `devices`: each scores its share of every batch. Every process of theirs calls it.
+    """A model, also of a class of your own, on `devices`: each scores its share of every batch. Every process of theirs calls it.
 
     If not given, they are all local ones, and a terminal shows a progress bar. A program is
     compiled for each bucket, another if requests have segments; other weights use the same ones.
@@ -97,11 +97,11 @@ class Scorer:
 
     def __init__(
         self,
-        config: GPTConfig,
+        model: GPT,
         params: chex.ArrayTree | None,
         devices: Sequence[jax.Device] | None = None,
     ):
-        self.context_length = config.context_length
+        self.context_length = model.config.context_length
         self.num_tokens = 0
         self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()
@@ -115,7 +115,7 @@ class Scorer:
         if devices[0].platform == "cpu":
             self._tokens_per_batch = CPU_TOKENS_PER_BATCH
             at_once = CPU_LOGITS_AT_ONCE
-        self._score = _program(config, mesh, at_once)
+        self._score = _program(with_kernels(model, devices[0]), mesh, at_once)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
@@ -154,11 +154,11 @@ class Scorer:
 
 
 @cache
-def _program(config: GPTConfig, mesh: Mesh, at_once: int) -> Wrapped:
+def _program(model: GPT, mesh: Mesh, at_once: int) -> Wrapped:
     whole = PartitionSpec()
     rows = PartitionSpec("data")
     score = jax.shard_map(
-        partial(_score, with_kernels(GPT(config), mesh.devices.flat[0]), at_once),
+        partial(_score, model, at_once),
         mesh=mesh,
         in_specs=(whole, rows),
         out_specs=rows,
