@@ -88,7 +88,7 @@ def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
 
 
 class Scorer:
-    """A model, also of a class of your own, on `devices`: each scores its share of every batch. Every process of theirs calls it.
+    """A model on `devices`: each scores its share of every batch. Every process of theirs calls it.
 
     If not given, they are all local ones, and a terminal shows a progress bar. A program is
     compiled for each bucket, another if requests have segments; other weights use the same ones.
