@@ -22,6 +22,7 @@ from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, find_task, run_task, validation_data
 from gpt2.hf.weights import load_model
+from gpt2.model import GPT
 from gpt2.utils.stores import writing
 
 
@@ -64,7 +65,7 @@ def main() -> None:
     if "validation" in args.tasks:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
-    scorer = Scorer(cfg, params)
+    scorer = Scorer(GPT(cfg), params)
     began = time.perf_counter()
     figures = validation(scorer, tokenizer, data) if data else []
     for name, path in tasks:

@@ -15,15 +15,15 @@ import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, UserError, tell
-from gpt2.evals.validation import RunTasks, validate
-from gpt2.generate import write_samples
+from gpt2.errors import DivergedError, tell
+from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
@@ -31,7 +31,7 @@ from gpt2.parallel import distributed, find_devices, gather_whole
 from gpt2.plan import command as plan
 from gpt2.profile import Profiler
 from gpt2.signals import StopSignal, leave_at_interrupt
-from gpt2.telemetry import Reporter, StepClock, plot_losses
+from gpt2.telemetry import Reporter, StepClock
 from gpt2.training import (
     Batches,
     Checkpointer,
@@ -39,8 +39,20 @@ from gpt2.training import (
     Program,
     TrainState,
     next_token_loss,
+    validate,
 )
 from gpt2.training import workdir as folder
+
+
+class Run(NamedTuple):
+    """What a run is made of, beside its state."""
+
+    program: Program
+    batches: Batches
+    tasks: RunTasks
+    workdir: Path
+    checkpointer: Checkpointer
+    clock: StepClock
 
 
 def define_flags() -> None:
@@ -54,6 +66,7 @@ def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config = cli.parse_config()
+    options = config.train
     args = flags.FLAGS
     if args.debug:
         jax.config.update("jax_disable_most_optimizations", True)
@@ -64,8 +77,8 @@ def main() -> int:
     mirror = folder.mirror(args.workdir or f"runs/{cli.config_name()}")
     workdir = mirror.folder
     folder.check_options(workdir, config)
-    if config.train.init_from and not folder.saved_steps(workdir):
-        check_source(config.train.init_from)
+    if options.init_from and not folder.saved_steps(workdir):
+        check_source(options.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
@@ -84,13 +97,12 @@ def main() -> int:
         optimizer=make_optimizer,
     )
     batches = Batches(config, dataset, program.backend)
-    tasks = RunTasks(config, dataset.tokenizer, program.backend.mesh)
+    mesh = program.backend.mesh
+    tasks = RunTasks(program.model, options, dataset.tokenizer, mesh)
 
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = folder.find_start(workdir)
     if folder.is_finished(workdir, config, start):
-        line = f"{workdir} is finished at step {start}; raise --config.train.num_steps to continue"
-        distributed.only_first(tell)(line, sys.stdout)
         with mirror:
             return 0
     state = None if start else first_state(program, dataset)
@@ -98,15 +110,12 @@ def main() -> int:
     clock = StepClock.for_run(
         config, batches.tokens_of, program.flops_per_token, before
     )
-    checkpointer = Checkpointer(
-        workdir, config.train.keep_checkpoints, config.train.keep_every
-    )
+    checkpointer = Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
+    run = Run(program, batches, tasks, workdir, checkpointer, clock)
     with mirror:  # which sends a URL what the run writes in its folder
-        return train(
-            program, batches, tasks, workdir, checkpointer, clock, state, start
-        )
+        return train(run, state, start)
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
@@ -117,17 +126,9 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
     return program.init_state(jax.device_get(params))
 
 
-def train(
-    program: Program,
-    batches: Batches,
-    tasks: RunTasks,
-    workdir: Path,
-    checkpointer: Checkpointer,
-    clock: StepClock,
-    state: TrainState,
-    start: int,
-) -> int:
+def train(run: Run, state: TrainState, start: int) -> int:
     """Runs the steps after `start`, writes the run's files and returns the exit code."""
+    program, batches, tasks, workdir, checkpointer, clock = run
     config = program.config
     options = program.config.train
 
@@ -142,83 +143,79 @@ def train(
 
     def score(num_batches: int = 0) -> dict[str, float]:
         """Scores the newest state, which is never saved if it has diverged."""
+        reporter.catch_up()
         with clock.phase("validation"):
-            scores = validate(
-                eval_step, state.eval_params, *batches.validation(num_batches)
-            )
+            held_out = batches.validation(num_batches)
+            scores = validate(eval_step, state.eval_params, *held_out)
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores
 
+    def save(measured: dict[str, float] | None = None) -> None:
+        """Saves the newest state, after its metrics."""
+        reporter.close_books(step)
+        with clock.phase("checkpoint"):
+            checkpointer.save(state, step, measured, batches.position(step))
+
     # Loop: metrics are read a step late, so that the devices never wait for the host.
     step = start
+    stops = False
     scores = {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    profiler = Profiler(
-        workdir / "profile", config.logging, partial(program.traced_text, steps)
-    )
+    traced = partial(program.traced_text, steps)
+    profiler = Profiler(workdir / "profile", config.logging, traced)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
-            for step in range(start + 1, options.num_steps + 1):
+            while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.find(step, batch)]
-                profiler.step(step - 1, state)
-                norms = watch(step, state, batch)
+                train_step, watch = steps[config.shapes.find(step + 1, batch)]
+                profiler.step(step, state)
+                norms = watch(step + 1, state, batch)
                 state, metrics = train_step(state, batch)
+                step += 1
                 reporter.step(step, metrics, batches.epoch_end(step), norms)
 
                 stops = stop.reached(step)
                 validates = options.is_due(step, options.eval_every)
                 saves = stops or options.is_due(step, options.checkpoint_every)
                 if validates or saves:
-                    reporter.catch_up()
                     scores = score(0 if validates else 1)
                 if validates:
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
-                if options.eval_tasks and options.is_due(
-                    step, options.eval_tasks_every
-                ):
+                if tasks.are_due(step):
                     reporter.catch_up()
                     with clock.phase("tasks"):
                         reporter.write(step, tasks.score(state.eval_params))
                 if saves:
-                    reporter.write(step, clock.books())
-                    reporter.flush(step)
-                    with clock.phase("checkpoint"):
-                        measured = scores if validates else None
-                        checkpointer.save(state, step, measured, batches.position(step))
-                if stops:
-                    break
+                    save(scores if validates else None)
             if not scores:  # the run was killed after its last checkpoint
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
+        except Exception:  # of what is no step: validation, tasks, reading
+            if checkpointer.can_rescue(state, step):
+                reporter.catch_up()
+                save()
+            raise
         profiler.close(state)
         with clock.phase("checkpoint"):
             checkpointer.wait()
 
-    # Finish: the files that a person looks at.
-    if checkpointer.failure:
-        raise UserError(
-            checkpointer.failure, "Mend that, and repeat the command", exit_code=5
-        )
+    checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
         by = stop.requested.name
         tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
+
+    # Finish: loss.png, samples.txt and the last lines, for a person.
     params = gather_whole(state.eval_params, program.backend.mesh)
-    if jax.process_index() == 0:
-        plot_losses(workdir, clock.shares(), config.logging.reference)
-        write_samples(
-            workdir, params, config.gpt(), batches.dataset.tokenizer, config.seed
-        )
-        tell(folder.describe_results(workdir, scores, clock), sys.stdout)
+    folder.finish(workdir, program, params, batches.dataset.tokenizer, scores, clock)
     return 0
 
 

@@ -89,14 +89,9 @@ def warn(message: str) -> None:
     tell(f"warning: {message}")
 
 
-URLS = dict[str, str]()  # by the folders that are copies of them, for people's eyes
-
-
 def tell(message: str, stream: TextIO | None = None) -> None:
     """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
     stream = stream or sys.stderr
-    for folder, url in URLS.items():
-        message = message.replace(folder, url)
     with unheard(stream):
         print(message, file=stream, flush=True)
 

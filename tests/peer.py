@@ -9,7 +9,6 @@ the tests know them on machines without.
 import importlib.util
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,11 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from gpt2 import hf
 from gpt2.data.tokenizer import CharTokenizer
-from gpt2.generate import Sampling, generate
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import Tensor
 from gpt2.model import GPT
+from gpt2.model.sampling import Sampling, generate
 from gpt2.utils.scan import find_leaf
 
 
@@ -215,14 +214,15 @@ def our_answers(directory: Path, name: str) -> dict:
 
     def loss(params):
         targets = jnp.asarray(ids[:, 1:, None], jnp.int32)
-        apply = partial(GPT(cfg).apply, {"params": params}, method="loss")
-        sums, _ = apply(ids[:, :-1], targets)
+        sums, _ = GPT(cfg).apply(
+            {"params": params}, ids[:, :-1], targets, method="loss"
+        )
         return sums[0] / targets.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(
+        GPT(cfg),
         params,
-        cfg,
         ids[:1, :8].tolist(),
         max_new_tokens=NUM_NEW,
         sampling=Sampling(0.0),

@@ -249,7 +249,7 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
         model__position="rope", optim__layer_rates="h_0/=0.5,wte=2", model__bias=False
     )
     assert case.varied(text).config == make_config(**options, optim__eps=1.0)
-    assert case.varied("XLA_FLAGS=--b=2").variables == {"XLA_FLAGS": "--a=1 --b=2"}
+    assert case.varied("XLA_FLAGS=--b=2").xla_flags == "--a=1 --b=2"
     with pytest.raises(UserError):
         case.varied("model.positron=rope")
 
@@ -271,7 +271,7 @@ def player(code):
 def test_a_player_does_the_steps_it_is_asked_for_and_tells():
     code = "from types import SimpleNamespace as S; from gpt2.benchmark.measure import serve\n"
     code += "n = []; work = S(step=lambda: n.append(1), first_steps=lambda: n)\n"
-    code += "serve('1 x H100', work, lambda: len(n))"
+    code += "work.device = '1 x H100'; work.info = lambda: len(n); serve(work)"
     with contextlib.closing(player(code)) as it:
         assert it.device == "1 x H100"
         assert len(it.ask(3)) == 3 and len(it.ask(1)) == 1 and it.ask(0) == 4
@@ -412,7 +412,7 @@ def test_nothing_that_a_part_started_lives_on(tmp_path):
     script = "import subprocess, sys, time\n"
     script += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
     script += f"open({str(pid)!r}, 'w').write(str(child.pid)); time.sleep(99)"
-    list(suite.run_command(["-c", script], 5, tmp_path / "log"))
+    suite.run_command(["-c", script], 5, tmp_path / "log")
     stat = Path(f"/proc/{pid.read_text()}/stat")
     for _ in range(100):  # until init has reaped it
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":

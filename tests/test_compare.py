@@ -42,6 +42,10 @@ def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_r
     assert code == 2 and "bits per byte" in mistake
     code, _, mistake = compare(tmp_path, "young")
     assert code == 2 and "no run has a validation" in mistake
+    for name in ("config.json", "environment.jsonl"):
+        (tmp_path / "first" / name).write_text("{")
+        code, _, mistake = compare(tmp_path, "other", "first")
+        assert code == 2 and mistake.startswith("error: first cannot be read (")
 
 
 def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_told_whole(

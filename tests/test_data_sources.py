@@ -131,6 +131,11 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
     assert sorted(read) == sorted(f"{i} roses" * 9 for i in range(50))
     module.write_text(module.read_text() + "# changed\n")
     assert make("python:own_documents:poems").directory != dataset.directory
+    module.write_text(
+        "def poems():\n    return [f'{i} half \\ud800' for i in range(99)]\n"
+    )
+    importlib.reload(sys.modules["own_documents"])
+    assert make("python:own_documents:poems").splits["train"].num_bytes > 9
     with pytest.raises(UserError, match="cannot be imported"):
         make("python:own_documents:songs")
     for returned in ("'one text'", "[1, 2]"):

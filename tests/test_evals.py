@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import Config, with_options
+from gpt2.config import TrainConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
@@ -16,10 +16,11 @@ from gpt2.evals.core import core
 from gpt2.evals.examples import after, hellaswag, lambada
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
+from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
-from gpt2.evals.tasks import validation_data
-from gpt2.evals.validation import RunTasks, validate
+from gpt2.evals.tasks import run_task, validation_data
 from gpt2.model import GPT, GPTConfig
+from gpt2.training.validation import validate
 from tests import plain
 from tests.helpers import WORDS
 
@@ -39,7 +40,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def scorer(params):
-    return Scorer(CFG, params, jax.devices()[:1])
+    return Scorer(GPT(CFG), params, jax.devices()[:1])
 
 
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
@@ -59,6 +60,13 @@ def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
         0.75 * 2.5 + 0.25 * 1.0,
         2.5,
     )
+
+
+@pytest.mark.parametrize("batches", [[], [(0.0, 0.0)] * 2])
+def test_a_validation_split_without_targets_is_a_line(batches):
+    eval_step = lambda _, batch: {"loss": batch}  # noqa: E731
+    with pytest.raises(UserError, match="no token to predict"):
+        validate(eval_step, None, {"": (1.0, batches)})
 
 
 def mixed_requests(num=200, seed=0):
@@ -98,7 +106,7 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
     # A token that is the likeliest, which random ones hardly are.
     best = int(logits_by_hand(params, [1, 2, 3])[-1].argmax())
     requests.append(continuation([1, 2, 3], [best], 128))
-    scores = Scorer(CFG, params, jax.devices()[:num_devices]).score(requests)
+    scores = Scorer(GPT(CFG), params, jax.devices()[:num_devices]).score(requests)
     assert scores[-1].greedy and not all(score.greedy for score in scores)
     for request, score in zip(requests, scores, strict=True):
         logits = logits_by_hand(params, request.tokens)
@@ -111,7 +119,7 @@ def test_batched_scores_equal_scores_one_at_a_time(num_devices, params):
 
 
 def test_200_mixed_lengths_compile_once_per_bucket(params):
-    scorer = Scorer(CFG, params, jax.devices()[:1])
+    scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
     requests = mixed_requests()
     scorer.score(requests)
     buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
@@ -226,6 +234,28 @@ def test_texts_are_scored_by_token_word_and_byte(params, scorer, tmp_path):
     assert figures["perplexity per word"].value == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("task", ["enwik8", "text8"])
+def test_bits_are_by_bytes_of_text_that_is_not_ascii(task, params, scorer, tmp_path):
+    text = "Zwölf Boxkämpfer jagen 漢字 quer über den Deich 😀"
+    ids = [BYTES.eot, *BYTES.encode(text).tolist()]
+    bits = -log_prob_by_hand(params, ids[:1], ids[1:]) / math.log(2)
+    # A part of a larger file, which was cut within characters.
+    content = "漢".encode()[1:] + text.encode() + "漢".encode()[:2]
+    (tmp_path / task).write_bytes(content)
+    (figure,) = run_task(task, scorer, BYTES, tmp_path / task)
+    assert figure.value == pytest.approx(bits / len(text.encode()), rel=1e-4)
+    assert len(text.encode()) > 1.2 * len(text)
+
+
+@pytest.mark.parametrize("task", ["enwik8", "text8", "wikitext", "lambada", "core"])
+def test_bytes_that_are_not_utf_8_are_refused(task, scorer, tmp_path):
+    path = tmp_path / task
+    path.write_bytes("Zwölf Boxkämpfer".encode("latin-1"))
+    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
+    with pytest.raises(UserError, match=rf"{task} cannot be read \(UnicodeDecodeError"):
+        run_task(task, scorer, BYTES, path)
+
+
 def test_wikitext_is_detokenised():
     text = (
         " = = Title = = \n Over 1 @,@ 000 ( or so ) half @-@ kings , "
@@ -241,7 +271,7 @@ def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
     example = dict(ctx="a b", endings=list("defg"))
     lines = (json.dumps(example | {"label": label}) for label in (3, "0", label))
     (tmp_path / "hellaswag.jsonl").write_text("\n".join(lines))
-    with pytest.raises(UserError, match=f"label '{label}'"):
+    with pytest.raises(UserError, match=r"jsonl, line 3 lacks .* a known answer"):
         hellaswag(scorer, BYTES, tmp_path / "hellaswag.jsonl")
 
 
@@ -315,7 +345,9 @@ def bundle(tmp_path_factory):
         task = dict(label=f"task_{number}", icl_task_type=kind, num_fewshot=[shots])
         given = {} if delimiter == " " else {"continuation_delimiter": delimiter}
         tasks.append(task | {"dataset_uri": f"{number}.jsonl"} | given)
-    (folder / "eval_meta_data.csv").write_text("\n".join(rows))
+    # In another order than the tasks', with the byte order mark of a spreadsheet.
+    table = "\ufeff" + "\n".join([rows[0], *reversed(rows[1:])])
+    (folder / "eval_meta_data.csv").write_text(table, encoding="utf-8")
     (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
     return folder
 
@@ -359,7 +391,7 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
         params["wte"]["embedding"].at[ord(" ")].set(2.0)
     )  # by which a space is the likeliest
     params = params | bias | {"wte": {"embedding": table}}
-    scorer, seen, centred = Scorer(CFG, params, jax.devices()[:1]), [], []
+    scorer, seen, centred = Scorer(GPT(CFG), params, jax.devices()[:1]), [], []
     score = scorer.score
     monkeypatch.setattr(
         scorer, "score", lambda *args: seen.append(score(*args)) or seen[-1]
@@ -378,12 +410,103 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
     assert total.value == pytest.approx(np.mean(centred), rel=1e-12)
 
 
+CHOICE = {"query": "Q:", "choices": ["yes", "no"], "gold": 1}
+ABOUT = {
+    "label": "toy",
+    "dataset_uri": "toy.jsonl",
+    "num_fewshot": [1],
+    "icl_task_type": "multiple_choice",
+}
+
+
+def score_toy(folder, examples=(CHOICE,) * 3, table="toy,50", text="", **about):
+    """Scores a bundle of a task by a model that solves nothing."""
+    (folder / "eval_data").mkdir()
+    lines = [text or json.dumps(example) for example in examples]
+    (folder / "eval_data" / "toy.jsonl").write_text("\n".join(lines))
+    (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{table}")
+    tasks = [{k: v for k, v in (ABOUT | about).items() if v is not None}]
+    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
+    return core(Scorer(GPT(CFG), None), BYTES, folder / "core.yaml")
+
+
+def test_a_small_bundle_is_scored(tmp_path):
+    assert len(score_toy(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        (
+            "toy.jsonl",
+            dict(num_fewshot=[10]),
+        ),  # a bundle that was cut short for a trial
+        ("toy.jsonl", dict(num_fewshot=[-1])),
+        ("toy.jsonl", dict(examples=[], num_fewshot=[0])),
+        ("toy.jsonl, line 1", dict(examples=[CHOICE | {"gold": 2}, CHOICE])),
+        ("toy.jsonl, line 1", dict(examples=[CHOICE | {"gold": -1}, CHOICE])),
+        ("toy.jsonl, line 1", dict(examples=[CHOICE | {"gold": "1"}, CHOICE])),
+        ("toy.jsonl, line 2", dict(examples=[CHOICE, CHOICE | {"gold": 0.5}])),
+        ("toy.jsonl, line 2", dict(examples=[CHOICE, CHOICE | {"choices": "no"}])),
+        ("toy.jsonl, line 2", dict(examples=[CHOICE, {"query": "Q"}])),
+        ("toy.jsonl, line 2", dict(examples=[CHOICE, CHOICE | {"query": None}])),
+        ("line 1", dict(examples=[{"query": "", "choices": ["y"], "gold": 0}] * 3)),
+        ("toy.jsonl, line 1", dict(text='{"query": "Q')),
+        ("toy.jsonl, line 1", dict(text="[" * 99_999)),
+        ("toy.jsonl, line 1", dict(text="7")),
+        ("toy.jsonl, line 1", dict(icl_task_type="schema")),
+        ("absent.jsonl", dict(dataset_uri="absent.jsonl")),
+        ("eval_meta_data.csv", dict(table="other,50")),
+        ("eval_meta_data.csv", dict(table="toy,100")),
+        ("eval_meta_data.csv", dict(table="toy,-1")),
+        ("eval_meta_data.csv", dict(table="toy,nan")),
+        ("eval_meta_data.csv", dict(table="toy,half")),
+        ("eval_meta_data.csv", dict(table="toy")),
+        ("core.yaml", dict(num_fewshot=[])),
+        ("core.yaml", dict(num_fewshot=["1"])),
+        ("core.yaml", dict(num_fewshot=None)),
+        ("core.yaml", dict(label=None)),
+        ("core.yaml", dict(label=["toy"])),
+        ("core.yaml", dict(dataset_uri=5)),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_bundle_is_told_in_a_line(file, damage, tmp_path):
+    with pytest.raises(UserError, match=file) as told:
+        score_toy(tmp_path, **damage)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "icl_tasks: []", "icl_tasks: 5", "a: [", "- b"]
+)
+def test_a_list_of_tasks_that_holds_none_is_told(text, tmp_path):
+    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
+    (tmp_path / "core.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"core\.yaml"):
+        core(Scorer(GPT(CFG), None), BYTES, tmp_path / "core.yaml")
+
+
+@pytest.mark.parametrize(
+    ("task", "example"),
+    [
+        ("lambada", {"text": 5}),
+        ("lambada", {"txt": "a b"}),
+        ("lambada", "a b"),
+        ("hellaswag", {"ctx": "a", "endings": "abcd", "label": 0}),
+        ("hellaswag", {"ctx": None, "endings": ["a", "b"], "label": 0}),
+        ("hellaswag", ["a"]),
+    ],
+)
+def test_examples_of_another_kind_are_refused_by_their_line(task, example, tmp_path):
+    path = tmp_path / task
+    path.write_text(json.dumps(example))
+    with pytest.raises(UserError, match=f"{task}, line 1 lacks a part"):
+        run_task(task, Scorer(GPT(CFG), None), BYTES, path)
+
+
 def run_tasks(spec, mesh):
-    sizes = ("vocab_size", "context_length", "num_layers", "num_heads", "embed_dim")
-    options = {f"model.{name}": getattr(CFG, name) for name in sizes}
-    return RunTasks(
-        with_options(Config(), options | {"train.eval_tasks": spec}), BYTES, mesh
-    )
+    return RunTasks(GPT(CFG), TrainConfig(eval_tasks=spec), BYTES, mesh)
 
 
 def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, scorer):
@@ -397,7 +520,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
     tasks = run_tasks(f"core:{bundle}", mesh)
     found, program = (
         tasks.score(spread),
-        Scorer(CFG, params, list(mesh.devices.flat))._score,
+        Scorer(GPT(CFG), params, list(mesh.devices.flat))._score,
     )
     expected = core(scorer, BYTES, bundle / "core.yaml")
     assert found == pytest.approx({f"eval/core/{f.metric}": f.value for f in expected})
@@ -408,7 +531,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
 
 @pytest.mark.parametrize(
     ("spec", "told"),
-    [("cor:", "there is no task cor"), ("core:.", "no file"), ("{}", "'text'")],
+    [("cor:", "there is no task cor"), ("core:.", "no file"), ("{}", "line 1 lacks")],
 )
 def test_tasks_that_cannot_be_scored_end_a_run_before_it_begins(tmp_path, spec, told):
     (tmp_path / "lambada.jsonl").write_text('{"txt": "on the mat"}')

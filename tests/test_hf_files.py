@@ -1,6 +1,7 @@
 """Hugging Face's files: damaged ones, and tokenizers into them and out of them."""
 
 import json
+import re
 
 import chex
 import jax
@@ -15,11 +16,12 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
+from gpt2.model.sampling import Sampling, generate
 
+INDEX = "model.safetensors.index.json"
 TABLES = ("wte", "lm_head")
 TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
 CHARACTERS = "".join(sorted(set(TEXT)))
@@ -78,8 +80,8 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
     prompt = tokenizer.encode(TEXT).tolist()
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == prompt
     (ours,) = generate(
+        GPT(cfg),
         params,
-        cfg,
         [prompt[:9]],
         max_new_tokens=count,
         sampling=Sampling(0.0),
@@ -163,7 +165,7 @@ def test_rows_for_tokens_to_come_are_few(tmp_path):
                 load_tokenizer(tmp_path, cfg)
 
 
-def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path):
+def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path, capsys):
     """Llama 3 has a pattern of its own, and a token at the start of each text."""
     backend = Backend(models.BPE(ignore_merges=True))
     pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+")
@@ -191,7 +193,9 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path):
     (tmp_path / "out").mkdir()
     save_tokenizer(tmp_path / "out", tokenizer, 64)
     again = Backend.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    assert again.encode(TEXT).ids == backend.encode(TEXT).ids
+    # The token that training never saw is gone, which the export tells.
+    assert again.encode(TEXT).ids == expected != backend.encode(TEXT).ids
+    assert "adds no tokens around a text" in capsys.readouterr().err
 
 
 def test_gpt2s_tokenizer_takes_the_place_of_none_but_not_of_another(tmp_path):
@@ -199,6 +203,82 @@ def test_gpt2s_tokenizer_takes_the_place_of_none_but_not_of_another(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(UserError, match="no tokenizer"):
         load_tokenizer(tmp_path, GPTConfig(vocab_size=50257))
+
+
+def with_tensor(source, name, change):
+    """Adds a tensor to a model, made of its table of embeddings, or changes it."""
+    table = "transformer.wte.weight"
+    peer.rewrite(source, lambda arrays: arrays | {name: change(arrays[table])})
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int8, bool, np.complex64])
+def test_tensors_that_hold_no_weights_are_refused(dtype, tmp_path):
+    source = peer.write_model(tmp_path, "tied")
+    with_tensor(source, "transformer.wte.weight", lambda table: table.astype(dtype))
+    with pytest.raises(UserError, match="in place of weights"):
+        hf.load(source)
+
+
+def test_weights_beyond_float32_are_refused(tmp_path):
+    source = peer.write_model(tmp_path, "tied")
+    huge = np.full((131, 32), 1e300)
+    with_tensor(source, "transformer.wte.weight", lambda _: huge)
+    with pytest.raises(UserError, match="NaN or Inf"):
+        hf.load(source)
+
+
+def test_two_tensors_for_one_parameter_have_to_be_equal(tmp_path):
+    source = peer.write_model(tmp_path, "tied")
+    expected = hf.load(source)
+    with_tensor(source, "wte.weight", np.copy)  # as OpenAI names it
+    chex.assert_trees_all_equal(hf.load(source), expected)
+    with_tensor(source, "wte.weight", lambda table: 2 * table)
+    with pytest.raises(UserError, match=r"wte\.weight twice, with different values"):
+        hf.load(source)
+    # A shard that is left from an earlier save.
+    peer.rewrite(
+        source, lambda arrays: {k: arrays[k] for k in [*arrays][:-1]}, shards=2
+    )
+    stale = load_file(source / "model-0.safetensors")
+    name = next(iter(stale))
+    peer.save_file(stale | {name: stale[name] + 1}, source / "model-9.safetensors")
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["more"] = "model-9.safetensors"
+    (source / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="twice, with different values"):
+        hf.load(source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size": 131.0},
+        {"vocab_size": True},
+        {"n_layer": "2"},
+        {"n_inner": [128]},
+        {"layer_norm_epsilon": "1e-5"},
+        {"tie_word_embeddings": "no"},
+        {"tie_word_embeddings": 1},
+    ],
+    ids=str,
+)
+def test_options_of_another_type_are_refused_by_name(options, tmp_path):
+    source = peer.write_model(tmp_path, "tied")
+    peer.rewrite_config(source, **options)
+    ((name, value),) = options.items()
+    with pytest.raises(UserError, match=re.escape(f"{name}={value!r} is no ")):
+        hf.load(source)
+
+
+@pytest.mark.parametrize("text", ["[" * 99_999, '{"a":' * 99_999, "5", "null", "[[]]"])
+def test_a_config_that_is_no_object_is_told_in_a_line(text, tmp_path):
+    source = peer.write_model(tmp_path, "tied")
+    for name in ("config.json", INDEX):
+        kept = (source / "config.json").read_text()
+        (source / name).write_text(text)
+        with pytest.raises(UserError, match=r"cannot be read|model_type"):
+            hf.load(source)
+        (source / "config.json").write_text(kept)
 
 
 def change(source, function):
@@ -209,9 +289,6 @@ def change(source, function):
 def remove_shard(source):
     peer.rewrite(source, dict, shards=3)
     (source / "model-1.safetensors").unlink()
-
-
-INDEX = "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,15 @@ import pytest
 from configs import gpt2_124m
 from gpt2.config import Config, with_options
 from gpt2.plan import command
-from gpt2.plan.collectives import collectives, describe_collectives
-from gpt2.plan.plan import OutOfMemory, compile_plan, compute_seconds, make_program
+from gpt2.plan.collectives import Collective, collectives, describe_collectives
+from gpt2.plan.plan import (
+    OutOfMemory,
+    Plan,
+    compile_plan,
+    compute_seconds,
+    make_program,
+    recomputed_flops_per_token,
+)
 from gpt2.telemetry.chips import BOARDS
 from tests.helpers import TINY, run, thorough
 from tests.layouts import Case, setup
@@ -175,6 +182,41 @@ def test_a_forecast_counts_the_products_that_remat_computes_again(head_dim):
     assert seconds("dots") == seconds("none")
 
 
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [  # in squares of the width, of a layer: by policies full, attention and mlp
+        ({}, (4 + 4, 4, 4)),
+        ({"model.norm_position": "post"}, (4 + 8, 8, 4)),  # norms read what is added
+        ({"model.parallel_block": True}, (3 + 4, 4, 3)),
+        (
+            {"model.num_kv_heads": 4, "model.activation": "swiglu"},
+            (8 / 3 + 8, 8, 8 / 3),
+        ),
+        ({"memory.scan_layers": True}, (4 + 4, 4, 4)),
+    ],
+    ids=str,
+)
+def test_what_remat_computes_again_follows_from_shapes(options, again):
+    config = Config.from_dict(gpt2_124m.get_config()).with_vocabulary(50257)
+    for policy, squares in zip(("full", "attention", "mlp"), again, strict=True):
+        cfg = with_options(config, options | {"memory.remat": policy}).gpt()
+        core = 4 * 768 * 1024 if policy != "attention" else 0
+        expected = 12 * (2 * squares * 768**2 + core)
+        assert recomputed_flops_per_token(cfg) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_time_that_depends_on_unknown_links_is_called_unknown():
+    program = make_program(with_options(Case().config(), BYTES), jax.devices())
+    sixteen = tuple(range(16))
+    sent = [Collective("all-gather", sixteen, 1000)]
+    plan = Plan(program, {"parameters": 1}, "", sent, compile_seconds=1.0)
+    told = {board: command._forecast(plan, board) for board in BOARDS}
+    assert "tokens/s" in told["H100"] and "unknown time" in told["L4"]
+    for board, text in told.items():
+        is_known = BOARDS[board].bandwidth(sixteen) is not None
+        assert "inf" not in text and is_known == ("unknown" not in text)
+
+
 def test_links_slow_down_where_a_ring_leaves_its_domain():
     h100 = BOARDS["H100"]
     assert h100.bandwidth(tuple(range(8))) == 450e9
@@ -205,7 +247,10 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
     given = ["train.accumulate_steps"]
     config = with_options(Case().config(), BYTES)
     assert command._search(config, jax.devices()[:4], "simulated", given) == 0
-    rows = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    rows = out.splitlines()
+    assert len({*rows}) == len(rows) == len(tried)
+    assert len(err.splitlines()) == 1  # and says nothing of them twice
     fits = [not row.startswith("does not fit") for row in rows]
     assert fits == sorted(fits, reverse=True)  # those that fit come first
     times = [row.split()[0] for row, fit in zip(rows, fits, strict=True) if fit]

@@ -190,7 +190,7 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(
     (file,) = tmp_path.rglob("*.xplane.pb")
     assert [step.name for step in read_trace(file).steps] == held
     written = (tmp_path / "profile.md").read_text()
-    assert f"Mean of 2 steps, {held[0]} to {held[1]} counted from 0" in written
+    assert "Mean of 2 steps." in written
     assert "| product |" in written
     assert written == page.explain(tmp_path) == page.explain(file)
 

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2 import generate as sampling_module
+from gpt2 import generate as command
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.generate import Sampling, generate
 from gpt2.model import GPT, GPTConfig
+from gpt2.model import sampling as sampling_module
+from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules, spread_over
 from gpt2.utils.prng import sample_key
@@ -35,7 +37,7 @@ def make_params(cfg=CFG):
 
 
 def sample(prompts=PROMPTS, count=20, **options):
-    return generate(make_params(), CFG, prompts, max_new_tokens=count, **options)
+    return generate(GPT(CFG), make_params(), prompts, max_new_tokens=count, **options)
 
 
 def likeliest_without_cache(params, cfg, prompt, num_new):
@@ -59,9 +61,66 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
 def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
     cfg = dataclasses.replace(CFG, **options)
     params = make_params(cfg)
-    generated = generate(params, cfg, PROMPTS, max_new_tokens=24, sampling=GREEDY)
+    generated = generate(GPT(cfg), params, PROMPTS, max_new_tokens=24, sampling=GREEDY)
     for prompt, tokens in zip(PROMPTS, generated, strict=True):
         assert tokens == likeliest_without_cache(params, cfg, prompt, 24)
+
+
+def test_a_text_that_fills_the_context_goes_on_from_its_last_three_quarters():
+    params = make_params()
+    prompts = [[1, 2, 3], [7, 8] * 25, [9] * 70]
+    generated = generate(
+        GPT(CFG), params, prompts, max_new_tokens=70, sampling=GREEDY, eot=60
+    )
+    for prompt, tokens in zip(prompts, generated, strict=True):
+        text = list(prompt)
+        expected = []
+        while 60 not in expected and len(expected) < 70:
+            text = text if len(text) < 64 else text[-48:]
+            expected += likeliest_without_cache(params, CFG, text, 1)
+            text = [*text, expected[-1]]
+        assert tokens == [token for token in expected if token != 60]
+    drawn = sample([[1, 2, 3]], 100, seed=5)[0]  # with other keys than before
+    assert len(drawn) == 100 and drawn[:61] != drawn[-61:]
+
+
+class Halved(GPT):
+    """A model of one's own, which likes other tokens."""
+
+    def _logits(self, hidden, head):
+        return -super()._logits(hidden, head)
+
+
+def test_a_model_of_ones_own_is_what_is_sampled():
+    cfg = dataclasses.replace(CFG, scan_layers=True)  # it samples an unrolled copy
+    (tokens,) = generate(
+        Halved(cfg), make_params(cfg), PROMPTS[:1], max_new_tokens=1, sampling=GREEDY
+    )
+    logits = GPT(cfg).apply({"params": make_params(cfg)}, jnp.array(PROMPTS[:1]))
+    assert tokens == [int(logits[0, -1].argmin())]
+
+
+class Words:
+    """A tokenizer whose decoder strips the space that begins a text."""
+
+    vocab_size, eot = 61, 60
+
+    def encode(self, text):
+        return np.array([int(word) for word in text.split()])
+
+    def decode(self, tokens):
+        return "".join(f" {token}" for token in tokens)[1:]
+
+
+def test_a_prompt_and_its_continuation_are_decoded_together(monkeypatch, capsys):
+    model = CFG, make_params(), Words()
+    monkeypatch.setattr(command, "load_model", lambda *_: model)
+    options = dict(workdir="", hf="", checkpoint="", top_k=0, top_p=1.0, num_samples=1)
+    options |= dict(prompt="1 2 3", temperature=0.0, seed=0, max_new_tokens=5)
+    monkeypatch.setattr(command.flags, "FLAGS", SimpleNamespace(**options))
+    command.main()
+    (tokens,) = sample(PROMPTS[:1], 5, sampling=GREEDY, eot=60)
+    assert capsys.readouterr().out == " ".join(map(str, [1, 2, 3, *tokens])) + "\n"
 
 
 @pytest.mark.parametrize("seed", [3, 2**31, 2**32 - 1])
@@ -146,10 +205,12 @@ def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
     """The model likes its last ten tokens best: left alone it draws them, limited it does not."""
     cfg, params = with_head(jnp.zeros((61, 32)).at[51:].set(20.0))
     kwargs = dict(max_new_tokens=60, sampling=Sampling(temperature=temperature))
-    free = set(itertools.chain(*generate(params, cfg, [[1]] * 16, **kwargs)))
+    free = set(itertools.chain(*generate(GPT(cfg), params, [[1]] * 16, **kwargs)))
     assert free & set(range(51, 61))
     limited = set(
-        itertools.chain(*generate(params, cfg, [[1]] * 16, vocab_size=51, **kwargs))
+        itertools.chain(
+            *generate(GPT(cfg), params, [[1]] * 16, vocab_size=51, **kwargs)
+        )
     )
     assert limited == ({0} if temperature == 0.0 else set(range(51)))
 

@@ -1,5 +1,6 @@
 """Runs, texts and weights at URLs: what a store holds is whole, and every place gives the same."""
 
+import http.server
 import json
 import os
 import signal
@@ -70,7 +71,7 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
         (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp/array").touch()
         wait_until(lambda: DIGESTS.format(1) in names(memory))
         assert (
-            names(memory) == set(stores._files(mirror.folder))
+            names(memory) == set(stores._list_copy(mirror.folder))
             and len(names(memory)) == 4
         )
     next_machine()
@@ -101,6 +102,8 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
         sorted(done[:3]) == ["array", "metrics", "metrics.jsonl"]
         and done[3] == "digests"
     )
+    save(folder, 2)
+    stores.push("memory://run", folder)
     stores.shutil.rmtree(folder / "checkpoints/1")
     del done[:]
     stores.push("memory://run", folder)
@@ -131,7 +134,7 @@ def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_pat
 
 
 def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
-    memory, next_machine = store
+    next_machine = store[1]
     mine = stores.copy_of("memory://run")
     save(mine, 1)
     stores.push("memory://run", mine)
@@ -148,8 +151,56 @@ def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     assert sorted(path.name for path in (mine / "checkpoints").iterdir()) == ["1", "3"]
     (aside,) = mine.parent.glob(f"{mine.name}-*")  # what this machine never sent
     assert (aside / "metrics.jsonl").read_text() == "1\n2\n"
-    memory.rm("/run", recursive=True)
-    assert not stores._files(stores.fetch("memory://run"))
+
+
+@pytest.mark.parametrize("lost", ["", "/checkpoints", "/checkpoints/2"])
+@pytest.mark.parametrize("by", ["who trains", "who reads"])
+def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
+    memory, next_machine = store
+    with stores.Mirror("memory://run") as mirror:
+        for step in (1, 2):
+            save(mirror.folder, step)
+    if by == "who reads":
+        next_machine()
+        stores.complete(stores.fetch("memory://run"), ["checkpoints/2/params/array"])
+    folder = stores.copy_of("memory://run")
+    before = stores._list_copy(folder)
+    memory.rm(f"/run{lost}", recursive=True)
+    if by == "who trains" and lost:  # whose run it is: the next push sends it again
+        stores.push("memory://run", stores.fetch("memory://run"))
+        assert memory.exists("/run/checkpoints/2/params/array")
+    else:
+        with pytest.raises(UserError, match=f"has lost checkpoint 2; {folder} is"):
+            stores.fetch("memory://run")
+    assert stores._list_copy(folder) == before
+
+
+def test_what_a_store_has_lost_beside_checkpoints_is_set_aside(store, capsys):
+    memory, next_machine = store
+    with stores.Mirror("memory://run") as mirror:
+        save(mirror.folder, 1)
+    next_machine()
+    folder = stores.fetch("memory://run")
+    memory.rm("/run/metrics.jsonl")
+    stores.fetch("memory://run")
+    (aside,) = folder.parent.glob(f"{folder.name}-*")
+    assert (aside / "metrics.jsonl").read_text() == "1\n"
+    assert str(aside) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", ["", "checkpoints/1", "metrics.jsonl"])
+def test_what_the_working_copy_has_lost_stays_in_the_store(store, lost):
+    memory = store[0]
+    folder = stores.copy_of("memory://run")
+    save(folder, 1)
+    stores.push("memory://run", folder)
+    before = names(memory)
+    lost = folder / lost
+    stores.shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    (folder / "loss.png").parent.mkdir(parents=True, exist_ok=True)
+    (folder / "loss.png").touch()
+    stores.push("memory://run", folder)
+    assert names(memory) == before | {"loss.png"}
 
 
 def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
@@ -258,6 +309,41 @@ def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
 def test_a_url_that_nothing_opens_is_a_line(store, url, told):
     with pytest.raises(UserError, match=told):
         stores.fetch(url)
+
+
+class Web(http.server.BaseHTTPRequestHandler):
+    """Tells of 60 bytes, and gives half of them, or fails as its path says."""
+
+    def do_HEAD(self):
+        self.send_response(int(self.path[1:4]))
+        self.send_header("Content-Length", "60" if self.command == "HEAD" else "30")
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.wfile.write(b"a" * 30)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = "http://127.0.0.1:{}/{}/a.txt".format
+        port = server.server_port
+        assert stores.find(url(port, 404)) == []
+        for status in (401, 403, 500):
+            with pytest.raises(UserError, match=f"cannot be reached .*{status}"):
+                stores.find(url(port, status))
+        (half,) = stores.find(url(port, 200))
+        with pytest.raises(UserError, match="sent 30 of 60 bytes"):
+            stores.at_hand(half)
+        server.shutdown()
+    with pytest.raises(UserError, match="cannot be reached"):
+        stores.find(url(port, 200))  # where nobody answers
 
 
 @pytest.fixture

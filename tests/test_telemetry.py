@@ -19,9 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gpt2.config import Config, GPTConfig, LoggingConfig, TrainConfig
 from gpt2.config.shapes import Shape
 from gpt2.errors import DivergedError, UserError
+from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import compiled
 from gpt2.telemetry import chips, flops, metrics, writers
 from gpt2.telemetry.metrics import MetricsFile
+from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import Writer
@@ -118,7 +120,7 @@ def test_event_files_hold_scalars_and_purge_what_a_resume_repeats(tmp_path):
             writers.EventFile(tmp_path / "tensorboard", resume_step)
         ) as writer:
             writer.write(resume_step + 1, {"train/loss": 3.5})
-            writer.flush(resume_step + 1)
+            writer.close_books(resume_step + 1)
     purges = [event.step for event in events(tmp_path) if event.HasField("session_log")]
     assert purges == [1, 4]
     values = [
@@ -127,7 +129,9 @@ def test_event_files_hold_scalars_and_purge_what_a_resume_repeats(tmp_path):
         for value in event.summary.value
     ]
     found = [(step, value.tag, value.simple_value) for step, value in values]
-    assert found == [(step, "train/loss", 3.5) for step in (1, 4)]
+    losses = [row for row in found if row[1] == "train/loss"]
+    assert losses == [(step, "train/loss", 3.5) for step in (1, 4)]
+    assert "perf/seconds/start_and_end" in {tag for _, tag, _ in found}
 
 
 def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
@@ -193,21 +197,20 @@ def test_a_line_has_the_mean_loss_since_the_last_line_and_all_that_a_step_gives(
 
 
 def test_skipped_steps_are_told_and_no_part_of_the_mean():
-    on = {"skipped": 0.0, "bad_in_a_row": 0.0, "train/skipped_steps": 1.0}
+    on = {"train/bad_in_a_row": 0.0, "train/skipped_steps": 1.0}
     steps = losses(1.0, math.nan, 3.0, 500.0, **on)
-    steps[1] |= {"skipped": 1.0, "bad_in_a_row": 1.0}
-    steps[3] |= {"skipped": 1.0}
+    steps[1] |= {"train/bad_in_a_row": 1.0}
+    steps[3] |= {"train/bad_in_a_row": 1.0}
     kept, error = report(steps, skip_bad_steps=1)
     assert error is None
     assert (
         kept.lines[3]["train/loss"] == 3.0
         and kept.lines[3]["train/skipped_steps"] == 1.0
     )
-    assert not {"skipped", "bad_in_a_row"} & kept.lines[3].keys()
     assert [
         re.match(r"step \d is skipped", said) is not None for said in kept.said[1:]
     ] == [True] * 2
-    steps = losses(1.0, math.nan, **on | {"bad_in_a_row": 2.0})
+    steps = losses(1.0, math.nan, **on | {"train/bad_in_a_row": 2.0})
     assert report(steps, skip_bad_steps=1)[1].step == 1
 
 
@@ -219,7 +222,7 @@ def test_the_first_step_with_nan_or_inf_ends_a_run(change):
     steps[1] |= change
     kept, error = report(steps, log_every=1)
     assert (error.step, error.before) == (2, True) and list(kept.lines) == [1]
-    steps[1] |= {"bad_in_a_row": 0.0}  # float16's scale is to blame
+    steps[1] |= {"train/bad_in_a_row": 0.0}  # float16's scale is to blame
     assert report(steps)[1] is None
 
 
@@ -247,15 +250,35 @@ def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
     assert barks_within(0.8, 0.0, least=0.0) == []
 
 
+# The screen
+
+
+def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys):
+    line = {"train/loss": 10.8295, "train/learning_rate": 1.184e-4, "tokens": 64.0}
+    line |= {"train/grad_norm": 0.812, "perf/tokens_per_second": 9_999.0}
+    Progress(20_000).write(1_200, line)
+    Progress(500, names=["moe/balance"]).write(
+        4, {"train/loss": 2.0, "train/moe/balance": 1.25}
+    )
+    Progress(500, names=["eval/b"]).write(
+        4, {"eval/loss": 2.0, "eval/a": 1, "eval/b": 2}
+    )
+    usual, asked, validation = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"step  1200/20000  loss 10\.8295  lr .* left", usual)
+    assert "9,999 tok/s" in usual and len(usual) <= 80
+    assert asked.startswith("step   4/500  loss 2.0000  moe/balance 1.25  ")
+    assert validation == "step   4/500  val loss 2.0000  b 2"
+
+
 # Speed
 
 
 def test_flops_per_token_follow_the_published_formula():
     cfg = GPTConfig.from_name("gpt2-124m")
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert flops.model_flops_per_token(cfg) == expected
-    short = flops.model_flops_per_token(cfg, Shape(8, 512, 600))
-    assert short == flops.model_flops_per_token(cfg, Shape(9, 1024, 512)) < expected
+    assert model_flops_per_token(cfg) == expected
+    short = model_flops_per_token(cfg, Shape(8, 512, 600))
+    assert short == model_flops_per_token(cfg, Shape(9, 1024, 512)) < expected
     assert short == expected - 12 * 12 * 768 * 512
     # 45 % of an H100 is 521,000 tokens/s.
     peak = chips.find_chip("NVIDIA H100 80GB HBM3").peak_flops("bfloat16")

@@ -322,6 +322,13 @@ def test_a_config_beside_a_tokenizer_that_cannot_be_read_is_told(tmp_path, confi
             read(spec)
 
 
+def test_a_tokenizer_without_a_token_for_what_it_does_not_know_is_told(tmp_path):
+    backend = Tokenizer(models.WordLevel({"def": 0}, "[UNK]"))
+    loaded = build(write_file(tmp_path, backend))
+    with pytest.raises(UserError, match=r"text by tokenizer\.json cannot be .*UNK"):
+        loaded.encode("more")
+
+
 def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsys):
     spec = write_file(tmp_path, words("[END]"))
     lines = (json.dumps({"text": f"DEF more {i}"}) for i in range(9))

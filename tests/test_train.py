@@ -285,6 +285,31 @@ def test_a_diverged_state_is_never_saved(corpus, tmp_path):
     assert latest_step(tmp_path / "run") is None
 
 
+FAILS = """
+import numpy as np
+
+def batches(split):
+    rows = np.random.default_rng(0).integers(0, 256, (4, 17))
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    yield batch
+    if split == "train":
+        yield batch
+    raise OSError(5, "Input/output error", split)
+"""
+
+
+@pytest.mark.parametrize(("split", "step"), [("validation", 2), ("train", 2)])
+def test_what_fails_beside_the_steps_loses_none(tmp_path, split, step):
+    (tmp_path / "mine.py").write_text(FAILS)
+    every = 2 if split == "validation" else 0
+    options = [*TINY, f"--config.train.eval_every={every}"]
+    corpus = "--config.data.corpus=python:mine:batches"
+    code, _, stderr = run(tmp_path / "run", *options, corpus, cwd=tmp_path)
+    assert code == 1 and f"Input/output error: '{split}'" in stderr
+    assert latest_step(tmp_path / "run") == step
+    assert metrics_of(tmp_path / "run")[-1]["perf/seconds/step"] > 0
+
+
 @pytest.mark.thorough
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     workdir = tmp_path / "run"

@@ -3,30 +3,35 @@
 import csv
 import dataclasses
 import itertools
+import json
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gpt2 import cli
-from gpt2.config import Config, flatten, option, read_option, read_options, with_options
+from gpt2.ablate.runs import Setting, Settings
+from gpt2.config import (
+    Config,
+    flatten,
+    option,
+    read_option,
+    read_options,
+    with_options,
+)
 from gpt2.errors import UserError
 from gpt2.training.code import SOURCE
 from gpt2.utils.files import locked
 
 BASELINE = "baseline"
+# What one value of a `--vary` sets beside options: a recipe's file, or code.
 _RECIPE = "recipe"
 _CODE = "code"
 _HERE = "."
-_TUNABLE = (
-    "optim.",
-    "loss.",
-)  # groups whose options leave the terms of a comparison equal
+_TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
 
-Value = Mapping[
-    str, Any
-]  # what one value of a `--vary` sets: options, a recipe's file, or code
+_KNOWN = flatten(Config.from_dict({}).to_dict()).keys()
+Differences = dict[str, tuple[Setting, Setting]]  # option -> (old, new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Arm:
     config: Config  # all of its options; the seed is the sweep's first
     size: str = ""  # of the model, such as `4x128`, where several are compared
     commit: str = ""  # of the code that trains it; the working tree's where that is ""
+    # Options that only that code has.
+    extra: Settings = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -48,79 +55,92 @@ class Arm:
         return root / "code" / self.commit if self.commit else SOURCE
 
 
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns the options in which two configs differ: dotted name -> (old, new)."""
-    old_flat = flatten(old.to_dict())
-    new_flat = flatten(new.to_dict())
-    return {
-        k: (old_flat[k], new_flat[k]) for k in new_flat if old_flat[k] != new_flat[k]
-    }
+def differences(old: Config, new: Config) -> Differences:
+    """Returns the options in which two configs differ."""
+    before = flatten(old.to_dict())
+    found = {}
+    for name, value in flatten(new.to_dict()).items():
+        if value != before[name]:
+            found[name] = (before[name], value)
+    return found
 
 
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
     """Returns the arms, the baseline first, which is `config` itself, named or not.
 
     Each `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`, where `.` is the
-    working tree. A value may set more options, as in `optim.name=muon+optim.weight_decay=0.0`.
-    Quotes protect a comma.
+    working tree. A value may set more options, as in `optim.name=muon+optim.weight_decay=0.0`, and
+    that of `code` such as only the branch has. Quotes protect a comma.
     """
     axes = [_read_axis(text) for text in vary]
-    chosen: Iterable[Sequence[Value]] = itertools.product(*axes)
+    chosen: Iterable[Sequence[Settings]] = itertools.product(*axes)
     if one_at_a_time:
-        chosen = [(value,) for axis in axes for value in axis]
+        values = itertools.chain(*axes)
+        chosen = [(value,) for value in values]
     arms = {BASELINE: Arm(BASELINE, config)}
-    for values in chosen:
-        in_recipe = any(_RECIPE in value for value in values)
-        here = (
-            {_CODE: _HERE} if in_recipe else {_CODE: _HERE, **flatten(config.to_dict())}
-        )
-        named = [v for v in values if any(n not in here or here[n] != v[n] for n in v)]
-        if not (name := ",".join(map(_label, named))):
+    for grid_point in chosen:
+        here: dict[str, Setting] = {_CODE: _HERE}
+        in_recipe = any(_RECIPE in value for value in grid_point)
+        if not in_recipe:
+            here |= flatten(config.to_dict())
+        labels = []
+        for value in grid_point:
+            if not value.items() <= here.items():
+                labels.append(_label(value))
+        if not labels:
             continue  # the baseline, by its own name
-        arm = _apply(config, values, name)
+        name = ",".join(labels)
+        arm = _apply(config, grid_point, name)
         if arms.setdefault(name, arm) != arm:
             raise UserError(f"two arms are called {name}")
     return list(arms.values())
 
 
-def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list]:
+def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list[Setting]]:
     """Returns the values of each option of `--tune`, which all arms try."""
-    varied = {name for text in vary for value in _read_axis(text) for name in value}
-    tuned: dict[str, list] = {}
+    varied = set[str]()
+    for text in vary:
+        varied.update(*_read_axis(text))
+    tuned = {}
     for text in tune:
         name = text.partition("=")[0]
         values = _read_axis(text)
-        several = any(list(value) != [name] for value in values)
-        if several:
+        sets_several = max(map(len, values)) > 1
+        if sets_several:
             raise UserError(
                 f"--tune={text} sets several options", "Use one --tune for each"
             )
-        what = f"--tune={text} would change the terms of the comparison"
         if not name.startswith(_TUNABLE):
-            raise UserError(what, "Tune options of optim. or loss.")
+            raise UserError(
+                f"--tune={text} would change the terms of the comparison",
+                "Tune options of optim. or loss.",
+            )
         if name in varied:
             raise UserError(f"{name} is both varied and tuned")
         tuned[name] = [value[name] for value in values]
     return tuned
 
 
-def _read_axis(text: str) -> list[Value]:
+def _read_axis(text: str) -> list[Settings]:
     """Reads `OPTION=VALUE,...`."""
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
     if not values or not all(values):
         raise UserError(f"{text} names no values", "Write OPTION=VALUE1,VALUE2")
-    if name in (_RECIPE, _CODE):
-        return [{name: value} for value in values]
     return [_read_value(f"{name}={value}") for value in values]
 
 
-def _read_value(text: str) -> Value:
+def _read_value(text: str) -> Settings:
     """Reads `OPTION=VALUE`, and `+OPTION=VALUE` behind it."""
-    pairs = [
-        each.split("=", 1) for each in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text)
-    ]
-    options = {name: read_option(name, value) for name, value in pairs}
+    options: dict[str, Setting] = {}
+    for pair in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text):
+        name, value = pair.split("=", 1)
+        if name in (_RECIPE, _CODE):
+            options[name] = value
+        elif name in _KNOWN or options.get(_CODE, _HERE) == _HERE:
+            options[name] = read_option(name, value)
+        else:
+            options[name] = _read_literal(value)
     if "seed" in options:
         raise UserError("seed cannot be varied", "Use --seeds=N")
     if "train.num_steps" in options:
@@ -128,29 +148,40 @@ def _read_value(text: str) -> Value:
     return options
 
 
-def _label(value: Value) -> str:
+def _read_literal(text: str) -> Setting:
+    """Returns the number or the truth value that a text stands for, else the text."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def _label(value: Settings) -> str:
+    pairs = dict(value)
     if _RECIPE in value:
-        return f"{_RECIPE}={Path(value[_RECIPE]).stem}"
-    text = "+".join(f"{name}={each}" for name, each in value.items())
+        pairs[_RECIPE] = Path(str(value[_RECIPE])).stem
+    text = "+".join(f"{name}={each}" for name, each in pairs.items())
     return re.sub(r"[^\w.,=+-]+", "_", text)  # it becomes a folder's name
 
 
-def _apply(config: Config, values: Sequence[Value], name: str) -> Arm:
-    options: dict[str, Any] = {}  # set together, since some work only beside each other
+def _apply(config: Config, values: Sequence[Settings], name: str) -> Arm:
+    # Set together, since some options only work beside each other.
+    options: dict[str, Setting] = {}
     for value in values:
         for each in value.keys() & options.keys():
             raise UserError(f"several --vary set {each}", "Use --one_at_a_time")
         options |= value
     try:
-        commit = _find_commit(options.pop(_CODE, _HERE))
-        if recipe := options.pop(
-            _RECIPE, None
-        ):  # what the command line sets holds for all arms
-            read = Config.from_dict(read_options(recipe))
-            config = with_options(
-                read, {each: option(config, each) for each in cli.overrides()}
-            )
-        return Arm(name, with_options(config, options), commit=commit)
+        commit = _find_commit(str(options.pop(_CODE, _HERE)))
+        if _RECIPE in options:
+            recipe = read_options(str(options.pop(_RECIPE)))
+            # What the command line sets holds for all arms.
+            overrides = {each: option(config, each) for each in cli.overrides()}
+            config = with_options(Config.from_dict(recipe), overrides)
+        own = options.keys() - _KNOWN
+        extra = {each: options.pop(each) for each in own}
+        config = with_options(config, options)
+        return Arm(name, config, commit=commit, extra=extra)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
 
@@ -164,21 +195,18 @@ def _find_commit(name: str) -> str:
     return commit
 
 
+def diffstat(arm: Arm) -> str:
+    """Returns how much the code of an arm changes, as git tells it."""
+    return _git(SOURCE, "diff", "-R", "--shortstat", arm.commit, "--", "*.py")
+
+
 def check_out(source: Path) -> None:
     """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
-    with locked(
-        source.parent.with_suffix(".lock")
-    ):  # several processes may do so at once
+    # Several processes may do so at once.
+    with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
-            _git(
-                SOURCE,
-                "worktree",
-                "add",
-                "-f",
-                "--detach",
-                str(source.absolute()),
-                source.name,
-            )
+            place = str(source.absolute())
+            _git(SOURCE, "worktree", "add", "-f", "--detach", place, source.name)
         is_whole = source.exists() and not _git(source, "status", "--porcelain")
         if not is_whole:
             raise UserError(

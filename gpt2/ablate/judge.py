@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
-from gpt2.ablate.power import LEVEL, POWER
+from gpt2.ablate.power import LEVEL, POWER, Array, Numbers
 from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
 from gpt2.errors import UserError
@@ -21,27 +20,31 @@ from gpt2.utils.text import counted
 PLANNED_LEVEL = 0.03
 _HOPELESS = 0.2  # conditional power
 _OPEN = "to be decided"
-_HIDDEN: dict[str, Any] = dict.fromkeys(("low", "high", "p_value", "error"), math.nan)
-_HIDDEN |= {"words": _OPEN, "method": "", "detectable": lambda: math.nan}
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
     """Returns the rows of an arm's runs that are compared, or of those that ended in a state."""
-    rows = results[(results.arm == arm.name) & (results.purpose == "compare")]
-    return rows[rows.state == state] if state else rows
+    rows = results[results.purpose == "compare"]
+    rows = rows[rows.arm == arm.name]
+    if state:
+        rows = rows[rows.state == state]
+    return rows
 
 
 def sample(
     sweep: Sweep, results: pd.DataFrame, arm: Arm, seeds: int | None = None
 ) -> Sample:
     """Returns the final scores of an arm, or of its first seeds."""
-    if sweep.chosen.get(arm.name, {}) is None:  # it diverged with every choice
+    if sweep.has_no_choice(arm):
         return Sample({}, diverged=len(sweep.choices()))
     runs = compared(results, arm)[:seeds]
-    rows = runs[runs.state == "finished"]
+    finished = runs[runs.state == "finished"]
     states = list(runs.state)
-    scores = dict(zip(rows.seed, rows.score, strict=True))
-    return Sample(scores, states.count("diverged"), states.count("failed"))
+    return Sample(
+        scores=dict(zip(finished.seed, finished.score, strict=True)),
+        diverged=states.count("diverged"),
+        failed=states.count("failed"),
+    )
 
 
 def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
@@ -50,81 +53,100 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     Of several looks, each takes all arms once their runs have ended, and decides on those that are
     clear, hopeless, or without a test; the last decides on all that are left.
     """
-    several = len(sweep.looks) > 1
     verdicts: dict[str, Verdict] = {}
     for group in sweep.groups():
         ends: dict[str, int] = {}  # the looks that decided on arms
         for look in sweep.looks:
-            last = look == sweep.looks[-1]
-            level = PLANNED_LEVEL if sweep.find else level_at(sweep.looks, look)
-            seen = [
-                sample(
-                    sweep, results, arm, ends.get(arm.name, look) if several else None
-                )
-                for arm in group
-            ]
-            arms = {
-                arm.name: each for arm, each in zip(group[1:], seen[1:], strict=True)
-            }
-            found = compare(seen[0], arms, paired=sweep.paired, level=level)
-            waits = several and any(
-                len(each.scores) + each.diverged + each.failed < look
-                for arm, each in zip(group, seen, strict=True)
-                if arm.name not in ends and sweep.chosen.get(arm.name, {}) is not None
-            )
-            for name in [name for name in arms if name not in ends]:
-                verdict = found[name]
-                errors = abs(verdict.difference) / verdict.error
-                hopeless = not last and is_hopeless(
-                    errors, len(arms), sweep.looks, look
-                )
-                clear = verdict.words in FOUND or math.isnan(verdict.high)
-                verdicts[name] = replace(verdict, **_HIDDEN)
-                if not waits and (last or clear or hopeless):
-                    ends[name] = look
-                    # Below 5 % where the arm differs, whatever the level of the look.
-                    p_value = min(verdict.p_value * LEVEL / level, 1.0)
-                    verdicts[name] = replace(verdict, p_value=p_value)
+            waits = _look(sweep, results, group, look, ends, verdicts)
             if waits:
                 break
     return verdicts
 
 
+def _look(
+    sweep: Sweep,
+    results: pd.DataFrame,
+    group: Sequence[Arm],
+    look: int,
+    ends: dict[str, int],
+    verdicts: dict[str, Verdict],
+) -> bool:
+    """Fills in what a look decides on a group, and returns whether it waits for runs."""
+    level = PLANNED_LEVEL if sweep.find else level_at(sweep.looks, look)
+    several = len(sweep.looks) > 1
+    waits = False
+    samples = {}
+    for arm in group:
+        seeds = ends.get(arm.name, look) if several else None
+        found = sample(sweep, results, arm, seeds)
+        samples[arm.name] = found
+        has_ended = arm.name in ends or sweep.has_no_choice(arm)
+        if several and not has_ended and found.num_runs < look:
+            waits = True
+    baseline = samples.pop(group[0].name)
+    judged = compare(baseline, samples, level=level)
+    for name, verdict in judged.items():
+        if name in ends:
+            continue
+        has_test = math.isfinite(verdict.error)
+        errors = abs(verdict.difference) / verdict.error
+        hopeless = is_hopeless(errors, len(judged), sweep.looks, look)
+        is_last = look == sweep.looks[-1]
+        decides = is_last or hopeless or not has_test or verdict.words in FOUND
+        if waits or not decides:
+            verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
+            continue
+        ends[name] = look
+        # Below 5 % where the arm differs, whatever the level of the look.
+        p_value = verdict.p_value * LEVEL / level
+        verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
+    return waits
+
+
 def grow(sweep: Sweep) -> Sweep:
     """Returns the sweep with the seeds that looks or a plan add to sizes whose runs have ended."""
-    waiting = {run.arm for run in sweep.runs() if run.outcome().state == "waiting"}
+    pilot = sweep.looks[0]
     results = sweep.results()
+    waiting = set(results[results.state == "waiting"].arm)
     seeds = dict(sweep.seeds)
     if sweep.find:  # a plan is by the first seeds, also that of arms added later
-        results = results[results.seed < sweep.arms[0].config.seed + sweep.looks[0]]
+        first = sweep.arms[0].config.seed
+        results = results[results.seed < first + pilot]
     verdicts = judge(sweep, results)
-    for baseline, *arms in sweep.groups():
-        goes_on = [arm for arm in arms if verdicts[arm.name].words == _OPEN]
-        if sweep.find:
-            goes_on = [arm for arm in arms if math.isfinite(verdicts[arm.name].error)]
-        ended = {arm.name for arm in (baseline, *arms)} <= sweep.chosen.keys() - waiting
-        if not goes_on or not ended:
+    for group in sweep.groups():
+        baseline, *arms = group
+        names = {arm.name for arm in group}
+        if names & waiting or not names <= sweep.chosen.keys():
+            continue
+        goes_on = []
+        errors = []
+        for arm in arms:
+            verdict = verdicts[arm.name]
+            is_planned = sweep.find and math.isfinite(verdict.error)
+            if is_planned or verdict.words == _OPEN:
+                goes_on.append(arm)
+                errors.append(verdict.error)
+        if not goes_on:
             continue
         if sweep.find:
-            errors = np.array([verdicts[arm.name].error for arm in goes_on])
-            number = int(
-                seeds_to_find(sweep.find, errors, sweep.looks[0], sweep.paired)
-            )
-            what = f"{sweep.find:g} takes {number} seeds of {baseline.name}, as noisy as the first"
+            number = int(seeds_to_find(sweep.find, np.array(errors), pilot))
             if number > CHOOSING_SEEDS:
-                raise UserError(what, "Give another --workdir, and a larger --find")
+                raise UserError(
+                    f"{sweep.find:g} takes {number} seeds of {baseline.name}",
+                    "Give another --workdir, and a larger --find",
+                )
         else:
-            least = min(
-                map(sweep.num_seeds, goes_on)
-            )  # an arm that was added has fewer
+            # An arm that was added has fewer.
+            least = min(map(sweep.num_seeds, goes_on))
             number = min(look for look in sweep.looks if look > least)
-        if more := [
-            arm for arm in (baseline, *goes_on) if sweep.num_seeds(arm) < number
-        ]:
-            print(
-                f"{len(goes_on)} of {counted(len(arms), 'arm')} go on to {number} seeds"
-            )
-            seeds |= {arm.name: number for arm in more}
+        more = dict[str, int]()
+        for arm in (baseline, *goes_on):
+            if sweep.num_seeds(arm) < number:
+                more[arm.name] = number
+        if more:
+            every = counted(len(arms), "arm")
+            print(f"{len(goes_on)} of {every} go on to {number} seeds")
+            seeds |= more
     return replace(sweep, seeds=seeds)
 
 
@@ -134,11 +156,15 @@ def level_at(looks: Sequence[int], look: int) -> float:
     By the third power of the share of seeds (Kim and DeMets 1987, Biometrika 74), each look what is
     new: the level holds by Bonferroni's inequality.
     """
-    before = max((each for each in looks if each < look), default=0)
-    return LEVEL * (look**3 - before**3) / looks[-1] ** 3
+    earlier = [each for each in looks if each < look]
+    before = max(earlier, default=0)
+    spent = (look**3 - before**3) / looks[-1] ** 3
+    return LEVEL * spent
 
 
-def is_hopeless(errors: Any, num_arms: int, looks: Sequence[int], look: int) -> Any:
+def is_hopeless(
+    errors: Numbers, num_arms: int, looks: Sequence[int], look: int
+) -> bool | np.ndarray:
     """Returns whether the last look would hardly find an arm that is now so many errors away.
 
     It would with a probability below 20 % if the true difference were the smallest that it finds
@@ -146,21 +172,25 @@ def is_hopeless(errors: Any, num_arms: int, looks: Sequence[int], look: int) -> 
     """
     share = look / looks[-1]
     isf = scipy.stats.norm.isf
-    border = isf(level_at(looks, looks[-1]) / num_arms / 2)
-    expected = math.sqrt(share) * errors + (1 - share) * (border + isf(1 - POWER))
-    return border - expected > isf(_HOPELESS) * math.sqrt(1 - share)
+    last_level = level_at(looks, looks[-1])
+    border = isf(last_level / num_arms / 2)
+    findable = border + isf(1 - POWER)
+    expected = math.sqrt(share) * errors + (1 - share) * findable
+    spread = math.sqrt(1 - share)
+    return border - expected > isf(_HOPELESS) * spread
 
 
-def seeds_to_find(find: float, errors: Any, pilot: int, paired: bool = False) -> Any:
+def seeds_to_find(find: float, errors: Array, pilot: int) -> np.ndarray:
     """Returns how many seeds find a difference with `POWER`, at least the pilot's (Stein 1945).
 
     `errors` `[..., arms]` are the pilot's. An arm is taken for no calmer than the mean of all.
     """
-    # of the difference of two runs
     num_arms = errors.shape[-1]
-    spreads = pilot * errors**2
-    spread = np.maximum(spreads, spreads.mean(-1, keepdims=True)).mean(-1)
-    tails = (PLANNED_LEVEL / 2 / num_arms, 1 - POWER)
-    df = (pilot - 1) * (num_arms + (not paired))
-    needed = np.ceil(scipy.stats.t.isf(tails, df).sum() ** 2 * spread / find**2)
+    variances = pilot * errors**2  # of the difference of two runs
+    usual = variances.mean(-1, keepdims=True)
+    variance = np.maximum(variances, usual).mean(-1)
+    df = (pilot - 1) * (num_arms + 1)
+    border = scipy.stats.t.isf(PLANNED_LEVEL / 2 / num_arms, df)
+    distance = border + scipy.stats.t.isf(1 - POWER, df)
+    needed = np.ceil(distance**2 * variance / find**2)
     return np.maximum(needed, pilot).astype(int)

@@ -1,12 +1,10 @@
 """Short runs that show how long a step takes, and what a sweep would take by them."""
 
 import json
-import math
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.jobs import Slot, train_all
@@ -25,26 +23,29 @@ _STEPS = 40
 
 def make_measuring_run(root: Path, arm: Arm) -> Run:
     """Returns a short run that only shows how long a step takes."""
-    off = ["train.eval_every", "train.checkpoint_every", "train.keep_every"]
-    off += ["logging.profile_start", "logging.profile_steps"]
-    # Another schedule takes as long, and may not fit into so few steps.
-    optim = {
-        "schedule": "constant",
-        "end_learning_rate": arm.config.optim.learning_rate,
+    options = {
+        "train.num_steps": _STEPS,
+        "train.eval_every": 0,
+        "train.eval_batches": 1,
+        "train.checkpoint_every": 0,
+        "train.keep_every": 0,
+        "train.keep_checkpoints": DEFAULTS.train.keep_checkpoints,
+        "logging.profile_start": 0,
+        "logging.profile_steps": 0,
+        # Another schedule takes as long, and may not fit into so few steps.
+        "optim.schedule": "constant",
+        "optim.end_learning_rate": arm.config.optim.learning_rate,
+        "optim.warmup_steps": 0,
+        "optim.warmup_percent": 0.0,
+        "optim.decay_steps": 0,
+        "optim.decay_percent": 0.0,
     }
-    optim |= dict(warmup_steps=0, decay_steps=0, warmup_percent=0.0, decay_percent=0.0)
-    options: dict[str, Any] = {f"optim.{name}": value for name, value in optim.items()}
-    options |= {"train.num_steps": _STEPS, "train.eval_batches": 1} | dict.fromkeys(
-        off, 0
-    )
-    options |= {"train.keep_checkpoints": DEFAULTS.train.keep_checkpoints}
     config = with_options(arm.config, options)
     source = arm.source(root)
-    decides = [config.to_dict(), hash_code(source)]  # the time
+    decides = [config.to_dict(), arm.extra, hash_code(source)]  # the time
     mark = zlib.crc32(json.dumps(decides).encode())
-    return Run(
-        arm.name, config, root / "measure" / f"{arm.name}-{mark:08x}", source=source
-    )
+    folder = root / "measure" / f"{arm.name}-{mark:08x}"
+    return Run(arm.name, config, folder, source=source, extra=arm.extra)
 
 
 def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
@@ -54,13 +55,14 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     """
     run = make_measuring_run(root, arm)
     with files.locked(run.folder.parent / f"{run.folder.name}.lock"):
-        train_all([run], [slot], LOSS, math.inf)
-    failed = run.outcome().state != "finished"
-    error = run.outcome().error
-    if failed:
+        train_all([run], [slot], LOSS)
+    outcome = run.outcome()
+    if outcome.state != "finished":
         raise UserError(
-            f"{arm.name} cannot be measured ({error})", f"See {run.folder}/log.txt"
+            f"{arm.name} cannot be measured ({outcome.error})",
+            f"See {run.folder}/log.txt",
         )
+    run.check(LOSS)
     records = read_metrics(run.workdir / "metrics.jsonl")
     steps = [r["perf/step_seconds"] for r in records if "perf/step_seconds" in r]
     step = median(steps[1:] or steps)
@@ -76,21 +78,17 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     for arm in sweep.arms:
         step, around = measure(sweep.root, arm, slots[0])
         seconds[arm.name] = around + arm.config.train.num_steps * step
-    for run in (*sweep.undecided_runs(), *sweep.runs()):
+    for run in sweep.needed_runs():
         state = run.outcome().state
         if state in ("waiting", "failed"):
             total += seconds[run.arm]
             state = format_duration(seconds[run.arm])
         lines.append(f"{run.label}  {run.config.train.num_steps} steps  {state}")
+    seeds = sweep.looks[0]
     for name in seconds.keys() - sweep.chosen.keys():
-        total += sweep.looks[0] * seconds[name]
-        lines.append(
-            f"then {sweep.looks[0]} seeds of {name} with the values it chooses"
-        )
-    if len(sweep.looks) > 1 or (sweep.find and not sweep.seeds):
-        lines.append("then the seeds that looks or --find add")
+        total += seeds * seconds[name]
+        lines.append(f"then {seeds} seeds of {name} with the values it chooses")
     whole = format_duration(total / len(slots))
-    lines.append(
-        f"about {whole} with --jobs={len(slots)}, beside validations and checkpoints"
-    )
+    jobs = f"--jobs={len(slots)}"
+    lines.append(f"about {whole} with {jobs}, beside validations and checkpoints")
     return "\n".join(lines)

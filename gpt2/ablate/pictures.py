@@ -1,16 +1,18 @@
 """The pictures of a sweep: differences with intervals, curves, and losses against what is tuned."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
-from gpt2.ablate.arms import Arm
-from gpt2.ablate.results import Curve
-from gpt2.ablate.terms import flops
+from gpt2.ablate.results import AMOUNTS, Curve
 from gpt2.ablate.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Of arms, in their order; the baseline is grey. Told apart by people who do not tell red from green
 # (Okabe and Ito 2008); the pattern of the line changes when they run out.
@@ -24,34 +26,35 @@ _VERDICTS = {"better": "#009e73", "worse": "#d55e00"}
 def plot_differences(
     png: Path,
     verdicts: Mapping[str, Verdict],
-    scores: Mapping[str, Sequence[float]],
+    scores: Mapping[str, np.ndarray],
     unit: str,
 ) -> None:
     """Draws each arm's difference from the baseline, with its interval and its runs.
 
     `scores` are final ones less the baseline's mean. A baseline, without a verdict, has runs alone.
     """
-    places = {
-        name: verdicts[name].difference if name in verdicts else 0.0 for name in scores
-    }
-    names = sorted(places, key=places.__getitem__, reverse=True)
-    figure, (axes,) = _figure(height=1.4 + 0.42 * len(names))
+
+    def place(name: str) -> float:
+        return verdicts[name].difference if name in verdicts else 0.0
+
+    names = sorted(scores, key=place, reverse=True)
+    height = 1.4 + 0.42 * len(names)
+    figure, (axes,) = _figure(height)
     axes.axvline(0, color=_BASELINE, linewidth=1.2)
     for row, name in enumerate(names):
-        verdict = verdicts.get(name)
-        color = _VERDICTS.get(verdict.words, _MUTED) if verdict else _BASELINE
-        below = [row - 0.2] * len(scores[name])  # where the bar does not hide them
-        axes.plot(
-            scores[name], below, "o", color=color, alpha=0.6, ms=5, markeredgewidth=0
-        )
-        if verdict:
-            if math.isfinite(verdict.low):
-                axes.plot(
-                    [verdict.low, verdict.high], [row, row], color=color, linewidth=2.4
-                )
-            axes.plot([verdict.difference], [row], "D", color=color, markersize=6)
-    axes.set_yticks(range(len(names)), [name.replace(",", ",\n") for name in names])
-    axes.set_ylim(-0.7, len(names) - 0.3)
+        color = _BASELINE
+        if name in verdicts:
+            verdict = verdicts[name]
+            color = _VERDICTS.get(verdict.words, _MUTED)
+            middle = verdict.difference
+            half_width = verdict.high - middle
+            axes.errorbar(middle, row, xerr=half_width, fmt="D", color=color)
+        dots = scores[name]
+        below = np.full(len(dots), row - 0.2)  # where the bar does not hide them
+        axes.plot(dots, below, "o", color=color, alpha=0.6, markersize=5)
+    labels = [name.replace(",", ",\n") for name in names]
+    axes.set_yticks(range(len(names)), labels)
+    axes.margins(y=0.15)
     axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
     figure.savefig(png)
 
@@ -67,121 +70,111 @@ def plot_curves(
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
     Curves are by name, the baseline first, one for each seed; size by size, told by their pattern.
-    A single validation is a dot, to which the training loss leads. One without tokens is a level.
+    A single validation is a dot. A curve without tokens is a level.
     """
     from matplotlib.ticker import EngFormatter
 
-    figure, panels = _figure(height=4.6 + 0.12 * len(curves), width=14, columns=3)
+    height = 4.6 + 0.12 * len(curves)
+    figure, panels = _figure(height, width=14, columns=3)
     num_arms = len(curves) // num_sizes
-    styles = [_style(i % num_arms, i // num_arms) for i in range(len(curves))]
-    titles = {
-        "tokens": "tokens",
-        "flops": "FLOPs",
-        "seconds": "seconds of training steps",
-    }
-    for axes, (amount, title) in zip(panels, titles.items(), strict=True):
-        for (name, members), style in zip(curves.items(), styles, strict=True):
-            if any(np.isnan(curve.tokens).any() for curve in members):
-                axes.axhline(members[0].scores[0], label=name, **style)
-                continue
-            known = [
-                c
-                for c in members
-                if np.isfinite(getattr(c, amount)).all() and len(c.scores)
-            ]
-            if not known:
-                continue
-            # Curves of one arm are validated at the same steps; a shorter one has not come as far.
-            number = min(len(curve.scores) for curve in known)
-            x = np.mean([getattr(curve, amount)[:number] for curve in known], axis=0)
-            scores = np.array([curve.scores[:number] for curve in known])
-            mark = "o" if number == 1 else ""
-            for loss in filter(None, (curve.training for curve in known)):
-                axes.plot(getattr(loss, amount), loss.scores, **style, alpha=0.3)
-            axes.plot(x, scores.mean(0), marker=mark, label=name, **style)
-            axes.fill_between(
-                x, scores.min(0), scores.max(0), color=style["color"], alpha=0.18
-            )
-        axes.set_xlabel(title)
+    for axes, amount in zip(panels, AMOUNTS, strict=True):
+        for i, (name, members) in enumerate(curves.items()):
+            size, arm = divmod(i, num_arms)
+            style = _style(arm, size)
+            _plot_mean(axes, amount, name, members, style)
+        axes.set_xlabel(AMOUNTS[amount])
         axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    every = [c for members in curves.values() for c in members]
-    training = [c.training for c in every if c.training]
-    told = "faint: training" if training else "band: range of seeds"
-    panels[0].set_ylabel(f"validation ({unit}); {told}")
-    shown = np.concatenate(
-        [c.scores[len(c.scores) // 10 :] for c in [*every, *training]]
-    )
+    # What lies high at first would leave little room for the rest.
+    shown: list[float] = []
+    for members in curves.values():
+        for curve in members:
+            skipped = len(curve.scores) // 10
+            shown.extend(curve.scores[skipped:])
     margin = 0.06 * np.ptp(shown) or 0.1
-    panels[0].set_ylim(shown.min() - margin, shown.max() + margin)
+    low = min(shown) - margin
+    high = max(shown) + margin
+    panels[0].set_ylim(low, high)
+    panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
     _save(figure, png)
 
 
-def plot_tuning(
-    png: Path, option: str, means: Mapping[str, Mapping[float, float]], unit: str
+def _plot_mean(
+    axes: "Axes",
+    amount: str,
+    name: str,
+    members: Sequence[Curve],
+    style: tuple[str, str],
 ) -> None:
-    """Draws the mean score by arm and value of an option that was tuned; nan: diverged."""
-    figure, (axes,) = _figure(height=4.8 + 0.15 * len(means))
-    for i, (name, by_value) in enumerate(means.items()):
-        values, scores = zip(*sorted(by_value.items()), strict=True)
-        axes.plot(values, scores, marker="o", markersize=4, label=name, **_style(i))
-    axes.set_xscale("log" if min(values) > 0 else "linear")
-    axes.set_xticks(values, [f"{value:g}" for value in values])
+    """Draws the mean of curves, and their range, over one of `AMOUNTS`."""
+    color, line = style
+    is_level = any(np.isnan(curve.tokens).any() for curve in members)
+    if is_level:
+        level = members[0].scores[0]
+        axes.axhline(level, label=name, color=color, linestyle=line)
+        return
+    places = []
+    scores = []
+    for curve in members:
+        spent = getattr(curve, amount)
+        if len(spent) and np.isfinite(spent).all():
+            places.append(spent)
+            scores.append(curve.scores)
+    if not scores:
+        return
+    # Curves of one arm are validated at the same steps; a shorter one has not come as far.
+    number = min(map(len, scores))
+    x = np.mean([each[:number] for each in places], axis=0)
+    y = np.array([each[:number] for each in scores])
+    marker = "o" if number == 1 else ""
+    middle = y.mean(0)
+    axes.plot(x, middle, marker=marker, label=name, color=color, linestyle=line)
+    low = y.min(0)
+    high = y.max(0)
+    axes.fill_between(x, low, high, color=color, alpha=0.18)
+
+
+def plot_tuning(png: Path, best: pd.DataFrame, unit: str) -> None:
+    """Draws the scores of arms, the columns, by an option that was tuned, the index."""
+    height = 4.8 + 0.15 * len(best.columns)
+    figure, (axes,) = _figure(height)
+    for i, name in enumerate(best):
+        color, line = _style(i)
+        values = best[name]
+        axes.plot(values, marker="o", label=name, color=color, linestyle=line)
+    axes.set_xscale("log" if best.index.min() > 0 else "linear")
+    labels = [f"{value:g}" for value in best.index]
+    axes.set_xticks(best.index, labels)
     axes.set_xticks([], minor=True)
-    axes.set(xlabel=option, ylabel=f"final validation ({unit})")
+    axes.set_xlabel(best.index.name)
+    axes.set_ylabel(f"final validation ({unit})")
     _save(figure, png)
 
 
-def plot_sizes(
-    png: Path,
-    groups: Sequence[Sequence[Arm]],
-    verdicts: Mapping[str, Verdict],
-    unit: str,
-) -> None:
-    """Draws each change's differences, with their intervals, over the baseline's FLOPs by size."""
-    changes = list(dict.fromkeys(arm.change for _, *arms in groups for arm in arms))
-    figure, (axes,) = _figure(height=4.8 + 0.15 * len(changes))
-    axes.axhline(0, color=_BASELINE, linewidth=1.2)
-    places = [flops(first.config, first.config.train.num_steps) for first, *_ in groups]
-    for i, change in enumerate(changes, start=1):
-        each = zip(places, groups, strict=True)
-        found = [
-            (x, verdicts[a.name])
-            for x, arms in each
-            for a in arms[1:]
-            if a.change == change
-        ]
-        x, middles, highs = np.array([(x, v.difference, v.high) for x, v in found]).T
-        x = x * 1.03 ** (i - len(changes) / 2)  # beside others' bars
-        axes.errorbar(
-            x, middles, highs - middles, fmt="D", label=change, color=_style(i)["color"]
-        )
-    axes.set(xscale="log", xlabel="size, over its baseline's FLOPs")
-    axes.set_xticks(places, [first.size for first, *_ in groups])
-    axes.set_xticks([], minor=True)
-    axes.set_ylabel(f"difference from the baseline ({unit})")
-    _save(figure, png)
-
-
-def _style(arm: int, size: int = 0) -> dict[str, str]:
-    turn, color = divmod(arm - 1, len(_COLORS)) if arm else (0, -1)
+def _style(arm: int, size: int = 0) -> tuple[str, str]:
+    """Returns the color and the pattern of an arm's line; arm 0 is the baseline."""
+    if not arm:
+        return _BASELINE, _LINES[size % len(_LINES)]
+    turn, color = divmod(arm - 1, len(_COLORS))
     line = _LINES[(turn + size) % len(_LINES)]
-    return {"color": (*_COLORS, _BASELINE)[color], "linestyle": line}
+    return _COLORS[color], line
 
 
-def _figure(height: float, width: float = 9, columns: int = 1) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import (
-        Figure,  # without pyplot: no window system, no global state
-    )
+def _figure(
+    height: float, width: float = 9, columns: int = 1
+) -> tuple["Figure", list["Axes"]]:
+    # Without pyplot: no window system, no global state.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    panels = list(np.ravel(figure.subplots(1, columns, sharey=True)))
+    subplots = figure.subplots(1, columns, sharey=True)
+    panels = list(np.ravel(subplots))
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels
 
 
-def _save(figure: Any, png: Path) -> None:
+def _save(figure: "Figure", png: Path) -> None:
     """Writes a picture, with the names of its curves below, where they hide nothing."""
     handles = figure.axes[0].get_legend_handles_labels()
     columns = int(figure.get_figwidth() / 4.5)

@@ -12,25 +12,29 @@ import scipy  # loads its parts when they are used
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Numbers = float | Array
 
 LEVEL = 0.05  # of one false verdict or more, all arms and looks together
 POWER = 0.8  # of `Verdict.detectable`, and of planned seeds
 _NUM_DRAWN = 20_000
-_NORMAL = np.linspace(
-    -8, 8, 129
-)  # a normal variable, for integrals by the trapezoidal rule
-_NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2) / np.exp(-(_NORMAL**2) / 2).sum()
+
+# A normal variable and its weights, for integrals by the trapezoidal rule.
+_NORMAL = np.linspace(-8, 8, 129)
+_NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2)
+_NORMAL_WEIGHTS /= _NORMAL_WEIGHTS.sum()
 
 
 def welch(
-    variance0: Array, variance: Array, num0: int, num: int
+    variance0: Numbers, variance: Numbers, num0: int, num: int
 ) -> tuple[Array, Array]:
     """Returns the standard error of a difference of means and its degrees of freedom."""
-    part0, part = (
-        np.maximum(x, 1e-100) for x in (variance0 / num0, variance / num)
-    )  # not 0 / 0
-    df = (part0 + part) ** 2 / (part0**2 / (num0 - 1) + part**2 / (num - 1))
-    return np.sqrt(part0 + part), df
+    part0 = np.maximum(variance0 / num0, 1e-100)  # not 0 / 0
+    part = np.maximum(variance / num, 1e-100)
+    both = part0 + part
+    slack0 = part0**2 / (num0 - 1)
+    slack = part**2 / (num - 1)
+    df = both**2 / (slack0 + slack)
+    return np.sqrt(both), df
 
 
 def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
@@ -42,11 +46,13 @@ def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
     weights = errors**-2.0
     share = weights / weights.sum(-1, keepdims=True)
     middle = (share * differences).sum(-1, keepdims=True)
-    between = (weights * (differences - middle) ** 2).sum(-1) / (num - 1)
-    slack = ((1 - share) ** 2 / dfs).sum(-1) / (num**2 - 1)
-    return scipy.stats.f.sf(
-        between / (1 + 2 * (num - 2) * slack), num - 1, 1 / (3 * slack)
-    )
+    squares = weights * (differences - middle) ** 2
+    between = squares.sum(-1) / (num - 1)
+    slacks = (1 - share) ** 2 / dfs
+    slack = slacks.sum(-1) / (num**2 - 1)
+    inflation = 1 + 2 * (num - 2) * slack
+    df = 1 / (3 * slack)
+    return scipy.stats.f.sf(between / inflation, num - 1, df)
 
 
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
@@ -57,13 +63,15 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """
     noise, weights = _chi(df)
     nums, counts = np.unique(sizes[1:], return_counts=True)
-    correlation = (nums / (nums + sizes[0]))[:, None, None]
+    shares = nums / (nums + sizes[0])
+    correlation = shares[:, None, None]
     common = np.sqrt(correlation) * _NORMAL
     own = np.sqrt(1 - correlation)
     limit = bound * noise[:, None]
-    normal = scipy.special.ndtr
-    within = normal((limit - common) / own) - normal((-limit - common) / own)
-    together = (within ** counts[:, None, None]).prod(0)
+    below = scipy.special.ndtr((limit - common) / own)
+    far_below = scipy.special.ndtr((-limit - common) / own)
+    within = (below - far_below) ** counts[:, None, None]
+    together = within.prod(0)
     return float(weights @ together @ _NORMAL_WEIGHTS)
 
 
@@ -74,9 +82,34 @@ def dunnett_quantile(sizes: tuple[int, ...], df: int, level: float) -> float:
     def excess(bound: float) -> float:
         return dunnett_probability(bound, sizes, df) - (1 - level)
 
-    tails = level / 2, level / 2 / (len(sizes) - 1)
-    one_arm, bonferroni = scipy.stats.t.isf(tails, df)  # on either side
-    return float(scipy.optimize.brentq(excess, 0.99 * one_arm, 1.01 * bonferroni))
+    num_arms = len(sizes) - 1
+    one_arm = scipy.stats.t.isf(level / 2, df)
+    bonferroni = scipy.stats.t.isf(level / 2 / num_arms, df)
+    low = 0.99 * one_arm
+    high = 1.01 * bonferroni
+    return scipy.optimize.brentq(excess, low, high)
+
+
+def group_half_width(
+    pooled: Numbers,
+    variance0: Numbers,
+    variance: Numbers,
+    sizes: tuple[int, ...],
+    num: int,
+    df: int,
+    level: float,
+) -> Array:
+    """Returns the wider half of Dunnett's and Welch's intervals, for an arm of `num` runs.
+
+    Variances are the pooled one, with `df` degrees of freedom, the baseline's and the arm's.
+    """
+    per_run = 1 / sizes[0] + 1 / num
+    pooled_error = np.sqrt(pooled * per_run)
+    dunnett = dunnett_quantile(sizes, df, level) * pooled_error
+    error, error_df = welch(variance0, variance, sizes[0], num)
+    strictness = math.sqrt(len(sizes) - 1)
+    quantile = scipy.stats.t.isf(level / strictness / 2, error_df)
+    return np.maximum(dunnett, quantile * error)
 
 
 @cache
@@ -92,56 +125,43 @@ def group_difference(
     `variances`, taken for the true ones, are the baseline's, the arm's, and all others' together.
     What sweeps would estimate for them is drawn.
     """
-    dfs = (
-        sizes[0] - 1,
-        num - 1,
-        df - (sizes[0] - 1) - (num - 1),
-    )  # the last: of all other arms
+    df0 = sizes[0] - 1
+    df_arm = num - 1
+    df_others = df - df0 - df_arm
     gamma = np.random.default_rng(0).standard_gamma
-    squares = [
-        x * 2 * gamma(each / 2, _NUM_DRAWN)
-        for x, each in zip(variances, dfs, strict=True)
-    ]
-    welch_error, welch_df = welch(
-        squares[0] / dfs[0], squares[1] / dfs[1], sizes[0], num
+    squares = []  # sums of squared deviations, [_NUM_DRAWN] each
+    dfs = (df0, df_arm, df_others)
+    for each, each_df in zip(variances, dfs, strict=True):
+        chi2 = 2 * gamma(each_df / 2, _NUM_DRAWN)
+        squares.append(each * chi2)
+    half_widths = group_half_width(
+        pooled=sum(squares) / df,
+        variance0=squares[0] / df0,
+        variance=squares[1] / df_arm,
+        sizes=sizes,
+        num=num,
+        df=df,
+        level=level,
     )
-    half_widths = np.maximum(
-        dunnett_quantile(sizes, df, level)
-        * np.sqrt(sum(squares) / df * (1 / sizes[0] + 1 / num)),
-        scipy.stats.t.isf(level / math.sqrt(len(sizes) - 1) / 2, welch_df)
-        * welch_error,
-    )
-    error = math.sqrt(max(variances[0] / sizes[0] + variances[1] / num, 1e-100))
+    variance0, variance, _ = variances
+    true_error, _ = welch(variance0, variance, sizes[0], num)
 
     def lack(difference: float) -> float:
-        return POWER - float(
-            scipy.special.ndtr((difference - half_widths) / error).mean()
-        )
+        found = scipy.special.ndtr((difference - half_widths) / true_error)
+        return POWER - found.mean()
 
-    return float(scipy.optimize.brentq(lack, 0, half_widths.max() + 10 * error))
-
-
-def pair_quantile(df: int, num_arms: int, level: float) -> float:
-    """Returns the |t| that an arm's pairs have to exceed, by Šidák's formula (1967, JASA 62)."""
-    return float(scipy.stats.t.ppf((1 + (1 - level) ** (1 / num_arms)) / 2, df))
-
-
-def pair_difference(error: float, quantile: float, df: int) -> float:
-    """Returns the true difference that pairs find with `POWER`; `error` is that of their mean."""
-
-    def lack(shift: float) -> float:
-        return POWER - float(scipy.stats.nct.sf(quantile, df, shift))
-
-    return error * float(scipy.optimize.brentq(lack, 0, 3 * quantile + 3))
+    highest = half_widths.max() + 10 * true_error
+    return scipy.optimize.brentq(lack, 0, highest)
 
 
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
     """Returns values of an estimated deviation whose true one is 1, and their weights."""
-    low, high = np.sqrt(
-        [scipy.stats.chi2.ppf(1e-13, df), scipy.stats.chi2.isf(1e-13, df)]
-    )
+    chi = scipy.stats.chi(df)
+    low = chi.ppf(1e-13)
+    high = chi.isf(1e-13)
     nodes, weights = np.polynomial.legendre.leggauss(40)
     values = low + (high - low) * (nodes + 1) / 2
-    weights = weights * scipy.stats.chi.pdf(values, df)
-    return values / math.sqrt(df), weights / weights.sum()
+    weights *= chi.pdf(values)
+    weights /= weights.sum()
+    return values / math.sqrt(df), weights

@@ -9,12 +9,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gpt2.ablate.runs import Outcome, Run, describe
-from gpt2.ablate.terms import LOSS, flops
+from gpt2.ablate.runs import Run, describe
+from gpt2.ablate.terms import flops
 from gpt2.telemetry.metrics import read_metrics
+from gpt2.training.code import SOURCE
 from gpt2.utils.files import write_text
 
 Amount = Callable[[int], float]  # of so many steps
+AMOUNTS = {  # of a curve, by their names in pictures and tables
+    "tokens": "tokens",
+    "flops": "FLOPs",
+    "seconds": "seconds of training steps",
+}
+METRICS = ("train/", "eval/")  # what the names of metrics in results begin with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,62 +30,75 @@ class Curve:
 
     tokens: np.ndarray  # read by training so far
     flops: np.ndarray  # spent so far, by the model's formula
-    seconds: (
-        np.ndarray
-    )  # of training steps, without validation, checkpoints and compilation
+    # Of training steps, without validation, checkpoints and compilation.
+    seconds: np.ndarray
     scores: np.ndarray  # the metric in which runs are compared
-    training: "Curve | None" = (
-        None  # the training loss, beside a single validation in its unit
-    )
 
 
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """Returns a row for each run: what results.csv tells of it, its curve, and its score.
 
-    The score, the metric in which runs are compared, is nan for a run that has not finished.
+    The score, the metric in which runs are compared, is nan for a run that has not finished. A run
+    whose folder holds other than it is a UserError.
     """
     rows = []
     for run in runs:
+        run.check(score)
         outcome = run.outcome()
-        amounts = (run.config.shapes.tokens, partial(flops, run.config))
-        curve = read_curve(run.workdir, score, *amounts)
-        last = (read_metrics(run.workdir / "metrics.jsonl") or [{}])[-1]
-        if outcome.state == "finished" and last.get(score) is None:
-            outcome = Outcome("failed", f"its last {score} is gone from metrics.jsonl")
-        row = {
-            "arm": run.arm,
-            "purpose": "choose" if run.chooses else "compare",
-            "values": describe(run.tuned),
-            "seed": run.config.seed,
-            "state": outcome.state,
-            "code": " ".join(sorted(run.codes())),
-            "taken_from": outcome.taken_from,
-            "steps": last.get("step", 0),
-            "tokens": run.config.shapes.tokens(last.get("step", 0)),
-            "flops": curve.flops[-1] if len(curve.flops) else math.nan,
-        }
-        row |= {
-            name: last.get(name)
-            for name in ("eval/loss", "eval/bits_per_byte", "train/loss")
-        }
-        row |= {
-            "error": outcome.error,
-            "folder": run.folder,
-            "run": run.label,
-            "curve": curve,
-        }
-        row["seconds"] = curve.seconds[-1] if len(curve.seconds) else math.nan
+        tokens = run.config.shapes.tokens
+        flops_of: Amount = partial(flops, run.config)
+        if run.source != SOURCE:
+            flops_of = unknown
+        curve = read_curve(run.workdir, score, tokens, flops_of)
+        seconds = math.nan
+        if len(curve.seconds):
+            seconds = curve.seconds[-1]
+        records = read_metrics(run.workdir / "metrics.jsonl")
+        last = records[-1] if records else {}
+        own = {}
+        for name, value in last.items():
+            if name.startswith(METRICS):
+                own[name] = value
+        final = math.nan
+        if outcome.state == "finished":
+            final = last[score]
+        steps = last.get("step", 0)
         rows.append(
-            row | {"score": last[score] if outcome.state == "finished" else math.nan}
+            {
+                "arm": run.arm,
+                "purpose": "choose" if run.chooses else "compare",
+                "values": describe(run.tuned),
+                "seed": run.config.seed,
+                "state": outcome.state,
+                "code": " ".join(sorted(run.codes())),
+                "taken_from": outcome.taken_from,
+                "parameters": run.parameters(),
+                "steps": steps,
+                "tokens": tokens(steps),
+                "flops": flops_of(steps),
+                "seconds": seconds,
+                **own,
+                "error": outcome.error,
+                "folder": run.folder,
+                "run": run.label,
+                "curve": curve,
+                "score": final,
+            }
         )
     return pd.DataFrame(rows)
+
+
+def unknown(steps: int) -> float:
+    """Returns the FLOPs of other code, whose formula is not ours."""
+    return math.nan
 
 
 def write_csv(path: Path, results: pd.DataFrame) -> None:
     """Writes results.csv, a row for each run."""
     table = results.drop(columns=["run", "curve", "score"])
-    table["folder"] = [folder.relative_to(path.parent) for folder in table["folder"]]
-    write_text(path, table.round({"flops": 0, "seconds": 2}).to_csv(index=False))
+    root = path.parent
+    table["folder"] = [folder.relative_to(root) for folder in table["folder"]]
+    write_text(path, table.to_csv(index=False))
 
 
 def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
@@ -91,13 +111,12 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
         if "perf/step_seconds" in record:
             seconds = seconds + (step - before) * record["perf/step_seconds"]
             before = step
-        if record.get(score) is not None:
-            points.append((tokens(step), flops(step), seconds, record[score]))
-    curve = Curve(*np.array(points, dtype=np.float64).reshape(-1, 4).T)
-    if len(points) == 1 and score == LOSS:
-        training = read_curve(workdir, "train/loss", tokens, flops)
-        return dataclasses.replace(curve, training=training)
-    return curve
+        value = record.get(score)
+        if value is not None:
+            points.append((tokens(step), flops(step), seconds, value))
+    table = np.array(points, dtype=np.float64)
+    columns = table.reshape(-1, 4).T
+    return Curve(*columns)
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
@@ -105,10 +124,9 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 
     It is inf if the curve ends above, and the first validation's if all are below.
     """
-    above = np.flatnonzero(
-        scores > target
-    )  # the last counts: no lucky validation before it
+    # The last that is above counts: no lucky validation before it.
+    above = np.flatnonzero(scores > target)
     start = above[-1] if above.size else 0
-    return float(
-        np.interp(-target, -scores[start:][:2], amounts[start:][:2], right=math.inf)
-    )
+    x = -scores[start : start + 2]
+    y = amounts[start : start + 2]
+    return float(np.interp(-target, x, y, right=math.inf))

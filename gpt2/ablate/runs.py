@@ -6,14 +6,24 @@ how it ended, once it has, and run/ is the workdir of train.py.
 
 import dataclasses
 import json
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt2.config import Config
+from gpt2.config import Config, flatten
+from gpt2.errors import UserError
+from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.code import SOURCE, read_starts
 from gpt2.utils.files import write_json
+
+Setting = bool | int | float | str  # the value of an option
+Settings = Mapping[str, Setting]  # of options by their dotted names
+ENDED = ("finished", "diverged")  # the states of runs that are not trained any more
+# What a file raises that was cut, altered or not meant to be read.
+DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class Outcome(NamedTuple):
@@ -21,9 +31,7 @@ class Outcome(NamedTuple):
 
     state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
     error: str = ""  # the line that says why
-    taken_from: str = (
-        ""  # the folder of the same run, beside the sweep, that was not trained again
-    )
+    taken_from: str = ""  # the folder of the same run, which a sweep beside has trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +41,11 @@ class Run:
     arm: str  # its name
     config: Config
     folder: Path
-    tuned: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # values tried, or chosen
+    tuned: Settings = dataclasses.field(default_factory=dict)  # that it tries, or chose
     chooses: bool = False  # whether it only chooses between values
     source: Path = SOURCE  # where the train.py lies that trains it
+    # Options that only the code in `source` has.
+    extra: Settings = dataclasses.field(default_factory=dict)
 
     @property
     def workdir(self) -> Path:
@@ -50,12 +58,57 @@ class Run:
         values = f" {describe(self.tuned)}" if self.chooses else ""
         return f"{self.arm}{values} seed {self.config.seed}"
 
+    def options(self) -> dict[str, dict[str, Setting]]:
+        """Returns the options that it is asked to train with, as config.json has them."""
+        tree = self.config.to_dict()
+        for name, value in self.extra.items():
+            group, _, option = name.partition(".")
+            tree.setdefault(group, {})[option] = value
+        return tree
+
     def outcome(self) -> Outcome:
         """Returns how it ended; `waiting` if it has not."""
+        path = self.folder / "outcome.json"
         try:
-            return Outcome(**json.loads((self.folder / "outcome.json").read_text()))
+            return Outcome(**json.loads(path.read_bytes()))
         except FileNotFoundError:
             return Outcome("waiting")
+        except DAMAGE as error:
+            raise unreadable(path, error) from None
+
+    def check(self, score: str) -> None:
+        """Raises a UserError unless the folder of a run that has ended holds that run, whole.
+
+        It has the options and the seed that are asked for; a finished one, its last step's score.
+        """
+        state = self.outcome().state
+        if state not in ENDED:
+            return
+        try:
+            text = (self.workdir / "config.json").read_bytes()
+            kept = flatten(json.loads(text))
+            records = read_metrics(self.workdir / "metrics.jsonl")
+            self.codes()
+        except DAMAGE as error:
+            raise unreadable(self.folder, error) from None
+        how = f"Remove {self.folder}, and repeat the command"
+        for name, value in flatten(self.options()).items():
+            # Other code may lack an option.
+            found = kept.get(name, value)
+            if found != value:
+                raise UserError(
+                    f"{self.folder} holds a run with {name}={found}, not {value}", how
+                )
+        if state == "diverged":
+            return
+        last = records[-1] if records else {"step": 0}
+        step = last["step"]
+        steps = self.config.train.num_steps
+        value = last.get(score)
+        has_score = isinstance(value, float) and math.isfinite(value)
+        if step != steps or not has_score:
+            where = f"at step {step} of {steps} with {score}={value}"
+            raise UserError(f"the metrics of {self.folder} end {where}", how)
 
     def codes(self, now: str = "") -> set[str]:
         """Returns the hashes of the code that its steps are of.
@@ -63,19 +116,34 @@ class Run:
         A run that has not ended would go on with the code `now`, and has none where that is "".
         """
         starts = read_starts(self.workdir)
-        if self.outcome().state in ("finished", "diverged"):
+        if self.outcome().state in ENDED:
             return {start["code"] for start in starts}
+        if not now:
+            return set()
         saved = latest_step(self.workdir) or 0
         kept = {start["code"] for start in starts if start["step"] < saved}
-        return kept | {now} if now else set()
+        return kept | {now}
+
+    def parameters(self) -> str:
+        """Returns how many parameters it has, as its first screen says."""
+        path = self.folder / "log.txt"
+        log = path.read_text(errors="replace") if path.exists() else ""
+        found = re.search(r"(\S+) parameters", log)
+        return found[1] if found else ""
 
     def prepare(self) -> None:
         """Writes what train.py reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)  # of an earlier try
-        write_json(self.folder / "config.json", self.config.to_dict())
+        write_json(self.folder / "config.json", self.options())
 
 
-def describe(options: Mapping[str, Any]) -> str:
+def describe(settings: Settings) -> str:
     """Writes options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
-    return ",".join(f"{name}={value}" for name, value in options.items())
+    return ",".join(f"{name}={value}" for name, value in settings.items())
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    """Returns what to tell of a damaged file or folder."""
+    how = f"Remove {path}, and repeat the command"
+    return UserError(f"{path} cannot be read ({error})", how)

@@ -7,28 +7,30 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import NamedTuple
 
 import pandas as pd
 
 from gpt2.ablate.arms import Arm, differences
 from gpt2.ablate.results import read_results
-from gpt2.ablate.runs import Run, describe
+from gpt2.ablate.runs import DAMAGE, ENDED, Run, Setting, Settings, describe, unreadable
 from gpt2.ablate.terms import LOSS, choose_score
-from gpt2.config import Config, with_options
+from gpt2.config import Config, DataConfig, with_options
 from gpt2.errors import UserError
 from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import locked, write_json
 
-CHOOSING_SEEDS = (
-    1000  # by which seeds of runs that choose values are above those compared
-)
-_DECIDED = (
-    "equal",
-    "paired",
-    "tune",
-    "num_tune_seeds",
-)  # before the first run, for all runs
+# Seeds of runs that choose values are that far above those of runs that are compared.
+CHOOSING_SEEDS = 1000
+# Fields that are decided before the first run, for all runs.
+_DECIDED = ("equal", "tune", "num_tune_seeds")
+
+
+class Tried(NamedTuple):
+    """What an arm's runs with a choice of values gave."""
+
+    choice: Settings
+    score: float  # the mean of runs; nan where one has no score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,26 +42,19 @@ class Sweep:
     arms: tuple[Arm, ...]  # on equal terms, the baseline first; size by size
     score: str  # the metric that is compared, of the last validation
     equal: str  # what the arms have alike, one of terms.TERMS
-    paired: bool  # whether runs are compared seed by seed
-    looks: list[
-        int
-    ]  # seeds of each arm; of several numbers, each is a look that may end it
-    tune: Mapping[str, Sequence[Any]]  # for each option that is tuned, its values
+    # Seeds of each arm; of several numbers, each is a look that may end it.
+    looks: list[int]
+    tune: Mapping[str, Sequence[Setting]]  # for each option that is tuned, its values
     num_tune_seeds: int  # runs of each arm for each choice of these values
-    find: float = (
-        0.0  # the difference that seeds are planned for, by the first of them; or 0
-    )
-    seeds: Mapping[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # of arms that got more
-    raised_from: int = (
-        0  # seeds when a command asked for more after runs had ended; else 0
-    )
+    # The difference that seeds are planned for, by the first of them; or 0.
+    find: float = 0.0
+    # Of arms that got more than the first look's.
+    seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Seeds when a command asked for more after runs had ended; else 0.
+    raised_from: int = 0
     # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
     # None if all diverged. It stays, whatever is trained later.
-    chosen: Mapping[str, Mapping[str, Any] | None] = dataclasses.field(
-        default_factory=dict
-    )
+    chosen: Mapping[str, Settings | None] = dataclasses.field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -68,127 +63,159 @@ class Sweep:
 
     def groups(self) -> list[list[Arm]]:
         """Returns the arms of each size, its baseline first. Arms of one group are compared."""
-        sizes = dict.fromkeys(arm.size for arm in self.arms)
-        return [[arm for arm in self.arms if arm.size == size] for size in sizes]
+        groups: dict[str, list[Arm]] = {}
+        for arm in self.arms:
+            groups.setdefault(arm.size, []).append(arm)
+        return list(groups.values())
 
-    def choices(self) -> list[dict[str, Any]]:
+    def choices(self) -> list[dict[str, Setting]]:
         """Returns every choice of values for the options that are tuned; none if none is."""
-        grid = itertools.product(*self.tune.values()) if self.tune else ()
-        return [dict(zip(self.tune, values, strict=True)) for values in grid]
+        choices = []
+        if self.tune:
+            for values in itertools.product(*self.tune.values()):
+                choice = dict(zip(self.tune, values, strict=True))
+                choices.append(choice)
+        return choices
+
+    def has_no_choice(self, arm: Arm) -> bool:
+        """Returns whether an arm diverged with every choice."""
+        return arm.name in self.chosen and self.chosen[arm.name] is None
 
     def choosing_runs(self) -> list[Run]:
         """Returns the runs that choose between values, whose seeds are not used again."""
-        return [
-            self._run(arm, CHOOSING_SEEDS + i, choice, chooses=True)
-            for i in range(self.num_tune_seeds)
-            for arm in self.arms
-            for choice in self.choices()
-        ]
+        runs = []
+        for i in range(self.num_tune_seeds):
+            for arm, choice in itertools.product(self.arms, self.choices()):
+                folder = self.root / "tune" / arm.name / describe(choice)
+                run = self._run(arm, CHOOSING_SEEDS + i, choice, folder)
+                runs.append(dataclasses.replace(run, chooses=True))
+        return runs
 
     def undecided_runs(self) -> list[Run]:
         """Returns those of `choosing_runs` whose arms have no choice yet."""
-        return [run for run in self.choosing_runs() if run.arm not in self.chosen]
+        runs = self.choosing_runs()
+        return [run for run in runs if run.arm not in self.chosen]
 
     def num_seeds(self, arm: Arm) -> int:
         """Returns how many seeds an arm has so far."""
-        return max(self.looks[0], self.seeds.get(arm.name, 0))
+        return self.seeds.get(arm.name, self.looks[0])
 
     def runs(self) -> list[Run]:
         """Returns the runs that are compared, seed by seed, of the arms that have their choice."""
-        return [
-            self._run(arm, i, choice)
-            for i in range(max(self.num_seeds(arm) for arm in self.arms))
-            for arm in self.arms
-            if i < self.num_seeds(arm)
-            and (choice := self.chosen.get(arm.name)) is not None
-        ]
+        runs = []
+        most = max(map(self.num_seeds, self.arms))
+        for i in range(most):
+            for arm in self.arms:
+                choice = self.chosen.get(arm.name)
+                if choice is not None and i < self.num_seeds(arm):
+                    folder = self.root / "runs" / arm.name
+                    runs.append(self._run(arm, i, choice, folder))
+        return runs
 
-    def _run(
-        self, arm: Arm, seed: int, choice: Mapping[str, Any], chooses: bool = False
-    ) -> Run:
+    def _run(self, arm: Arm, seed: int, choice: Settings, folder: Path) -> Run:
         seed += self.arms[0].config.seed
-        folder = self.root / "runs" / arm.name
-        if chooses:
-            folder = self.root / "tune" / arm.name / describe(choice)
         config = with_options(arm.config, {**choice, "seed": seed})
         source = arm.source(self.root)
-        return Run(arm.name, config, folder / f"seed-{seed}", choice, chooses, source)
+        return Run(
+            arm=arm.name,
+            config=config,
+            folder=folder / f"seed-{seed}",
+            tuned=choice,
+            source=source,
+            extra=arm.extra,
+        )
 
-    def tuning(self) -> dict[str, list[tuple[dict[str, Any], float]]]:
-        """Returns each arm's choices and their mean scores; nan where a run has no score."""
+    def needed_runs(self) -> list[Run]:
+        """Returns the runs that are compared, and before them those that still have to choose."""
+        return [*self.undecided_runs(), *self.runs()]
+
+    def all_runs(self) -> list[Run]:
+        """Returns the runs that choose, and those that are compared."""
+        return [*self.choosing_runs(), *self.runs()]
+
+    def tuning(self) -> dict[str, list[Tried]]:
+        """Returns each arm's choices and what they gave."""
+        tuning: dict[str, list[Tried]] = {}
         if not self.tune:
-            return {}
+            return tuning
         results = read_results(self.choosing_runs(), self.score)
         means = results.groupby(["arm", "values"]).score.agg(mean)
-        return {
-            arm.name: [
-                (each, means[arm.name, describe(each)]) for each in self.choices()
-            ]
-            for arm in self.arms
-        }
+        for arm in self.arms:
+            tuning[arm.name] = []
+            for choice in self.choices():
+                score = means[arm.name, describe(choice)]
+                tuning[arm.name].append(Tried(choice, score))
+        return tuning
 
-    def with_choices(self, *, leave_failed: bool = False) -> "Sweep":
+    def with_choices(self) -> "Sweep":
         """Returns the sweep with the choices of those arms whose choosing runs have all ended.
 
-        A run that failed has not, unless `leave_failed`: the next command tries it again.
+        A run that failed has not: the next command tries it again.
         """
-        if not self.tune:
-            return dataclasses.replace(self, chosen={arm.name: {} for arm in self.arms})
         chosen = dict(self.chosen)
-        runs = self.undecided_runs()
+        if not self.tune:
+            chosen = {arm.name: {} for arm in self.arms}
+        open_arms = set()
+        for run in self.undecided_runs():
+            if run.outcome().state not in ENDED:
+                open_arms.add(run.arm)
         for name, tried in self.tuning().items():
-            states = {run.outcome().state for run in runs if run.arm == name}
-            if (
-                not states
-                or "waiting" in states
-                or ("failed" in states and not leave_failed)
-            ):
+            if name in chosen or name in open_arms:
                 continue
-            if scored := [pair for pair in tried if math.isfinite(pair[1])]:
-                chosen[name] = min(scored, key=lambda pair: pair[1])[0]
-            elif "failed" not in states:
-                chosen[name] = None
+            chosen[name] = None
+            scored = [each for each in tried if math.isfinite(each.score)]
+            if scored:
+                best = min(scored, key=lambda each: each.score)
+                chosen[name] = best.choice
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
         """Returns what all runs gave so far; see `read_results`."""
-        return read_results([*self.choosing_runs(), *self.runs()], self.score)
+        return read_results(self.all_runs(), self.score)
 
     def check_runs(self, now: str = "") -> None:
         """Raises a UserError if runs are of other text, under the same name, or of other code.
 
         Runs to come are left out where `now` is "", the hash of the working tree.
         """
-        texts: dict[Any, tuple[str, Run]] = {}
+        texts: dict[DataConfig, tuple[bytes, Run]] = {}
         labels: dict[tuple[Path, str], list[str]] = {}  # of the runs of each code
-        for run in (*self.choosing_runs(), *self.runs()):
-            for code in run.codes(
-                hash_code(run.source) if now and run.source != SOURCE else now
-            ):
-                labels.setdefault((run.source, code), []).append(run.label)
-            if (path := run.workdir / "data.json").exists():
-                text, first = texts.setdefault(run.config.data, (path.read_text(), run))
-                what = f"{run.folder} was trained on another text than {first.folder}"
-                if text != path.read_text():
-                    raise UserError(what, "Give another --workdir")
-        told = [
-            f"{len(runs)} of {code}, such as {runs[0]}"
-            for (_, code), runs in labels.items()
-        ]
-        what = f"{self.root} would pool runs of different code ({'; '.join(told)})"
-        pools = len(labels) > len({source for source, _ in labels})
+        for run in self.all_runs():
+            run.check(self.score)
+            code = now
+            if now and run.source != SOURCE:
+                code = hash_code(run.source)
+            for each in run.codes(code):
+                alike = labels.setdefault((run.source, each), [])
+                alike.append(run.label)
+            path = run.workdir / "data.json"
+            if not path.exists():
+                continue
+            own = path.read_bytes()
+            text, first = texts.setdefault(run.config.data, (own, run))
+            if text != own:
+                raise UserError(
+                    f"{run.folder} was trained on another text than {first.folder}",
+                    "Give another --workdir",
+                )
+        sources = {source for source, _ in labels}
+        pools = len(labels) > len(sources)
         if pools:
-            raise UserError(what, "Put the code back, or give another --workdir")
+            told = []
+            for (_, code), runs in labels.items():
+                told.append(f"{len(runs)} of {code}, such as {runs[0]}")
+            raise UserError(
+                f"{self.root} would pool runs of different code ({'; '.join(told)})",
+                "Put the code back, or give another --workdir",
+            )
 
     def save(self) -> None:
         """Writes sweep.json."""
-        tree = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        del tree["root"]
-        tree["arms"] = [
-            vars(arm) | {"config": arm.config.to_dict()} for arm in self.arms
-        ]
+        arms = []
+        for arm in self.arms:
+            config = arm.config.to_dict()
+            arms.append(vars(arm) | {"config": config})
+        tree = vars(self) | {"root": "", "arms": arms}
         write_json(self.root / "sweep.json", tree)
 
 
@@ -197,18 +224,21 @@ def load_sweep(root: Path) -> Sweep:
     path = root / "sweep.json"
     if not path.exists():
         raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
-    tree = json.loads(path.read_text())
-    arms = [
-        Arm(**each | {"config": Config.from_dict(each["config"])})
-        for each in tree["arms"]
-    ]
-    return Sweep(**tree | {"root": root, "arms": tuple(arms)})
+    try:
+        tree = json.loads(path.read_bytes())
+        arms = []
+        for each in tree["arms"]:
+            config = Config.from_dict(each["config"])
+            arms.append(Arm(**each | {"config": config}))
+        return Sweep(**tree | {"root": root, "arms": tuple(arms)})
+    except DAMAGE as error:
+        raise unreadable(path, error) from None
 
 
-def register(sweep: Sweep, *, leave_failed: bool = False) -> Sweep:
+def register(sweep: Sweep) -> Sweep:
     """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it."""
     with locked(sweep.root / ".sweep.lock"):  # several processes may do so at once
-        merged = continued(sweep).with_choices(leave_failed=leave_failed)
+        merged = continued(sweep).with_choices()
         merged.check_runs(hash_code())
         merged.save()
     return merged
@@ -224,36 +254,50 @@ def continued(sweep: Sweep) -> Sweep:
     before = load_sweep(sweep.root)
     known = {arm.name: arm for arm in before.arms}
     arms = list(before.arms)
-    clashes = {each: (getattr(before, each), getattr(sweep, each)) for each in _DECIDED}
+    clashes: dict[str, tuple[object, object]] = {}
+    for name in _DECIDED:
+        old = getattr(before, name)
+        new = getattr(sweep, name)
+        clashes[name] = (old, new)
     for arm in sweep.arms:
         if arm.name in known:
-            clashes |= differences(known[arm.name].config, arm.config)
-            clashes[f"commits of {arm.name}"] = known[arm.name].commit, arm.commit
-        elif all(
-            dataclasses.replace(arm, change=each.change) != each for each in before.arms
-        ):
+            same = known[arm.name]
+            clashes |= differences(same.config, arm.config)
+            clashes[f"commits of {arm.name}"] = (same.commit, arm.commit)
+        else:
             arms.append(arm)
-    clashes["score"] = before.score, choose_score(arms)
-    if max(len(before.looks), len(sweep.looks)) > 1 or before.find:
-        clashes["seeds"] = before.looks, sweep.looks
+    clashes["score"] = (before.score, choose_score(arms))
+    looks_once = len(before.looks) == len(sweep.looks) == 1
+    if before.find or not looks_once:
+        clashes["seeds"] = (before.looks, sweep.looks)
     for name, (old, new) in clashes.items():
-        what = f"{sweep.root} holds a sweep with {name}={old}, not {new}"
         if old != new:
-            raise UserError(what, "Give another --workdir, or the old value")
-    seen = any(run.outcome().state != "waiting" for run in before.runs())
-    find = min(filter(None, (before.find, sweep.find)), default=0.0)
-    raised = seen and (sweep.looks > before.looks or find != before.find)
-    seeds = [
-        pair for s in (before, sweep) if s.find == find for pair in s.seeds.items()
-    ]
+            raise UserError(
+                f"{sweep.root} holds a sweep with {name}={old}, not {new}",
+                "Give another --workdir, or the old value",
+            )
+    find = before.find or sweep.find
+    if sweep.find:
+        find = min(find, sweep.find)
+    raised_from = before.raised_from
+    raises = sweep.looks > before.looks or find != before.find
+    if raises and not raised_from:
+        states = {run.outcome().state for run in before.runs()}
+        if states != {"waiting"}:
+            raised_from = before.looks[-1]
+    seeds: dict[str, int] = {}
+    for each in (before, sweep):
+        if each.find == find:
+            seeds |= each.seeds
+    commands = dict.fromkeys([*before.commands, *sweep.commands])
     return dataclasses.replace(
         sweep,
-        commands=list(dict.fromkeys([*before.commands, *sweep.commands])),
+        commands=list(commands),
         arms=tuple(arms),
         score=before.score,
         looks=max(before.looks, sweep.looks),
         find=find,
-        seeds=dict(sorted(seeds)),
-        raised_from=before.raised_from or (before.looks[-1] if raised else 0),
+        seeds=seeds,
+        raised_from=raised_from,
         chosen=before.chosen,
     )

@@ -1,7 +1,7 @@
 """The tables of a sweep's report; every cell is text."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
 import numpy as np
@@ -10,11 +10,11 @@ import scipy  # loads its parts when they are used
 
 from gpt2.ablate.judge import compared
 from gpt2.ablate.power import same_difference, welch
-from gpt2.ablate.results import amount_to_reach
+from gpt2.ablate.results import AMOUNTS, METRICS, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.terms import step_tokens
-from gpt2.ablate.verdicts import FOUND, Sample, Verdict
+from gpt2.ablate.verdicts import Sample, Verdict
+from gpt2.utils.text import format_count
 
 
 def verdict_table(
@@ -24,11 +24,15 @@ def verdict_table(
     rows = []
     for name, sample in by_arm.items():
         scores = list(sample.scores.values())
-        middle = f"{mean(scores):.4f}" if scores else "-"
-        deviation = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
-        row = {"arm": name, "runs": f"{len(scores)}", "mean ± sd": middle + deviation}
-        if verdict := verdicts.get(name):
+        row = {
+            "arm": name,
+            "runs": str(len(scores)),
+            "mean ± sd": spread(scores),
+        }
+        if name in verdicts:
+            verdict = verdicts[name]
             row |= {
+                "baseline": _number(verdict.baseline, ".4f"),
                 "difference": _number(verdict.difference, "+.4f"),
                 "interval": _interval(verdict.low, verdict.high, "+.4f"),
                 "p": _number(verdict.p_value, ".2g"),
@@ -40,32 +44,66 @@ def verdict_table(
 
 
 def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
-    """Returns each change's difference by size and budget, and whether its verdicts agree.
+    """Returns each change's difference by size and budget.
 
     The p-value, without looks, is that of true differences that are all one, for all changes.
     """
     rows = []
-    changes = dict.fromkeys(arm.change for arm in sweep.arms if arm.name in verdicts)
-    for change in changes if len(sweep.groups()) > 1 else ():
+    if len(sweep.groups()) == 1:
+        return pd.DataFrame()
+    _, *others = sweep.groups()[0]
+    changes = [arm.change for arm in others]
+    for change in changes:
         row = dict[str, object](arm=change)
         tested = []
-        told = set()
-        for arm in [arm for arm in sweep.arms if arm.change == change]:
-            row[arm.size] = (verdict := verdicts[arm.name]).words
-            if interval := _interval(verdict.low, verdict.high, "+.4f"):
-                told.add(word := verdict.words if verdict.words in FOUND else "")
-                row[arm.size] = f"{verdict.difference:+.4f} {interval} {word}".strip()
+        for arm in sweep.arms:
+            if arm.change != change:
+                continue
+            verdict = verdicts[arm.name]
+            difference = _number(verdict.difference, "+.4f")
+            interval = _interval(verdict.low, verdict.high, "+.4f")
+            row[arm.size] = f"{difference} {interval} {verdict.words}"
+            if interval:
                 tested.append((verdict.difference, verdict.error, verdict.df))
-        alike = len(told) == 1 and len(tested) == len(sweep.groups())
-        some = "agree" if alike else "not everywhere"
-        row["verdicts"] = "DISAGREE" if told >= set(FOUND) else some
-        if (
-            len(tested) > 1 and len(sweep.looks) == 1
-        ):  # a look ends at differences that seem large
-            p_value = len(changes) * float(same_difference(*np.array(tested).T))
+        # A look ends at differences that seem large.
+        if len(tested) > 1 and len(sweep.looks) == 1:
+            differences, errors, dfs = np.array(tested).T
+            p_value = len(changes) * float(same_difference(differences, errors, dfs))
             row["p, if one difference"] = float(f"{min(p_value, 1.0):.2g}")
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
+
+
+def cost_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
+    """Returns what a run of each arm takes."""
+    rows = []
+    for arm in sweep.arms:
+        runs = compared(results, arm, "finished")
+        steps = arm.config.train.num_steps
+        seconds = runs.seconds.mean() / steps
+        rows.append(
+            {
+                "arm": arm.name,
+                "parameters": ", ".join(runs.parameters.unique()),
+                "steps": f"{steps:,}",
+                "tokens": format_count(arm.config.shapes.tokens(steps)),
+                "seconds a step": _number(seconds, ".4g"),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
+    """Returns the last values of all metrics, a row for each; also those that a loss adds."""
+    rows = []
+    for name in results.columns:
+        if name.startswith(METRICS):
+            row = {"metric": name}
+            for arm in sweep.arms:
+                runs = compared(results, arm, "finished")
+                row[arm.name] = spread(runs[name].dropna())
+            rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
@@ -73,27 +111,19 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for baseline, *others in sweep.groups():
         first = compared(results, baseline, "finished")
-        for arm in others if len(first) else ():
-            row = {"arm": arm.name}
+        if first.empty:
+            continue
+        targets = [first.score.mean(), *first.score]
+        for arm in others:
             runs = compared(results, arm, "finished")
-            by_step = step_tokens(baseline.config) / step_tokens(arm.config)
-            titles = {
-                "steps": "tokens",
-                "tokens": "tokens",
-                "FLOPs": "flops",
-                "time": "seconds",
-            }
-            for title, amount in titles.items():
-                unit = first[amount].mean() / (by_step if title == "steps" else 1.0)
-                shares = [
-                    [
-                        amount_to_reach(getattr(curve, amount), curve.scores, score)
-                        / unit
-                    ]
-                    for curve in runs.curve
-                    for score in (first.score.mean(), *first.score)
-                ]
-                row[title] = _share(np.reshape(shares, (len(runs), 1 + len(first))))
+            row = {"arm": arm.name}
+            for amount, title in AMOUNTS.items():
+                shares = np.empty((len(runs), len(targets)))
+                for i, curve in enumerate(runs.curve):
+                    amounts = getattr(curve, amount) / first[amount].mean()
+                    for j, target in enumerate(targets):
+                        shares[i, j] = amount_to_reach(amounts, curve.scores, target)
+                row[title] = _share(shares)
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -103,47 +133,62 @@ def _share(shares: np.ndarray) -> str:
 
     Rows are an arm's runs, which reach the mean of the baseline's final scores, then each of them.
     """
+    if not shares.size or np.isnan(shares).any():
+        return "-"
     reached = np.isfinite(shares).all(1)
-    if not reached.all() or shares.size == 0:
-        return f"reached by {reached.sum()} of {len(shares)}" if shares.size else "-"
-    middle = shares[:, 0].mean()
+    if not reached.all():
+        return f"reached by {reached.sum()} of {len(shares)}"
+    own = shares[:, 0]
     targets = shares[:, 1:].mean(0)
-    if min(len(shares), len(targets)) < 2:
+    middle = own.mean()
+    num = len(own)
+    num_targets = len(targets)
+    if num < 2 or num_targets < 2:
         return f"{middle:.2f}"
-    spreads = np.var(targets, ddof=1), np.var(shares[:, 0], ddof=1)
-    error, df = welch(*spreads, len(targets), len(shares))
+    variance0 = targets.var(ddof=1)
+    variance = own.var(ddof=1)
+    error, df = welch(variance0, variance, num_targets, num)
     half_width = scipy.stats.t.isf(0.025, df) * error
-    return f"{middle:.2f} {_interval(middle - half_width, middle + half_width, '.2f')}"
+    interval = _interval(middle - half_width, middle + half_width, ".2f")
+    return f"{middle:.2f} {interval}"
 
 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
     """Returns what each arm chose among the values that are tuned."""
     rows = []
     scores = sweep.tuning()
-    for name, choice in sweep.chosen.items() if sweep.tune else ():
+    if not scores:
+        return pd.DataFrame()
+    for name, choice in sweep.chosen.items():
         if choice is None:
             rows.append({"arm": name, "chosen": "nothing: every choice diverged"})
             continue
-        score = next(score for tried, score in scores[name] if tried == choice)
-        edges = [
-            option
-            for option, values in sweep.tune.items()
-            if not isinstance(values[0], str)
-            and choice[option] in (min(values), max(values))
-        ]
-        edge = (
-            f"at the edge of {', '.join(edges)}: a wider grid may do better"
-            if edges
-            else ""
+        score = next(each.score for each in scores[name] if each.choice == choice)
+        edges = []
+        for option, values in sweep.tune.items():
+            if isinstance(values[0], str):
+                continue
+            ends = (min(values), max(values))
+            if choice[option] in ends:
+                edges.append(option)
+        remark = f"at the edge of {', '.join(edges)}: a wider grid may do better"
+        rows.append(
+            {
+                "arm": name,
+                "chosen": describe(choice),
+                "score": f"{score:.4f}",
+                "remark": remark if edges else "",
+            }
         )
-        row = {
-            "arm": name,
-            "chosen": describe(choice),
-            "score": f"{score:.4f}",
-            "remark": edge,
-        }
-        rows.append(row)
     return pd.DataFrame(rows).fillna("")
+
+
+def spread(scores: Sequence[float]) -> str:
+    """Writes the mean of scores, and their deviation if there are several."""
+    if not len(scores):
+        return "-"
+    deviation = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
+    return f"{mean(scores):.4f}{deviation}"
 
 
 def _number(value: float, form: str) -> str:

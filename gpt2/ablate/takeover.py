@@ -2,20 +2,20 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from gpt2.ablate.jobs import Slot, take
 from gpt2.ablate.runs import Outcome, Run
+from gpt2.ablate.terms import LOSS
 from gpt2.data import prepare
+from gpt2.errors import UserError
 from gpt2.training.code import read_starts
 from gpt2.utils import files
 from gpt2.utils.text import counted
@@ -47,61 +47,76 @@ def take_over(runs: Sequence[Run], root: Path, slot: Slot) -> None:
     """
     here = functools.cache(functools.partial(_describe, slot))
     text = functools.cache(lambda data: prepare(data).describe())
-    missing = [
-        (json.dumps(run.config.to_dict()), run)
-        for run in runs
-        if not run.workdir.exists()
-    ]
+    missing = defaultdict[str, list[Run]](list)  # by their options
+    for run in runs:
+        if not run.workdir.exists():
+            missing[json.dumps(run.options())].append(run)
+    if not missing:
+        return
     folder = root.absolute().parent
-    taken = Counter[tuple[str, str]]()
-    found = [
-        *folder.glob("*/runs/*/*/config.json"),
-        *folder.glob("*/tune/*/*/*/config.json"),
-    ]
-    beside = [
-        (json.dumps(json.loads(p.read_text())), p) for p in sorted(found) if missing
-    ]
-    for (config, path), (wanted, run) in itertools.product(beside, missing):
-        if config != wanted:
+    in_runs = folder.glob("*/runs/*/*/config.json")
+    in_tune = folder.glob("*/tune/*/*/*/config.json")
+    taken = Counter[tuple[str, Path]]()
+    for path in sorted([*in_runs, *in_tune]):
+        try:
+            options = json.dumps(json.loads(path.read_bytes()))
+        except ValueError:
             continue
-        other = dataclasses.replace(run, folder=path.parent)
-        outcome = other.outcome()
-        starts = read_starts(other.workdir)
-        facts = here(run.source, run.config.parallel.cpu_devices)
-        if outcome.state != "finished" or _facts(starts) != facts:
-            continue
-        same_text = files.read_sealed(other.workdir / "data.json") == text(
-            run.config.data
-        )
-        if same_text and (lock := take(run)):
+        for run in missing[options]:
+            other = dataclasses.replace(run, folder=path.parent)
+            try:
+                outcome = other.outcome()
+                other.check(LOSS)
+            except UserError:  # what that sweep would tell
+                continue
+            if outcome.state != "finished":
+                continue
+            starts = read_starts(other.workdir)
+            if _facts(starts) != here(run.source, run.config.parallel.cpu_devices):
+                continue
+            own_text = files.read_sealed(other.workdir / "data.json")
+            if own_text != text(run.config.data):
+                continue
+            lock = take(run)
+            if not lock:
+                continue
             origin = outcome.taken_from or str(path.parent.relative_to(folder))
             with lock:
-                run.prepare()
-                with files.new_directory(run.workdir) as partial:
-                    shutil.copytree(
-                        other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True
-                    )
-                outcome = Outcome("finished", taken_from=origin)
-                files.write_json(run.folder / "outcome.json", outcome._asdict())
+                _copy(other, run, origin)
             sweep = root.parent / Path(origin).parts[0]
-            taken[
-                run.arm, f"{sweep}, commit {starts[-1].get('commit') or 'unknown'}"
-            ] += 1
-    for (arm, whose), number in taken.items():
-        print(f"{arm}: {counted(number, 'run')} taken from {whose}", flush=True)
+            taken[run.arm, sweep] += 1
+    for (arm, sweep), number in taken.items():
+        print(f"{arm}: {counted(number, 'run')} taken from {sweep}", flush=True)
 
 
-def _facts(starts: Sequence[dict[str, Any]]) -> set[str]:
+def _copy(other: Run, run: Run, origin: str) -> None:
+    """Makes a run of what another has left."""
+    run.prepare()
+    shutil.copy(other.folder / "log.txt", run.folder)
+    with files.new_directory(run.workdir) as partial:
+        shutil.copytree(other.workdir, partial, ignore=_LEFT, dirs_exist_ok=True)
+    outcome = Outcome("finished", taken_from=origin)
+    files.write_json(run.folder / "outcome.json", outcome._asdict())
+
+
+def _facts(starts: Sequence[Mapping[str, object]]) -> set[str]:
     """Returns what decides the figures of a run's starts, one text if it has not changed."""
-    return {json.dumps([start.get(name) for name in _ALIKE]) for start in starts}
+    facts = set()
+    for start in starts:
+        alike = [start.get(name) for name in _ALIKE]
+        facts.add(json.dumps(alike))
+    return facts
 
 
 def _describe(slot: Slot, source: Path, cpu_devices: int) -> set[str]:
     """Returns the `_facts` of a run that began now, by a process that has its devices."""
+    own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     asked = subprocess.run(
         [sys.executable, "-c", _DESCRIBE, str(cpu_devices)],
         cwd=source,
-        env=os.environ | slot.environment | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        env=os.environ | slot.environment | own,
         capture_output=True,
     )
-    return _facts([json.loads(asked.stdout)]) if asked.returncode == 0 else {""}
+    if asked.returncode:
+        return {""}
+    return _facts([json.loads(asked.stdout)])

@@ -64,10 +64,19 @@ def equalize(
     def cost(arm: Arm) -> float:
         if terms == "seconds":
             return step_seconds(arm)
+        if terms == "flops" and arm.commit:
+            raise UserError(
+                f"the FLOPs of {arm.name}, of other code, are not known",
+                "Use --equal=tokens or --equal=seconds",
+            )
         return step_flops(arm.config) if terms == "flops" else step_tokens(arm.config)
 
     budget = first.config.train.num_steps * cost(first)
-    return [first, *(with_length(arm, round(budget / cost(arm))) for arm in others)]
+    equal = [first]
+    for arm in others:
+        num_steps = round(budget / cost(arm))
+        equal.append(with_length(arm, num_steps))
+    return equal
 
 
 def at_sizes(
@@ -79,29 +88,27 @@ def at_sizes(
     none is given (Hoffmann et al. 2022, arXiv 2203.15556). Without sizes, arms keep theirs.
     """
     base = arms[0].config
-    scaled = []
+    scaled: list[Arm] = []
     if not (sizes or budgets):
         return list(arms)
-    own = (
-        base.train.num_steps * step_tokens(base) / count_compute_parameters(base.gpt())
-    )
+    own = run_tokens(base) / count_compute_parameters(base.gpt())
     own_size = f"{base.model.num_layers}x{base.model.embed_dim}"
-    for size, budget in dict.fromkeys(
-        itertools.product(sizes or [""], budgets or [""])
-    ):
+    grid = itertools.product(sizes or [""], budgets or [""])
+    for size, budget in dict.fromkeys(grid):
         no_number = budget and not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", budget)
         if no_number:
             raise UserError(
                 f"{budget} is no budget", "Write tokens per parameter, such as 5,20"
             )
         label = f"{size or own_size}@{budget}" if budget else size
-        configs = [_with_size(arm, size) if size else arm.config for arm in arms]
-        tokens = float(budget or own) * count_compute_parameters(configs[0].gpt())
-        steps = max(1, round(tokens / step_tokens(configs[0])))
-        resized = [
-            replace(a, config=c, size=label) for a, c in zip(arms, configs, strict=True)
-        ]
-        scaled += [with_length(arm, steps) for arm in resized]
+        sized = []
+        for arm in arms:
+            config = _with_size(arm, size) if size else arm.config
+            sized.append(replace(arm, config=config, size=label))
+        first = sized[0].config
+        tokens = float(budget or own) * count_compute_parameters(first.gpt())
+        steps = max(1, round(tokens / step_tokens(first)))
+        scaled += [with_length(arm, steps) for arm in sized]
     return scaled
 
 
@@ -109,7 +116,8 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     """Returns an arm whose runs are longer or shorter, what lasts for steps in proportion."""
     optim = arm.config.optim
     before = arm.config.train.num_steps
-    named = optim.schedule.startswith("piecewise") or len(arm.config.shapes.pieces) > 1
+    changes_shape = len(arm.config.shapes.pieces) > 1
+    named = changes_shape or optim.schedule.startswith("piecewise")
     what = f"a schedule of {arm.change} names steps of a run of {before}, not of {num_steps}"
     if named and num_steps != before:
         raise UserError(what)
@@ -120,9 +128,14 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     return replace(arm, config=with_options(arm.config, options))
 
 
+def run_tokens(config: Config) -> int:
+    """Returns the tokens of a run."""
+    return config.shapes.tokens(config.train.num_steps)
+
+
 def step_tokens(config: Config) -> float:
     """Returns the tokens of a step, the mean over the run."""
-    return config.shapes.tokens(config.train.num_steps) / config.train.num_steps
+    return run_tokens(config) / config.train.num_steps
 
 
 def step_flops(config: Config) -> float:
@@ -148,10 +161,8 @@ def _with_size(arm: Arm, size: str) -> Config:
             f"{model.head_size}, and none of model.head_dim, mlp_dim and num_kv_heads is set"
         )
     shape = {
-        "num_layers": layers,
-        "embed_dim": width,
-        "num_heads": width // model.head_size,
+        "model.num_layers": layers,
+        "model.embed_dim": width,
+        "model.num_heads": width // model.head_size,
     }
-    return with_options(
-        arm.config, {f"model.{name}": value for name, value in shape.items()}
-    )
+    return with_options(arm.config, shape)

@@ -25,16 +25,15 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
 from gpt2 import cli
 from gpt2.benchmark import measure, suite
-from gpt2.benchmark.tables import table
+from gpt2.benchmark.tables import Row, table
 from gpt2.config import Config, with_options
 from gpt2.config.run import tokens_by_name
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_choice
 
 COMMANDS = ("train", "attention", "suite", "machine")
 
@@ -62,20 +61,23 @@ def main(command: str) -> int:
     if command == "suite":
         if not output:
             raise UserError("there is no --output", "Name the folder of the results")
-        return not suite.run_suite(
-            output, args.parts, cli.overrides(), dry_run=args.dry_run
-        )
+        options = cli.overrides()
+        passed = suite.run_suite(output, args.parts, options, dry_run=args.dry_run)
+        return int(not passed)
     rows = []
+    failed = 0
     for row in make_rows(command, output):
         rows.append(row)
+        if not row.get("passed", True):
+            failed = 1
         if args.json:
             print(json.dumps(row), flush=True)
     if not args.json:
         print(table(rows))
-    return int(not all(row.get("passed", True) for row in rows))
+    return failed
 
 
-def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
+def make_rows(command: str, output: Path | None) -> Iterator[Row]:
     """Yields the rows of a command as they come."""
     args = flags.FLAGS
     if command == "machine":
@@ -86,11 +88,14 @@ def make_rows(command: str, output: Path | None) -> Iterator[dict[str, Any]]:
         from gpt2.benchmark.attention import check_attention
 
         yield from check_attention(config)
-    else:
-        case = measure.Case(config)
-        cases = dict.fromkeys((measure.OURS, *args.peers), case)
-        cases |= {text: case.varied(text) for text in args.vary}
-        yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
+        return
+    case = measure.Case(config)
+    cases = {measure.OURS: case}
+    for peer in args.peers:
+        cases[peer] = case
+    for text in args.vary:
+        cases[text] = case.varied(text)
+    yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
 
 
 def make_config(peers: list[str]) -> Config:
@@ -99,29 +104,22 @@ def make_config(peers: list[str]) -> Config:
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:
         return config
-    unknown = set(peers) - set(measure.PEERS)
-    if unknown:
-        raise UserError(
-            f"--peers={','.join(peers)} is not known", "Use torch or torch_compile"
-        )
-    absent = not importlib.util.find_spec("torch")
-    if absent:
-        raise UserError(
-            "--peers needs PyTorch", "Install it: pip install -e '.[peers]'"
-        )
-    unlike = config.optim.name != "adamw"
-    if unlike:
+    for peer in peers:
+        require_choice("--peers", peer, measure.PEERS)
+    if not importlib.util.find_spec("torch"):
+        raise UserError("--peers needs PyTorch", "pip install -e '.[peers]'")
+    if config.optim.name != "adamw":
         raise UserError(
             "--peers have no other optimizer", "Use --config.optim.name=adamw"
         )
     options = {
-        **{
-            "optim.schedule": "constant",
-            "optim.end_learning_rate": config.optim.learning_rate,
-        },
-        **{"optim.warmup_steps": 0, "optim.warmup_percent": 0.0, "model.dropout": 0.0},
-        "model.vocab_size": 64
-        * math.ceil(config.model.vocab_size / 64),  # as nanoGPT trains
+        "optim.schedule": "constant",
+        "optim.end_learning_rate": config.optim.learning_rate,
+        "optim.warmup_steps": 0,
+        "optim.warmup_percent": 0.0,
+        "model.dropout": 0.0,
+        # A multiple of 64, as nanoGPT trains.
+        "model.vocab_size": 64 * math.ceil(config.model.vocab_size / 64),
     }
     return with_options(config, options)
 

@@ -15,7 +15,12 @@ from gpt2.config import Config
 STEPS = 5
 # The most by which a loss may differ, relative to itself, by the type in which numbers are
 # multiplied.
-TOLERANCES = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 5e-3, "float16": 1e-3}
+TOLERANCES = {
+    "float32": 1e-5,
+    "tf32": 1e-3,
+    "bfloat16": 5e-3,
+    "float16": 1e-3,
+}
 
 
 class FirstSteps(NamedTuple):
@@ -31,27 +36,33 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     Kernels keep a branch's size, where variants of GELU differ most; tables are small enough to
     show a norm's epsilon. The last norm's scale makes gradients long enough to be clipped.
     """
-    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(
-        shape, np.float32
-    )
-    std = noise.size**-0.25 if name.endswith("kernel") else 0.02
-    drawn = np.float32(name.endswith("scale")) + np.float32(std) * noise
-    return drawn * np.float32(100 / noise.size**0.5) if name == "ln_f/scale" else drawn
+    seed = zlib.crc32(name.encode())
+    rng = np.random.default_rng(seed)
+    noise = rng.standard_normal(shape, np.float32)
+    if name.endswith("kernel"):
+        return noise * np.float32(noise.size**-0.25)
+    noise *= np.float32(0.02)
+    if name.endswith("scale"):
+        noise += 1
+    if name == "ln_f/scale":
+        noise *= np.float32(100 / noise.size**0.5)
+    return noise
 
 
 def draw_batch(config: Config, step: int = 0) -> np.ndarray:
     """Returns tokens and targets `[2, B, T]` int32 of a step, the same on every side."""
     shape = (2, config.data.batch_size, config.model.context_length)
-    return np.random.default_rng(step).integers(
-        0, config.model.vocab_size, shape, np.int32
-    )
+    rng = np.random.default_rng(step)
+    return rng.integers(0, config.model.vocab_size, shape, np.int32)
 
 
 def products_of(compute: str, matmul_precision: str | None, platform: str) -> str:
     """Returns the type in which a platform multiplies, by JAX's option for float32."""
     if compute != "float32" or platform == "cpu" or matmul_precision == "highest":
         return compute
-    return "bfloat16" if platform == "tpu" and matmul_precision != "high" else "tf32"
+    if platform == "tpu" and matmul_precision != "high":
+        return "bfloat16"
+    return "tf32"
 
 
 def compare(ours: FirstSteps, theirs: FirstSteps) -> str | None:
@@ -59,7 +70,9 @@ def compare(ours: FirstSteps, theirs: FirstSteps) -> str | None:
     if theirs.products != ours.products:
         return f"products are in {theirs.products}, in place of {ours.products}"
     allowed = TOLERANCES[ours.products]
-    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True), 1):
-        if not (found := abs(a - b) / a) <= allowed:  # NaN is not
+    pairs = zip(ours.losses, theirs.losses, strict=True)
+    for step, (our_loss, their_loss) in enumerate(pairs, 1):
+        found = abs(our_loss - their_loss) / our_loss
+        if not found <= allowed:  # NaN is not
             return f"the loss of step {step} differs by {found:.1e}, and {allowed:g} is allowed"
     return None

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import resource
 import sys
-from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gpt2.benchmark import first_steps
 from gpt2.benchmark.measure import serve
+from gpt2.benchmark.tables import Row
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
@@ -29,26 +30,34 @@ class Training:
 
     def __init__(self, config: Config):
         self._config = config
-        self.devices = find_devices(config)
-        self._program = program = Program.from_config(config, self.devices)
-        self._batch = program.backend.put_batch(_batch(config))
-        self._state: Any = program.init_state()
-        self._compiled = program.compile_train(self._state, self._batch)
-        compute = config.precision.compute
-        device = self.devices[0]
-        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        self._devices = find_devices(config)
+        kind = self._devices[0].device_kind
+        # Devices of a CPU are parts of it.
+        number = 1 if kind == "cpu" else len(self._devices)
+        self.device = f"{number} x {kind}"
+        self._program = Program.from_config(config, self._devices)
+        self._batch = self._program.backend.put_batch(_batch(config))
+        self._state = self._program.init_state()
+        self._compiled = self._program.compile_train(self._state, self._batch)
+
+    def info(self) -> Row:
+        """Returns what there is to report beside times."""
+        compute = self._config.precision.compute
+        device = self._devices[0]
         chip = find_chip(device.device_kind)
-        self._products = first_steps.products_of(
-            compute, precision, platform_of(device)
-        )
-        self.info = {
+        peak = None
+        # The sheet has no peak of float32 that is multiplied at another precision.
+        if chip and not _matmul_precision():
+            peak = chip.peak_flops(compute) * len(self._devices)
+        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        statistics = device.memory_stats() or {}  # None on a CPU
+        return {
             "compile_seconds": self._compiled.compile_seconds,
-            "flops_per_token": model_flops_per_token(config.gpt()),
-            # The sheet has no peak of float32 that is multiplied at another precision.
-            "peak_flops": chip
-            and not precision
-            and chip.peak_flops(compute) * len(self.devices),
-            "attention": program.attention,
+            "flops_per_token": model_flops_per_token(self._config.gpt()),
+            "peak_flops": peak,
+            "attention": self._program.attention,
+            "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
+            "version": f"jax {jax.__version__}",
         }
 
     def step(self) -> None:
@@ -57,60 +66,55 @@ class Training:
 
     def first_steps(self) -> first_steps.FirstSteps:
         """Returns what steps from drawn weights compute, by the very program that is timed."""
-        # its memory goes to the drawn weights
-        program = self._program
-        self._state = None
-        self._state = program.init_state(draw_params(program.model.config))
-        batches = (_batch(self._config, step) for step in range(first_steps.STEPS))
-        losses = [
-            float(self._run(program.backend.put_batch(batch))) for batch in batches
-        ]
-        return first_steps.FirstSteps(self._products, losses)
+        del self._state  # its memory goes to the drawn weights
+        cfg = self._program.model.config
+        self._state = self._program.init_state(draw_params(cfg))
+        losses = []
+        for step in range(first_steps.STEPS):
+            drawn = _batch(self._config, step)
+            batch = self._program.backend.put_batch(drawn)
+            loss = self._run(batch)
+            losses.append(float(loss))
+        platform = platform_of(self._devices[0])
+        compute = self._config.precision.compute
+        products = first_steps.products_of(compute, _matmul_precision(), platform)
+        return first_steps.FirstSteps(products, losses)
 
-    def _run(self, batch: Any) -> jax.Array:
+    def _run(self, batch: chex.ArrayTree) -> jax.Array:
         self._state, metrics = self._compiled(self._state, batch)
         return jax.block_until_ready(metrics)["train/loss"]
 
 
-def draw_params(cfg: GPTConfig) -> Any:
+def _matmul_precision() -> str | None:
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+
+def draw_params(cfg: GPTConfig) -> dict:
     """Returns the parameters that `draw_weight` draws, float32 in host memory."""
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
-    draw = first_steps.draw_weight
-    shapes = jax.eval_shape(
-        model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-    )["params"]
-    named = flatten_dict(shapes, sep="/")
-    drawn = unflatten_dict(
-        {name: draw(name, leaf.shape) for name, leaf in named.items()}, sep="/"
-    )
-    return in_layout(
-        drawn, scanned=cfg.scan_layers, stack=lambda *leaves: np.stack(leaves)
-    )
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    drawn = flatten_dict(shapes["params"], sep="/")
+    for name, leaf in drawn.items():
+        drawn[name] = first_steps.draw_weight(name, leaf.shape)
+    params = unflatten_dict(drawn, sep="/")
+    return in_layout(params, scanned=cfg.scan_layers, stack=lambda *x: np.stack(x))
 
 
 def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
     if config.data.document_mask:  # documents of 256 tokens in the mean, at random
-        batch["segments"] = np.cumsum(tokens % 256 == 0, axis=1, dtype=np.int32)
+        begins = tokens % 256 == 0
+        batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
     return batch
 
 
 @exit_on_user_error()
 def main() -> None:
     """Serves steps of the config that the command line gives."""
-    work = Training(Config.from_dict(json.loads(sys.argv[1])))
-
-    def info() -> dict[str, Any]:
-        on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        statistics = work.devices[0].memory_stats() or {}  # None on a CPU
-        memory = {"peak_bytes": statistics.get("peak_bytes_in_use", on_host)}
-        return work.info | memory | {"version": f"jax {jax.__version__}"}
-
-    kind = work.devices[0].device_kind
-    serve(
-        f"{1 if kind == 'cpu' else len(work.devices)} x {kind}", work, info
-    )  # parts of one CPU
+    config = Config.from_dict(json.loads(sys.argv[1]))
+    serve(Training(config))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ import re
 import resource
 import sys
 import tempfile
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from gpt2.benchmark import first_steps
 from gpt2.benchmark.measure import serve
+from gpt2.benchmark.tables import Row
 from gpt2.config import Config, ModelConfig
 
 
@@ -29,24 +28,27 @@ class Block(nn.Module):
         width = cfg.embed_dim
         bias = cfg.bias
         self.num_heads = cfg.num_heads
-        self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
-        qkv = nn.Linear(width, 3 * width, bias)
-        out = nn.Linear(width, width, bias)
-        self.attn = nn.ModuleDict({"c_attn": qkv, "c_proj": out})
-        wide = nn.Linear(width, 4 * width, bias)
-        narrow = nn.Linear(4 * width, width, bias)
-        self.mlp = nn.ModuleDict({"c_fc": wide, "c_proj": narrow})
+        self.ln_1 = nn.LayerNorm(width, bias=bias)
+        self.attn = nn.ModuleDict()
+        self.attn["c_attn"] = nn.Linear(width, 3 * width, bias)
+        self.attn["c_proj"] = nn.Linear(width, width, bias)
+        self.ln_2 = nn.LayerNorm(width, bias=bias)
+        self.mlp = nn.ModuleDict()
+        self.mlp["c_fc"] = nn.Linear(width, 4 * width, bias)
+        self.mlp["c_proj"] = nn.Linear(4 * width, width, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[B, T, D]` to `[B, T, D]`."""
-        B, T, D = x.shape
-        q, k, v = (
-            y.view(B, T, self.num_heads, -1).transpose(1, 2)
-            for y in self.attn["c_attn"](self.ln_1(x)).split(D, dim=2)
-        )
+        B, T, _ = x.shape
+        qkv = self.attn["c_attn"](self.ln_1(x))
+        qkv = qkv.view(B, T, 3, self.num_heads, -1)
+        qkv = qkv.transpose(1, 3)
+        q, k, v = qkv.unbind(dim=2)  # [B, N, T, H]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn["c_proj"](y.transpose(1, 2).reshape(B, T, D))
-        hidden = F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh")
+        y = y.transpose(1, 2).flatten(2)
+        x = x + self.attn["c_proj"](y)
+        hidden = self.mlp["c_fc"](self.ln_2(x))
+        hidden = F.gelu(hidden, approximate="tanh")
         return x + self.mlp["c_proj"](hidden)
 
 
@@ -57,47 +59,72 @@ class GPT(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(cfg.vocab_size, cfg.embed_dim)
         self.wpe = nn.Embedding(cfg.context_length, cfg.embed_dim)
-        self.h = nn.Sequential(*(Block(cfg) for _ in range(cfg.num_layers)))
+        layers = [Block(cfg) for _ in range(cfg.num_layers)]
+        self.h = nn.Sequential(*layers)
         self.ln_f = nn.LayerNorm(cfg.embed_dim, bias=cfg.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Maps tokens `[B, T]` int64 to logits `[B, T, V]`."""
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
-        return F.linear(self.ln_f(self.h(x)), self.wte.weight)
+        positions = self.wpe.weight[: tokens.shape[1]]
+        x = self.wte(tokens) + positions
+        x = self.ln_f(self.h(x))
+        return F.linear(x, self.wte.weight)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Returns parameters by this project's names; a kernel is this project's transposed."""
-        kinds = {"wte": "embedding", "wpe": "embedding", "c": "kernel", "ln": "scale"}
+        kinds = {
+            "wte": "embedding",
+            "wpe": "embedding",
+            "c": "kernel",
+            "ln": "scale",
+        }
         found = {}
         for name, weight in self.named_parameters():
-            *path, last = re.sub(r"\bh\.(\d+)", r"h_\1", name).split(".")
-            last = kinds[path[-1].partition("_")[0]] if last == "weight" else last
-            found["/".join((*path, last))] = weight
+            name = re.sub(r"\bh\.(\d+)", r"h_\1", name)
+            *path, last = name.split(".")
+            if last == "weight":
+                kind, *_ = path[-1].split("_")
+                last = kinds[kind]
+            found["/".join([*path, last])] = weight
         return found
 
 
 class Training:
     """A peer's model and optimizer, and its training step."""
 
-    def __init__(self, peer: str, config: Config, device: str):
+    def __init__(self, peer: str, config: Config, kind: str):
         self._config = config
-        self._device = device
-        self._model = GPT(config.model).to(device).train()
+        self._kind = kind  # cpu, cuda
+        self.device = "1 x cpu"
+        if kind == "cuda":
+            self.device = f"1 x {torch.cuda.get_device_name()}"
+        self._model = GPT(config.model).to(kind)
         self._weights = list(self._model.parameters())
         optim = config.optim
-        matrices = {"params": [w for w in self._weights if w.ndim > 1]}
-        others = {
-            "params": [w for w in self._weights if w.ndim < 2],
-            "weight_decay": 0.0,
-        }
-        groups: Any = [matrices | {"weight_decay": optim.weight_decay}, others]
-        rate = optim.learning_rate
-        betas = (optim.beta1, optim.beta2)
-        self._optimizer = torch.optim.AdamW(groups, rate, betas, optim.eps, fused=True)
+        matrices = [weight for weight in self._weights if weight.ndim > 1]
+        others = [weight for weight in self._weights if weight.ndim < 2]
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": optim.weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            optim.learning_rate,
+            (optim.beta1, optim.beta2),
+            optim.eps,
+            fused=True,
+        )
         self._dtype = torch.float32  # of logits
-        loss = self._compute_loss
-        self._loss: Any = torch.compile(loss) if peer == "torch_compile" else loss
-        self._batch = self._put(first_steps.draw_batch(config))
+        self._loss = self._compute_loss
+        if peer == "torch_compile":
+            self._loss = torch.compile(self._loss)
+        self._batch = self._draw_batch(0)
+
+    def info(self) -> Row:
+        """Returns what there is to report beside times."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self._kind == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        return {"peak_bytes": peak, "version": f"torch {torch.__version__}"}
 
     def step(self) -> None:
         """Takes a training step on the same batch, and waits for it."""
@@ -107,37 +134,37 @@ class Training:
         """Returns what steps from drawn weights compute, by the very function that is timed."""
         with torch.no_grad():
             for name, weight in self._model.named().items():
-                shape = weight.shape[::-1] if name.endswith("kernel") else weight.shape
-                drawn = torch.from_numpy(first_steps.draw_weight(name, tuple(shape)))
-                weight.copy_(drawn.T if name.endswith("kernel") else drawn)
+                if name.endswith("kernel"):
+                    weight = weight.T
+                drawn = first_steps.draw_weight(name, tuple(weight.shape))
+                weight.copy_(torch.from_numpy(drawn))
         self._optimizer.state.clear()
-        batches = (
-            first_steps.draw_batch(self._config, step)
-            for step in range(first_steps.STEPS)
-        )
-        losses = [self._run(self._put(batch)) for batch in batches]
-        types = (
+        losses = []
+        for step in range(first_steps.STEPS):
+            losses.append(self._run(self._draw_batch(step)))
+        products = first_steps.products_of(
             str(self._dtype).removeprefix("torch."),
             torch.get_float32_matmul_precision(),
+            self._kind.replace("cuda", "gpu"),
         )
-        products = first_steps.products_of(*types, self._device.replace("cuda", "gpu"))
         return first_steps.FirstSteps(products, losses)
 
-    def _put(self, batch: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(batch).long().to(self._device)
+    def _draw_batch(self, step: int) -> torch.Tensor:
+        drawn = first_steps.draw_batch(self._config, step)
+        batch = torch.from_numpy(drawn).long()
+        return batch.to(self._kind)
 
     def _run(self, batch: torch.Tensor) -> float:
         """Takes a step, and returns the mean loss of all micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         number = self._config.train.accumulate_steps
-        total = torch.zeros((), device=self._device)
-        for tokens, targets in zip(
-            *(part.chunk(number) for part in batch), strict=True
-        ):
+        total = torch.zeros((), device=self._kind)
+        for tokens, targets in batch.chunk(number, dim=1):
             loss = self._loss(tokens, targets) / number
             loss.backward()
             total += loss.detach()
-        clip(self._weights, self._config.optim.clip_norm or float("inf"), self._device)
+        length = self._config.optim.clip_norm or float("inf")
+        clip(self._weights, length, self._kind)
         self._optimizer.step()
         return total.item()
 
@@ -146,12 +173,12 @@ class Training:
     ) -> torch.Tensor:
         """Returns the mean loss of tokens and targets `[B, T]` int64."""
         compute = getattr(torch, self._config.precision.compute)
-        with torch.autocast(self._device, compute, enabled=compute != torch.float32):
+        is_mixed = compute != torch.float32
+        with torch.autocast(self._kind, compute, enabled=is_mixed):
             logits = self._model(tokens)
             self._dtype = logits.dtype
-            return F.cross_entropy(
-                logits.view(-1, logits.shape[-1]), targets.reshape(-1)
-            )
+            logits = logits.flatten(0, 1)
+            return F.cross_entropy(logits, targets.flatten())
 
 
 def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
@@ -164,29 +191,26 @@ def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
         nn.utils.clip_grad_norm_(weights, length)
         return
     norm = torch.linalg.vector_norm
-    norms = torch.stack([norm(norm(weight.grad, dim=-1)) for weight in weights])
-    nn.utils.clip_grads_with_norm_(weights, length, norm(norms))
+    norms = []
+    for weight in weights:
+        rows = norm(weight.grad, dim=-1)
+        norms.append(norm(rows))
+    nn.utils.clip_grads_with_norm_(weights, length, norm(torch.stack(norms)))
 
 
 def main() -> None:
     """Serves steps of the peer and the config that the command line gives."""
-    peer, config = sys.argv[1:]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    _, peer, text = sys.argv
+    config = Config.from_dict(json.loads(text))
     # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
-    if device == "cuda" and os.environ.get("JAX_DEFAULT_MATMUL_PRECISION") != "highest":
+    wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda" and wanted != "highest":
         torch.set_float32_matmul_precision("high")
     # Compilation is timed, and must not find what an earlier process compiled.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        work = Training(peer, Config.from_dict(json.loads(config)), device)
-
-        def info() -> dict[str, Any]:
-            on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            peak = torch.cuda.max_memory_allocated() if device == "cuda" else on_host
-            return {"peak_bytes": peak, "version": f"torch {torch.__version__}"}
-
-        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        serve(f"1 x {name}", work, info)
+        serve(Training(peer, config, kind))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt2.benchmark.tables import table
+from gpt2.benchmark.tables import Row, table
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
@@ -40,161 +41,181 @@ def make_parts(output: Path) -> list[Part]:
     """Returns the parts in the order in which they run, the most important first."""
     root = Path(__file__).parents[2]
 
-    def options(size: str, rows: int) -> tuple[str, ...]:
-        layers = {"124m": 12, "1558m": 48}[size]  # stacked, and no loop
-        given = {
-            "train.accumulate_steps": 1,
-            "data.batch_size": rows,
-            "memory.remat": "none",
-        }
-        given |= {"memory.scan_layers": True, "memory.scan_unroll": layers}
-        flags = (f"--config.{name}={value}" for name, value in given.items())
-        return (f"--config={root}/configs/gpt2_{size}.py", *flags)
+    def options(size: str, layers: int, rows: int) -> tuple[str, ...]:
+        return (
+            f"--config={root}/configs/gpt2_{size}.py",
+            "--config.train.accumulate_steps=1",
+            f"--config.data.batch_size={rows}",
+            "--config.memory.remat=none",
+            # Layers are stacked, and no loop.
+            "--config.memory.scan_layers=True",
+            f"--config.memory.scan_unroll={layers}",
+        )
 
     def measure(command: str, *more: str) -> tuple[str, ...]:
         return ("-m", "gpt2.benchmark", command, *more, "--json")
 
-    def train(size: str, rows: int, *more: str) -> tuple[str, ...]:
-        return measure("train", *options(size, rows), *more)
+    def train(rows: int, *more: str) -> tuple[str, ...]:
+        return measure("train", *options("124m", 12, rows), *more)
 
-    more = {
-        "data.corpus": "pystdlib",
-        "logging.profile_steps": 5,
-        "train.eval_batches": 4,
-    }
-    more |= {"train.num_steps": 100, "train.eval_every": 0, "logging.profile_start": 50}
-    flags = (f"--config.{name}={value}" for name, value in more.items())
     loop = (
         f"{root}/train.py",
         f"--workdir={output / 'loop'}",
-        *options("124m", 32),
-        *flags,
+        *options("124m", 12, 32),
+        "--config.data.corpus=pystdlib",
+        "--config.train.num_steps=100",
+        "--config.train.eval_batches=4",
+        "--config.train.eval_every=0",
+        "--config.logging.profile_start=50",
+        "--config.logging.profile_steps=5",
     )
-    peers = ("--peers=torch_compile",) if importlib.util.find_spec("torch") else ()
-    forms = "--vary=precision.logits=bfloat16", "--vary=data.document_mask=True"
+    peers: tuple[str, ...] = ()
+    if importlib.util.find_spec("torch"):
+        peers = ("--peers=torch_compile",)
+    forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
         Part("machine", 30, measure("machine", f"--output={output}")),
-        Part("124m-32", 120, train("124m", 32, *peers)),
-        Part("1558m", 150, train("1558m", 16)),
-        Part("attention", 120, measure("attention", *options("124m", 8))),
-        Part("forms", 150, train("124m", 32, *forms)),
+        Part("124m-32", 120, train(32, *peers)),
+        Part("1558m", 150, measure("train", *options("1558m", 48, 16))),
+        Part("attention", 120, measure("attention", *options("124m", 12, 8))),
+        Part("forms", 150, train(32, *forms)),
         Part("loop", 120, loop),
-        Part("124m-8", 80, train("124m", 8, *peers)),
-        Part("124m-64", 60, train("124m", 64)),
+        Part("124m-8", 80, train(8, *peers)),
+        Part("124m-64", 60, train(64)),
     ]
 
 
 def run_suite(
-    output: Path, names: list[str], overrides: Mapping[str, Any], *, dry_run: bool
+    output: Path, names: list[str], overrides: Mapping[str, object], *, dry_run: bool
 ) -> bool:
     """Runs the parts of these names, or all, and returns whether none failed.
 
     Every part gets `overrides`, options of the config by dotted name.
     """
-    parts = [part for part in make_parts(output) if not names or part.name in names]
-    if len(parts) < len(names):
-        known = ", ".join(part.name for part in make_parts(output))
-        raise UserError(
-            f"--parts={','.join(names)} names what is no part", f"Choose of {known}"
-        )
-    more = [f"--config.{name}={value}" for name, value in overrides.items()]
+    parts = {part.name: part for part in make_parts(output)}
+    for name in names:
+        if name not in parts:
+            raise UserError(
+                f"--parts={name} is no part", f"Choose of {', '.join(parts)}"
+            )
     results = output / "results.jsonl"
     # What ends this process ends the part that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    rows = [json.loads(line) for line in results.open()] if results.exists() else []
+    rows: list[Row] = []
+    if results.exists():
+        rows = list(map(json.loads, results.open()))
     done = {row["part"] for row in rows if row.get("status") == "done"}
-    for part in parts:
-        command = [
-            *part.command,
-            *(more if "--config" in " ".join(part.command) else []),
-        ]
-        if dry_run or part.name in done:
-            state = "is done" if part.name in done else f"{part.seconds:.0f} s"
-            print(f"{part.name}, {state}: {shlex.join(['python', *command])}")
+    for name in names or parts:
+        _, seconds, command = parts[name]
+        if name != "machine":  # which has no config
+            command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
+        if dry_run or name in done:
+            state = "is done" if name in done else f"{seconds:.0f} s"
+            print(f"{name}, {state}: {shlex.join(['python', *command])}")
             continue
-        (output / "logs").mkdir(parents=True, exist_ok=True)
-        found = [
-            *run_command(command, part.seconds, output / "logs" / f"{part.name}.err")
-        ]
-        rows = [row for row in rows if row["part"] != part.name]
-        rows += [
-            {"part": part.name} | row
-            for row in describe_run(output / part.name) + found
-        ]
+        logs = output / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        found = run_command(command, seconds, logs / f"{name}.err")
+        found = describe_run(output / name) + found
+        rows = [row for row in rows if row["part"] != name]
+        rows += [{"part": name} | row for row in found]
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
-        print(
-            f"{part.name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True
-        )
-    return all(row.get("status", "done") == "done" for row in rows)
+        print(f"{name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True)
+    ends = {row["status"] for row in rows if "status" in row}
+    return ends <= {"done"}
 
 
-def run_command(
-    command: list[str], limit: float, log: Path
-) -> Iterator[dict[str, Any]]:
-    """Yields the rows that Python prints by a command, then its `status`, `took`, `error`.
+def run_command(command: Sequence[str], limit: float, log: Path) -> list[Row]:
+    """Returns the rows that Python prints by a command, then its `status`, `took`, `error`.
 
     What the command has started ends with it: a process that is left holds the GPU's memory.
     """
     began = time.monotonic()
     status = "done"
     error = None
-    pipes: Any = dict(
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log.open("wb")
-    )
-    pipes |= dict(env=launch.environment_to_measure(), start_new_session=True)
-    process = subprocess.Popen([sys.executable, *command], **pipes)
-    try:
-        out, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        status = "out of time"
-        error = f"no end within {limit:.0f} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    if error:
-        out, _ = process.communicate()
-    elif process.returncode:
-        lines = list(filter(None, log.read_text(errors="replace").splitlines()))
-        told = (
-            [line for line in lines if _ERROR.search(line)] or lines or ["no message"]
+    with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env=launch.environment_to_measure(),
+            stdin=subprocess.DEVNULL,
+            stdout=answers,
+            stderr=errors,
+            start_new_session=True,
         )
-        status = "failed"
-        error = told[-1][:300]
-    for line in out.decode(errors="replace").splitlines():
+        try:
+            if process.wait(limit):
+                status = "failed"
+                error = _last_error(log)
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+            error = f"no end within {limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        answers.seek(0)
+        lines = answers.readlines()
+    rows: list[Row] = []
+    for line in lines:
         with contextlib.suppress(ValueError):  # of libraries, or cut off
-            if isinstance(row := json.loads(line), dict):
-                yield row
-    yield {"status": status, "took": time.monotonic() - began, "error": error}
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    took = time.monotonic() - began
+    rows.append({"status": status, "took": took, "error": error})
+    return rows
 
 
-def describe_run(workdir: Path) -> list[dict[str, Any]]:
+def _last_error(log: Path) -> str:
+    """Returns the line of a log that tells most likely why a process failed."""
+    last = "no message"
+    for line in log.read_text(errors="replace").splitlines():
+        is_error = _ERROR.search(line)
+        if is_error or (line and not _ERROR.search(last)):
+            last = line
+    return last[:300]
+
+
+def describe_run(workdir: Path) -> list[Row]:
     """Returns a row of medians over a run's logged lines, without the first third, or none."""
     import pandas as pd
 
-    records = read_metrics(workdir / "metrics.jsonl")
-    logged = [record for record in records if "perf/step_seconds" in record]
-    if not (steady := logged[len(logged) // 3 :]):
-        return []
-    medians = pd.DataFrame(steady).filter(like="perf/").median()
-    row = {str(name).removeprefix("perf/"): value for name, value in medians.items()}
-    turns = [line["perf/step_seconds"] for line in steady]  # means of lines
-    peak = row.get("peak_memory_bytes")  # a CPU does not tell
-    return [{"name": "train.py", "turns": turns, "peak_bytes": peak} | row]
-
-
-def report(rows: list[dict[str, Any]]) -> str:
-    """Returns the page about rows: the machine's figures, and a table of the others."""
-    machine = next((row for row in rows if row["part"] == "machine"), {})
-    lines = [f"- {name}: {value}" for name, value in machine.items() if name != "part"]
-    rest = [
-        {"name": row.get("status")} | row for row in rows if row["part"] != "machine"
+    logged = [
+        record
+        for record in read_metrics(workdir / "metrics.jsonl")
+        if "perf/step_seconds" in record
     ]
-    rest = [row for row in rest if row["name"] != "done"]
-    return "\n".join(["# Benchmark", "", *lines, "", table(rest), ""])
+    steady = logged[len(logged) // 3 :]
+    if not steady:
+        return []
+    row: Row = {
+        "name": "train.py",
+        "turns": [line["perf/step_seconds"] for line in steady],  # means of lines
+    }
+    measured = pd.DataFrame(steady).filter(like="perf/")
+    medians = measured.median()
+    for name, value in medians.items():
+        row[str(name).removeprefix("perf/")] = value
+    row["peak_bytes"] = row.get("peak_memory_bytes")  # a CPU does not tell
+    return [row]
 
 
-def describe_machine(output: Path | None) -> dict[str, Any]:
+def report(rows: list[Row]) -> str:
+    """Returns the page about rows: the machine's figures, and a table of the others."""
+    machine: Row = {}
+    others: list[Row] = []
+    for row in rows:
+        status = row.get("status")
+        if row["part"] == "machine":
+            machine = machine or row  # its figures come before its status
+        elif status != "done":
+            others.append({"name": status} | row)
+    lines = [f"- {name}: {machine[name]}" for name in machine]
+    return "\n".join(["# Benchmark", "", *lines, "", table(others), ""])
+
+
+def describe_machine(output: Path | None) -> Row:
     """Returns devices and versions; on a GPU, writes target.txtpb into `output`."""
     import jax
     from jaxlib import xla_client
@@ -202,17 +223,15 @@ def describe_machine(output: Path | None) -> dict[str, Any]:
     from gpt2.training.workdir import describe_start
 
     device = jax.devices()[0]
-    row = describe_start(0) | {
-        "cpu_cores": os.cpu_count(),
-        "flags": os.environ.get("XLA_FLAGS"),
-    }
+    row = describe_start(0)
+    row["cpu_cores"] = os.cpu_count()
+    row["flags"] = os.environ.get("XLA_FLAGS")
     row["runtime"] = device.client.platform_version.replace("\n", ", ")
     if device.platform == "gpu":
         asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
-        row["driver"] = subprocess.run(
-            command, capture_output=True, text=True
-        ).stdout.strip()
+        told = subprocess.run(command, capture_output=True, text=True)
+        row["driver"] = told.stdout.strip()
         if output:
             target = xla_client.get_topology_for_devices([device]).target_config
             write_text(output / "target.txtpb", target)

@@ -29,12 +29,15 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     order of the merges. `<|endoftext|>` is its only added token.
     """
     model = tree["model"]
-    cuts = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
+    cuts = {"use_regex": True}
+    cuts.update(tree.get("pre_tokenizer") or {})
     options = {name for name, value in model.items() if value}
     added = [token["content"] for token in tree.get("added_tokens", [])]
-    is_like = model.get("type") == "BPE" and options <= _MODEL
-    is_like = is_like and cuts.items() >= _CUTS.items() and not tree.get("normalizer")
-    if not is_like or added != [END_OF_TEXT]:
+    if model.get("type") != "BPE" or not options <= _MODEL:
+        return None
+    if not _CUTS.items() <= cuts.items() or tree.get("normalizer"):
+        return None
+    if added != [END_OF_TEXT]:
         return None
     vocabulary = dict(model["vocab"])
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])

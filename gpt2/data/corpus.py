@@ -184,8 +184,7 @@ def _jsonl(argument: str) -> Corpus:
                         text = json.loads(line)[field]
                         if not isinstance(text, str):
                             raise TypeError(f"{field!r} is no text")
-                    # JSON can spell half a surrogate pair, which UTF-8 cannot.
-                    yield text.encode("utf-8", "replace").decode("utf-8")
+                    yield text
 
     return Corpus(
         fingerprint(files, "jsonl", field), _after_reading(documents), total_size(files)

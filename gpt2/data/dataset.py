@@ -55,13 +55,15 @@ class Dataset:
     def describe(self) -> dict[str, object]:
         """Returns what the corpus holds, not where it lies, for a run's data.json."""
         counts = dict[str, dict[str, int]]()
+        crc32 = dict[str, int]()
         for name, split in self.splits.items():
             counts[name] = {count: getattr(split, count) for count in COUNTS}
+            crc32[name] = split.crc32
         return {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": fingerprint(self.tokenizer),
             "splits": counts,
-            "token_crc32": {name: split.crc32 for name, split in self.splits.items()},
+            "token_crc32": crc32,
             "parts": [part.describe() for _, part in self.mixed.values()],
         }
 
@@ -71,8 +73,10 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
     saved = files.read_sealed(path)
     if not saved:
         return False
-    found = dataset.describe()
-    differing = {name for name in found if saved.get(name, found[name]) != found[name]}
+    differing = set[str]()
+    for name, found in dataset.describe().items():
+        if saved.get(name, found) != found:
+            differing.add(name)
     if differing:
         name = "the text that data.corpus"
         if differing & {"tokenizer", "tokenizer_sha256"}:

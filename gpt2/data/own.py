@@ -122,12 +122,13 @@ class OwnBatches:
         num_rows = most_rows
         if may_be_short:
             num_rows = min(arrays["tokens"].size // length, most_rows)
+        lacking = most_rows - num_rows
         for name, array in arrays.items():
             if array.shape != (num_rows, length):
                 raise UserError(
                     f"{self._corpus} gives {name} of shape {array.shape}, not {self._shape}"
                 )
-            arrays[name] = np.pad(array, ((0, most_rows - num_rows), (0, 0)))
+            arrays[name] = np.pad(array, ((0, lacking), (0, 0)))
         targets = arrays["targets"]
         targets[num_rows:] = IGNORED
         targets[targets < 0] = IGNORED
@@ -149,7 +150,9 @@ class OwnBatches:
         with reading(f"{name} of {self._corpus}", "Give arrays"):
             array = np.asarray(values)
         is_right = array.dtype.kind in "biuf"
-        is_right = is_right and bool(np.all((array >= lowest) & (array <= highest)))
+        if is_right:
+            # NaN is in no range.
+            is_right = bool(np.all((lowest <= array) & (array <= highest)))
         if not is_right or np.any(array % 1):
             raise UserError(
                 f"{self._corpus} gives {name} that are not whole numbers of {lowest} to {highest}"

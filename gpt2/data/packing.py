@@ -47,7 +47,8 @@ def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
 
     @functools.lru_cache(8)
     def offset(epoch: int) -> int:
-        return int(np.random.default_rng((seed, epoch)).integers(length))
+        draw = np.random.default_rng((seed, epoch))
+        return int(draw.integers(length))
 
     def read(row: int) -> np.ndarray:
         start = offset(row // num_rows) + length * order(row)
@@ -141,8 +142,8 @@ def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
 
     @functools.lru_cache(2)
     def arrange(epoch: int) -> np.ndarray:
-        draw = np.random.default_rng((seed, epoch)).random(len(ranks))
-        rows = np.lexsort((draw, ranks))
+        draw = np.random.default_rng((seed, epoch))
+        rows = np.lexsort((draw.random(len(ranks)), ranks))
         return rows.reshape(num_batches, batch_size)
 
     def read(row: int) -> np.ndarray:
@@ -173,10 +174,12 @@ def _cut_documents(
     sizes = np.diff(starts, append=num_tokens - 1)  # in targets
     counts = -(-sizes // length)  # rows
     first_rows = np.cumsum(counts) - counts
-    numbers = np.arange(counts.sum()) - np.repeat(first_rows, counts)
+    rows = np.arange(counts.sum())
+    numbers = rows - np.repeat(first_rows, counts)  # within the document
     before = length * numbers  # targets of the document in earlier rows
     rest = np.repeat(sizes, counts) - before
-    return np.repeat(starts, counts) + before, np.minimum(rest, length)
+    begins = np.repeat(starts, counts) + before
+    return begins, np.minimum(rest, length)
 
 
 def choose_lengths(sizes: np.ndarray, longest: int) -> list[int]:
@@ -202,8 +205,10 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 def document_start(dataset: Dataset, option: str) -> int:
     """Returns the token that opens each document; refuses an option that needs several."""
     eot = dataset.tokenizer.eot
-    trains = [part.splits["train"] for _, part in dataset.parts.values()]
-    if eot is None or sum(split.num_documents for split in trains) < 2:
+    num_documents = 0
+    for _, part in dataset.parts.values():
+        num_documents += part.splits["train"].num_documents
+    if eot is None or num_documents < 2:
         raise UserError(
             f"{option} needs several documents, and the corpus is one", "Leave it out"
         )
@@ -226,13 +231,14 @@ def hashed(seed: int | tuple[int, int]) -> int:
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
     """Returns a permutation for each epoch, computed by index as Grain's `shuffle` does."""
-    from grain.experimental import index_shuffle  # takes most of a second
-
     # Epochs have neighbouring seeds: hashing keeps runs of nearby seeds apart.
     first = hashed(seed)
 
     def order(index: int) -> int:
+        from grain.experimental import index_shuffle  # takes most of a second
+
         epoch, within = divmod(index, number)
-        return index_shuffle(within, number - 1, seed=(first + epoch) % 2**32, rounds=4)
+        seed = (first + epoch) % 2**32
+        return index_shuffle(within, number - 1, seed=seed, rounds=4)
 
     return order

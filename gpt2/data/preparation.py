@@ -122,10 +122,12 @@ def resolve(data: DataConfig) -> Wanted:
     source = open_ready_tokens(data) if is_ready else open_corpus(data.corpus)
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     label = f"{data.corpus}-{Path(data.tokenizer).name}"
-    label = re.sub(r"[^\w.-]+", "-", label)[-60:].strip("-")
+    label = re.sub(r"[^\w.-]+", "-", label)
+    label = label[-60:].strip("-")
     key = hash_of([FORMAT, source.fingerprint, spec, data.val_fraction, data.unique])
     place = f"{data_place(data.data_dir)}/{label}-{key[:16]}"
-    return Wanted(data, source, place, stores.copy_of(place).absolute())
+    directory = stores.copy_of(place).absolute()
+    return Wanted(data, source, place, directory)
 
 
 def data_place(data_dir: str) -> str:
@@ -189,7 +191,8 @@ def _describe(dataset: Dataset, data: DataConfig) -> None:
     """Writes README.md: what is prepared, and how it came about."""
     rows = list[str]()
     for count in COUNTS:
-        train, validation = (getattr(split, count) for split in dataset.splits.values())
+        train = getattr(dataset.splits["train"], count)
+        validation = getattr(dataset.splits["validation"], count)
         name = count.removeprefix("num_")
         rows.append(f"| {name} | {train:,} | {validation:,} |")
     command = list[str]()
@@ -218,7 +221,9 @@ def _seal(dataset: Dataset) -> None:
     # A kill leaves the first two.
     for name in (PROGRESS, FACTS, "README.md"):
         digests.pop(name, None)
-    splits = {name: dataclasses.asdict(each) for name, each in dataset.splits.items()}
+    splits = dict[str, dict]()
+    for name, split in dataset.splits.items():
+        splits[name] = dataclasses.asdict(split)
     facts = {"dtype": dataset.dtype, "splits": splits, "files": digests}
     files.write_json(directory / FACTS, files.seal(facts))
     files.sync_tree(directory)

@@ -188,12 +188,14 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
     """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
     progress = Progress.load(directory)
     damage = progress.find_damage(directory) if progress else ""
+    text = ""
     if damage:
         warn(f"{directory} is damaged ({damage}), and is begun anew")
     elif progress:
         parts = documents.parts(progress.document)
-        last = deque(itertools.islice(parts, progress.parts), 1)
-        if last and zlib.crc32(last[0].text.encode()) == progress.text_crc32:
+        for part in itertools.islice(parts, progress.parts):
+            text = part.text
+        if zlib.crc32(text.encode()) == progress.text_crc32:
             tell(f"going on after document {progress.document:,}", sys.stdout)
             return progress, parts
     for path in directory.iterdir():
@@ -283,7 +285,9 @@ def encode_in_parallel(
 def read_parts(document: Document) -> Iterator[str]:
     """Yields a document's text in parts whose tokens, joined, are the document's."""
     if isinstance(document, str):
-        yield from _cut(io.StringIO(document, newline=""))
+        # JSON and Python can spell half a surrogate pair, which UTF-8 cannot.
+        text = document.encode("utf-8", "replace").decode("utf-8")
+        yield from _cut(io.StringIO(text, newline=""))
         return
     with (
         reading(document),

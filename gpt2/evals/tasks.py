@@ -8,7 +8,6 @@ from pathlib import Path
 from gpt2.config import DataConfig, load_config
 from gpt2.data import prepare
 from gpt2.data.dataset import refuse_other
-from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.evals.core import core
@@ -20,12 +19,13 @@ from gpt2.utils import stores
 
 # The file of each task and its score, which is called with scorer, tokenizer and path. Those of
 # `TEXTS` slide a window, and take its stride in tokens too.
-TEXTS: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
+Score = Callable[..., list[Figure]]
+TEXTS: dict[str, tuple[str, Score]] = {
     "wikitext": ("wikitext.txt", wikitext),
     "enwik8": ("enwik8", partial(compression, "enwik8")),
     "text8": ("text8", partial(compression, "text8")),
 }
-EXAMPLES: dict[str, tuple[str, Callable[..., list[Figure]]]] = {
+EXAMPLES: dict[str, tuple[str, Score]] = {
     "lambada": ("lambada.jsonl", lambada),
     "hellaswag": ("hellaswag.jsonl", hellaswag),
     "core": ("core.yaml", core),
@@ -38,9 +38,10 @@ def find_task(spec: str, directory: str = "") -> tuple[str, Path]:
     name, _, own = spec.partition(":")
     if name not in TASKS:
         raise UserError(f"there is no task {name} among {', '.join(TASKS)}")
-    path = Path(own or directory) / TASKS[name][0]
-    how = f"Name its directory, as {name}:DIRECTORY"
+    file, _ = TASKS[name]
+    path = Path(own or directory) / file
     if not path.is_file():
+        how = f"Name its directory, as {name}:DIRECTORY"
         raise UserError(f"the task {name} reads {path}, no file", how)
     return name, path
 
@@ -49,16 +50,16 @@ def run_task(
     name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int = 0
 ) -> list[Figure]:
     """Scores one task; some slide a window by `stride` tokens, 0: by half of the context."""
+    _, score = TASKS[name]
+    if name in EXAMPLES:
+        return score(scorer, tokenizer, path)
     T = scorer.context_length
     stride = stride or max(1, T // 2)
-    if not 0 < stride <= T:
+    if stride > T:
         raise UserError(
             f"--stride={stride} skips tokens: the context is {T}", "Lower it"
         )
-    with reading(path):
-        return TASKS[name][1](
-            scorer, tokenizer, path, *([stride] if name in TEXTS else [])
-        )
+    return score(scorer, tokenizer, path, stride)
 
 
 def validation_data(
@@ -68,21 +69,26 @@ def validation_data(
 
     A corpus other than the run's is divided and prepared with the run's options.
     """
-    folder = stores.fetch(workdir or hf or "", "" if workdir else stores.HUGGING_FACE)
-    data = load_config(folder).data if workdir else DataConfig()
-    learnt_here = workdir is not None and (folder / "data.json").exists()
+    if workdir:
+        folder = stores.fetch(workdir)
+        data = load_config(folder).data
+        learnt_here = (folder / "data.json").exists()
+    else:
+        folder = stores.fetch(hf or "", stores.HUGGING_FACE)
+        data = DataConfig()
+        learnt_here = False
     if not corpus:
-        how = f"Add --corpus={data.corpus}, or text:FILE"
         if not learnt_here:
+            how = f"Add --corpus={data.corpus}, or text:FILE"
             raise UserError("these weights came without a corpus", how)
         refuse_other(folder / "data.json", prepare(data))
         return data
-    tokenizer = folder / "tokenizer.json"
     share = data.val_fraction if val_fraction is None else val_fraction
     # A smaller share is refused too, since the share decides which documents are chosen.
     if learnt_here and corpus == data.corpus and share != data.val_fraction:
         raise UserError(
             f"--val_fraction={share} may hold text that the run learnt from"
         )
+    tokenizer = folder / "tokenizer.json"
     named = str(tokenizer) if tokenizer.is_file() else "gpt2"
     return dataclasses.replace(data, corpus=corpus, tokenizer=named, val_fraction=share)

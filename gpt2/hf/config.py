@@ -1,22 +1,20 @@
 """config.json of a Hugging Face directory, read and written."""
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from gpt2.config import GPTConfig
+from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
-from gpt2.hf.family import SCALED_ROPE, Family
+from gpt2.hf.family import SCALED_ROPE, Family, Json
 
 # By the rope_type of Hugging Face, the numbers that `model.rope_scaling` has fixed.
-_ROPE_TYPES: dict[str, dict[str, Any]] = {
+_ROPE_TYPES: dict[str, Json] = {
     "default": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True},
 }
-_FLOATS = {field.name for field in dataclasses.fields(GPTConfig) if field.type is float}
 
 
 def read_config(directory: Path) -> GPTConfig:
@@ -26,76 +24,84 @@ def read_config(directory: Path) -> GPTConfig:
     """
     path = Path(directory) / "config.json"
     families = {family.model_type: family for family in FAMILIES}
-    try:
-        config = json.loads(path.read_text("utf-8"))
+    with reading(path, "Give the directory of a Hugging Face model"):
+        config = dict(json.loads(path.read_text("utf-8")))
         kind = config.get("model_type")
         if kind not in families:
             raise UserError(f"{path}: its model_type, {kind}, is none of {TITLES}")
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)
-        scaled = SCALED_ROPE if config.get("rope_type", "default") != "default" else {}
-        values = {
-            ours: config[theirs]
-            for ours, theirs in {**family.options, **scaled}.items()
-        }
-        values["activation"] = family.activation_names()[values["activation"]]
-        values = {name: value for name, value in values.items() if value is not None}
-        values = {
-            name: float(v) if name in _FLOATS else v for name, v in values.items()
-        }
-        return GPTConfig(**values, **family.switches).canonical()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        how = "Give the directory of a Hugging Face model"
-        raise UserError(f"{path} cannot be read ({error!r})", how) from None
+        options = _typed(path, family, config)
+        return GPTConfig(**options, **family.switches).canonical()
 
 
-def _with_flat_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
+def _with_flat_rope(config: Json, family: Family) -> Json:
     """Returns options without nesting: transformers 5 keeps those of rope in a dictionary."""
-    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
     names = {
-        "rope_theta": family.options.get("rope_base", "rope_theta"),
-        "partial_rotary_factor": family.options.get(
-            "rope_share", "partial_rotary_factor"
-        ),
+        "rope_theta": family.options.get("rope_base"),
+        "partial_rotary_factor": family.options.get("rope_share"),
         "type": "rope_type",
     }
-    flat = {names.get(name, name): v for name, v in nested.items() if v is not None}
-    return {
-        SCALED_ROPE["rope_context"]: config.get("max_position_embeddings"),
-        **config,
-        **flat,
-    }
+    flat = {SCALED_ROPE["rope_context"]: config.get("max_position_embeddings")}
+    flat |= config
+    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for name, value in dict(nested).items():
+        if value is not None:
+            flat[names.get(name) or name] = value
+    return flat
 
 
-def _refuse_others(path: Path, family: Family, config: dict[str, Any]) -> None:
+def _refuse_others(path: Path, family: Family, config: Json) -> None:
     """Refuses what the family computes in Hugging Face's code and not here."""
-    rope = {
+    fixed = {
         "partial_rotary_factor": 1.0,
         "attention_factor": None,
         "mscale_all_dim": None,
+        **family.fixed,
+        **_ROPE_TYPES.get(config.get("rope_type", "default"), {}),
     }
-    fixed = {**family.fixed, **rope, **_ROPE_TYPES.get(config.get("rope_type", ""), {})}
-    required: dict[str, tuple] = {name: (value,) for name, value in fixed.items()}
-    required[family.options["activation"]] = tuple(family.activation_names())
-    required["rope_type"] = tuple(_ROPE_TYPES)
-    if layer_types := config.get("layer_types"):
-        required["layer_types"] = (["full_attention"] * len(layer_types),)
-    for name, values in required.items():
+    allowed: dict[str, list] = {name: [value] for name, value in fixed.items()}
+    allowed[family.options["activation"]] = [*family.activation_names()]
+    allowed["rope_type"] = [*_ROPE_TYPES]
+    layer_types = config.get("layer_types")
+    if layer_types:
+        allowed["layer_types"] = [["full_attention"] * len(layer_types)]
+    for name, values in allowed.items():
         found = config.get(name, values[0])
-        what = f"{path}: {name}={found} is not what {family.title} computes here"
         if found not in values:
+            what = f"{path}: {name}={found} is not what {family.title} computes here"
             raise UserError(what, f"It can be {' or '.join(map(str, values))}")
 
 
-def to_hf_config(cfg: GPTConfig) -> dict[str, Any]:
+def _typed(path: Path, family: Family, config: Json) -> Json:
+    """Returns the options of `model.` that config.json gives, each of its option's type."""
+    names = dict(family.options)
+    if config.get("rope_type", "default") != "default":
+        names |= SCALED_ROPE
+    options = {}
+    for ours, theirs in names.items():
+        value = config[theirs]
+        if value is None:
+            continue
+        kind = type(getattr(GPTConfig, ours))  # of its default
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UserError(f"{path}: {theirs}={value!r} is no {kind.__name__}")
+        options[ours] = value
+    options["activation"] = family.activation_names()[options["activation"]]
+    return options
+
+
+def to_hf_config(cfg: GPTConfig) -> Json:
     """Returns config.json for the architecture `cfg`: the reverse of `read_config`.
 
     The options of rope have the names that every version of transformers reads.
     """
     family = family_for(cfg)
-    values = {
-        **{ours: getattr(cfg, ours) for ours in family.options},
+    values = {ours: getattr(cfg, ours) for ours in family.options}
+    values |= {
         "mlp_dim": cfg.hidden_dim,
         "num_kv_heads": cfg.kv_heads,
         "head_dim": cfg.head_size,

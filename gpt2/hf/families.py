@@ -10,9 +10,13 @@ from gpt2.config import GPTConfig
 from gpt2.errors import UserError
 from gpt2.hf.family import Family, Row
 
-_ACTIVATIONS = dict(
-    gelu_tanh="gelu_new", gelu="gelu", relu="relu", relu_squared="relu2", silu="silu"
-)
+_ACTIVATIONS = {
+    "gelu_tanh": "gelu_new",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu_squared": "relu2",
+    "silu": "silu",
+}
 _GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 # Names that all families but GPT-2 share.
 _OPTIONS = {
@@ -91,17 +95,21 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     switches={"norm": "rmsnorm", "position": "rope", "bias": False},
     options=_OPTIONS
-    | dict(
-        num_kv_heads="num_key_value_heads",
-        norm_eps="rms_norm_eps",
-        rope_base="rope_theta",
-    )
-    | dict(head_dim="head_dim"),
+    | {
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "norm_eps": "rms_norm_eps",
+        "rope_base": "rope_theta",
+    },
     activations=_GATES,
-    defaults=dict(
-        num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=10000.0
-    )
-    | dict(tie_word_embeddings=False, hidden_act="silu"),
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    },
     fixed={"attention_bias": False, "mlp_bias": False},
     prefix="model.",
     layer="layers.{}.",
@@ -165,12 +173,19 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     switches={"position": "rope", "parallel_block": True},
     options=_OPTIONS
-    | dict(
-        norm_eps="layer_norm_eps", rope_base="rotary_emb_base", rope_share="rotary_pct"
-    ),
+    | {
+        "norm_eps": "layer_norm_eps",
+        "rope_base": "rotary_emb_base",
+        "rope_share": "rotary_pct",
+    },
     activations=_ACTIVATIONS,
-    defaults=dict(layer_norm_eps=1e-5, rotary_emb_base=10000.0, rotary_pct=0.25)
-    | dict(tie_word_embeddings=False, hidden_act="gelu"),
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "rotary_emb_base": 10000.0,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "hidden_act": "gelu",
+    },
     fixed={"use_parallel_residual": True, "attention_bias": True},
     dropout=("hidden_dropout", "attention_dropout"),
     prefix="gpt_neox.",

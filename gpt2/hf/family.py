@@ -1,31 +1,38 @@
 """What a family of Hugging Face's models is: switches, names of options, tensors and their axes."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from gpt2.config import DEFAULTS, GPTConfig, ModelConfig
+from gpt2.config import GPTConfig, ModelConfig
+
+Json = dict[str, Any]  # of config.json
 
 # Fields that say how a model starts or is computed, and not which function it is.
 FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
 # Options of scaled rope, which every family with rope has, and their names in config.json.
-SCALED_ROPE = dict(
-    rope_scaling="rope_type",
-    rope_factor="factor",
-    rope_context="original_max_position_embeddings",
-)
+SCALED_ROPE = {
+    "rope_scaling": "rope_type",
+    "rope_factor": "factor",
+    "rope_context": "original_max_position_embeddings",
+}
 
 # Endings of stored names that hold no parameter: a mask, its fill value, and frequencies of rope.
 BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 # The function that an activation of Hugging Face is. Those that differ by rounding count as one.
 _FUNCTIONS = {
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
-    **dict(gelu="gelu", relu="relu", relu2="relu_squared", silu="silu", swish="silu"),
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
+    "silu": "silu",
+    "swish": "silu",
 }
 
 
@@ -68,32 +75,36 @@ class Tensor:
     @property
     def part(self) -> tuple[int, int] | None:
         """Which axis of the parameter the tensor is a part of, and which part."""
-        return next(
-            ((i, int(x)) for i, x in enumerate(self.row.axes) if x.isdigit()), None
-        )
+        for axis, letter in enumerate(self.row.axes):
+            if letter.isdigit():
+                return axis, int(letter)
+        return None
 
-    def to_stored(self, parameter: Any) -> np.ndarray:
+    def to_stored(self, parameter: np.ndarray) -> np.ndarray:
         """Returns the tensor as the file holds it, float32, from the parameter."""
-        part = tuple(int(x) if x.isdigit() else slice(None) for x in self.row.axes)
-        ours, theirs = self._letters()
-        array = np.asarray(parameter[part], np.float32).transpose(
-            [ours.index(x) for x in theirs]
-        )
+        array = np.asarray(parameter, np.float32)
+        if self.part:
+            axis, index = self.part
+            array = np.moveaxis(array, axis, 0)[index]
+        array = array.transpose([self._ours.index(x) for x in self._theirs])
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the parameter, or its `part`, float32, from the tensor of the file."""
-        ours, theirs = self._letters()
-        array = tensor.astype(np.float32, copy=False).reshape(
-            [self.sizes[x] for x in theirs]
-        )
-        return np.ascontiguousarray(array.transpose([theirs.index(x) for x in ours]))
+        array = tensor.astype(np.float32, copy=False)
+        array = array.reshape([self.sizes[x] for x in self._theirs])
+        array = array.transpose([self._theirs.index(x) for x in self._ours])
+        return np.ascontiguousarray(array)
 
-    def _letters(self) -> tuple[str, str]:
-        """Returns the axes of the parameter, or its part, and those of the file."""
-        return "".join(
-            x for x in self.row.axes if x.isalpha()
-        ), self.row.stored.replace(" ", "")
+    @property
+    def _ours(self) -> str:
+        """The axes of the parameter, or of its part."""
+        return "".join(filter(str.isalpha, self.row.axes))
+
+    @property
+    def _theirs(self) -> str:
+        """The axes of the file, whole ones."""
+        return self.row.stored.replace(" ", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +129,11 @@ class Family:
     title: str
     model_type: str
     architecture: str
-    switches: Mapping[str, Any]
+    switches: Json
     options: Mapping[str, str]
     activations: Mapping[str, str]
-    defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
+    defaults: Json
+    fixed: Json
     prefix: str
     layer: str
     first: tuple[Row, ...]
@@ -133,33 +144,38 @@ class Family:
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
         """Yields every tensor of a model. Parts of a parameter are in order."""
-        sizes = dict(
-            V=cfg.vocab_size, T=cfg.context_length, D=cfg.embed_dim, F=cfg.hidden_dim
-        )
-        sizes |= dict(N=cfg.num_heads, K=cfg.kv_heads, H=cfg.head_size, C=3)
+        sizes = {
+            "V": cfg.vocab_size,
+            "T": cfg.context_length,
+            "D": cfg.embed_dim,
+            "F": cfg.hidden_dim,
+            "N": cfg.num_heads,
+            "K": cfg.kv_heads,
+            "H": cfg.head_size,
+            "C": 3,
+        }
         is_grouped = cfg.kv_heads < cfg.num_heads
-        kinds = {"any": True, "untied": not cfg.tie_embeddings}
-        kinds |= {"grouped": is_grouped, "multi-head": not is_grouped}
-        layers = (
-            (self.prefix + self.layer.format(i), f"h_{i}/")
-            for i in range(cfg.num_layers)
-        )
-        places = itertools.chain(
-            (("", "", row) for row in self.first),
-            ((*layer, row) for layer in layers for row in self.rows),
-            (("", "", row) for row in self.last),
-        )
-        for name, path, row in places:
-            if kinds[row.when]:
-                yield Tensor(
-                    name + row.name, tuple((path + row.path).split("/")), row, sizes
-                )
+        exists = {
+            "any": True,
+            "untied": not cfg.tie_embeddings,
+            "grouped": is_grouped,
+            "multi-head": not is_grouped,
+        }
+        places = [("", "", self.first)]
+        for i in range(cfg.num_layers):
+            places.append((self.prefix + self.layer.format(i), f"h_{i}/", self.rows))
+        places.append(("", "", self.last))
+        for name, path, rows in places:
+            for row in rows:
+                if exists[row.when]:
+                    parts = tuple((path + row.path).split("/"))
+                    yield Tensor(name + row.name, parts, row, sizes)
 
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""
         if name in (self.head, "lm_head.weight"):
             return self.head
-        return name if name.startswith(self.prefix) else self.prefix + name
+        return self.prefix + name.removeprefix(self.prefix)
 
     def activation_names(self) -> dict[str, str]:
         """Returns the names that config.json may give an activation, and those of `model.`."""
@@ -170,10 +186,16 @@ class Family:
         """Returns the fields of `cfg` for whose value the family has no option."""
         cfg = cfg.canonical()
         held = {*self.options, *FREE, "mlp_ratio", "activation"}
-        held |= {*SCALED_ROPE} if "rope_base" in self.options else set()
+        if "rope_base" in self.options:
+            held.update(SCALED_ROPE)
         if self.switches.get("bias", True):
             held.add("bias")  # a missing one is written as zeros
-        expected = DEFAULTS.model.to_dict() | dict(self.switches)
-        names = {field.name for field in dataclasses.fields(ModelConfig)} - held
-        lacking = sorted(name for name in names if getattr(cfg, name) != expected[name])
-        return lacking + ["activation"] * (cfg.activation not in self.activations)
+        expected = dataclasses.asdict(ModelConfig()) | self.switches
+        lacking = sorted(
+            name
+            for name, value in expected.items()
+            if name not in held and getattr(cfg, name) != value
+        )
+        if cfg.activation not in self.activations:
+            lacking.append("activation")
+        return lacking

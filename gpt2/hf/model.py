@@ -8,8 +8,8 @@ import dataclasses
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors import safe_open
@@ -24,39 +24,34 @@ from gpt2.hf.family import BUFFERS, Tensor
 from gpt2.hf.tokenizer import count_tokens, save_tokenizer
 from gpt2.utils import files
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     """Returns the configuration, without dropout, and the parameters: float32, layers unrolled."""
     directory = Path(directory)
     cfg = read_config(directory)
     family = family_for(cfg)
-    stored = {
-        family.full_name(name): array
-        for name, array in _read_weights(directory).items()
-    }
-
-    def take(tensor: Tensor) -> np.ndarray:
-        found = stored.pop(tensor.name, np.zeros(0))
-        what = f"{directory}: {tensor.name} is missing, has another shape than {tensor.shape}"
-        wrong = found.shape != tensor.shape or not np.isfinite(found).all()
-        if wrong:
-            raise UserError(f"{what}, or holds NaN or Inf")
-        return tensor.from_stored(found)
+    stored: dict[str, np.ndarray] = {}
+    for name, array in _read_weights(directory):
+        name = family.full_name(name)
+        earlier = stored.setdefault(name, array)
+        if earlier is not array and not np.array_equal(earlier, array):
+            raise UserError(f"{directory} holds {name} twice, with different values")
 
     params: dict = {}
-    for path, group in itertools.groupby(
-        family.tensors(cfg), key=lambda tensor: tensor.path
-    ):
+    tensors = family.tensors(cfg)
+    for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
         parts = list(group)
-        arrays = [take(tensor) for tensor in parts]
-        place = parts[0].part
+        arrays = [_take(directory, stored, tensor) for tensor in parts]
         node = params
         for parent in path[:-1]:
             node = node.setdefault(parent, {})
+        place = parts[0].part
         node[path[-1]] = np.stack(arrays, axis=place[0]) if place else arrays[0]
-    head = stored.pop(family.head, params["wte"]["embedding"])  # of tied embeddings
-    is_copy = np.array_equal(head.astype(np.float32), params["wte"]["embedding"])
-    if not is_copy:
+    embedding = params["wte"]["embedding"]
+    head = stored.pop(family.head, embedding)  # of tied embeddings
+    if not np.array_equal(head.astype(np.float32), embedding):
         raise UserError(
             f"{directory}: config.json ties {family.head} to an embedding that differs"
         )
@@ -71,10 +66,25 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     return dataclasses.replace(cfg, vocab_size=num_tokens), params
 
 
+def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
+    """Takes a tensor out of those of a file, and returns the parameter, or its part."""
+    found = stored.pop(tensor.name, None)
+    name = f"{directory}: {tensor.name}"
+    if found is None or found.shape != tensor.shape:
+        raise UserError(f"{name} is missing, or has another shape than {tensor.shape}")
+    if found.dtype.name not in FLOATS:
+        raise UserError(f"{name} holds {found.dtype} in place of weights")
+    with np.errstate(over="ignore"):  # which is told below
+        parameter = tensor.from_stored(found)
+    if not np.isfinite(parameter).all():
+        raise UserError(f"{name} holds NaN or Inf")
+    return parameter
+
+
 def save(
     directory: str | os.PathLike,
     cfg: GPTConfig,
-    params: Any,
+    params: dict,
     tokenizer: Tokenizer | None = None,
 ) -> None:
     """Writes a new directory that transformers' `AutoModelForCausalLM.from_pretrained` loads.
@@ -86,58 +96,53 @@ def save(
     from gpt2.utils.scan import find_leaf
 
     directory = Path(directory)
+    eot = None
     if tokenizer is not None:
         rows = cfg.vocab_size
         known = tokenizer.vocab_size
         if known > rows:
             raise UserError(f"the tokenizer has {known} tokens, and the model {rows}")
-        cfg = dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size)
-    config = to_hf_config(cfg)
-    config |= dict.fromkeys(
-        ("bos_token_id", "eos_token_id"), tokenizer and tokenizer.eot
-    )
+        cfg = dataclasses.replace(cfg, vocab_size=known)
+        eot = tokenizer.eot
+    config = to_hf_config(cfg) | {"bos_token_id": eot, "eos_token_id": eot}
     require_new(directory)
-    tensors = [*family_for(cfg).tensors(cfg)]
-    whole = jax.tree.leaves(params)
-    paths = {tensor.path for tensor in tensors if tensor.path[-1] != "bias" or cfg.bias}
-    more = sum(x.size for x in whole) - sum(
-        find_leaf(params, path).size for path in paths
-    )
+    arrays: dict[str, np.ndarray] = {}
+    sizes: dict[tuple[str, ...], int] = {}
+    for tensor in family_for(cfg).tensors(cfg):
+        if tensor.path[-1] == "bias" and not cfg.bias:
+            arrays[tensor.name] = np.zeros(tensor.shape, np.float32)
+            continue
+        leaf = find_leaf(params, tensor.path)
+        sizes[tensor.path] = leaf.size
+        if "V" in tensor.row.axes:
+            leaf = leaf[: cfg.vocab_size]
+        arrays[tensor.name] = tensor.to_stored(leaf)
+    more = sum(leaf.size for leaf in jax.tree.leaves(params)) - sum(sizes.values())
     if more:
         raise UserError(
             f"Hugging Face's model has no place for {more:,} of the parameters"
         )
-
-    def stored(tensor: Tensor) -> np.ndarray:
-        if tensor.path[-1] == "bias" and not cfg.bias:
-            return np.zeros(tensor.shape, np.float32)
-        leaf = find_leaf(params, tensor.path)
-        return tensor.to_stored(
-            leaf[: cfg.vocab_size] if "V" in tensor.row.axes else leaf
-        )
-
     with files.new_directory(directory) as partial:
         files.write_json(partial / "config.json", config)
         if tokenizer is not None:
             save_tokenizer(partial, tokenizer, cfg.context_length)
-        arrays = {tensor.name: stored(tensor) for tensor in tensors}
         save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
 
 
 def require_new(directory: Path) -> None:
     """Raises a UserError unless `directory` does not exist yet, or is empty."""
-    in_use = directory.exists() and (not directory.is_dir() or any(directory.iterdir()))
-    if in_use:
+    if not directory.exists():
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
         raise UserError(
             f"{directory} exists already", "Give another directory, or remove it"
         )
 
 
-def _read_weights(directory: Path) -> dict[str, np.ndarray]:
-    """Reads the weights of a directory, from one file or from the shards that an index lists."""
+def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a directory, from one file or from the shards that an index lists."""
     path = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
-    weights: dict[str, np.ndarray] = {}
     try:
         paths = [path]
         if index.is_file():
@@ -145,8 +150,8 @@ def _read_weights(directory: Path) -> dict[str, np.ndarray]:
             paths = [directory / name for name in sorted(set(names))]
         for path in paths:
             with safe_open(path, framework="np") as file:
-                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return weights
+                for name in file.keys():  # noqa: SIM118
+                    yield name, file.get_tensor(name)
     except Exception as error:  # each library raises its own
         what = f"{path} cannot be read: {error}".partition("\n")[0]
         raise UserError(what, "Save or download it again as safetensors") from None

@@ -19,22 +19,20 @@ from gpt2.training.state import TrainState
 from gpt2.utils import files, stores
 from gpt2.utils.scan import in_layout
 
+_MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
+
 
 def import_run(source: str | Path, place: str | Path) -> GPTConfig:
     """Turns a Hugging Face directory into a run at step 0; returns the model's configuration."""
     require_new(Path(place))
     cfg, params, tokenizer = load_model(None, source)
     with stores.writing(place) as workdir, files.new_directory(workdir) as scratch:
-        names = (field.name for field in dataclasses.fields(ModelConfig))
-        model = ModelConfig(**{name: getattr(cfg, name) for name in names})
+        options = {name: getattr(cfg, name) for name in _MODEL}
         data = DataConfig(tokenizer=f"{place}/tokenizer.json")
-        files.write_json(
-            scratch / "config.json", Config(model=model, data=data).to_dict()
-        )
+        config = Config(model=ModelConfig(**options), data=data)
+        files.write_json(scratch / "config.json", config.to_dict())
         tokenizer.save(scratch / "tokenizer.json")
-        state = TrainState(
-            step=jnp.int32(0), params=params, opt_state=(), loss_scale=None
-        )
+        state = TrainState(jnp.int32(0), params, opt_state=(), loss_scale=None)
         with Checkpointer(scratch) as checkpointer:
             checkpointer.save(state, step=0)
         if checkpointer.failure:
@@ -56,24 +54,23 @@ def load_model(
     checkpoint: str | int = "best",
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
     """Loads configuration, parameters (on the default device) and tokenizer of one directory."""
-    if bool(workdir) == bool(hf_directory):
-        raise UserError("weights are in a workdir or in Hugging Face's")
-    if workdir:
+    if workdir and not hf_directory:
         folder = stores.fetch(workdir)
         config, params = load_params(folder, checkpoint)
         return config.gpt(), params, tokenizers.load(folder / "tokenizer.json")
-    folder = stores.fetch(hf_directory or "", stores.HUGGING_FACE)
-    cfg, params = load(folder)
-    return cfg, jax.device_put(params), load_tokenizer(folder, cfg)
+    if hf_directory and not workdir:
+        folder = stores.fetch(hf_directory, stores.HUGGING_FACE)
+        cfg, params = load(folder)
+        return cfg, jax.device_put(params), load_tokenizer(folder, cfg)
+    raise UserError("weights are in a workdir or in Hugging Face's")
 
 
 def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads configuration and tokenizer of what `train.init_from` names, without its weights."""
     kind, directory, _ = _split_source(source)
     if kind == "run":
-        return load_config(directory).gpt(), tokenizers.load(
-            directory / "tokenizer.json"
-        )
+        tokenizer = tokenizers.load(directory / "tokenizer.json")
+        return load_config(directory).gpt(), tokenizer
     cfg = read_config(directory)
     tokenizer = load_tokenizer(directory, cfg)
     return dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer
@@ -96,18 +93,24 @@ def load_initial_params(
         )
     found = found.canonical()
     wanted = cfg.canonical()
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE}
+    free = {*FREE}
     if found.context_length >= cfg.context_length or cfg.position != "learned":
-        names -= {"context_length"}
-    names -= {*SCALED_ROPE} if found.rope_scaling == "none" else set()
-    differing = [
-        name for name in sorted(names) if getattr(found, name) != getattr(wanted, name)
+        free.add("context_length")
+    if found.rope_scaling == "none":
+        free.update(SCALED_ROPE)
+    options = [
+        f"model.{name}={getattr(found, name)}"
+        for name in sorted(_MODEL - free)
+        if getattr(found, name) != getattr(wanted, name)
     ]
-    options = ", ".join(f"model.{name}={getattr(found, name)}" for name in differing)
     if options:
-        raise UserError(f"the weights of {source} are of a model with {options}")
-    workdir, hf_directory = (None, directory) if kind == "hf" else (directory, None)
-    _, params, _ = load_model(workdir, hf_directory, step)
+        raise UserError(
+            f"the weights of {source} are of a model with {', '.join(options)}"
+        )
+    if kind == "hf":
+        _, params, _ = load_model(None, directory)
+    else:
+        _, params, _ = load_model(directory, None, step)
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
@@ -121,9 +124,7 @@ def _split_source(source: str) -> tuple[str, Path, str]:
     if kind == "hf":
         return kind, stores.fetch(place, stores.HUGGING_FACE), "best"
     directory, _, step = place.rpartition("@")
-    if (
-        not directory or "/" in step or Path(place).expanduser().is_dir()
-    ):  # a name may hold an @
-        directory = place
-        step = "best"
+    # The name of a directory may hold an @.
+    if not directory or "/" in step or Path(place).expanduser().is_dir():
+        return kind, stores.fetch(place), "best"
     return kind, stores.fetch(directory), step

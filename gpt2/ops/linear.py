@@ -271,8 +271,6 @@ def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
     return dot(ones, dy, range(1, num_rows + 1), rows)[0]
 
 
-# Activations that `linear` calls with their own backward rules.
-
 # GELU's tanh form (Hendrycks and Gimpel 2016, section 2): x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
 # with u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule uses the quotient again, so that
 # XLA:CPU stores it (docs/performance.md, XLA:CPU note 2).
@@ -312,41 +310,7 @@ def gelu_tanh(x: Array) -> Array:
 gelu_tanh.defvjp(_gelu_fwd, _gelu_bwd)
 
 
-# XLA:CPU would compute so cheap a function inside the transposing copy that the gradient of the
-# next kernel reads (docs/performance.md, XLA:CPU note 14).
-def _relu_fwd(x):
-    return jax.lax.optimization_barrier(jnp.maximum(x, 0)), x
-
-
-@jax.custom_vjp
-def relu(x: Array) -> Array:
-    """Computes `jax.nn.relu`."""
-    return jnp.maximum(x, 0)
-
-
-relu.defvjp(_relu_fwd, lambda x, dy: (jnp.where(x > 0, dy, 0),))
-
-
-def _relu_squared_fwd(x):
-    return jax.lax.optimization_barrier(plain.relu_squared(x)), x
-
-
-@jax.custom_vjp
-def relu_squared(x: Array) -> Array:
-    """Computes `plain.relu_squared`."""
-    return plain.relu_squared(x)
-
-
-relu_squared.defvjp(_relu_squared_fwd, lambda x, dy: (2 * jnp.maximum(x, 0) * dy,))
-
-_ACTIVATIONS = {
-    "gelu_tanh": gelu_tanh,
-    "geglu": gelu_tanh,
-    "relu": relu,
-    "relu_squared": relu_squared,
-}
-
-
 def activation(name: str) -> Activation:
-    """Returns the function of `plain.activation`, with its own backward rule if it has one."""
-    return _ACTIVATIONS.get(name) or plain.activation(name)
+    """Returns the function of `plain.activation`, GELU with its own backward rule."""
+    found = plain.activation(name)
+    return gelu_tanh if found is plain.gelu_tanh else found

@@ -64,22 +64,19 @@ class KnownTerms(NamedTuple):
     @classmethod
     def of(cls, terms: Sequence[ScoreTerm]) -> "KnownTerms | None":
         """Returns `terms` if they are among the three, in their order; else None."""
-        order = [
-            (SoftCap, Alibi, Sinks).index(type(t)) for t in terms if type(t) in _KNOWN
-        ]
-        if len(order) < len(terms) or order != sorted(set(order)):
+        by_kind = {type(term): term for term in terms}
+        if [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]:
             return None
-        found = cls()
-        for term in terms:
-            if isinstance(term, SoftCap):
-                if not isinstance(term.cap, float | int):  # it may be learned
-                    return None
-                found = found._replace(softcap=term.cap)
-            elif isinstance(term, Alibi):
-                found = found._replace(slopes=term.slopes)
-            elif isinstance(term, Sinks):
-                found = found._replace(sinks=term.logits)
-        return found
+        cap = by_kind.get(SoftCap)
+        alibi = by_kind.get(Alibi)
+        sinks = by_kind.get(Sinks)
+        if isinstance(cap, SoftCap) and not isinstance(cap.cap, float | int):
+            return None  # it may be learned
+        return cls(
+            softcap=cap.cap if isinstance(cap, SoftCap) else 0.0,
+            slopes=alibi.slopes if isinstance(alibi, Alibi) else None,
+            sinks=sinks.logits if isinstance(sinks, Sinks) else None,
+        )
 
 
-_KNOWN = (SoftCap, Alibi, Sinks)
+KNOWN = (SoftCap, Alibi, Sinks)

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 from absl import flags
+from rich.console import Console
 
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, tell
 from gpt2.model.flops import model_flops_per_token
-from gpt2.parallel.mesh import mesh_sizes
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.plan import (
     ATTAINABLE,
@@ -24,7 +24,6 @@ from gpt2.plan.plan import (
 from gpt2.plan.topologies import find_devices
 from gpt2.signals import leave_at_interrupt
 from gpt2.telemetry.chips import BOARDS, board_name
-from gpt2.training.program import Program
 from gpt2.utils.text import format_bytes, format_count
 
 
@@ -46,16 +45,8 @@ def define_flags() -> None:
 
 def is_asked() -> bool:
     """Returns whether the flags ask for a plan in place of a run."""
-    args = flags.FLAGS
-    return any(
-        [
-            args.plan,
-            args.plan_devices,
-            args.plan_chips,
-            args.plan_text,
-            args.plan_search,
-        ]
-    )
+    names = ("plan", "plan_devices", "plan_chips", "plan_text", "plan_search")
+    return any(flags.FLAGS[name].value for name in names)
 
 
 def run(config: Config, given: Collection[str]) -> int:
@@ -99,9 +90,11 @@ def _find_devices() -> list[jax.Device]:
 
 def _print(plan: Plan, kind: str) -> None:
     program = plan.program
-    config = plan.program.config
-    board = board_name(kind)
+    config = program.config
     per_token = model_flops_per_token(config.gpt(), config.shapes.largest)
+    memory = plan.memory | {"in all": plan.bytes_needed}
+    own = board_name(kind)
+    boards = [own] if own else BOARDS
     sections = {
         "plan": {
             "devices": f"{program.backend.mesh.size} ({kind})",
@@ -113,11 +106,11 @@ def _print(plan: Plan, kind: str) -> None:
         },
         "memory of a device": {
             name: f"{format_bytes(size)} ({size:,} bytes)"
-            for name, size in (plan.memory | {"in all": plan.bytes_needed}).items()
+            for name, size in memory.items()
         },
         "network, per step and device": describe_collectives(plan.collectives),
         f"at {ATTAINABLE:.0%} of peak": {
-            name: _forecast(plan, name) for name in ([board] if board else BOARDS)
+            board: _forecast(plan, board) for board in boards
         },
     }
     for title, rows in sections.items():
@@ -129,32 +122,66 @@ def _print(plan: Plan, kind: str) -> None:
 def _forecast(plan: Plan, board: str) -> str:
     """Returns the time of a step on an accelerator of `BOARDS`, and whether it fits."""
     seconds = plan.step_seconds(board)
-    network = plan.network_seconds(board)
     share = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%} of memory"
-    fits = "" if plan.bytes_needed <= usable_memory(board) else ": too much"
-    tokens = plan.program.config.tokens_per_step / seconds
-    time = f"{1e3 * seconds:,.4g} ms, {1e3 * network:,.4g} sending, {format_count(tokens)} tokens/s"
-    return f"{time}, {share}{fits}"
+    if plan.bytes_needed > usable_memory(board):
+        share += ": too much"
+    if math.isinf(seconds):
+        return f"{_time(seconds)}, {share}"
+    sending = 1e3 * plan.network_seconds(board)
+    rate = format_count(plan.program.config.tokens_per_step / seconds)
+    return f"{_time(seconds)}, {sending:,.4g} sending, {rate} tokens/s, {share}"
 
 
-def _layouts(num_devices: int) -> Iterator[dict[str, Any]]:
-    """Yields the options of `parallel.` that a search tries."""
-    usual = dict(
-        backend="pjit", strategy="auto", data=-1, fsdp=1, tensor=1, fsdp_gather="auto"
-    )
+def _time(seconds: float) -> str:
+    """Writes the time of a step, or that the links between so many devices are not known."""
+    if math.isinf(seconds):
+        return "unknown time, for that of its links"
+    return f"{1e3 * seconds:,.4g} ms"
+
+
+Options = dict[str, int | str]  # by dotted name
+
+
+def _layouts(num_devices: int) -> Iterator[Options]:
+    """Yields the options that a search tries."""
+    usual: Options = {
+        "parallel.backend": "pjit",
+        "parallel.strategy": "auto",
+        "parallel.data": -1,
+        "parallel.fsdp": 1,
+        "parallel.tensor": 1,
+        "parallel.fsdp_gather": "auto",
+    }
     yield usual
     if num_devices == 1:
         return
-    yield usual | dict(strategy="zero1")
+    yield usual | {"parallel.strategy": "zero1"}
     for gather in ("step", "layer"):
-        yield usual | dict(strategy="zero3", fsdp_gather=gather)
+        zero3 = usual | {"parallel.fsdp_gather": gather}
+        yield zero3 | {"parallel.strategy": "zero3"}
         if num_devices > 8:  # within a machine, and replicas between machines
-            yield usual | dict(fsdp=8, fsdp_gather=gather)
+            yield zero3 | {"parallel.fsdp": 8}
     for tensor in (2, 4, 8):
         if num_devices % tensor == 0:
-            yield usual | dict(strategy="megatron", tensor=tensor)
+            split = usual | {"parallel.tensor": tensor}
+            yield split | {"parallel.strategy": "megatron"}
             if num_devices > tensor:
-                yield usual | dict(data=1, fsdp=-1, tensor=tensor)
+                yield split | {"parallel.data": 1, "parallel.fsdp": -1}
+
+
+def _variants(layout: Options, rows: int) -> Iterator[Options]:
+    """Yields options of a layout, from the fastest to what holds least: a row of a batch each."""
+    for remat in ("none", "dots", "full"):
+        yield layout | {"memory.remat": remat}
+    yield layout | {"memory.remat": "full", "train.accumulate_steps": rows}
+
+
+class _Tried(NamedTuple):
+    """What a search found of a step; the best comes first."""
+
+    fails: bool
+    seconds: float
+    told: str
 
 
 def _search(
@@ -165,54 +192,45 @@ def _search(
     tell(
         f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}"
     )
-    found: dict[str, tuple[bool, float, str]] = {}
-    for layout in _layouts(len(devices)):
-        own = {f"parallel.{name}": value for name, value in layout.items()}
-        own = {name: value for name, value in own.items() if name not in given}
-        try:
-            sizes = mesh_sizes(with_options(config, own).parallel, len(devices))
-            rows = config.data.batch_size // (sizes["data"] * sizes["fsdp"])
-            # From the fastest to what holds least.
-            variants: list[dict[str, Any]] = [
-                {"memory.remat": remat} for remat in ("none", "dots", "full")
-            ]
-            for variant in [*variants, variants[-1] | {"train.accumulate_steps": rows}]:
-                chosen = own | {
-                    name: v for name, v in variant.items() if name not in given
-                }
+    found: dict[str, _Tried] = {}
+    # On a terminal alone, and until the next one.
+    with Console(stderr=True).status("") as status:
+        for layout in _layouts(len(devices)):
+            tensor = int(layout["parallel.tensor"])
+            rows = config.data.batch_size * tensor // len(devices)
+            for options in _variants(layout, rows):
                 changed = {
-                    name: v for name, v in chosen.items() if option(config, name) != v
+                    name: value
+                    for name, value in options.items()
+                    if name not in given and option(config, name) != value
                 }
-                flags_to_add = " ".join(
-                    f"--config.{name}={v}" for name, v in changed.items()
-                )
-                if flags_to_add not in found:
-                    program = make_program(with_options(config, chosen), devices)
-                    found[flags_to_add] = _try(program, board)
-                    tell(_row(found[flags_to_add], flags_to_add))
-                if not found[flags_to_add][0]:
+                to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
+                status.update(f"compiling {to_add}")
+                try:
+                    if to_add not in found:
+                        each = with_options(config, changed)
+                        found[to_add] = _try(each, devices, board)
+                except UserError as error:
+                    told = f"does not work: {error.what}"
+                    found[to_add] = _Tried(True, math.inf, told)
                     break
-        except UserError as error:
-            tell(f"{'does not work':<40} {error.what}")
-    ranked = sorted((result, added) for added, result in found.items())
-    print("\n".join(_row(*each) for each in ranked))
-    return 0 if ranked and not ranked[0][0][0] else 1
+                if not found[to_add].fails:
+                    break
+    ranked = sorted((tried, to_add) for to_add, tried in found.items())
+    for tried, to_add in ranked:
+        print(f"{tried.told:<40} {to_add or '(no flags to add)'}")
+    return int(ranked[0][0].fails)
 
 
-def _try(program: Program, board: str) -> tuple[bool, float, str]:
-    """Returns whether a step is too large, its seconds, and a text of both."""
+def _try(config: Config, devices: list[jax.Device], board: str) -> _Tried:
+    """Compiles a step."""
     try:
-        plan = compile_plan(program)
-    except OutOfMemory as error:
-        return True, math.inf, f"does not fit: {error}"
-    except jax.errors.JaxRuntimeError as error:  # which loses no other layout
-        return True, math.inf, f"does not compile: {str(error).splitlines()[0]}"
+        plan = compile_plan(make_program(config, devices))
+    except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
+        told = str(error).partition("\n")[0]
+        return _Tried(True, math.inf, f"does not fit: {told}")
     seconds = plan.step_seconds(board)
     needed = format_bytes(plan.bytes_needed)
     if plan.bytes_needed > usable_memory(board):
-        return True, seconds, f"does not fit: needs {needed}"
-    return False, seconds, f"{1e3 * seconds:,.4g} ms a step, {needed}"
-
-
-def _row(result: tuple[bool, float, str], flags_to_add: str) -> str:
-    return f"{result[2]:<40} {flags_to_add or '(no flags to add)'}"
+        return _Tried(True, seconds, f"does not fit: needs {needed}")
+    return _Tried(False, seconds, f"{_time(seconds)} a step, {needed}")

@@ -9,12 +9,16 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from gpt2.config import Config, GPTConfig
 from gpt2.config.run import tokens_by_name
+from gpt2.model import GPT
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import state_bytes
 from gpt2.plan.collectives import Collective, collectives
@@ -35,9 +39,8 @@ class Plan:
     """What one training step takes."""
 
     program: Program
-    memory: dict[
-        str, int
-    ]  # bytes per device; activations stand for all else that it holds
+    # Bytes per device; activations stand for all else that it holds.
+    memory: dict[str, int]
     text: str  # of the compiled step, as HLO
     collectives: list[Collective]
     compile_seconds: float
@@ -54,16 +57,18 @@ class Plan:
         """
         seconds = 0.0
         for each in self.collectives:
-            if each.overlapped == overlapped:
-                bandwidth = BOARDS[board].bandwidth(each.group)
-                seconds += each.bytes_sent / bandwidth if bandwidth else math.inf
+            if each.overlapped != overlapped:
+                continue
+            bandwidth = BOARDS[board].bandwidth(each.group)
+            if bandwidth is None:
+                return math.inf
+            seconds += each.bytes_sent / bandwidth
         return seconds
 
     def step_seconds(self, board: str) -> float:
         """Returns the seconds of a step on an accelerator of `BOARDS`."""
-        compute = compute_seconds(
-            self.program.config, self.program.backend.mesh.size, board
-        )
+        num_devices = self.program.backend.mesh.size
+        compute = compute_seconds(self.program.config, num_devices, board)
         hidden = self.network_seconds(board, overlapped=True)
         return max(compute, hidden) + self.network_seconds(board)
 
@@ -77,21 +82,18 @@ def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
 def compile_plan(program: Program) -> Plan:
     """Compiles a program's train step, or raises OutOfMemory. Nothing runs."""
     state = program.state_shapes
+    largest = program.at(program.config.shapes.largest)
     try:
-        largest = program.at(program.config.shapes.largest)
-        compiled = largest.compile_train(
-            state, program.batch_shapes
-        ).block_until_ready()
+        compiling = largest.compile_train(state, program.batch_shapes)
+        compiled = compiling.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        told = str(error).strip()
+        if "RESOURCE_EXHAUSTED" not in told:
             raise
-        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", str(error))
-        short = (
-            f"needs {used[1]}iB of {used[2]}iB"
-            if used
-            else str(error).strip().split("\n")[0]
-        )
-        raise OutOfMemory(short) from None
+        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", told)
+        if used:
+            told = f"needs {used[1]}iB of {used[2]}iB"
+        raise OutOfMemory(told.partition("\n")[0]) from None
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
@@ -101,9 +103,8 @@ def compile_plan(program: Program) -> Plan:
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
     """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
     cfg = config.gpt()
-    per_token = model_flops_per_token(
-        cfg, config.shapes.largest
-    ) + recomputed_flops_per_token(cfg)
+    per_token = model_flops_per_token(cfg, config.shapes.largest)
+    per_token += recomputed_flops_per_token(cfg)
     flops = config.tokens_per_step * per_token / num_devices
     return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
 
@@ -112,23 +113,47 @@ def recomputed_flops_per_token(cfg: GPTConfig) -> float:
     """Returns the FLOPs of the products that `memory.remat` computes twice for one token."""
     if cfg.remat == "none":
         return 0.0
-    width = cfg.embed_dim
-    heads = cfg.num_heads * cfg.head_size
-    reads_sum = cfg.norm_position != "pre"  # a norm reads what a branch adds
-    seen = [window or cfg.context_length for window in cfg.windows]
-    flops = {
-        "attn/c_attn": 2 * width * (heads + 2 * cfg.kv_heads * cfg.head_size),
-        "attn/c_gate": 2 * width * cfg.num_heads * cfg.attention_gate,
-        "attn/c_proj": 2 * width * heads if reads_sum or not cfg.parallel_block else 0,
-        "mlp/c_fc": 2 * width * cfg.hidden_dim * (2 if cfg.is_gated else 1),
-        "mlp/c_proj": 2 * width * cfg.hidden_dim if reads_sum else 0,
-        CORE_ATTENTION: 4 * heads * sum(seen) / cfg.num_layers,
-    }
-    again = (n for name, n in flops.items() if name not in KEPT[cfg.remat])
-    return cfg.num_layers * float(sum(again))
+    again = _linear_flops(cfg) - _linear_flops(dataclasses.replace(cfg, remat="none"))
+    if CORE_ATTENTION not in KEPT[cfg.remat]:
+        for window in cfg.windows:
+            seen = window or cfg.context_length
+            again += 4 * cfg.num_heads * cfg.head_size * seen
+    return again
+
+
+def _linear_flops(cfg: GPTConfig) -> float:
+    """Returns the FLOPs of linear maps for one token, in the model's derivative."""
+    # A loop over layers is traced once.
+    model = GPT(dataclasses.replace(cfg, scan_layers=True))
+    tokens = jax.ShapeDtypeStruct((1, cfg.context_length), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def loss(variables: Mapping, tokens: jax.Array) -> jax.Array:
+        return model.bind(variables).hidden(tokens).sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss))(variables, tokens)
+    return _count_linear(traced.jaxpr) / cfg.context_length
+
+
+def _count_linear(jaxpr: Any) -> int:
+    """Counts a jaxpr's FLOPs of products, but for those of attention, which are batched."""
+    flops = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+            if not batched:
+                shape = equation.invars[0].aval.shape
+                length = math.prod(shape[axis] for axis in contracted)
+                flops += 2 * length * equation.outvars[0].aval.size
+        turns = equation.params.get("length", 1)  # of a scan
+        for inner in jaxprs_in_params(equation.params):
+            flops += turns * _count_linear(inner)
+    return flops
 
 
 def usable_memory(board: str) -> float:
     """Returns the bytes of an accelerator of `BOARDS` that JAX may take."""
-    share = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)  # of a GPU
-    return (1.0 if board.startswith("TPU") else share) * 1e9 * BOARDS[board].memory
+    memory = 1e9 * BOARDS[board].memory
+    if board.startswith("TPU"):
+        return memory
+    return memory * float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)

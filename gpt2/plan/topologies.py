@@ -6,7 +6,7 @@ installed. It runs nothing there.
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.experimental.topologies import get_topology_desc
@@ -15,8 +15,12 @@ from gpt2.errors import UserError
 
 # JAX devices of the smallest and the largest slice, and the dimensions of its torus.
 _TPUS = {
-    **{"v2": (8, 512, 2), "v3": (8, 512, 2), "v5e": (1, 256, 2), "v6e": (1, 256, 2)},
-    **{"v4": (4, 512, 3), "v5p": (4, 512, 3)},
+    "v2": (8, 512, 2),
+    "v3": (8, 512, 2),
+    "v4": (4, 512, 3),
+    "v5p": (4, 512, 3),
+    "v5e": (1, 256, 2),
+    "v6e": (1, 256, 2),
 }
 _GPUS_OF_A_MACHINE = 8
 
@@ -29,14 +33,13 @@ class _Gpu(NamedTuple):
     multiprocessors: int
     clock_ghz: float
     memory: int  # bytes
-    bandwidth: int  # bytes/s
-    cache: int  # bytes, level 2
+    bandwidth: int  # GB/s
+    cache: int  # MiB, level 2
     shared_memory: int  # KiB, of a multiprocessor
     threads: int = 2048  # of a multiprocessor
 
 
 _GB = 10**9
-_MIB = 2**20
 _GIB = 2**30
 _GPUS = {
     "h100": _Gpu(
@@ -45,35 +48,31 @@ _GPUS = {
         132,
         1.98,
         80 * _GIB,
-        3352 * _GB,
-        50 * _MIB,
+        3352,
+        50,
         228,
     ),
-    "h200": _Gpu(
-        "NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800 * _GB, 50 * _MIB, 228
-    ),
+    "h200": _Gpu("NVIDIA H200", (9, 0), 132, 1.98, 141 * _GB, 4800, 50, 228),
     "a100": _Gpu(
         "NVIDIA A100-SXM4-80GB",
         (8, 0),
         108,
         1.41,
         80 * _GIB,
-        2039 * _GB,
-        40 * _MIB,
+        2039,
+        40,
         164,
     ),
-    "l4": _Gpu(
-        "NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300 * _GB, 48 * _MIB, 100, 1536
-    ),
-    "t4": _Gpu("Tesla T4", (7, 5), 40, 1.59, 16 * _GB, 320 * _GB, 4 * _MIB, 64, 1024),
+    "l4": _Gpu("NVIDIA L4", (8, 9), 58, 2.04, 24 * _GB, 300, 48, 100, 1536),
+    "t4": _Gpu("Tesla T4", (7, 5), 40, 1.59, 16 * _GB, 320, 4, 64, 1024),
     "4090": _Gpu(
         "NVIDIA GeForce RTX 4090",
         (8, 9),
         128,
         2.52,
         24 * _GB,
-        1008 * _GB,
-        72 * _MIB,
+        1008,
+        72,
         100,
         1536,
     ),
@@ -104,19 +103,20 @@ def find_devices(name: str) -> list[jax.Device]:
         least, most, dimensions = _TPUS[kind]
         if number.bit_count() == 1 and least <= number <= most:
             return _tpus(kind, number, dimensions)
-    elif number and (kind in _GPUS or kind.endswith(".txtpb")):
-        target = (
-            _target(_GPUS[kind])
-            if kind in _GPUS
-            else Path(kind).read_text(encoding="utf-8")
-        )
-        machines = max(1, number // _GPUS_OF_A_MACHINE)
-        topology = f"1x{machines}x{number // machines}"
-        return _describe("cuda", "plan-gpu", topology=topology, target_config=target)
+    elif number and kind in _GPUS:
+        return _gpus(_target(_GPUS[kind]), number)
+    elif number and kind.endswith(".txtpb"):
+        return _gpus(Path(kind).read_text(encoding="utf-8"), number)
     raise UserError(
         f"--plan_chips={name} names no devices",
         f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join([*_TPUS, *_GPUS])}",
     )
+
+
+def _gpus(target: str, number: int) -> list[jax.Device]:
+    machines = max(1, number // _GPUS_OF_A_MACHINE)
+    topology = f"1x{machines}x{number // machines}"
+    return _describe("cuda", "", topology=topology, target_config=target)
 
 
 def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
@@ -126,26 +126,28 @@ def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
-    chips = (
-        number // 2 if kind in ("v2", "v3") else number
-    )  # which have two devices each
+    # Chips of v2 and v3 have two devices each.
+    chips = number // 2 if kind in ("v2", "v3") else number
     # The sides are powers of two, as equal as they can be.
     bits = chips.bit_length() - 1
     sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
     if sides == [1, 2, 2]:  # the chips of one host lie flat
         sides = [2, 2, 1]
-    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    options: dict[str, object] = {}
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     topology = f"{kind}:{'x'.join(map(str, sides))}"
-    return _describe("tpu", "plan-tpu", topology_name=topology, **options)
+    return _describe("tpu", topology, **options)
 
 
-def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
+def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
     try:
-        return list(get_topology_desc(platform=platform, **options).devices)
+        return list(get_topology_desc(name, platform, **options).devices)
     except Exception as error:  # of several kinds, by what is missing
         reason = str(error).strip().partition("\n")[0]
+        extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
         what = f"there is no compiler for {platform} devices here ({reason})"
         raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error
 
@@ -153,7 +155,9 @@ def _describe(platform: str, extra: str, **options: Any) -> list[jax.Device]:
 def _target(gpu: _Gpu) -> str:
     """Returns XLA's description of a GPU, as a text of its protocol buffer."""
     major, minor = gpu.capability
-    feature = " feature_extension: ACCELERATED_FEATURES" if major == 9 else ""
+    feature = ""
+    if major == 9:
+        feature = " feature_extension: ACCELERATED_FEATURES"
     shared = gpu.shared_memory << 10
     return f"""
 gpu_device_info {{
@@ -163,8 +167,8 @@ gpu_device_info {{
   core_count: {gpu.multiprocessors}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {gpu.memory}
-  memory_bandwidth: {gpu.bandwidth}
-  l2_cache_size: {gpu.cache}
+  memory_bandwidth: {gpu.bandwidth * _GB}
+  l2_cache_size: {gpu.cache << 20}
   shared_memory_per_core: {shared}
   shared_memory_per_block_optin: {shared - 1024}
   threads_per_core_limit: {gpu.threads}

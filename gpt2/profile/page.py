@@ -1,9 +1,9 @@
 """The page profile.md: what costs most, then tables of where a step's time goes."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from gpt2.errors import UserError
 from gpt2.profile.breakdown import Breakdown, break_down
@@ -19,12 +19,13 @@ _TOP = 15
 def explain(path: Path) -> str:
     """Returns the page of a workdir, of its profile folder, or of a trace file."""
     file = find_trace(path)
+    text = ""
     # The text of the step lies above the trace, which the profiler puts under plugins/profile/TIME.
-    texts = [
-        folder / PROGRAM for folder in file.parents[:4] if (folder / PROGRAM).exists()
-    ]
+    for folder in reversed(file.parents[:4]):
+        if (folder / PROGRAM).exists():
+            text = (folder / PROGRAM).read_text()
     try:
-        program = ProgramText(texts[0].read_text() if texts else "")
+        program = ProgramText(text)
         return render(break_down(read_trace(file), program), program)
     except ValueError as error:
         raise UserError(
@@ -34,73 +35,89 @@ def explain(path: Path) -> str:
 
 def render(found: Breakdown, program: ProgramText) -> str:
     """Returns the page as markdown."""
-
-    def share(seconds: float) -> tuple[str, str]:
-        return _ms(seconds), f"{seconds / found.seconds:.1%}"
-
-    cells: defaultdict[str, defaultdict[str, float]] = defaultdict(
-        lambda: defaultdict(float)
-    )
-    kinds: defaultdict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
+    kinds: dict[str, float] = defaultdict(float)
+    cells: dict[tuple[str, str], float] = defaultdict(float)
     for name, cost in found.operations.items():
         operation = program.find(name)
-        cells[operation.part][operation.kind] += cost.seconds
+        parts[operation.part] += cost.seconds
         kinds[operation.kind] += cost.seconds
-    parts = sorted(cells, key=lambda part: -sum(cells[part].values()))
-    columns = sorted(kinds, key=lambda kind: -kinds[kind])
-    waits = [
-        (kind, seconds, f"`{where}`" + f": `{text}`" * bool(text) if where else "")
-        for (kind, where, text), seconds in sorted(
-            found.gaps.items(), key=lambda gap: -gap[1]
-        )
-    ]
+        cells[operation.part, operation.kind] += cost.seconds
+
+    def share(seconds: float) -> list[str]:
+        return [_ms(seconds), f"{seconds / found.seconds:.1%}"]
+
+    waits = []
+    for wait, seconds in _largest_first(found.gaps):
+        at = f"`{wait.line}`" if wait.line else ""
+        if wait.text:
+            at += f": `{wait.text}`"
+        waits.append([wait.cause, *share(seconds), at])
+    columns = [kind for kind, _ in _largest_first(kinds)]
+    rows = []
+    for part, seconds in _largest_first(parts):
+        by_kind = [_ms(cells[part, kind]) for kind in columns]
+        rows.append([part, *share(seconds), *by_kind])
+    largest = rows[0][0]
+    rows.append(["idle inside of a step", *share(found.idle), *[""] * len(columns)])
+    longest = []
+    seconds_of = {name: cost.seconds for name, cost in found.operations.items()}
+    for name, seconds in _largest_first(seconds_of)[:_TOP]:
+        times = f"{found.operations[name].runs:,.0f}"
+        longest.append([f"`{name}`", *program.find(name), times, *share(seconds)])
+
     step = f"of each step's {_ms(found.seconds)}"
-    if waits and waits[0][1] >= WORTH_NAMING * found.seconds:
-        kind, seconds, where = waits[0]
-        what = f"{kind[0].upper()}{kind[1:]}: {_ms(seconds)} {step}, {seconds / found.seconds:.0%}"
-        headline = f"**{what}**{where and f' ({where})'}."
-    else:
-        percent = f"{sum(kinds.values()) / found.seconds:.0%}"
-        headline = (
-            f"**The devices compute {percent} {step}.** The largest part is {parts[0]}."
-        )
-    numbers = (
-        f", {found.numbers[0]} to {found.numbers[-1]} counted from 0"
-        if found.numbers
-        else ""
+    busy = f"{sum(kinds.values()) / found.seconds:.0%}"
+    headline = f"**The devices compute {busy} {step}.** The largest part is {largest}."
+    most = max(found.gaps.values(), default=0.0)
+    if most >= WORTH_NAMING * found.seconds:
+        cause, *_, at = waits[0]
+        what = f"{cause[0].upper()}{cause[1:]}: {_ms(most)} {step}, {most / found.seconds:.0%}"
+        headline = f"**{what}** ({at})." if at else f"**{what}**."
+    return "\n".join(
+        [
+            "# Where the time of a step goes",
+            "",
+            headline,
+            "",
+            f"Mean of {found.steps} steps. Operations that run at once share their time.",
+            *_table(
+                "Between steps",
+                ["the devices wait for", "per step", "share", "the host at"],
+                waits,
+            ),
+            *_table("By part and kind", ["part", "per step", "share", *columns], rows),
+            *_table(
+                "The longest operations",
+                ["operation", "kind", "part", "path", "runs", "per step", "share"],
+                longest,
+            ),
+            "",
+        ]
     )
-    page = f"# Where the time of a step goes\n\n{headline}\n\nMean of {found.steps} steps{numbers}."
-    page += " Operations that run at once share their time.\n"
 
-    def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-        lines = [head, ["---"] * len(head), *rows]
-        text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        return f"\n## {title}\n\n{text}\n" if rows else ""
 
-    rows: list[Any] = [(kind, *share(gap), where) for kind, gap, where in waits]
-    head: Sequence[str] = ("the devices wait for", "per step", "share", "the host at")
-    page += table("Between steps", head, rows)
-    rows = [
-        (
-            part,
-            *share(sum(cells[part].values())),
-            *(_ms(cells[part][kind]) for kind in columns),
-        )
-        for part in parts
-    ]
-    rows.append(("idle inside of a step", *share(found.idle), *("" for _ in columns)))
-    page += table("By part and kind", ("part", "per step", "share", *columns), rows)
-    longest = sorted(found.operations.items(), key=lambda x: -x[1].seconds)[:_TOP]
-    rows = [
-        (f"`{name}`", *program.find(name), f"{cost.runs:,.0f}", *share(cost.seconds))
-        for name, cost in longest
-    ]
-    head = ("operation", "kind", "part", "path", "runs", "per step", "share")
-    return page + table("The longest operations", head, rows)
+Key = TypeVar("Key")
+
+
+def _largest_first(seconds: Mapping[Key, float]) -> list[tuple[Key, float]]:
+    return sorted(seconds.items(), key=lambda item: -item[1])
+
+
+def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
+    """Returns the lines of a table, of none if it has no rows."""
+    if not rows:
+        return []
+    lines = [head, ["---"] * len(head), *rows]
+    return ["", f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def _ms(seconds: float) -> str:
-    digits = (
-        0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2 if seconds >= 1e-4 else 3
-    )
-    return f"{1e3 * seconds:,.{digits}f} ms" if seconds else ""
+    milliseconds = 1e3 * seconds
+    if not seconds:
+        return ""
+    digits = 3
+    for least, fewer in ((0.1, 2), (10, 1), (100, 0)):
+        if milliseconds >= least:
+            digits = fewer
+    return f"{milliseconds:,.{digits}f} ms"

@@ -4,8 +4,8 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import chex
 import jax
 
 from gpt2.config import LoggingConfig
@@ -28,50 +28,54 @@ class Profiler:
         self._text = text
         start = options.profile_start
         self._steps = range(start, start + options.profile_steps)
-        self._tracing = self._has_trace = False
-        # of a step
+        self._tracing = False
+        self._has_trace = False
         self._trace = contextlib.ExitStack()
-        self._annotation = contextlib.ExitStack()
+        self._annotation = contextlib.ExitStack()  # of a step
 
-    def step(self, step: int, in_flight: Any) -> None:
+    def step(self, step: int, in_flight: chex.ArrayTree) -> None:
         """Begins or ends the trace where `step`, the next to be dispatched, is its first or last.
 
         It then waits for the arrays `in_flight` of earlier steps: a trace holds whole steps.
         """
         self._annotation.close()
-        if (step in self._steps) != self._tracing:
+        is_traced = step in self._steps
+        if is_traced != self._tracing:
             jax.block_until_ready(in_flight)
-            self._tracing = not self._tracing
-            self._start() if self._tracing else self._trace.close()
-        if self._tracing:
-            self._annotation.enter_context(
-                jax.profiler.StepTraceAnnotation(STEP, step_num=step)
-            )
+            self._tracing = is_traced
+            if is_traced:
+                self._start()
+            else:
+                self._trace.close()
+        if is_traced:
+            annotation = jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+            self._annotation.enter_context(annotation)
 
-    def close(self, in_flight: Any) -> None:
+    def close(self, in_flight: chex.ArrayTree) -> None:
         """Ends a trace that the run's end cuts short, and writes the page of any trace."""
         if self._tracing:
             self._annotation.close()
             jax.block_until_ready(in_flight)
             self._trace.close()
-        if self._has_trace and jax.process_index() == 0:
-            try:
-                (self._logdir / PROGRAM).write_text(self._text())
-                (self._logdir / PAGE).write_text(page := explain(self._logdir))
-                cause = page.splitlines()[2].replace("**", "")
-                tell(f"{cause} See {self._logdir / PAGE}", sys.stdout)
-            except Exception as error:  # a run is worth more than its page
-                warn(f"there is no profile.md ({error})")
+        if not self._has_trace or jax.process_index():
+            return
+        try:
+            (self._logdir / PROGRAM).write_text(self._text())
+            page = explain(self._logdir)
+            (self._logdir / PAGE).write_text(page)
+            cause = page.splitlines()[2].replace("**", "")
+            tell(f"{cause} See {self._logdir / PAGE}", sys.stdout)
+        except Exception as error:  # a run is worth more than its page
+            warn(f"there is no profile.md ({error})")
 
     def _start(self) -> None:
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = (
-            0  # every Python call: bulky, and slows what it measures
-        )
-        index = jax.process_index()  # processes of one host would write to one file
-        logdir = self._logdir / f"process_{index}" if index else self._logdir
-        self._trace.enter_context(
-            jax.profiler.trace(str(logdir), profiler_options=options)
-        )
+        # Not every Python call: bulky, and slows what it measures.
+        options.python_tracer_level = 0
+        logdir = self._logdir
+        if jax.process_index():  # processes of one host would write to one file
+            logdir = logdir / f"process_{jax.process_index()}"
+        trace = jax.profiler.trace(str(logdir), profiler_options=options)
+        self._trace.enter_context(trace)
         self._trace.enter_context(sampled())
         self._has_trace = True

@@ -2,12 +2,13 @@
 
 import functools
 import re
+import statistics
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gpt2.plan.collectives import called_by, split_computations
+from gpt2.plan.hlo import Hlo
 
 # The named scopes of the model and of the step.
 SCOPES = ("attention", "mlp", "head", "optimizer")
@@ -39,9 +40,8 @@ class Operation(NamedTuple):
     """An instruction that a device runs by itself."""
 
     kind: str = "other"  # of `_KINDS`
-    part: str = (
-        "unknown"  # a scope or module, with `forward` or `backward` if differentiated
-    )
+    # A scope or module, with `forward` or `backward` if differentiated.
+    part: str = "unknown"
     path: str = ""  # in JAX, its last levels: modules, and the primitive
 
 
@@ -56,11 +56,12 @@ class ProgramText:
         if text and not header:
             raise ValueError("no HLO text")
         self.module = header[1] if header else ""
-        self._computations, self._entry = split_computations(text)
-        lines = (line for lines in self._computations.values() for line in lines)
-        self._lines = {
-            name[1]: line for line in lines if (name := _INSTRUCTION.match(line))
-        }
+        self._hlo = Hlo(text)
+        self._lines = {}
+        for line in text.splitlines():
+            name = _INSTRUCTION.match(line)
+            if name:
+                self._lines[name[1]] = line
 
     def is_container(self, name: str) -> bool:
         """Returns whether this is a loop or a call, whose time is that of operations inside."""
@@ -73,16 +74,21 @@ class ProgramText:
         """Returns the operation of a name; one of an unknown part if there is none."""
         if name not in self._lines:
             return Operation()
-        inside = list(self._inside(line := self._lines[name]))
-        kind = next(
-            (k for k, x in _KINDS.items() if any(re.search(x, i) for i in inside)),
-            "other",
-        )
-        # XLA names some fusions by nothing of the model: then the commonest inside.
-        parts = (part for part in map(part_of, inside) if not part.startswith("other"))
-        named = Counter(parts).most_common(1)
-        part = part_of(line) if part_of(line) != "other" or not named else named[0][0]
-        return Operation(kind, part, "/".join(_path(line).split("/")[-3:]))
+        line = self._lines[name]
+        inside = list(self._inside(line))
+        kind = "other"
+        for each, pattern in _KINDS.items():
+            if re.search(pattern, "\n".join(inside)):
+                kind = each
+                break
+        part = part_of(line)
+        if part == "other":
+            # XLA names some fusions by nothing of the model: then the commonest inside.
+            named = [part_of(each) for each in inside]
+            named = [each for each in named if not each.startswith("other")]
+            part = statistics.mode(named or [part])
+        levels = _path(line).split("/")
+        return Operation(kind, part, "/".join(levels[-3:]))
 
     def place(self, kernels: Iterable[str]) -> Iterator[str]:
         """Yields which instruction each kernel of CUDA graphs ran for, or else its own name.
@@ -90,44 +96,49 @@ class ProgramText:
         A graph tells names alone, such as `loop_add_fusion_3`, which several fusions share. Kernels
         run in the order of the text, so each belongs to the next instruction that fits.
         """
-        order = list(self._schedule(self._entry))
-        places = defaultdict[str, list[int]](list)
+        order = list(self._schedule(self._hlo.entry))
+        places: defaultdict[str, list[int]] = defaultdict(list)
         for i, name in enumerate(order):
+            places[name.partition(".")[0]].append(i)
             inside = "".join(self._inside(self._lines[name]))
-            for key in (
-                name.partition(".")[0],
-                *(x for x in _LIBRARIES.values() if x in inside),
-            ):
-                places[key].append(i)
+            for sign in _LIBRARIES.values():
+                if sign in inside:
+                    places[sign].append(i)
         at = latest = -1
         for kernel in kernels:
-            own = re.sub(r"_\d+$", "", kernel)
-            like = (x for pattern, x in _LIBRARIES.items() if re.match(pattern, kernel))
-            key = own if own in places else next(like, own)
-            stays = _HELPER.match(kernel) or (key == "__cudnn$" and at in places[key])
-            if not stays and (fitting := places[key]):
+            key = re.sub(r"_\d+$", "", kernel)
+            if key not in places:
+                for pattern, sign in _LIBRARIES.items():
+                    if re.match(pattern, kernel):
+                        key = sign
+                        break
+            fitting = places[key]
+            stays = _HELPER.match(kernel) or (key == "__cudnn$" and at in fitting)
+            if fitting and not stays:
                 latest = fitting[bisect_right(fitting, at) % len(fitting)]
-                at = (
-                    at if key == " copy(" else latest
-                )  # graphs copy early what they can
-            yield order[latest] if (stays or places[key]) and latest >= 0 else kernel
+                if key != " copy(":  # graphs copy early what they can
+                    at = latest
+            is_placed = latest >= 0 and (stays or fitting)
+            yield order[latest] if is_placed else kernel
 
     def _schedule(self, computation: str) -> Iterator[str]:
         """Yields the instructions in their order, those of a loop as often as it turns."""
-        for line in self._computations.get(computation, ()):
-            if loop := re.search(r"body=%?([\w.\-]+)", line):
-                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-                yield from [*self._schedule(loop[1])] * (int(turns[1]) if turns else 1)
-            elif name := _INSTRUCTION.match(line):
+        for line in self._hlo.computations[computation]:
+            loop = re.search(r"body=%?([\w.\-]+)", line)
+            name = _INSTRUCTION.match(line)
+            if loop:
+                inside = list(self._schedule(loop[1]))
+                for _ in range(self._hlo.turns(line) or 1):
+                    yield from inside
+            elif name:
                 yield name[1]
 
     def _inside(self, line: str) -> Iterator[str]:
         """Yields the line of an instruction, and those that are fused into it."""
         yield line
         if " fusion(" in line or " async-start(" in line:
-            for called in called_by(line):
-                for inner in self._computations.get(called, ()):
-                    yield from self._inside(inner)
+            for inner in self._hlo.inside(line):
+                yield from self._inside(inner)
 
 
 def part_of(line: str) -> str:
@@ -139,12 +150,13 @@ def part_of(line: str) -> str:
     levels = path.split("/")
     # What is computed again belongs to the backward pass, which needs it.
     is_backward = "transpose(" in path or "rematted_computation" in path
-    scope = next((each for each in SCOPES if each in levels), None)
-    if scope is None:
-        named = (
-            x for x in levels[1:-1] if x and not _WRAPPER.match(x) and "->" not in x
-        )
-        scope = next(named, "other")
+    modules = [
+        level
+        for level in levels[1:-1]
+        if level and "->" not in level and not _WRAPPER.match(level)
+    ]
+    scopes = [each for each in SCOPES if each in levels]
+    scope = [*scopes, *modules, "other"][0]
     if scope == "optimizer" or "jvp(" not in path:
         return scope
     return f"{scope} backward" if is_backward else f"{scope} forward"
@@ -152,5 +164,5 @@ def part_of(line: str) -> str:
 
 def _path(line: str) -> str:
     # XLA joins several as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
-    path = (re.search(r'op_name="([^"]*)"', line) or ["", ""])[1].partition(";")[0]
-    return re.sub(r"/\(([^:]*):.*", r"/\1", path)
+    found = re.search(r'op_name="([^";]*)', line)
+    return re.sub(r"/\(([^:]*):.*", r"/\1", found[1]) if found else ""

@@ -3,20 +3,17 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote
 
-from jax.profiler import ProfileData
+from jax.profiler import ProfileData, ProfilePlane
 
 from gpt2.errors import UserError
 from gpt2.profile.sampler import LINE
 
 STEP = "train"  # the annotation of a step
-PHASES = (
-    "data wait",
-    "validation",
-    "checkpoint",
-)  # of `StepClock`, where devices may wait
+# Of `StepClock`, where devices may wait.
+PHASES = ("data wait", "validation", "checkpoint")
 # What a function or a line of Python is called that waits for a device.
 _WAIT = re.compile(
     r"block_until_ready|asarray|np\.array|_value\b|__(array|float|int|bool)__"
@@ -60,16 +57,15 @@ def find_trace(path: Path) -> Path:
     if path.is_file():
         return path
     folder = path / "profile" if (path / "profile").is_dir() else path
-    files = folder.rglob("*.xplane.pb")  # not those of other processes
-    found = [
-        f for f in files if not f.relative_to(folder).parts[0].startswith("process_")
+    files = [
+        file
+        for file in folder.rglob("*.xplane.pb")
+        if "process_" not in str(file.relative_to(folder))  # of another process
     ]
-    how = (
-        "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
-    )
-    if not found:
+    if not files:
+        how = "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
         raise UserError(f"{path} holds no trace", how)
-    return max(found, key=lambda file: file.stat().st_mtime)
+    return max(files, key=lambda file: file.stat().st_mtime)
 
 
 def read_trace(path: Path) -> Trace:
@@ -80,34 +76,37 @@ def read_trace(path: Path) -> Trace:
         raise UserError(
             f"{path} is no trace, or damaged", "Trace the run again"
         ) from error
-    host = next((plane for plane in planes if plane.name == "/host:CPU"), None)
-    chips = sorted(p.name for p in planes if re.match(r"/device:(GPU|TPU)", p.name))
-    device = next((p for p in planes if chips and p.name == chips[0]), host)
-    steps = list[Span]()
-    phases = list[Span]()
-    lines = list[Span]()
+    by_name = {plane.name: plane for plane in planes}
+    host = by_name.get("/host:CPU")
+    chips = [name for name in by_name if re.match(r"/device:(GPU|TPU)", name)]
+    device = by_name[min(chips)] if chips else host
+    steps: list[Span] = []
+    phases: list[Span] = []
+    lines: list[Span] = []
     for thread in host.lines if host else ():
         for event in thread.events:
-            stats = dict(event.stats) if event.name in (LINE, STEP) else {}
             span = Span(event.name, 1e-9 * event.start_ns, 1e-9 * event.end_ns)
             if event.name == LINE:
-                where = str(stats.get("where", ""))
+                stats = dict(event.stats)
                 text = unquote(str(stats.get("text", "")))
-                waits = bool(_WAIT.search(f"{stats.get('inside', '')} {text}"))
-                lines.append(span._replace(name=where, text=text, waits=waits))
-            elif "step_num" in stats:
-                steps.append(span._replace(name=str(stats["step_num"])))
+                called = f"{stats.get('inside', '')} {text}"
+                waits = bool(_WAIT.search(called))
+                name = str(stats.get("where", ""))
+                lines.append(span._replace(name=name, text=text, waits=waits))
+            elif event.name == STEP:
+                number = dict(event.stats).get("step_num")
+                if number is not None:
+                    steps.append(span._replace(name=str(number)))
             elif event.name in PHASES:
                 phases.append(span)
     for spans in (steps, phases, lines):
         spans.sort(key=lambda span: span.start)
-    operations = (
-        sorted(_operations(device), key=lambda ran: ran.start) if device else []
-    )
+    operations = list(_operations(device)) if device else []
+    operations.sort(key=lambda ran: ran.start)
     return Trace(operations, steps, phases, lines)
 
 
-def _operations(plane: Any) -> Iterator[Ran]:
+def _operations(plane: ProfilePlane) -> Iterator[Ran]:
     lines = list(plane.lines)
     # On accelerators, other lines repeat the operations by module and by step.
     chosen = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
@@ -116,13 +115,16 @@ def _operations(plane: Any) -> Iterator[Ran]:
             stats = dict(event.stats)
             name = str(stats.get("hlo_op", ""))
             in_graph = name.startswith("command_buffer")
-            if name := event.name if in_graph or (chosen and not name) else name:
-                yield Ran(
-                    name.partition(" = ")[0].lstrip("%"),
-                    1e-9 * event.start_ns,
-                    1e-9 * event.end_ns,
-                    module=str(stats.get("hlo_module", "")),
-                    run=int(stats.get("run_id", 0)),
-                    device=int(stats.get("device_ordinal", 0)),
-                    in_graph=in_graph,
-                )
+            if in_graph or (chosen and not name):
+                name = event.name
+            if not name:
+                continue
+            yield Ran(
+                name.partition(" = ")[0].lstrip("%"),
+                1e-9 * event.start_ns,
+                1e-9 * event.end_ns,
+                module=str(stats.get("hlo_module", "")),
+                run=int(stats.get("run_id", 0)),
+                device=int(stats.get("device_ordinal", 0)),
+                in_graph=in_graph,
+            )

@@ -25,16 +25,14 @@ class Chip(NamedTuple):
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
         """Returns bytes/s that each device of a ring, given by numbers, sends; None if unknown."""
-        together = sum(
-            device // self.domain == group[0] // self.domain for device in group
-        )
-        if together < len(
-            group
-        ):  # the adapters of all devices of a domain share the traffic
-            return (
-                None if self.far is None else 1e9 * min(self.near, self.far * together)
-            )
-        return 1e9 * self.near
+        domain = group[0] // self.domain
+        together = sum(device // self.domain == domain for device in group)
+        if together == len(group):
+            return 1e9 * self.near
+        if self.far is None:
+            return None
+        # The adapters of all devices of a domain share the traffic.
+        return 1e9 * min(self.near, self.far * together)
 
 
 # The first row that matches counts. Without sparsity: half of NVIDIA's data sheets. `near` is half
@@ -108,20 +106,20 @@ CHIPS = (
     Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page", 16, 164, 2048),
     Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1", 8, 124, 512),
 )
-BOARDS = {
-    chip.name: chip for chip in CHIPS if chip.memory
-}  # whose memory and links are known
+# Those whose memory and links are known.
+BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
 
 
 def find_chip(kind: str) -> Chip | None:
     """Returns the row for a `device.device_kind`, or None."""
     if re.search(r"\b(Laptop|MIG)\b", kind):  # slower than the chip of that name
         return None
-    # Whole names only: an RTX A1000 is not an A100.
-    rows = (
-        c for c in CHIPS if re.search(rf"\b{c.pattern or c.name}(?!\d)", kind, re.I)
-    )
-    return next(rows, None)
+    for chip in CHIPS:
+        name = chip.pattern or chip.name
+        # Whole names only: an RTX A1000 is not an A100.
+        if re.search(rf"\b{name}(?!\d)", kind, re.I):
+            return chip
+    return None
 
 
 def board_name(kind: str) -> str | None:

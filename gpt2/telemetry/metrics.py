@@ -8,11 +8,10 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from gpt2.telemetry.writers import Writer
+from gpt2.telemetry.writers import Metrics, Writer
 
 SECONDS = "perf/seconds/"  # and a phase of `StepClock`: what it has taken up to a save
 
@@ -26,75 +25,93 @@ class MetricsFile(Writer):
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self._newest = self._end = 0  # step and byte on disk
+        self._newest: float = 0  # step on disk
+        self._end = 0  # byte
         for end, record in _read(path):
             if record["step"] <= resume_step:
                 self._newest = record["step"]
                 self._end = end
-        self._waiting = list[dict[str, Any]]()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._waiting = list[dict[str, float]]()
+        flags = os.O_RDWR | os.O_CREAT
+        self._file = os.open(path, flags, 0o666)
         os.truncate(self._file, self._end)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Adds numbers by name to the line of `step`, which is the newest one or a new one."""
-        newest = self._waiting[-1]["step"] if self._waiting else self._newest
+        newest = self._newest
+        if self._waiting:
+            newest = self._waiting[-1]["step"]
         if step > newest:
             self._waiting.append({"step": step})
         elif step < newest or not self._waiting:
             raise ValueError(f"metrics of step {step} after those of step {newest}")
         self._waiting[-1].update(metrics)
-        self._commit(len(self._waiting) - 1)
+        self._commit(step - 1)
 
     def flush(self, step: int) -> None:
         """Writes all values up to `step` to the disk itself: every checkpoint has its metrics."""
-        self._commit(sum(record["step"] <= step for record in self._waiting))
+        self._commit(step)
         os.fsync(self._file)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
         try:
-            self._commit(len(self._waiting))
+            self._commit(math.inf)
         finally:
             os.close(self._file)
 
-    def _commit(self, number: int) -> None:
-        """Writes the oldest records in one call: only a kill inside it could tear a line."""
-        lines = list[bytes]()
-        for record in self._waiting[:number]:
-            finite = {
-                n: value if math.isfinite(value) else None
-                for n, value in record.items()
-            }
-            lines.append(json.dumps(finite).encode() + b"\n")
-            self._newest = record["step"]
-        data = b"".join(lines)
-        if os.pwrite(self._file, data, self._end) < len(data):
+    def _commit(self, last: float) -> None:
+        """Writes records up to a step in one call: only a kill inside it could tear a line."""
+        records = [record for record in self._waiting if record["step"] <= last]
+        if not records:
+            return
+        data = b"".join(map(_to_line, records))
+        written = os.pwrite(self._file, data, self._end)
+        if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._newest = records[-1]["step"]
         self._end += len(data)
-        del self._waiting[:number]
+        del self._waiting[: len(records)]
 
 
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+def _to_line(record: Metrics) -> bytes:
+    finite = dict[str, float | None](record)
+    for name, value in record.items():
+        if not math.isfinite(value):
+            finite[name] = None
+    return json.dumps(finite).encode() + b"\n"
+
+
+def read_metrics(path: Path | str) -> list[dict]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
     return [record for _, record in _read(Path(path))]
 
 
+def has_saves(path: Path | str) -> bool:
+    """Returns whether a run has begun to save a checkpoint."""
+    return any(f"{SECONDS}step" in record for record in read_metrics(path))
+
+
 def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
     """Returns the seconds of each phase up to the save of a step, and those of what came after."""
-    records = read_metrics(path)[::-1]
-    totals = (record.get("perf/total_seconds") for record in records)
-    saves = (r for r in records if r["step"] <= step and f"{SECONDS}step" in r)
-    saved = next(saves, {}).items()
-    seconds = {
-        name.removeprefix(SECONDS): s for name, s in saved if name.startswith(SECONDS)
-    }
-    return seconds, max(0.0, next(filter(None, totals), 0.0) - sum(seconds.values()))
+    seconds = dict[str, float]()
+    total = 0.0
+    for record in read_metrics(path):
+        total = record.get("perf/total_seconds") or total
+        if record["step"] <= step and f"{SECONDS}step" in record:
+            for name, value in record.items():
+                if name.startswith(SECONDS):
+                    seconds[name.removeprefix(SECONDS)] = value
+    saved = sum(seconds.values())
+    return seconds, max(0.0, total - saved)
 
 
-def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the end and the record of each line, oldest first; a torn or bad one is skipped."""
+    if not path.exists():
+        return
     end = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+    for line in path.read_bytes().splitlines(keepends=True):
         end += len(line)
         with contextlib.suppress(ValueError):
             record = json.loads(line)

@@ -1,12 +1,18 @@
 """The curves of a run, readable at a glance: loss.png."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reference import read_reference
+from gpt2.utils.stores import place_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_GREYS = ("0.25", "0.5", "0.65", "0.8")
 
 
 def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") -> None:
@@ -15,58 +21,73 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     The published losses of `reference` lie at the steps by which the run has read as many tokens.
     """
     import pandas as pd
-    from matplotlib.figure import (
-        Figure,  # without pyplot: no window system, no global state
-    )
+    from matplotlib.figure import Figure  # without pyplot: no windows, no global state
 
     records = read_metrics(workdir / "metrics.jsonl")
-    losses = pd.DataFrame(records, columns=["step", "train/loss", "eval/loss"])
+    losses = pd.DataFrame(
+        records, columns=["step", "tokens", "train/loss", "eval/loss"]
+    )
     losses = losses.set_index("step").astype(float)
     train = losses["train/loss"].dropna()
     validation = losses["eval/loss"].dropna()
     if train.empty:
         return
-    # Without the first values, before the model knows which tokens are frequent.
-    late = pd.concat([train.iloc[len(train) // 20 :], validation])
-    low = late.min()
-    high = late.max()
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
-    axes, time = figure.subplots(2, height_ratios=[16, 1])
-    axes.set(title=str(workdir), xlabel="step", ylabel="loss (nats per token)")
-    smooth = train.rolling(max(1, len(train) // 30), min_periods=1, center=True).mean()
-    axes.plot(train, color="C0", alpha=0.22, linewidth=1)
-    axes.plot(smooth, color="C0", label=f"train {smooth.iloc[-1]:.3f} (smoothed)")
-    if not validation.empty:
-        label = f"validation {validation.iloc[-1]:.3f} (best {validation.min():.3f})"
-        axes.plot(validation, color="C3", marker="o", markersize=4, label=label)
-    axes.set_xlim(axes.get_xlim())  # of the run, whatever is published
-    newest = [record for record in records if "tokens" in record][-1]
-    per_step = newest["tokens"] / newest["step"]
-    last = newest["step"]
-    for index, (name, points) in enumerate(read_reference(reference).items()):
-        look: dict[str, Any] = dict(
-            color=("0.25", "0.5", "0.65", "0.8")[index % 4], linestyle="--"
-        )
-        steps = points[:, 0] / per_step
-        if np.isnan(steps).all():
-            axes.axhline(points[0, 1], label=f"{name} {points[0, 1]:.3f}", **look)
-        else:
-            axes.plot(steps, points[:, 1], marker=".", label=name, **look)
-        beyond = (steps < 0.05 * last) | (steps > last)
-        shown = [low, high, *points[~beyond, 1]]
-        low = min(shown)
-        high = max(shown)
-    span = high - low
-    axes.set_ylim(low - 0.08 * span - 0.01, high + span / 2 + 0.01)
-    axes.legend(frameon=False, loc="upper right")
+    axes, strip = figure.subplots(2, height_ratios=[16, 1])
+    axes.set_title(place_of(workdir))
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
+    window = max(1, len(train) // 30)
+    smooth = train.rolling(window, min_periods=1, center=True).mean()
+    axes.plot(train, color="C0", alpha=0.22)
+    label = f"train {smooth.iloc[-1]:.3f} (smoothed)"
+    axes.plot(smooth, color="C0", label=label)
+    if not validation.empty:
+        best = validation.min()
+        label = f"validation {validation.iloc[-1]:.3f} (best {best:.3f})"
+        axes.plot(validation, color="C3", marker=".", label=label)
+    limits = axes.get_xlim()  # of the run, whatever is published
+
+    # Without the first values, before the model knows which tokens are frequent.
+    first = len(train) // 20
+    shown = [*train.iloc[first:], *validation]
+    tokens = losses["tokens"].dropna()
+    last = tokens.index[-1]
+    tokens_per_step = tokens.iloc[-1] / last
+    curves = read_reference(reference)
+    for index, name in enumerate(curves):
+        points = curves[name]
+        steps = points[:, 0] / tokens_per_step
+        losses = points[:, 1]
+        color = _GREYS[index % len(_GREYS)]
+        if np.isnan(steps).all():
+            label = f"{name} {losses[0]:.3f}"
+            axes.axhline(losses[0], color=color, label=label)
+        else:
+            axes.plot(steps, losses, color=color, marker=".", label=name)
+        is_beyond = (steps < 0.05 * last) | (steps > last)
+        shown += losses[~is_beyond].tolist()
+    low = min(shown)
+    span = max(shown) - low
+    margin = 0.08 * span + 0.01
+    axes.set_ylim(low - margin, low + 1.5 * span + margin)
+    axes.set_xlim(limits)
+    axes.legend(frameon=False, loc="upper right")
+
+    _draw_shares(strip, shares)
+    figure.savefig(workdir / "loss.png")
+
+
+def _draw_shares(strip: "Axes", shares: dict[str, float]) -> None:
+    """Draws shares that add to 1 as one bar."""
     left = 0.0
     for name, share in shares.items():
-        text = f"{name} {share:.0%}" if share > 0.005 * len(name) + 0.02 else ""
-        time.bar_label(
-            time.barh(0, share, left=left), [text], label_type="center", fontsize=7
-        )
+        has_room = share > 0.005 * len(name) + 0.02
+        text = f"{name} {share:.0%}" if has_room else ""
+        bar = strip.barh(0, share, left=left)
+        strip.bar_label(bar, [text], label_type="center", fontsize=7)
         left += share
-    time.set(xlim=(0, 1), title="time since the first start")
-    time.set_axis_off()
-    figure.savefig(workdir / "loss.png")
+    strip.set_title("time since the first start")
+    strip.set_xlim(0, 1)
+    strip.set_axis_off()

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -18,7 +17,11 @@ from gpt2.errors import DivergedError, tell, warn
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
-from gpt2.telemetry.writers import EventFile, Wandb, Writer
+from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
+
+Scalars = Mapping[str, jax.Array]
+# A step, its metrics, what to say, and the norms of its tensors.
+Late = tuple[int, Scalars, str, Scalars | None]
 
 
 class Reporter(AbstractContextManager):
@@ -33,8 +36,8 @@ class Reporter(AbstractContextManager):
         self._writers = writers
         self._clock = clock
         self._options = options
-        self._late: tuple[int, dict[str, jax.Array], str, Any] | None = None
-        self._losses: list[float] = []  # since the last line
+        self._late: Late | None = None
+        self._losses = list[float]()  # since the last line
         self._warned = set[Writer]()
 
     @classmethod
@@ -46,20 +49,20 @@ class Reporter(AbstractContextManager):
         logging = config.logging
         writers: list[Writer] = [Watchdog(clock, train.hang_seconds)]
         if jax.process_index() == 0:
-            writers.append(MetricsFile(workdir / "metrics.jsonl", start))
+            path = workdir / "metrics.jsonl"
+            writers.append(MetricsFile(path, start))
             if logging.tensorboard:
-                writers.append(EventFile(workdir / "tensorboard", start))
+                events = workdir / "tensorboard"
+                writers.append(EventFile(events, start))
             if logging.wandb:
                 writers.append(Wandb(workdir, config.to_dict()))
-            writers.append(Progress(train.num_steps, start, clock.flops))
+            screen = logging.screen.split(",")
+            progress = Progress(train.num_steps, start, clock.flops, screen)
+            writers.append(progress)
         return cls(writers, clock, train)
 
     def step(
-        self,
-        step: int,
-        metrics: dict[str, jax.Array],
-        note: str = "",
-        norms: Any = None,
+        self, step: int, metrics: Scalars, note: str = "", norms: Scalars | None = None
     ) -> None:
         """Takes what a step just dispatched will give, and reports the step before.
 
@@ -72,64 +75,76 @@ class Reporter(AbstractContextManager):
         """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
         if self._late is None:
             return
-        (step, metrics, note, watched), self._late = self._late, None
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if watched is not None:  # of a step that diverges too
-            self.write(
-                step, {n: float(norm) for n, norm in jax.device_get(watched).items()}
-            )
-        self._check(step, values)
+        step, metrics, note, norms = self._late
+        self._late = None
+        values = _fetch(metrics)
+        if norms is not None:  # of a step that diverges too
+            self.write(step, _fetch(norms))
+        self._judge(step, values)
         self._clock.count_step(step)
         if note:
-            self._each("say", note)
-        self._each("step", step)
-        if step % self._options.log_every == 0 or step in (1, self._options.num_steps):
+            self._each(lambda writer: writer.say(note))
+        self._each(lambda writer: writer.step(step))
+        is_due = step % self._options.log_every == 0
+        if is_due or step in (1, self._options.num_steps):
             # NaN if all steps since the last line are skipped.
-            values["train/loss"] = statistics.fmean(self._losses or [math.nan])
-            self._losses = []
-            tokens = {"tokens": self._clock.tokens(step)}
-            stats = [device.memory_stats() or {} for device in jax.local_devices()]
-            peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
-            memory = (
-                {"perf/peak_memory_bytes": float(peak)} if peak else {}
-            )  # CPUs do not tell
-            self.write(step, tokens | values | self._clock.read() | memory)
+            losses = self._losses or [math.nan]
+            values["train/loss"] = statistics.fmean(losses)
+            self._losses.clear()
+            values["tokens"] = self._clock.tokens(step)
+            values |= self._clock.read() | _peak_memory()
+            self.write(step, values)
 
-    def _check(self, step: int, values: dict[str, float]) -> None:
+    def _judge(self, step: int, values: dict[str, float]) -> None:
         """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
-        is_skipped = values.pop("skipped", 0.0) > 0
-        is_bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        if values.pop("bad_in_a_row", float(is_bad)) > self._options.skip_bad_steps:
+        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        bad_in_a_row = values.get("train/bad_in_a_row", float(not is_finite))
+        if bad_in_a_row > self._options.skip_bad_steps:
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
-        if is_skipped:
-            text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
-            self._each("say", text)
-        else:
+        if not bad_in_a_row:
             self._losses.append(loss)
+            return
+        text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+        self._each(lambda writer: writer.say(text))
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Metrics) -> None:
         """Hands metrics to every writer."""
-        self._each("write", step, values)
+        self._each(lambda writer: writer.write(step, values))
 
-    def flush(self, step: int) -> None:
-        """Puts all metrics up to `step` on disk. Call it before a checkpoint of `step`."""
-        self._each("flush", step)
+    def close_books(self, step: int) -> None:
+        """Puts all metrics, and what each phase has taken, on disk: before a checkpoint."""
+        self.write(step, self._clock.books())
+        self._each(lambda writer: writer.flush(step))
 
-    def _each(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every writer. What cannot be written is told once."""
+    def _each(self, use: Callable[[Writer], None]) -> None:
+        """Uses every writer. What cannot be written is told once."""
         for writer in self._writers:
             try:
-                getattr(writer, method)(*arguments)
+                use(writer)
             except OSError as error:
                 if writer not in self._warned:
                     warn(f"{type(writer).__name__}: {error.strerror}; the run goes on")
                 self._warned.add(writer)
 
     def __exit__(self, *exception: object) -> None:
-        self._each("close")
+        self._each(lambda writer: writer.close())
+
+
+def _fetch(scalars: Scalars) -> dict[str, float]:
+    fetched = jax.device_get(scalars)
+    return {name: float(fetched[name]) for name in fetched}
+
+
+def _peak_memory() -> dict[str, float]:
+    """Returns the most bytes that a local device has held; CPUs do not tell."""
+    peak = 0
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        peak = max(peak, stats.get("peak_bytes_in_use", 0))
+    return {"perf/peak_memory_bytes": float(peak)} if peak else {}
 
 
 class Watchdog(Writer):
@@ -140,6 +155,7 @@ class Watchdog(Writer):
     """
 
     EXIT_CODE = 4
+    FIRST_SECONDS = 1800.0  # before the first step, while other processes may compile
 
     def __init__(
         self, clock: StepClock, least_seconds: float, end: Callable = os._exit
@@ -151,12 +167,14 @@ class Watchdog(Writer):
         self._allowed = math.nan
         self._closed = threading.Event()
         if least_seconds:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            thread = threading.Thread(target=self._watch, daemon=True)
+            thread.start()
 
     def step(self, step: int) -> None:
         """Hears that a step came."""
         # One that seems short, since the host was late, is no measure of the next.
-        self._quiet, self._allowed = 0.0, max(10 * self._quiet, 0.9 * self._allowed)
+        self._allowed = max(10 * self._quiet, 0.9 * self._allowed)
+        self._quiet = 0.0
 
     def close(self) -> None:
         """Ends the thread."""
@@ -167,9 +185,9 @@ class Watchdog(Writer):
         while not self._closed.wait(pause):
             if self._clock.current in ("step", "data wait"):  # where steps should end
                 self._quiet += pause
-            allowed = (
-                1800.0 if math.isnan(self._allowed) else self._allowed
-            )  # others may compile
+            allowed = self._allowed
+            if math.isnan(allowed):
+                allowed = self.FIRST_SECONDS
             if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
                 tell(

@@ -38,9 +38,10 @@ class StepClock:
         self.current = "start and end"
         self._since = now()
         self._seconds = defaultdict(float, before or {})
-        wait = self._seconds["data wait"]
-        self._num_steps = self._last = 0
-        self._read = 0, self._seconds["step"] + wait, wait  # and at `read`
+        self._last = 0  # step
+        # Since the last `read`.
+        self._num_steps = 0
+        self._lap = defaultdict[str, float](float)
 
     @classmethod
     def for_run(
@@ -51,12 +52,15 @@ class StepClock:
         before: Mapping[str, float] | None,
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
-        shapes = set(config.shapes.pieces.values())
-        costs = {shape: tokens_of(shape) * flops_per_token(shape) for shape in shapes}
-        tokens, flops = (
-            partial(config.shapes.sum, of) for of in (tokens_of, costs.__getitem__)
+        costs = dict[Shape, float]()
+        for shape in config.shapes.pieces.values():
+            costs[shape] = tokens_of(shape) * flops_per_token(shape)
+        return cls(
+            tokens=partial(config.shapes.sum, tokens_of),
+            flops=partial(config.shapes.sum, costs.__getitem__),
+            peak_flops=total_peak_flops(config.precision.compute),
+            before=before,
         )
-        return cls(tokens, flops, total_peak_flops(config.precision.compute), before)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -71,24 +75,22 @@ class StepClock:
 
     def count_step(self, step: int) -> None:
         """Counts an optimizer step, the one after the step before."""
-        self._num_steps = self._num_steps + 1
+        self._num_steps += 1
         self._last = step
 
     def read(self) -> dict[str, float]:
         """Returns the mean speed of steps since the last call, all devices together, if any."""
         total = self.total_seconds
-        wait = self._seconds["data wait"]
-        now = self._num_steps, self._seconds["step"] + wait, wait
-        steps, seconds, wait = (
-            new - old for new, old in zip(now, self._read, strict=True)
-        )
-        self._read = now
+        steps = self._num_steps
+        wait = self._lap["data wait"]
+        seconds = self._lap["step"] + wait
+        self._num_steps = 0
+        self._lap.clear()
         if not (steps and seconds):
             return {}
-        tokens, flops = (
-            f(self._last) - f(self._last - int(steps))
-            for f in (self.tokens, self.flops)
-        )
+        last = self._last
+        first = last - steps
+        tokens = self.tokens(last) - self.tokens(first)
         metrics = {
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens / seconds,
@@ -97,16 +99,18 @@ class StepClock:
             "perf/goodput": self._seconds["step"] / total,
         }
         if self._peak:
+            flops = self.flops(last) - self.flops(first)
             metrics["perf/mfu"] = flops / seconds / self._peak
         return metrics
 
     def books(self) -> dict[str, float]:
         """Returns the seconds of each phase, for the line of a save, from which a run goes on."""
         self._switch(self.current)
-        spent = self._seconds.items()
-        return {
-            f"{SECONDS}{name}": s for name, s in spent if name not in ("lost", "down")
-        }
+        books = dict[str, float]()
+        for name, seconds in self._seconds.items():
+            if name not in ("lost", "down"):
+                books[f"{SECONDS}{name}"] = seconds
+        return books
 
     @property
     def total_seconds(self) -> float:
@@ -117,15 +121,19 @@ class StepClock:
     def shares(self) -> dict[str, float]:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
-        ranked = sorted(self._seconds.items(), key=lambda item: -item[1])
-        return {
-            {"step": "goodput"}.get(name, name): each / total
-            for name, each in ranked
-            if each
-        }
+        shares = dict[str, float]()
+        longest_first = sorted(
+            self._seconds, key=self._seconds.__getitem__, reverse=True
+        )
+        for name in longest_first:
+            label = "goodput" if name == "step" else name
+            if self._seconds[name]:
+                shares[label] = self._seconds[name] / total
+        return shares
 
     def _switch(self, name: str) -> None:
         now = self._now()
         self._seconds[self.current] += now - self._since
+        self._lap[self.current] += now - self._since
         self.current = name
         self._since = now

@@ -4,7 +4,8 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+Metrics = Mapping[str, float]  # by name
 
 
 class Writer:
@@ -13,7 +14,7 @@ class Writer:
     def step(self, step: int) -> None:
         """Hears that a step is done, with metrics or not."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Adds metrics of a step, by name."""
 
     def say(self, text: str) -> None:
@@ -37,19 +38,23 @@ class EventFile(Writer):
         self._event = Event
         self._summary = summary
         # Names count whole seconds: a file of the same name would be replaced.
-        self._file = event_file_writer.EventsWriter(
-            str(directory / "events"), filename_suffix=f".{time.time_ns()}"
-        )
+        suffix = f".{time.time_ns()}"
+        prefix = str(directory / "events")
+        self._file = event_file_writer.EventsWriter(prefix, filename_suffix=suffix)
         # TensorBoard then forgets what a killed run wrote from this step on.
-        self._add(resume_step + 1, session_log=SessionLog(status=SessionLog.START))
+        start = SessionLog(status=SessionLog.START)
+        self._add(resume_step + 1, session_log=start)
 
-    def _add(self, step: int, **content: Any) -> None:
-        self._file.write_event(self._event(step=step, wall_time=time.time(), **content))
+    def _add(self, step: int, **content: object) -> None:
+        now = time.time()
+        event = self._event(step=step, wall_time=now, **content)
+        self._file.write_event(event)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Writes scalars by name."""
         for name, value in metrics.items():
-            self._add(step, summary=self._summary.scalar(name, value))
+            scalar = self._summary.scalar(name, value)
+            self._add(step, summary=scalar)
 
     def flush(self, step: int) -> None:
         """Puts all that was written on disk."""
@@ -63,20 +68,24 @@ class EventFile(Writer):
 class Wandb(Writer):
     """The W&B run of this workdir, started or continued; its identity is kept in `wandb/run_id`."""
 
-    def __init__(self, workdir: Path, config: Mapping[str, Any]):
+    def __init__(self, workdir: Path, config: Mapping[str, object]):
         import wandb
 
         identity = workdir / "wandb" / "run_id"
         if not identity.exists():
             identity.parent.mkdir(parents=True, exist_ok=True)
             identity.write_text(secrets.token_hex(8))
-        about = dict(name=workdir.resolve().name, dir=str(workdir), config=dict(config))
         # Of two values for a step, W&B keeps the first: the same.
         self._run = wandb.init(
-            project="gpt2", id=identity.read_text(), resume="allow", **about
+            project="gpt2",
+            id=identity.read_text(),
+            resume="allow",
+            name=workdir.resolve().name,
+            dir=str(workdir),
+            config=dict(config),
         )
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Metrics) -> None:
         """Logs metrics by name."""
         self._run.log(dict(metrics), step=step)
 

@@ -6,6 +6,7 @@ from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import next_token_loss
+from gpt2.training.validation import validate
 
 __all__ = [
     "Batches",
@@ -14,4 +15,5 @@ __all__ = [
     "Program",
     "TrainState",
     "next_token_loss",
+    "validate",
 ]

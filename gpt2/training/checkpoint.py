@@ -11,10 +11,10 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 
 METRIC = "eval/loss"  # by which the best checkpoint is known
+Tree = TypeVar("Tree")  # of arrays, or of their shapes
+Shape = jax.ShapeDtypeStruct
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -63,7 +65,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             keep_checkpoints_without_metrics=False,
         )
         kept = [policy.LatestN(keep), best]
-        kept += [policy.EveryNSteps(keep_every)] if keep_every else []
+        if keep_every:
+            kept.append(policy.EveryNSteps(keep_every))
+        several = jax.process_count() > 1
         self._options = ocp.CheckpointManagerOptions(
             preservation_policy=policy.AnyPreservationPolicy(kept),
             best_fn=score,
@@ -72,10 +76,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             create=not read_only,
             cleanup_tmp_directories=not read_only,
             async_options=ocp.options.AsyncOptions(
-                barrier_sync_fn=self._wait_for_others
-                if jax.process_count() > 1
-                else None,
-                create_directories_asynchronously=False,  # or a read-only disk is tried for minutes
+                barrier_sync_fn=self._wait_for_others if several else None,
+                # Or a read-only disk is tried for minutes.
+                create_directories_asynchronously=False,
             ),
         )
         self._open()
@@ -88,25 +91,40 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _wait_for_others(self, **options: Any) -> None:
         # The thread of a save that failed comes to another barrier, and would wait there.
         with distributed.ends_together():
-            if isinstance(error := sys.exception(), Exception):
+            error = sys.exception()
+            if isinstance(error, Exception):
                 raise self._for_all(error)
             ocp.multihost.get_barrier_sync_fn()(**options)
 
     def best(self) -> tuple[int, float] | None:
         """Returns the step with the lowest validation loss, and that loss, or None."""
         step = self._manager.best_step()
-        metrics = None if step is None else self._manager.metrics(step)
+        if step is None:
+            return None
+        metrics = self._manager.metrics(step)
         return (step, metrics[METRIC]) if metrics else None
 
     def improves(self, eval_loss: float) -> bool:
         """Says whether a validation loss is below that of every checkpoint so far."""
         self.wait()  # which tells of a save that has failed meanwhile
         best = self.best()  # of which other processes may lack the file
-        return bool(distributed.from_first(best is None or eval_loss < best[1]))
+        is_better = best is None or eval_loss < best[1]
+        return bool(distributed.from_first(is_better))
 
     def all_steps(self) -> list[int]:
         """Returns the steps saved, ascending."""
         return sorted(self._manager.all_steps())
+
+    def can_rescue(self, state: TrainState, step: int) -> bool:
+        """Says whether the state after `step` is not saved yet and can be, after a failure.
+
+        Of several processes the others know of no failure, and would not save their parts.
+        """
+        several = jax.process_count() > 1
+        if several or step == 0 or step in self.all_steps():
+            return False
+        leaves = jax.tree.leaves(state)
+        return not any(leaf.is_deleted() for leaf in leaves)
 
     def save(
         self,
@@ -122,27 +140,27 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         if step in self._manager.all_steps():
             return
-        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        if distributed.from_first(shutil.disk_usage(self._workdir).free < needed):
-            self._warn(
-                step, "no room is left on the disk"
-            )  # a save would fill it, and fail
+        leaves = jax.tree.leaves(state)
+        needed = sum(leaf.nbytes for leaf in leaves)
+        free = shutil.disk_usage(self._workdir).free
+        if distributed.from_first(free < needed):  # a save would fill it, and fail
+            self._warn(step, "no room is left on the disk")
             return
         self._saving = step
-        layout: dict[str, Any] = dict(scan_layers=is_scanned(state.params))
-        layout |= dict(guard=state.guard is not None, position=list(position))
+        layout = {
+            "scan_layers": is_scanned(state.params),
+            "guard": state.guard is not None,
+            "position": list(position),
+        }
         try:
-            if jax.process_count() > 1 and stores.url_of(
-                self._workdir
-            ):  # disks of their own
+            has_own_disk = stores.is_url(stores.place_of(self._workdir))
+            if jax.process_count() > 1 and has_own_disk:
                 state = jax.tree.map(_gathered, state)
+            parts = _parts(state)
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{
-                        name: ocp.args.StandardSave(part)
-                        for name, part in _parts(state).items()
-                    },
+                    **{name: ocp.args.StandardSave(parts[name]) for name in parts},
                     layout=ocp.args.JsonSave(layout),
                     digests=ocp.args.JsonSave({}),
                 ),
@@ -154,44 +172,49 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def restore(self, step: int, shapes: TrainState) -> TrainState:
         """Restores a state, in whatever layout it was saved, to these shapes and shardings."""
-        layout = self._read(step, layout=ocp.args.JsonRestore())["layout"]
+        layout = self._layout(step)
         saved = _as_saved(shapes, layout["scan_layers"])
         # A run may gain a guard, lose it, or lower its limit when it continues.
-        parts = _parts(saved if layout["guard"] else saved.replace(guard=None))
+        if not layout["guard"]:
+            saved = saved.replace(guard=None)
+        parts = _parts(saved)
         items = self._read(
-            step, **{n: ocp.args.StandardRestore(p) for n, p in parts.items()}
+            step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
         )
-        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
-        guard = (
-            items["guard"].capped()
-            if "guard" in parts
-            else jax.tree.map(zeros, shapes.guard)
-        )
-        state = TrainState(
-            **items["rest"] | {"params": items["params"], "guard": guard}
-        )
-        return _in_layout_of(shapes, state)
+        if "guard" in parts:
+            guard = items["guard"].capped()
+        else:
+            guard = jax.tree.map(_zeros, shapes.guard)
+        rest = items["rest"] | {"params": items["params"], "guard": guard}
+        return _in_layout_of(shapes, TrainState(**rest))
 
     def position(self, step: int) -> list[str]:
         """Returns the position of its batches that a state was saved with."""
         if step not in self._manager.all_steps():
             return []
-        return self._read(step, layout=ocp.args.JsonRestore())["layout"]["position"]
+        return self._layout(step)["position"]
 
-    def restore_params(self, step: int, shapes: Any) -> Any:
+    def restore_params(self, step: int, shapes: Tree) -> Tree:
         """Restores the parameters alone, otherwise as `restore`."""
-        layout = self._read(step, layout=ocp.args.JsonRestore())["layout"]
-        saved = ocp.args.StandardRestore(_as_saved(shapes, layout["scan_layers"]))
-        return _in_layout_of(shapes, self._read(step, params=saved)["params"])
+        layout = self._layout(step)
+        saved = _as_saved(shapes, layout["scan_layers"])
+        args = ocp.args.StandardRestore(saved)
+        items = self._read(step, params=args)
+        return _in_layout_of(shapes, items["params"])
 
-    def _read(self, step: int, **items: Any) -> Any:
+    def _layout(self, step: int) -> dict[str, Any]:
+        items = self._read(step, layout=ocp.args.JsonRestore())
+        return items["layout"]
+
+    def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            args = ocp.args.Composite(**items)
+            return self._manager.restore(step, args=args)
         except Exception as error:  # Orbax and TensorStore raise many kinds
-            what = f"checkpoint {self._directory / str(step)} cannot be read ({_first_line(error)})"
-            raise UserError(
-                what, "Use the code that saved it, or another checkpoint"
-            ) from error
+            place = self._directory / str(step)
+            what = f"checkpoint {place} cannot be read ({_first_line(error)})"
+            how = "Use the code that saved it, or another checkpoint"
+            raise UserError(what, how) from error
 
     def wait(self) -> None:
         """Returns once everything saved is on disk, or has failed."""
@@ -205,17 +228,20 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._saving = None
             self.failure = ""
 
+    def raise_failure(self) -> None:
+        """Ends a run whose last state is not saved."""
+        if self.failure:
+            how = "Mend that, and repeat the command"
+            raise UserError(self.failure, how, exit_code=5)
+
     def close(self) -> None:
         """Waits until everything saved is on disk, and ends the saving threads."""
         self.wait()
         self._manager.close()
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        if (
-            error is None or jax.process_count() == 1
-        ):  # else a save would wait for the others
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        # A save would wait for the other processes.
+        if error is None or jax.process_count() == 1:
             self.close()
 
     def _recover(self, error: Exception) -> None:
@@ -233,9 +259,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._warn(step, _first_line(error))
 
     def _warn(self, step: int | None, reason: str) -> None:
-        self.failure = (
-            f"the state of step {step} is not saved in {self._directory} ({reason})"
-        )
+        what = f"the state of step {step} is not saved in {self._directory}"
+        self.failure = f"{what} ({reason})"
         distributed.only_first(warn)(f"{self.failure}; the run goes on")
 
     def _for_all(self, error: Exception) -> Exception:
@@ -254,29 +279,30 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     The options that suited the run's devices are set to their defaults.
     """
     defaults = {"model.attention": "auto", "memory.remat": "none"}
-    config = with_options(load_config(Path(workdir)), defaults)
+    workdir = Path(workdir)
+    config = with_options(load_config(workdir), defaults)
     config = dataclasses.replace(config, parallel=ParallelConfig())
-    if not (saved := saved_steps(workdir)):
-        raise UserError(
-            f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
-        )
-    if damage := "; ".join(
-        filter(None, (find_damage(workdir, s, ("metrics",)) for s in saved))
-    ):
-        raise UserError(damage, "Restore it from a copy, or move it elsewhere")
+    saved = saved_steps(workdir)
+    if not saved:
+        what = f"{workdir} holds no checkpoint yet"
+        raise UserError(what, "Train for longer, or wait")
+    for each in saved:
+        if damage := find_damage(workdir, each, ("metrics",)):
+            raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
     shapes = Program.from_config(config, [device]).state_shapes
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in checkpointer.all_steps()}
         latest = max(steps.values(), default=None)
-        steps |= {"latest": latest, "best": (checkpointer.best() or [latest])[0]}
-        if (step := steps.get(str(which))) is None:
-            raise UserError(
-                f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}"
-            )
-        averages = (
-            config.optim.averages
-        )  # for which the optimizer's state is read whole
+        best = checkpointer.best()
+        steps["latest"] = latest
+        steps["best"] = best[0] if best else latest
+        step = steps.get(str(which))
+        if step is None:
+            what = f"{workdir} has no checkpoint {which}"
+            raise UserError(what, f"Use {', '.join(steps)}")
+        # For an average, the optimizer's state is read whole.
+        averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, "Restore it from a copy, or use another")
         if averages:
@@ -284,7 +310,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         return config, checkpointer.restore_params(step, shapes.params)
 
 
-def _make_handlers() -> Any:
+def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Returns what saves and restores each part, in the order in which they are finalized."""
     arrays = ocp.args.StandardSave, ocp.args.StandardRestore
     texts = ocp.args.JsonSave, ocp.args.JsonRestore
@@ -308,59 +334,67 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         """Called by the first process, after all items that were registered before this one."""
         folder = Path(directory)
-        found = digest_folder(folder.parent)
-        found = {name: found[name] for name in found if name.split("/")[0] in ITEMS}
-        (folder / "digests").write_text(json.dumps(files.seal({"files": found})))
+        found = dict[str, list[int]]()
+        for name, digest in digest_folder(folder.parent).items():
+            if name.partition("/")[0] in ITEMS:
+                found[name] = digest
+        sealed = files.seal({"files": found})
+        (folder / "digests").write_text(json.dumps(sealed))
         files.sync_tree(folder.parent)  # before a rename makes them visible
 
 
 def _gathered(leaf: jax.Array) -> np.ndarray:
     """Returns the whole of an array in the first process, which alone writes; a zero elsewhere."""
     whole = process_allgather(leaf, tiled=True)
-    return whole if jax.process_index() == 0 else np.zeros((), leaf.dtype)
+    if jax.process_index() == 0:
+        return whole
+    return np.zeros((), leaf.dtype)
+
+
+def _zeros(leaf: Shape) -> jax.Array:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
     """Returns what is saved of a state, by the folder that holds it."""
     rest = vars(state) | {"params": None}
     guard = rest.pop("guard")
-    return {"params": state.params, "rest": rest} | ({"guard": guard} if guard else {})
+    parts = {"params": state.params, "rest": rest}
+    return parts | {"guard": guard} if guard else parts
 
 
-def _as_saved(target: Any, scanned: bool) -> Any:
+def _as_saved(target: Tree, scanned: bool) -> Tree:
     """Returns the shapes and shardings of `target` with its layers as they were saved."""
 
-    def reshaped(
-        leaf: jax.ShapeDtypeStruct, shape: tuple, spec: Any
-    ) -> jax.ShapeDtypeStruct:
+    def reshaped(leaf: Shape, shape: tuple[int, ...], spec: Callable) -> Shape:
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec(sharding.spec)))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            axes = spec(sharding.spec)
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
+        return Shape(shape, leaf.dtype, sharding=sharding)
 
-    def stack(
-        leaf: jax.ShapeDtypeStruct, *others: jax.ShapeDtypeStruct
-    ) -> jax.ShapeDtypeStruct:
-        return reshaped(
-            leaf, (1 + len(others), *leaf.shape), lambda spec: (None, *spec)
-        )
+    def stack(leaf: Shape, *others: Shape) -> Shape:
+        num_layers = 1 + len(others)
+        shape = (num_layers, *leaf.shape)
+        return reshaped(leaf, shape, lambda spec: (None, *spec))
 
-    def take(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
-        return reshaped(leaf, leaf.shape[1:], lambda spec: spec[1:])
+    def take(leaf: Shape, _: int) -> Shape:
+        _, *shape = leaf.shape
+        return reshaped(leaf, tuple(shape), lambda spec: spec[1:])
 
     return in_layout(target, scanned=scanned, stack=stack, take=take)
 
 
-def _in_layout_of(target: Any, restored: Any) -> Any:
+def _in_layout_of(target: Tree, restored: Tree) -> Tree:
     """Brings restored arrays into the layer layout and shardings of `target`."""
     scanned = is_scanned(target)
     if is_scanned(restored) == scanned:
         return restored
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-    return jax.jit(partial(in_layout, scanned=scanned), out_shardings=shardings)(
-        restored
-    )
+    change = partial(in_layout, scanned=scanned)
+    return jax.jit(change, out_shardings=shardings)(restored)

@@ -13,45 +13,49 @@ WEIGHTS = ("params", "layout")  # what other programs than training read
 _STEP = re.compile("0|[1-9][0-9]*")
 
 
-def saved_steps(workdir: Path | str) -> list[int]:
+def saved_steps(workdir: Path) -> list[int]:
     """Returns the steps of which a run has checkpoints, whole or not, ascending."""
-    names = (path.name for path in (Path(workdir) / "checkpoints").glob("*"))
-    return sorted(int(name) for name in names if _STEP.fullmatch(name))
+    folder = workdir / "checkpoints"
+    steps = list[int]()
+    for path in folder.glob("*"):
+        if _STEP.fullmatch(path.name):
+            steps.append(int(path.name))
+    return sorted(steps)
 
 
-def latest_step(workdir: Path | str) -> int | None:
+def latest_step(workdir: Path) -> int | None:
     """Returns the newest step that a run has saved, or None."""
     return max(saved_steps(workdir), default=None)
 
 
 def newest_whole_step(
-    workdir: Path | str, after: int = -1, *, read: bool = True
+    workdir: Path, after: int = -1, *, read: bool = True
 ) -> int | None:
     """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
-    steps = sorted(
-        (step for step in saved_steps(workdir) if step > after), reverse=True
-    )
-    return next(
-        (step for step in steps if not find_damage(workdir, step, read=read)), None
-    )
+    for step in reversed(saved_steps(workdir)):
+        if step <= after:
+            break
+        if not find_damage(workdir, step, read=read):
+            return step
+    return None
 
 
 def find_damage(
-    workdir: Path | str, step: int, items: Sequence[str] = ITEMS, *, read: bool = True
+    workdir: Path, step: int, items: Sequence[str] = ITEMS, *, read: bool = True
 ) -> str:
     """Returns why the `items` of a checkpoint cannot be used, as a clause, or an empty text.
 
     Files are `read` to compare them with their digests, or their sizes alone are looked at.
     """
-    folder = Path(workdir) / "checkpoints" / str(step)
+    folder = workdir / "checkpoints" / str(step)
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:
         return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
-    found = {
-        name: saved["files"][name]
-        for name in saved["files"]
-        if name.split("/")[0] in items
-    }
-    stores.complete(Path(workdir), (f"checkpoints/{step}/{name}" for name in found))
+    found = dict[str, list[int]]()
+    for name, digest in saved["files"].items():
+        if name.partition("/")[0] in items:
+            found[name] = digest
+    names = [f"checkpoints/{step}/{name}" for name in found]
+    stores.complete(workdir, names)
     damage = files.find_damage(folder, found, read=read)
     return f"checkpoint {folder} is damaged ({damage})" if damage else ""

@@ -4,16 +4,15 @@ import ast
 import functools
 import hashlib
 import json
+import subprocess
 from pathlib import Path
-from typing import Any
 
 SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
 # Of gpt2/, what decides no figure of a run: tools, and what only tells of it.
-_ASIDE = (
+_TOOLS = {
     *("ablate", "benchmark", "evals", "plan", "profile", "telemetry"),
-    *("cli.py", "compare.py", "errors.py", "generate.py"),
-)
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    *("cli.py", "compare.py", "errors.py", "generate.py", "signals.py"),
+}
 
 
 def hash_code(source: Path = SOURCE) -> str:
@@ -22,15 +21,15 @@ def hash_code(source: Path = SOURCE) -> str:
     Comments, docstrings and the breaking of lines do not count, the version of Python does.
     """
     package = source / "gpt2"
+    paths = [*source.glob("train.py")]
+    # Editors keep files of their own, with a dot.
+    for path in package.rglob("[!.]*.py"):
+        if path.relative_to(package).parts[0] not in _TOOLS:
+            paths.append(path)
     digest = hashlib.sha256()
-    found = package.rglob("[!.]*.py")  # editors keep files of their own, with a dot
-    paths = [path for path in found if path.relative_to(package).parts[0] not in _ASIDE]
-    for path in sorted(
-        [*paths, *source.glob("train.py"), *package.glob("evals/validation.py")]
-    ):
-        digest.update(
-            f"{path.relative_to(source)}\n{_bare(path.read_bytes())}\n".encode()
-        )
+    for path in sorted(paths):
+        name = path.relative_to(source)
+        digest.update(f"{name}\n{_bare(path.read_bytes())}\n".encode())
     return digest.hexdigest()[:12]
 
 
@@ -42,19 +41,36 @@ def _bare(text: bytes) -> str:
     except (SyntaxError, ValueError):  # somebody is writing it
         return repr(text)
     for node in ast.walk(tree):
-        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False):
             del node.body[0]
     return ast.dump(tree)
 
 
-def read_starts(workdir: Path) -> list[dict[str, Any]]:
+def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
+    """Returns what git prints in a folder, None if it fails, is missing or takes too long."""
+    command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
+    try:  # file systems may be slow
+        done = subprocess.run(
+            command, capture_output=True, check=True, text=True, timeout=seconds
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def read_starts(workdir: Path) -> list[dict]:
     """Returns the lines of environment.jsonl whose steps the run still has, oldest first.
 
     A start from an earlier step does away with the steps of those before it.
     """
     path = workdir / "environment.jsonl"
-    starts = list[dict[str, Any]]()
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-        start = {"code": "unknown"} | json.loads(line)  # of earlier versions
-        starts = [each for each in starts if each["step"] < start["step"]] + [start]
+    if not path.exists():
+        return []
+    starts = list[dict]()
+    for line in path.read_text("utf-8").splitlines():
+        start = json.loads(line)
+        starts = [each for each in starts if each["step"] < start["step"]]
+        starts.append(start)
     return starts

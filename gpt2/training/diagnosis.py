@@ -6,7 +6,7 @@ on, with its own loss, by a program that looks at what every module gives and at
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.training.steps import Batch, evaluation_loss, on_one_device
+from gpt2.training.steps import Batch, MapSum, Sums, evaluation_loss, on_one_device
 from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import in_layout, report
+from gpt2.utils.stores import place_of
 
 _LAYER = re.compile(r"^h_(\d+)")
+Params = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,19 +51,15 @@ class Diagnosis:
         try:
             origin = self._find_origin(error, state)
         except Exception as failure:  # of many kinds, such as too little memory
-            origin = (
-                f"where it began is not known ({type(failure).__name__}: {failure})"
-            )
-        best = (
-            self.checkpointer.best()
-        )  # the newest may be finite and spoilt all the same
+            told = f"{type(failure).__name__}: {failure}"
+            origin = f"where it began is not known ({told})"
+        # The newest may be finite and spoilt all the same.
+        best = self.checkpointer.best()
         good = best[0] if best else latest_step(self.workdir)
-        how = (
-            f" and start from --config.train.init_from=run:{self.workdir}@{good}"
-            if good
-            else ""
-        )
-        how = f"Lower --config.optim.learning_rate{how}"
+        how = "Lower --config.optim.learning_rate"
+        if good:
+            source = f"run:{place_of(self.workdir)}@{good}"
+            how += f" and start from --config.train.init_from={source}"
         return UserError(f"{error}: {origin}", how, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
@@ -71,43 +69,40 @@ class Diagnosis:
             number = program.config.train.accumulate_steps
             shapes = program.config.shapes
             if state.guard is None:  # else it is as it was before the step
-                jax.tree.map(
-                    lambda leaf: leaf.delete(), state
-                )  # no device may hold two
+                for leaf in jax.tree.leaves(state):  # no device may hold two
+                    leaf.delete()
                 start = find_start(self.workdir)
-                like = program.state_shapes
-                state = (
-                    self.checkpointer.restore(start, like)
-                    if start
-                    else self.first_state()
-                )
-                for count, batch in enumerate(
-                    self.batches.train(start, step), start + 1
-                ):
-                    state, _ = self.steps[shapes.find(count, batch)][0](state, batch)
+                if start:
+                    state = self.checkpointer.restore(start, program.state_shapes)
+                else:
+                    state = self.first_state()
+                repeated = self.batches.train(start, step)
+                for count, batch in enumerate(repeated, start + 1):
+                    train_step, _ = self.steps[shapes.find(count, batch)]
+                    state, _ = train_step(state, batch)
+            where = "micro-batch"
             params = state.params
             source = self.batches.train(step, step + 1)
             program = program.at(shapes.at(error.step))
         else:
             step = None
             number = 1
+            where = "batch of the validation split"
             params = state.eval_params
-            held_out = self.batches.validation()[0].values()
-            source = (batch for _, batches in held_out for batch in batches)
+            held_out, _ = self.batches.validation()
+            source = (batch for _, part in held_out.values() for batch in part)
         names = list[str]()
-        probe = program.backend.compile_eval(_make_probe(program, step, number, names))
-        for count, batch in enumerate(source):
-            flags = gather_whole(probe(params, batch), program.backend.mesh)
-            for index, row in enumerate(jax.device_get(flags), 1 + count):
+        probe = _make_probe(program, step, number, names)
+        compiled = program.backend.compile_eval(probe)
+        index = 0
+        for batch in source:
+            flags = compiled(params, batch)
+            flags = gather_whole(flags, program.backend.mesh)
+            for row in jax.device_get(flags):
+                index += 1
                 if row.any():
-                    where = (
-                        "micro-batch"
-                        if error.before
-                        else "batch of the validation split"
-                    )
-                    return (
-                        f"{names[(row > 0).argmax()]} was the first, in {where} {index}"
-                    )
+                    name = names[(row > 0).argmax()]
+                    return f"{name} was the first, in {where} {index}"
         return "run again, all is finite, which points to the hardware or to a sum"
 
 
@@ -118,70 +113,77 @@ def _make_probe(
 
     Above 0 is NaN or Inf. Tracing sets `names` of tensors in the order in which they are computed.
     """
-    tensors = lambda tree: flatten_dict(in_layout(tree, scanned=False), sep="/")  # noqa: E731
     loss = evaluation_loss(program.model) if step is None else program.loss
-    modules = dict[
-        str, None
-    ]()  # in the order in which they end, with `h` for every layer
+    # In the order in which they end, with `h` for every layer.
+    modules = dict[str, None]()
 
     def note(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
         output = next_method(*args, **kwargs)
         module = context.module
         if module.path and context.method_name in ("__call__", "parts", "table"):
-            modules[_LAYER.sub("h", "/".join(module.path))] = None
+            path = "/".join(module.path)
+            modules[_LAYER.sub("h", path)] = None
             report(module, "output", _is_bad(output))
         return output
 
     def place(name: str) -> tuple[int, int, int]:
         inside = f"{_LAYER.sub('h', name)}/"
         layer = _LAYER.match(name)
-        at = [i for i, module in enumerate(modules) if inside.startswith(f"{module}/")]
-        at = at or [len(modules)]  # the head, which is no module
-        return max(at), int(layer[1]) if layer else 0, min(at)
+        number = int(layer[1]) if layer else 0
+        at = list[int]()
+        for index, module in enumerate(modules):
+            if inside.startswith(f"{module}/"):
+                at.append(index)
+        if not at:
+            at.append(len(modules))  # the head, which is no module
+        return max(at), number, min(at)
 
-    def look(params: Any, rows: Batch, device: Any) -> tuple[jax.Array, None]:
+    def look(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
-            key = (
-                None
-                if step is None
-                else dropout_key(program.config.seed, step, index, device)
-            )
+            key = None
+            if step is not None:
+                key = dropout_key(program.config.seed, step, index, device)
 
-            def forward(params: Any) -> tuple[jax.Array, Any]:
+            def forward(params: Params) -> tuple[jax.Array, Sums]:
                 with nn.intercept_methods(note):
                     sums = loss(params, micro_batch, key, step)
                 return sums["loss"][0], sums
 
-            (total, sums), grads = jax.value_and_grad(forward, has_aux=True)(params)
-            weights = tensors(params)
-            grads = tensors(grads)
-            outputs = {
-                n.removesuffix("/output"): sums[n][0]
-                for n in sums
-                if n.endswith("/output")
-            }
-            flags = {f"parameter {n}": _is_bad(leaf) for n, leaf in weights.items()}
-            flags |= {
-                f"the output of {n}": outputs[n] > 0 for n in sorted(outputs, key=place)
-            }
+            differentiate = jax.value_and_grad(forward, has_aux=True)
+            (total, sums), grads = differentiate(params)
+            weights = _by_name(params)
+            grads = _by_name(grads)
+            flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
+            for name in sorted(sums, key=place):
+                module, _, kind = name.rpartition("/")
+                if kind == "output":
+                    flags[f"the output of {module}"] = sums[name][0] > 0
             flags["the loss"] = _is_bad(total)
-            for n in sorted(
-                grads, key=place, reverse=True
-            ):  # as the backward pass goes
-                flags[f"the gradient of {n}"] = _is_bad(grads[n])
+            # As the backward pass goes.
+            for name in sorted(grads, key=place, reverse=True):
+                flags[f"the gradient of {name}"] = _is_bad(grads[name])
             names[:] = flags
             found = jnp.stack(list(flags.values()))
-            return jnp.outer(jnp.arange(number) == index, found).astype(jnp.int32)
+            is_own = jnp.arange(number) == index
+            return jnp.outer(is_own, found).astype(jnp.int32)
 
         return accumulate(flags_for, rows, number), None
 
-    return lambda params, batch, map_sum=on_one_device: map_sum(look)(params, batch)[0]
+    def probe(params: Params, batch: Batch, map_sum: MapSum = on_one_device):
+        flags, _ = map_sum(look)(params, batch)
+        return flags
+
+    return probe
+
+
+def _by_name(tree: Params) -> dict[str, jax.Array]:
+    unrolled = in_layout(tree, scanned=False)
+    return flatten_dict(unrolled, sep="/")
 
 
 def _is_bad(tree: Any) -> jax.Array:
-    arrays = [
-        leaf
-        for leaf in jax.tree.leaves(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    return ~jnp.stack([jnp.isfinite(leaf).all() for leaf in arrays]).all()
+    is_bad = jnp.bool(False)
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            is_bad |= ~jnp.isfinite(leaf).all()
+    return is_bad

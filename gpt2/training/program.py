@@ -31,6 +31,7 @@ from gpt2.training.statistics import make_watch_step
 from gpt2.training.steps import (
     LossFn,
     Metrics,
+    compute_both,
     evaluation_loss,
     make_eval_step,
     make_train_step,
@@ -96,7 +97,8 @@ class Program:
             matrices=backend.matrices,
         )
         own_loss = loss(gpt, config.loss)
-        is_one_gpu = backend.mesh.size == 1 and backend.matrices.platform == "gpu"
+        platform = platform_of(devices[0])
+        is_one_gpu = backend.mesh.size == 1 and platform == "gpu"
         update = make_update(
             own_loss,
             chain,
@@ -104,6 +106,7 @@ class Program:
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
             norm=joint_norm if is_one_gpu else optax.tree.norm,
+            choose=jax.lax.cond if platform == "cpu" else compute_both,
         )
         # Validation is cross-entropy; a loss of a person's own adds its other names.
         others = None if loss is next_token_loss else own_loss

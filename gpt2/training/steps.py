@@ -37,6 +37,7 @@ Sums = dict[str, tuple[Array, Array]]
 Metrics = dict[str, Array]
 MapSum = Callable[[Callable], Callable]
 LossFn = Callable[..., Sums]
+Choose = Callable[[Array, Callable, Callable], Tree]
 
 
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
@@ -80,10 +81,19 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         for index, name in enumerate(question.term_names):
             found[name] = added[index, 0], counts[0]
         if METRICS in variables:
-            found |= reported(variables[METRICS])
+            found = _with_reported(found, reported(variables[METRICS]))
         return found
 
     return loss
+
+
+def _with_reported(sums: Sums, reports: dict[str, tuple[Array, Array, Array]]) -> Sums:
+    """Adds what modules report; their auxiliary losses are in the loss' derivative alone."""
+    total, count = sums["loss"]
+    for name, (reported_total, reported_count, weighted) in reports.items():
+        sums[name] = reported_total, reported_count
+        total += weighted - jax.lax.stop_gradient(weighted)
+    return sums | {"loss": (total, count)}
 
 
 def on_one_device(function: Callable) -> Callable:
@@ -116,12 +126,14 @@ def make_update(
     seed: int,
     accumulate_steps: int = 1,
     norm: Callable[[Params], Array] = optax.tree.norm,
+    choose: Choose = jax.lax.cond,
 ) -> Callable[[TrainState, Batch, MapSum], Update]:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
     A skipped step changes only the step count and what decides on skipping: the loss scale of
-    float16, or the guard. The schedule does not advance. `norm` is that of all gradients together.
+    float16, or the guard. The schedule does not advance. `norm` is that of all gradients
+    together; `choose` computes one of two results, or both and then chooses.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -154,14 +166,19 @@ def make_update(
             grad_norm = norm(grads)
             keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
 
-            updates, opt_state = optimizer.update(
-                grads, state.opt_state, state.params, grad_norm=grad_norm
-            )
-            params = optax.apply_updates(state.params, updates)
-            if keep is not None:
-                params = _choose(keep, params, state.params)
-                opt_state = _choose(keep, opt_state, state.opt_state)
-                updates = _choose(keep, updates, jax.tree.map(jnp.zeros_like, updates))
+            def take() -> tuple[Params, optax.OptState, Params]:
+                # Within a branch, XLA would not see that a clip takes the norm again.
+                updates, opt_state = optimizer.update(
+                    grads, state.opt_state, state.params, grad_norm=grad_norm
+                )
+                return optax.apply_updates(state.params, updates), opt_state, updates
+
+            def skip() -> tuple[Params, optax.OptState, Params]:
+                none = jax.tree.map(jnp.zeros_like, state.params)
+                return state.params, state.opt_state, none
+
+            new = take() if keep is None else choose(keep, take, skip)
+            params, opt_state, updates = new
         taken = num_updates(state.opt_state)
         metrics |= about_skips | {
             "train/grad_norm": grad_norm,
@@ -221,6 +238,11 @@ def _judge(
         }
         state = state.replace(guard=guard)
     return keep, state.replace(loss_scale=loss_scale), about_skips
+
+
+def compute_both(condition: Array, function: Callable, other: Callable) -> Tree:
+    """Does as `jax.lax.cond`, without a branch, for which a GPU would wait for the host."""
+    return _choose(condition, function(), other())
 
 
 def _choose(condition: Tree, tree: Tree, other: Tree) -> Tree:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from gpt2.errors import UserError
@@ -33,7 +34,7 @@ class Slot(NamedTuple):
     )
 
 
-def connect(cluster: str) -> Any:
+def connect(cluster: str) -> ModuleType | None:
     """Joins the cluster that ray[:ADDRESS] names, or $RAY_ADDRESS; returns the package, or None."""
     if not cluster:
         return None
@@ -43,22 +44,18 @@ def connect(cluster: str) -> Any:
     try:
         import ray
 
-        if port := address.rpartition(":")[
-            2
-        ]:  # where nobody answers, Ray would try for minutes
-            socket.create_connection(
-                (address.rpartition(":")[0], int(port)), 10
-            ).close()
+        host, _, port = address.rpartition(":")
+        if port:  # where nobody answers, Ray would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address or "auto")
     except (ImportError, OSError, ValueError) as error:
-        raise UserError(
-            f"no Ray cluster is reached ({error})", "See docs/cluster.md"
-        ) from None
+        what = f"no Ray cluster is reached ({error})"
+        raise UserError(what, "See docs/cluster.md") from None
     return ray
 
 
 @contextlib.contextmanager
-def open_pool(ray: Any) -> Iterator[tuple[int, Callable[..., Future]]]:
+def open_pool(ray: ModuleType | None) -> Iterator[tuple[int, Callable[..., Future]]]:
     """Yields how many calls run at once, and the `submit` of an executor: of Ray, or of threads.
 
     Ray repeats what a lost node had. Threads suffice where calls release the interpreter lock.
@@ -66,9 +63,8 @@ def open_pool(ray: Any) -> Iterator[tuple[int, Callable[..., Future]]]:
     if not ray:
         number = os.cpu_count() or 1
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(
-            2e-4
-        )  # seconds for which they wait for the lock, less than 5e-3
+        # Seconds for which they wait for the lock, less than 5e-3.
+        sys.setswitchinterval(2e-4)
         with ThreadPoolExecutor(number) as pool:
             yield number, pool.submit
         sys.setswitchinterval(interval)  # a run may follow

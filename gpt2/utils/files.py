@@ -10,10 +10,9 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 
 def write_bytes(path: Path, parts: Iterable[bytes]) -> None:
@@ -31,7 +30,7 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, [text.encode("utf-8")])
 
 
-def write_json(path: Path, tree: Any) -> None:
+def write_json(path: Path, tree: object) -> None:
     """Replaces a file by a JSON value, indented for people, as `write_bytes` does."""
     write_text(path, json.dumps(tree, indent=2) + "\n")
 
@@ -49,8 +48,9 @@ def sync_tree(directory: Path) -> None:
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
     """Yields a directory that takes the name of `directory`, absent or empty, if all goes well."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    parent = directory.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
     try:
         yield partial
         partial.chmod(0o755)
@@ -79,65 +79,78 @@ def is_locked(path: Path) -> bool:
 
 def lock_for_good(path: Path) -> bool:
     """Takes the lock `path` until this process ends; returns False if another process holds it."""
-    return _take(
-        os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    )  # never closed: that would unlock
+    # It is never closed: that would unlock.
+    return _take(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
 
 
 def _take(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return not isinstance(
-            error, BlockingIOError
-        )  # else a file system without locks
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
     return True
 
 
-def digest_folder(folder: Path) -> dict[str, list[int]]:
-    """Returns `[bytes, CRC-32]` of each file in a folder, by its path inside it."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+Digests = dict[str, list[int]]  # of files by their path in a folder: bytes and CRC-32
+
+
+def digest_folder(folder: Path) -> Digests:
+    """Returns the digests of a folder's files."""
+    names = list[str]()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            names.append(str(path.relative_to(folder)))
     with ThreadPoolExecutor(4) as pool:
-        sums = zip(paths, pool.map(_crc32, paths), strict=True)
-        return {
-            str(path.relative_to(folder)): [path.stat().st_size, crc]
-            for path, crc in sums
-        }
+        digests = pool.map(_digest, (folder / name for name in names))
+        return dict(zip(names, digests, strict=True))
 
 
-def find_damage(
-    folder: Path, digests: dict[str, list[int]], *, read: bool = True
-) -> str:
+def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
     """Says what is wrong with a file that differs from its digest, or nothing.
 
     Unless files are `read`, only their sizes are compared.
     """
+    name = ""
     try:
         for name, (size, _) in digests.items():  # before anything is read
-            if (found := (folder / name).stat().st_size) != size:
+            found = (folder / name).stat().st_size
+            if found != size:
                 return f"{name} has {found} bytes, not {size}"
+        if not read:
+            return ""
         with ThreadPoolExecutor(4) as pool:
-            sums = {
-                name: pool.submit(_crc32, folder / name) for name in digests if read
-            }
-            for name, crc in sums.items():
-                if crc.result() != digests[name][1]:
+            found_digests = pool.map(_digest, (folder / each for each in digests))
+            for name, digest in zip(digests, found_digests, strict=True):
+                if digest != digests[name]:
                     return f"{name} was altered"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
-def seal(tree: dict[str, Any]) -> dict[str, Any]:
+def _digest(path: Path) -> list[int]:
+    crc = 0
+    size = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return [size, crc]
+
+
+def seal(tree: Mapping[str, object]) -> dict[str, object]:
     """Returns a tree that JSON can hold, with its own CRC-32 as `crc32`."""
-    return tree | {"crc32": _crc32_of(tree)}
+    return {**tree, "crc32": _checksum(tree)}
 
 
-def read_sealed(path: Path) -> dict[str, Any] | None:
+def read_sealed(path: Path) -> dict | None:
     """Reads the JSON of a tree that `seal` has returned; None if it is missing or was altered."""
     try:
         tree = json.loads(path.read_text("utf-8"))
         crc = tree.pop("crc32")
+    # Of a damaged file, which may hold any JSON, or none.
     except (
         OSError,
         ValueError,
@@ -147,16 +160,8 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
         TypeError,
     ):
         return None
-    return tree if crc == _crc32_of(tree) else None
+    return tree if crc == _checksum(tree) else None
 
 
-def _crc32_of(tree: Any) -> int:
+def _checksum(tree: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(tree, sort_keys=True).encode())
-
-
-def _crc32(path: Path) -> int:
-    crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -58,24 +58,30 @@ def by_layer(function: Callable, values: Sequence, layer: int | Array) -> Tree:
 
 
 def report(
-    module: nn.Module, name: str, total: Array, count: Array | float = 1.0
+    module: nn.Module,
+    name: str,
+    total: Array,
+    count: Array | float = 1.0,
+    *,
+    weight: float = 0.0,
 ) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
     PATH is the module's, as `h_3/attn`. `total` and `count` add up over micro-batches, devices and
-    batches of a validation; their quotient is logged.
+    batches of a validation; their quotient is logged. An auxiliary loss has a `weight`: so many
+    times its total, summed over tokens, is differentiated with the loss, and not logged in it.
     """
-    pair = jnp.float32(total), jnp.float32(count)
-    module.sow(METRICS, name, pair, init_fn=lambda: None, reduce_fn=lambda _, new: new)
+    sums = jnp.float32(total), jnp.float32(count), jnp.float32(weight * total)
+    module.sow(METRICS, name, sums, init_fn=lambda: None, reduce_fn=lambda _, new: new)
 
 
-def reported(collection: Tree) -> dict[str, tuple[Array, Array]]:
-    """Returns `{PATH/name: (total, count)}` of what modules `report`, layer by layer."""
+def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
+    """Returns `{PATH/name: (total, count, weighted total)}` of what modules `report`."""
     tree = in_layout(collection, scanned=False)
-    pairs = jax.tree_util.tree_leaves_with_path(
+    found = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, tuple)
     )
-    return {"/".join(entry.key for entry in path): pair for path, pair in pairs}
+    return {"/".join(entry.key for entry in path): sums for path, sums in found}
 
 
 def is_scanned(tree: Tree) -> bool:

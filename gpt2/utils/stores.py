@@ -1,8 +1,12 @@
 """Places by URL (gs://, s3://, hf://, https://, ...), by way of this machine's disk.
 
 A folder at a URL has a working copy in the cache, and in it a record of what the store held at the
-last exchange. `fetch` brings the copy up to date; a `Mirror` sends what a run writes. What marks
-other files as whole comes last and goes first. Weights are fetched when somebody reads them.
+last exchange. `fetch` brings the copy up to date, `push` sends what it has gained, and a `Mirror`
+pushes while a run writes. What marks other files as whole comes last and goes first. Weights are
+fetched when somebody reads them.
+
+Nothing is removed on one side because it is missing on the other: a checkpoint goes only where a
+newer one has taken its place.
 """
 
 import contextlib
@@ -18,24 +22,26 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import fsspec
+from fsspec import AbstractFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
 
-from gpt2.errors import URLS, UserError, warn
+from gpt2.errors import UserError, warn
 from gpt2.utils import files
 
-HUGGING_FACE = (
-    r"[^/]+\.(json|safetensors)$"  # a model's files, without other frameworks'
-)
+# A model's files, without other frameworks'.
+HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
-_OWNER = ".owner"
+_OWNER = ".owner"  # a key of the run that began last
+_SAMPLES = "samples.txt"
 _PATIENCE = 300.0  # seconds that the end of a run waits for its store
 _PAUSE = 2.0  # seconds between looks at the working copy
-_STEP = re.compile(r"(.*checkpoints/\d+)/")
+_STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
 _HIDDEN = re.compile(r"damaged/|(.*/)?(\.|.*(\.tmp$|\.orbax-checkpoint-tmp))")
@@ -46,8 +52,10 @@ def is_url(place: object) -> bool:
     return "://" in str(place)
 
 
-@dataclasses.dataclass(frozen=True)
-class Remote:
+# Single files
+
+
+class Remote(NamedTuple):
     """A file at a URL, as it was when it was found."""
 
     url: str
@@ -60,142 +68,46 @@ class Remote:
 
 def find(pattern: str) -> list[Remote]:
     """Returns the files that a URL, maybe with wildcards, names: sorted."""
-    found: dict[str, Any] = {}
-    with _reaching(pattern) as (store, root), contextlib.suppress(FileNotFoundError):
-        is_glob = re.search(r"[*?[]", root) and "http" not in store.protocol
-        found = store.glob(root, detail=True) if is_glob else {root: store.info(root)}
-        found = {store.unstrip_protocol(name): info for name, info in found.items()}
-    are_files = (url for url in sorted(found) if found[url]["type"] == "file")
-    return [
-        Remote(url, found[url].get("size") or 0, _version(found[url]))
-        for url in are_files
-    ]
+    found = list[Remote]()
+    with _reaching(pattern) as (store, root):
+        is_web = "http" in store.protocol
+        try:
+            if re.search(r"[*?[]", root) and not is_web:
+                infos = store.glob(root, detail=True)
+            else:
+                infos = {root: store.info(root)}
+        except FileNotFoundError as error:
+            # The web's file system calls every failure so.
+            cause = error.__cause__
+            if is_web and cause and "404" not in str(cause):
+                raise cause from None
+            return []
+        for name, info in infos.items():
+            if info["type"] == "file":
+                url = store.unstrip_protocol(name)
+                size = info.get("size") or 0
+                found.append(Remote(url, size, _version(info)))
+    return sorted(found)
 
 
 def at_hand(file: Path | Remote) -> Path:
     """Returns where on this machine a file lies: that of a store in the cache, by its own name."""
     if isinstance(file, Path):
         return file
-    path = (
-        _cache("files", f"{file.url} {file.version}")
-        / Path(file.url.partition("?")[0]).name
-    )
+    url = file.url.partition("?")[0]
+    path = _cache("files", f"{file.url} {file.version}") / Path(url).name
     if not path.exists():
         with _reaching(file.url) as (store, root):
-            _get(store, root, path)
+            _get(store, root, path, file.size)
     return path
-
-
-def copy_of(place: str | Path) -> Path:
-    """Returns the folder on this machine that a path or a URL names: of a URL, the working copy."""
-    return _cache("stores", str(place)) if is_url(place) else Path(place).expanduser()
-
-
-def fetch(place: str | Path, only: str = "") -> Path:
-    """Returns the folder on this machine that a path or a URL names, with what the store has now.
-
-    What was not sent from here stays, unless the store has changed since. `only` selects names.
-    """
-    folder = copy_of(place)
-    if not is_url(place):
-        return folder
-    URLS[str(folder)] = str(place)
-    if files.is_locked(folder / ".lock"):  # a run is training there
-        return folder
-    with _exchange(str(place), folder) as (store, root, record):
-        theirs = _versions(store, root)
-        owner = folder / _OWNER
-        is_ours = False
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # whose last exchange may have been cut short
-            is_ours = owner.read_bytes() == store.cat_file(f"{root}/{_OWNER}")
-        if not is_ours and {name: record[name][2] for name in record} != theirs:
-            found = _files(folder)
-            if any(
-                record.get(name, [0, 0])[:2] != found[name] for name in found
-            ):  # never sent
-                aside = folder.rename(
-                    folder.with_name(f"{folder.name}-{time.time_ns()}")
-                )
-                warn(f"{place} has changed; what this machine had is in {aside}")
-            shutil.rmtree(folder, ignore_errors=True)
-        here = {name: record[name][:2] for name in record if (folder / name).exists()}
-        record.clear()
-        record.update(
-            (name, [*here.get(name, [0, 0]), theirs[name]]) for name in theirs
-        )
-        wanted = {n for n in theirs if _mark(n) in theirs and not _WEIGHTS.match(n)}
-        _fetch_missing(
-            store, root, folder, record, {n for n in wanted if re.match(only, n)}
-        )
-    return folder
-
-
-def url_of(folder: Path) -> str:
-    """Returns the URL of a working copy, of another folder an empty text."""
-    return _read_record(folder)[0]
-
-
-def refresh(folder: Path) -> None:
-    """Brings a working copy up to date; another folder stays as it is."""
-    if url := url_of(folder):
-        fetch(url)
 
 
 def fetch_file(place: str | Path) -> Path:
     """Returns where a file lies on this machine that a path or a URL names, JSON beside it too."""
-    folder, _, name = str(place).rpartition("/")
-    return (
-        fetch(folder, r"[^/]+\.json$") / name
-        if is_url(place)
-        else Path(place).expanduser()
-    )
-
-
-def complete(folder: Path, names: Iterable[str]) -> None:
-    """Fetches those files of a working copy that it lacks; of another folder there are none."""
-    url, record = _read_record(folder)
-    if missing := {
-        name for name in names if name in record and not (folder / name).exists()
-    }:
-        with _exchange(url, folder) as (store, root, record):
-            _fetch_missing(store, root, folder, record, missing)
-
-
-def push(place: str | Path, folder: Path) -> None:
-    """Sends a URL what its working copy has gained or lost since the last exchange."""
     if not is_url(place):
-        return
-    record = _read_record(folder)[1]
-    found = _files(folder)
-    changed = {n for n in found if record.get(n, [0, 0])[:2] != found[n]}
-    gone = {
-        n for n in record if n not in found and (record[n][0] or _mark(n) not in found)
-    }
-    if not changed and not gone:
-        return
-    kept = folder.with_name(f".{folder.name}.sending")
-    with _exchange(str(place), folder) as (store, root, record):
-        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
-        for (
-            name
-        ) in changed:  # what the run removes meanwhile stays there until it is sent
-            (kept / name).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.link(folder / name, kept / name)
-        missed = {_mark(name) for name in changed if not (kept / name).exists()}
-        changed = {name for name in changed if _mark(name) not in missed}
-        _in_order(lambda name: _put(store, kept / name, f"{root}/{name}"), changed)
-        _in_order(lambda name: _remove(store, f"{root}/{name}"), gone, backwards=True)
-        theirs = _versions(store, root)
-        record.clear()
-        record.update(
-            (n, [*found.get(n, [0, 0]), theirs[n]])
-            for n in theirs
-            if n in found or _STEP.match(n)
-        )
-        shutil.rmtree(kept, ignore_errors=True)
+        return Path(place).expanduser()
+    folder, _, name = str(place).rpartition("/")
+    return fetch(folder, r"[^/]+\.json$") / name
 
 
 @contextlib.contextmanager
@@ -206,17 +118,159 @@ def writing(place: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
         return
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        _reaching(str(place)) as (store, root),
-    ):
-        yield (path := Path(scratch) / Path(place).name)
-        if path.is_file():
-            _put(store, path, root)
-        else:
-            if _versions(store, root):
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / Path(place).name
+        yield path
+        with _reaching(str(place)) as (store, root):
+            if path.is_file():
+                _put(store, path, root)
+            elif store.exists(root):
                 raise UserError(f"{place} exists already", "Give another place")
-            push(place, path)
+            else:
+                push(place, path)
+
+
+# Folders
+
+
+class TakenOver(UserError):
+    """Another run has begun at a URL since."""
+
+
+@dataclasses.dataclass
+class _Record:
+    """What a store held at the last exchange with a working copy."""
+
+    url: str
+    versions: dict[str, int]  # of its files, by name
+    times: dict[str, int]  # ns, of the same files in the working copy
+
+
+def copy_of(place: str | Path) -> Path:
+    """Returns the folder on this machine that a path or a URL names: of a URL, the working copy."""
+    if is_url(place):
+        return _cache("stores", str(place))
+    return Path(place).expanduser()
+
+
+def place_of(folder: Path) -> str:
+    """Returns the URL of a working copy, of another folder its path."""
+    return _read_record(folder).url or str(folder)
+
+
+def fetch(place: str | Path, only: str = "") -> Path:
+    """Returns the folder on this machine that a path or a URL names, with what the store has now.
+
+    What was not sent from here stays, unless another run has written there since: then it is set
+    aside. A store that has lost checkpoints is refused. `only` is a pattern of names.
+    """
+    folder = copy_of(place)
+    is_training = files.is_locked(folder / ".lock")
+    if not is_url(place) or is_training:
+        return folder
+    with _exchange(str(place), folder) as (store, record):
+        theirs = _list_store(store)
+        is_ours = False
+        with contextlib.suppress(FileNotFoundError):
+            is_ours = _is_ours(store, folder)
+        if theirs != record.versions and not is_ours:
+            _make_way(folder, record, theirs)
+        record.versions = theirs
+        for name in record.times.keys() - theirs.keys():
+            del record.times[name]
+        wanted = set[str]()
+        for name in theirs:
+            is_whole = _mark(name) in theirs
+            if is_whole and re.match(only, name) and not _WEIGHTS.match(name):
+                wanted.add(name)
+        _fetch_missing(store, folder, record, wanted)
+    return folder
+
+
+def _is_ours(store: AbstractFileSystem, folder: Path) -> bool:
+    """Returns whether the run that has begun last in a store is that of this working copy.
+
+    Its last exchange may have been cut short, and nobody else has written there.
+    """
+    mine = folder / _OWNER
+    return mine.exists() and mine.read_bytes() == store.cat_file(_OWNER)
+
+
+def _make_way(folder: Path, record: _Record, theirs: Mapping[str, int]) -> None:
+    """Removes from a working copy what another run has replaced in the store."""
+    step = _newest_step(record.versions)
+    newest = _newest_step(theirs)
+    if step > newest:
+        what = (
+            f"{record.url} has lost checkpoint {step}; {folder} is this machine's copy"
+        )
+        raise UserError(what, f"Copy that to {record.url}, or move it elsewhere")
+    outdated = {folder / _OWNER}
+    for name, mtime in _list_copy(folder).items():
+        is_sent = record.times.get(name) == mtime
+        is_superseded = 0 <= _step(name) < newest
+        if not is_sent or not (name in theirs or is_superseded):
+            aside = folder.with_name(f"{folder.name}-{time.time_ns()}")
+            folder.rename(aside)
+            record.times.clear()
+            warn(f"{record.url} has changed; what this machine had is in {aside}")
+            return
+        if theirs.get(name) != record.versions[name]:
+            outdated.add(folder / name)
+    for path in outdated:
+        path.unlink(missing_ok=True)
+
+
+def complete(folder: Path, names: Iterable[str]) -> None:
+    """Fetches those files of a working copy that it lacks; of another folder there are none."""
+    record = _read_record(folder)
+    wanted = record.versions.keys() & names
+    if not all((folder / name).exists() for name in wanted):
+        with _exchange(record.url, folder) as (store, record):
+            _fetch_missing(store, folder, record, wanted)
+
+
+def push(place: str | Path, folder: Path) -> None:
+    """Sends a URL what its working copy has gained since the last exchange.
+
+    A checkpoint goes there as it goes here, since a newer one has taken its place. What another run
+    has taken over is not written.
+    """
+    if not is_url(place):
+        return
+    record = _read_record(folder)
+    here = _list_copy(folder)
+    newest = _newest_step(here)
+    changed = {name for name in here if record.times.get(name) != here[name]}
+    gone = set[str]()
+    for name in record.versions.keys() - here.keys():
+        is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
+        # A run that goes on removes its samples, which would say that it has ended.
+        if is_superseded or name == _SAMPLES:
+            gone.add(name)
+    if not changed and not gone:
+        return
+    kept = folder.with_name(f".{folder.name}.sending")
+    with _exchange(str(place), folder) as (store, record):
+        if (folder / _OWNER).exists() and not _is_ours(store, folder):
+            raise TakenOver(f"another run has taken {place} over")
+        # What the run removes meanwhile stays there until it is sent.
+        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
+        missed = set[str]()
+        for name in changed:
+            copy = kept / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(folder / name, copy)
+            except FileNotFoundError:
+                missed.add(_mark(name))
+        changed = {name for name in changed if _mark(name) not in missed}
+        _in_order(changed, lambda name: _put(store, kept / name, name))
+        _in_order(gone, lambda name: _remove(store, name), marks_first=True)
+        record.versions = _list_store(store)
+        both = here.keys() & record.versions.keys()
+        record.times = {name: here[name] for name in both}
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 class Mirror(contextlib.AbstractContextManager):
@@ -227,183 +281,195 @@ class Mirror(contextlib.AbstractContextManager):
 
     def __init__(self, place: str | Path, sends: bool = True):
         self.folder = fetch(place)
-        self._is_lost = False
-        self._place = place if sends else self.folder
-        self._key = secrets.token_bytes(8)
+        self._place = str(place)
+        self._sends = sends and is_url(place)
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="mirror", daemon=True)
+        self._thread = threading.Thread(target=self._follow, daemon=True)
 
     def __enter__(self) -> "Mirror":
-        if is_url(self._place):
-            with _reaching(str(self._place)) as (store, root):
-                store.pipe_file(f"{root}/{_OWNER}", self._key)
-            (self.folder / _OWNER).write_bytes(self._key)
+        if self._sends:
+            key = secrets.token_bytes(8)
+            with _reaching(self._place) as (store, root):
+                store.pipe_file(f"{root}/{_OWNER}", key)
+            (self.folder / _OWNER).write_bytes(key)
             push(self._place, self.folder)
             self._thread.start()
         return self
 
-    def _send(self) -> None:
-        with _reaching(str(self._place)) as (store, root):
-            self._is_lost = store.cat_file(f"{root}/{_OWNER}") != self._key
-        if self._is_lost:
-            raise UserError(f"another run has taken {self._place} over")
-        push(self._place, self.folder)
-
     def _follow(self) -> None:
-        sent = None
+        sent: set[str] | None = None
         is_told = False
         while not self._ends.wait(_PAUSE):
-            marks = {name for name in _files(self.folder) if _MARK.fullmatch(name)}
+            marks = _marks(_list_copy(self.folder))
+            if marks == sent:
+                continue
             try:
-                if marks != sent:
-                    self._send()
+                push(self._place, self.folder)
                 sent = marks
                 is_told = False
+            except TakenOver:
+                return os.kill(os.getpid(), signal.SIGTERM)
             except UserError as error:
-                if self._is_lost:
-                    return os.kill(os.getpid(), signal.SIGTERM)
                 if not is_told:
                     warn(f"{error.what}; the run goes on")
                 is_told = True
 
-    def __exit__(
-        self, kind: object, error: BaseException | None, trace: object
-    ) -> None:
-        if not is_url(self._place):
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if not self._sends:
             return
         self._ends.set()
         self._thread.join()
-        start = time.monotonic()
+        deadline = time.monotonic() + _PATIENCE
         while True:
             try:
-                return self._send()
+                return push(self._place, self.folder)
             except UserError as failure:
-                if self._is_lost or time.monotonic() - start > _PATIENCE:
-                    URLS.clear()
-                    told = UserError(
-                        failure.what, f"All of it is in {self.folder}", exit_code=5
-                    )
+                is_lost = isinstance(failure, TakenOver)
+                if is_lost or time.monotonic() > deadline:
+                    how = f"All of it is in {self.folder}"
+                    told = UserError(failure.what, how, exit_code=5)
                     if error is None:
                         raise told from None
                     return warn(str(told))
             time.sleep(_PAUSE)
 
 
+# Exchanges
+
+
 def _cache(kind: str, url: str) -> Path:
-    root = (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpt2-jax"
-    )
+    """Returns where in the cache something at a URL has its place."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     key = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
-    return root / kind / f"{Path(url).name.partition(' ')[0]}-{key}"
+    return cache / "gpt2-jax" / kind / f"{Path(url).name.partition(' ')[0]}-{key}"
 
 
 @contextlib.contextmanager
-def _reaching(url: str) -> Iterator[tuple[Any, str]]:
+def _reaching(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """Yields a URL's file system and its path there, and tells what fails there in one line."""
     try:
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
         yield store, root.rstrip("/")
     except UserError:
         raise
-    except (
-        Exception
-    ) as error:  # of each driver's own kinds; a missing one names its package
+    # Of each driver's own kinds; a missing one names its package.
+    except Exception as error:
         told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(
-            f"{url} cannot be reached ({told})", "Mend that, and repeat"
-        ) from error
+        what = f"{url} cannot be reached ({told})"
+        raise UserError(what, "Mend that, and repeat") from error
 
 
 @contextlib.contextmanager
-def _exchange(
-    url: str, folder: Path
-) -> Iterator[tuple[Any, str, dict[str, list[int]]]]:
-    """Yields what `_reaching` yields, and a working copy's record, which it keeps in the end."""
+def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Record]]:
+    """Yields the folder at a URL, and the record of its working copy, which it keeps in the end."""
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _reaching(url) as (store, root):
-        record = _read_record(folder)[1]
-        yield store, root, record
-        files.write_json(folder / RECORD, {"url": url, "files": record})
+        record = _read_record(folder)
+        record.url = url
+        yield DirFileSystem(root, store), record
+        files.write_json(folder / RECORD, vars(record))
 
 
-def _read_record(folder: Path) -> tuple[str, dict[str, list[int]]]:
-    """Returns the URL of a working copy, and of each file size and time here and version there."""
+def _read_record(folder: Path) -> _Record:
     path = folder / RECORD
-    tree = json.loads(path.read_text()) if path.exists() else {}
-    return tree.get("url", ""), tree.get("files", {})
+    if not path.exists():
+        return _Record("", {}, {})
+    return _Record(**json.loads(path.read_text()))
 
 
-def _version(info: dict[str, Any]) -> int:
+def _version(info: Mapping[str, object]) -> int:
     """Returns a number for what a store tells of a file; the URL that it redirects to may vary."""
     told = sorted((name, str(value)) for name, value in info.items() if name != "url")
     return zlib.crc32(str(told).encode())
 
 
-def _versions(store: Any, root: str) -> dict[str, int]:
+def _list_store(store: AbstractFileSystem) -> dict[str, int]:
+    """Returns the version of each file of a folder in a store."""
     store.invalidate_cache()
-    found = {
-        n.removeprefix(root).lstrip("/"): i
-        for n, i in store.find(root, detail=True).items()
-    }
-    return {
-        n: _version(found[n])
-        for n in found
-        if n and n[-1] != "/" and not _HIDDEN.match(n)
-    }
+    found = dict[str, int]()
+    for name, info in store.find("", detail=True).items():
+        is_folder = name.endswith("/")
+        if not is_folder and not _HIDDEN.match(name):
+            found[name] = _version(info)
+    return found
 
 
-def _files(folder: Path) -> dict[str, list[int]]:
-    """Returns size and time of each file of a working copy, by name."""
-    found = {}
+def _list_copy(folder: Path) -> dict[str, int]:
+    """Returns the time of each file of a working copy, in ns."""
+    found = dict[str, int]()
     for root, _, names in os.walk(folder):
-        for path in (Path(root, name) for name in names):
+        for each in names:
+            path = Path(root, each)
+            name = path.relative_to(folder).as_posix()
             with contextlib.suppress(FileNotFoundError):  # a run is at work
-                about = path.stat()
-                name = path.relative_to(folder).as_posix()
-                found[name] = [about.st_size, about.st_mtime_ns]
-    return {name: found[name] for name in found if not _HIDDEN.match(name)}
+                if not _HIDDEN.match(name):
+                    found[name] = path.stat().st_mtime_ns
+    return found
+
+
+def _step(name: str) -> int:
+    """Returns the step of the checkpoint that a file belongs to, -1 if to none."""
+    checkpoint = _STEP.match(name)
+    return int(checkpoint[2]) if checkpoint else -1
 
 
 def _mark(name: str) -> str:
     """Returns the name of what marks a file as one of a whole checkpoint; else its own."""
-    step = _STEP.match(name)
-    return f"{step[1]}/digests/digests" if step else name
+    checkpoint = _STEP.match(name)
+    return f"{checkpoint[1]}/digests/digests" if checkpoint else name
+
+
+def _marks(names: Iterable[str]) -> set[str]:
+    """Returns those of the files that mark others as whole."""
+    return set(filter(_MARK.fullmatch, names))
+
+
+def _newest_step(names: Iterable[str]) -> int:
+    """Returns the newest step of which files hold the whole checkpoint, -1 without any."""
+    return max(map(_step, _marks(names)), default=-1)
 
 
 def _fetch_missing(
-    store: Any, root: str, folder: Path, record: dict, names: set[str]
+    store: AbstractFileSystem, folder: Path, record: _Record, names: Iterable[str]
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = {name for name in names if not (folder / name).exists()}
-    _in_order(lambda name: _get(store, f"{root}/{name}", folder / name), missing)
-    found = _files(folder)
-    record.update((name, [*found[name], record[name][2]]) for name in missing)
+    _in_order(missing, lambda name: _get(store, name, folder / name))
+    for name in missing:
+        record.times[name] = (folder / name).stat().st_mtime_ns
 
 
 def _in_order(
-    job: Callable[[str], None], names: set[str], backwards: bool = False
+    names: set[str], job: Callable[[str], None], marks_first: bool = False
 ) -> None:
     """Does a job for each file, several at once; marks come last, or first."""
-    marks = {name for name in names if _MARK.fullmatch(name)}
+    marks = _marks(names)
+    groups = [names - marks, marks]
+    if marks_first:
+        groups.reverse()
     with ThreadPoolExecutor(8) as pool:
-        for group in (marks, names - marks) if backwards else (names - marks, marks):
+        for group in groups:
             list(pool.map(job, sorted(group)))
 
 
-def _get(store: Any, source: str, path: Path) -> None:
+def _get(store: AbstractFileSystem, source: str, path: Path, size: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     store.get_file(source, str(partial))
+    found = partial.stat().st_size
+    if size and found != size:  # else half a file would pass for all
+        partial.unlink()
+        raise OSError(f"it sent {found} of {size} bytes")
     partial.replace(path)
 
 
-def _put(store: Any, path: Path, target: str) -> None:
-    whole = path.stat().st_size < 1 << 26  # at once, since a run may be adding to it
-    store.pipe_file(target, path.read_bytes()) if whole else store.put_file(
-        str(path), target
-    )
+def _put(store: AbstractFileSystem, path: Path, target: str) -> None:
+    if path.stat().st_size < 1 << 26:  # at once, since a run may be adding to it
+        store.pipe_file(target, path.read_bytes())
+    else:
+        store.put_file(str(path), target)
 
 
-def _remove(store: Any, name: str) -> None:
+def _remove(store: AbstractFileSystem, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         store.rm_file(name)

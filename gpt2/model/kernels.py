@@ -1,0 +1,23 @@
+"""A model by the kernels for one device."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from gpt2.config import GPTConfig
+from gpt2.model.gpt import GPT
+from gpt2.model.ingredients import score_terms
+from gpt2.ops import Ops
+from gpt2.parallel.kernels import make_ops
+
+
+def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
+    """Returns a model that computes by the kernels for one device, JAX's first one by default."""
+    return model.clone(ops=_ops_for(model.config, device or jax.devices()[0]))
+
+
+@functools.cache  # so that programs of equal models are compiled once
+def _ops_for(config: GPTConfig, device: jax.Device) -> Ops:
+    return make_ops(config, Mesh(np.array([device]), ("data",)), score_terms(config))

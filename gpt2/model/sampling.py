@@ -1,0 +1,213 @@
+"""Continues texts, with a cache of keys and values.
+
+Prompts of any lengths are padded on the right to one of a few lengths and read in one pass. The
+loop that samples is one compiled program, which stops when every sequence has ended.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from gpt2.errors import UserError
+from gpt2.model.gpt import GPT, KVCache
+from gpt2.model.kernels import with_kernels
+from gpt2.utils.prng import sample_key
+from gpt2.utils.scan import in_layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the logits.
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: draw among the k most likely tokens; 0: all.
+        top_p: draw among the most likely tokens that together reach this probability (Holtzman et
+            al. 2019, section 3.1); 1: all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        is_warm = 0 <= self.temperature < math.inf
+        if not is_warm or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise UserError(f"{self} draws no token")
+
+    def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+        """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
+        chex.assert_rank(logits, 2)
+        chex.assert_type(logits, float)
+        chex.assert_shape(keys, logits.shape[:1])
+        if self.temperature == 0.0:
+            return logits.argmax(axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            largest, _ = jax.lax.top_k(logits, self.top_k)
+            smallest = largest[:, -1:]
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        if self.top_p < 1.0:
+            ordered = jnp.sort(logits, axis=-1, descending=True)
+            probs = jax.nn.softmax(ordered)
+            before = probs.cumsum(axis=-1) - probs
+            nucleus = jnp.where(before < self.top_p, ordered, jnp.inf)
+            smallest = nucleus.min(axis=-1, keepdims=True)
+            logits = jnp.where(logits < smallest, -jnp.inf, logits)
+        draw = jax.vmap(jax.random.categorical)
+        return draw(keys, logits).astype(jnp.int32)
+
+
+def bucket(length: int, limit: int) -> int:
+    """Returns the smallest 32 * 2^i that holds `length`, at most `limit`: few programs compile."""
+    size = 32
+    while size < length:
+        size *= 2
+    return min(size, limit)
+
+
+def generate(
+    model: GPT,
+    params: Mapping,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    eot: int | None = None,
+    vocab_size: int = 0,
+) -> list[list[int]]:
+    """Continues each prompt, and returns the new tokens of each.
+
+    Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch. A text
+    that has filled the model's context goes on from its last three quarters.
+
+    Args:
+        model, params: a model, or one of a class of your own, and its weights.
+        prompts: tokens, at least one each, of any lengths.
+        max_new_tokens: at most this many per prompt.
+        sampling: how tokens are drawn.
+        seed: of the random numbers.
+        eot: ends a sequence, and is not part of the result; None: nothing does.
+        vocab_size: tokens that may be drawn; 0: all. Padding of the vocabulary lies beyond.
+    """
+    if not all(len(prompt) for prompt in prompts):
+        raise UserError("a prompt is empty")
+    cfg = model.config
+    if cfg.scan_layers:  # a scan would copy the whole cache at every token
+        cfg = dataclasses.replace(cfg, scan_layers=False, scan_unroll=1)
+        params = in_layout(params, scanned=False)
+    model = with_kernels(model.clone(config=cfg))
+    params = jax.tree.map(jnp.asarray, params)
+    context = cfg.context_length
+    kept = max(1, 3 * context // 4)
+    end = -1 if eot is None else eot
+    key = sample_key(seed)
+    texts = [list(prompt) for prompt in prompts]
+    drawn: list[list[int]] = [[] for _ in prompts]
+    done = 0
+    while done < max_new_tokens and not all(end in row for row in drawn):
+        read = [text if len(text) < context else text[-kept:] for text in texts]
+        lengths = np.array([len(text) for text in read], np.int32)
+        longest = lengths.max()
+        tokens = np.zeros((len(read), bucket(longest, context)), np.int32)
+        for row, text in zip(tokens, read, strict=True):
+            row[: len(text)] = text
+        number = min(max_new_tokens - done, max(1, context - longest))
+        new = _generate(
+            params,
+            tokens,
+            lengths,
+            key,
+            done,
+            number,
+            end,
+            model=model,
+            sampling=sampling,
+            cache_length=bucket(longest + number, context),
+            vocab_size=vocab_size or cfg.vocab_size,
+        )
+        for i, row in enumerate(np.asarray(new)):
+            texts[i] += row[:number].tolist()
+            drawn[i] += row[:number].tolist()
+        done += number
+    goes_on = lambda token: token != end  # noqa: E731
+    return [list(itertools.takewhile(goes_on, row)) for row in drawn]
+
+
+class _State(struct.PyTreeNode):
+    """What the sampling loop carries."""
+
+    step: jax.Array  # int32 scalar, tokens drawn so far for each sequence
+    tokens: jax.Array  # [B, S] int32, those tokens
+    ended: jax.Array  # [B] bool
+    keys: jax.Array  # [B], one stream of random numbers a sequence
+    cache: KVCache
+
+
+@partial(jax.jit, static_argnames=("cache_length", "model", "sampling", "vocab_size"))
+def _generate(
+    params: Mapping,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+    done: jax.Array,
+    limit: jax.Array,
+    end: jax.Array,
+    *,
+    model: GPT,
+    sampling: Sampling,
+    cache_length: int,
+    vocab_size: int,
+) -> jax.Array:
+    """Reads texts [B, T] of `lengths` [B] and draws `limit` tokens for each: [B, S] int32.
+
+    Of each text, `done` tokens were drawn before. One that has ended stays at its end.
+    """
+    B = tokens.shape[0]
+
+    def extend(tokens: jax.Array, num_new: jax.Array, cache: KVCache):
+        variables = {"params": params}
+        return model.apply(variables, tokens, num_new, cache, method="extend")
+
+    def append(state: _State, logits: jax.Array) -> _State:
+        fold_in = jax.vmap(jax.random.fold_in, (0, None))
+        keys = fold_in(state.keys, done + state.step)
+        new = sampling(logits[:, :vocab_size], keys)
+        new = jnp.where(state.ended, end, new)
+        update = jax.lax.dynamic_update_slice_in_dim
+        return state.replace(
+            step=state.step + 1,
+            tokens=update(state.tokens, new[:, None], state.step, axis=1),
+            ended=state.ended | (new == end),
+        )
+
+    def body(state: _State) -> _State:
+        last = state.tokens[:, state.step - 1]
+        one_each = jnp.ones(B, jnp.int32)
+        logits, cache = extend(last[:, None], one_each, state.cache)
+        return append(state.replace(cache=cache), logits)
+
+    def unfinished(state: _State) -> jax.Array:
+        return (state.step < limit) & ~state.ended.all()
+
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+    cache = KVCache.create(model.config, B, cache_length)
+    logits, cache = extend(tokens, lengths, cache)
+    state = _State(
+        step=jnp.int32(0),
+        tokens=jnp.full((B, cache_length), end, jnp.int32),
+        ended=jnp.zeros(B, bool),
+        keys=fold_in(key, jnp.arange(B)),
+        cache=cache,
+    )
+    state = append(state, logits)
+    return jax.lax.while_loop(unfinished, body, state).tokens
