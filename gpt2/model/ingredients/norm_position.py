@@ -8,8 +8,6 @@ import flax.linen as nn
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.config.options import changed
-from gpt2.errors import UserError
 from gpt2.model.ingredients.base import Branch, Flow, Ingredient
 from gpt2.model.layers import Norm
 
