@@ -19,10 +19,6 @@ class NormPosition(Ingredient):
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
-        if config.norm_position == "post" and "parallel_block" in changed(config):
-            raise UserError(
-                "model.parallel_block has one sum, and norm_position=post two"
-            )
         self.keeps_final_norm = config.norm_position != "post"
 
     def branch(
