@@ -345,6 +345,9 @@ z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
 a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops -k numbers_to_learn
     - if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
     + if False:
+an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
+    - total += weighted - jax.lax.stop_gradient(weighted)
+    + pass
 a term that blocks do not know is left out: ops/terms.py, ops -k scoring
     - [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]
     + False
