@@ -15,8 +15,8 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.model import sampling as sampling_module
 from gpt2.model.sampling import Sampling, generate
-from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.kernels import make_ops
+from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules
 from gpt2.utils.prng import sample_key
 from tests.helpers import thorough
@@ -223,9 +223,7 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     mesh = make_mesh(parallel)
     model = GPT(cfg, make_ops(cfg, mesh, {}, Rules.from_config(parallel)))
     with jax.set_mesh(mesh):
-        logits = jax.jit(model.apply)(
-            {"params": params}, jnp.zeros((4, 8), jnp.int32)
-        )
+        logits = jax.jit(model.apply)({"params": params}, jnp.zeros((4, 8), jnp.int32))
     chex.assert_shape(logits, (4, 8, 61))
     assert logits.max() < -31
 
