@@ -28,9 +28,8 @@ LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold
 CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table
-# of a table that no cache holds, which takes longer
-LARGE_TABLE_BYTES = 2**25
-LARGE_TABLE_ROWS = 2048
+LARGE_TABLE_BYTES = 2**25  # which no cache holds: adding takes longer
+LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
 
 IMPOSSIBLE = (
     -1e9
@@ -59,7 +58,9 @@ def cross_entropy(
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
-    head = _Head(objective._replace(weights=()), variants, chunk, shards)
+    size = objective.vocab_size or len(array)
+    static = objective._replace(weights=(), vocab_size=size)
+    head = _Head(static, variants, chunk, shards)
     sums = _loss_sums(
         hidden.astype(objective.dtype), array, targets, objective.weights, head
     )
@@ -161,7 +162,7 @@ class _Head(NamedTuple):
                 weights, _is_target(logits, targets)
             )
         wanted = jnp.where(
-            targets >= 0, jnp.stack([jnp.float32(w) for w in weights]), 0.0
+            targets >= 0, jnp.stack([jnp.float32(w) for w in (1.0, *weights)]), 0.0
         )
 
         def add_terms(logits, log_normaliser, target_logits):
@@ -189,7 +190,7 @@ def _weigh(weights, each):
     """Returns the weighted sum of `each`, `[B, T, K, ...]`, over K; the first one weighs 1."""
     total = each[:, :, 0].astype(jnp.float32)
     for k in range(1, each.shape[2]):
-        total = weights[k] * each[:, :, k] + total
+        total = weights[k - 1] * each[:, :, k] + total
     return total
 
 

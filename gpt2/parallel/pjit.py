@@ -150,7 +150,7 @@ class PjitBackend:
         return jax.jit(self._spread(step, with_gradients=True), out_shardings=whole)
 
     def compile_eval(self, step: Callable) -> Callable:
-        """Returns the jitted `(params, batch) -> metrics`."""
+        """Returns the jitted `(params, batch) -> {name: (sum, count)}`."""
         return jax.jit(self._spread(step, with_gradients=False))
 
     def _spread(self, step: Callable, with_gradients: bool) -> Callable:

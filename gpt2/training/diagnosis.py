@@ -145,8 +145,9 @@ def _make_probe(
                 key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
+                inputs = program.model.ops.isolate(params, micro_batch)
                 with nn.intercept_methods(note):
-                    sums = loss(params, micro_batch, key, step)
+                    sums = loss(*inputs, key, step)
                 return sums["loss"][0], sums
 
             differentiate = jax.value_and_grad(forward, has_aux=True)

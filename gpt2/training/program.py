@@ -106,6 +106,7 @@ class Program:
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
             norm=joint_norm if is_one_gpu else optax.tree.norm,
+            isolate=gpt.ops.isolate,
             choose=jax.lax.cond if platform == "cpu" else compute_both,
         )
         # Validation is cross-entropy; a loss of a person's own adds its other names.
