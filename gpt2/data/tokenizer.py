@@ -25,9 +25,8 @@ from gpt2.errors import UserError
 from gpt2.utils import files
 from gpt2.utils.stores import fetch_file
 
-TRAINING_SAMPLE = (
-    100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
-)
+# Characters that a `bpe:SIZE` vocabulary is trained on, at most
+TRAINING_SAMPLE = 100_000_000
 LONGEST_WORD = 250  # bytes; it is trained on longer ones in parts
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).

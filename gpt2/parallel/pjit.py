@@ -46,9 +46,8 @@ class PjitBackend:
         self.mesh = mesh
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.gather_by = (
-            gather_by  # unless the rules leave nothing that layers gather: see below
-        )
+        # Unless the rules leave nothing that layers gather: see below
+        self.gather_by = gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)

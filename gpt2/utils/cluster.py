@@ -29,9 +29,8 @@ class Slot(NamedTuple):
 
     cores: Set[int]
     environment: dict[str, str]
-    task: dict[str, Any] | None = (
-        None  # in place of both, what a Ray cluster keeps for it
-    )
+    # In place of both, what a Ray cluster keeps for it
+    task: dict[str, Any] | None = None
 
 
 def connect(cluster: str) -> ModuleType | None:

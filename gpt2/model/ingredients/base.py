@@ -68,12 +68,10 @@ class Ingredient:
     """
 
     option: ClassVar[str]
-    score_term: ClassVar[type | None] = (
-        None  # of `score_terms`, if kernels know its kind
-    )
-    keeps_last_token: ClassVar[bool] = (
-        False  # whether `Flow.cached` shall have it, int32 [B]
-    )
+    # Of `score_terms`, if kernels know its kind
+    score_term: ClassVar[type | None] = None
+    # Whether `Flow.cached` shall have it, int32 [B]
+    keeps_last_token: ClassVar[bool] = False
     keeps_final_norm: bool = True
 
     @property
