@@ -39,13 +39,14 @@ GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 GPT2_END_OF_TEXT = 50256
+# Of tokenizer.json files.
 END_OF_TEXTS = (
     END_OF_TEXT,
     "<|end_of_text|>",
     "</s>",
     "<eos>",
     "[SEP]",
-)  # of tokenizer.json files
+)
 # What a tokenizer.json does where a text begins, and the values that keep it from that.
 _GO_ON = dict(
     prepend="",

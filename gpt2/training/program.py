@@ -77,9 +77,8 @@ class Program:
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt = model(config.gpt())
-        choose_attention(
-            gpt.config, devices[0], score_terms(gpt.config)
-        )  # which may refuse
+        # Which may refuse.
+        choose_attention(gpt.config, devices[0], score_terms(gpt.config))
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         backend = make_backend(
             config.parallel,
