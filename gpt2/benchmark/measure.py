@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.stats
 
-from gpt2.benchmark.first_steps import FirstSteps, compare
+from gpt2.benchmark.first_steps import TOLERANCES, compare
 from gpt2.benchmark.tables import Row
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError
@@ -102,8 +102,8 @@ class Work(Protocol):
     def step(self) -> None:
         """Takes a training step, and waits for it."""
 
-    def first_steps(self) -> FirstSteps:
-        """Returns what the first steps from drawn weights compute."""
+    def first_losses(self) -> list[float]:
+        """Returns the losses of the first steps from drawn weights, in nats per token."""
 
     def info(self) -> Row:
         """Returns what there is to report beside times."""
@@ -113,14 +113,14 @@ def serve(work: Work) -> None:
     """Tells the device, then answers each line of standard input until it closes.
 
     A number asks for as many steps of `work`, and the answer is the seconds of each. A word asks
-    for what its first steps compute, and 0 for what there is to report beside times.
+    for the losses of its first steps, and 0 for what there is to report beside times.
     """
     print(json.dumps(work.device), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         answer: Any
         if isinstance(request, str):
-            answer = work.first_steps()
+            answer = work.first_losses()
         elif request == 0:
             answer = work.info()
         else:
@@ -150,7 +150,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             seconds_to_compile[name] = max(0.0, first - usual)
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
-        _compare_sides(players)
+        _compare_sides(players, cases[OURS].config.precision.compute)
         for _ in range(rounds):
             for name, player in players.items():
                 # The first step after the others' turns takes memory back from the machine.
@@ -182,9 +182,12 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
     return rows
 
 
-def _compare_sides(players: Mapping[str, Player]) -> None:
+def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
     """Raises a UserError unless peers run where we do, and compute the same."""
     ours = players[OURS]
+    tolerance = TOLERANCES[compute]
+    if compute == "float32" and not ours.device.endswith("cpu"):
+        tolerance = TOLERANCES["float16"]
     for name in players.keys() & PEERS:
         peer = players[name]
         if peer.device != ours.device:
@@ -192,8 +195,8 @@ def _compare_sides(players: Mapping[str, Player]) -> None:
                 f"{name} runs on {peer.device}, and {OURS} on {ours.device}",
                 "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
             )
-        expected = FirstSteps(*ours.ask("first steps"))
-        wrong = compare(expected, FirstSteps(*peer.ask("first steps")))
+        our_losses = ours.ask("first losses")
+        wrong = compare(our_losses, peer.ask("first losses"), tolerance)
         if wrong:
             raise UserError(
                 f"{name} does not compute what {OURS} computes: {wrong}",

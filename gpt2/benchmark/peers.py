@@ -113,7 +113,6 @@ class Training:
             optim.eps,
             fused=True,
         )
-        self._dtype = torch.float32  # of logits
         self._loss = self._compute_loss
         if peer == "torch_compile":
             self._loss = torch.compile(self._loss)
@@ -130,8 +129,8 @@ class Training:
         """Takes a training step on the same batch, and waits for it."""
         self._run(self._batch)
 
-    def first_steps(self) -> first_steps.FirstSteps:
-        """Returns what steps from drawn weights compute, by the very function that is timed."""
+    def first_losses(self) -> list[float]:
+        """Returns the losses of steps from drawn weights, by the very function that is timed."""
         with torch.no_grad():
             for name, weight in self._model.named().items():
                 if name.endswith("kernel"):
@@ -142,12 +141,7 @@ class Training:
         losses = []
         for step in range(first_steps.STEPS):
             losses.append(self._run(self._draw_batch(step)))
-        products = first_steps.products_of(
-            str(self._dtype).removeprefix("torch."),
-            torch.get_float32_matmul_precision(),
-            self._kind.replace("cuda", "gpu"),
-        )
-        return first_steps.FirstSteps(products, losses)
+        return losses
 
     def _draw_batch(self, step: int) -> torch.Tensor:
         drawn = first_steps.draw_batch(self._config, step)
@@ -176,7 +170,6 @@ class Training:
         is_mixed = compute != torch.float32
         with torch.autocast(self._kind, compute, enabled=is_mixed):
             logits = self._model(tokens)
-            self._dtype = logits.dtype
             logits = logits.flatten(0, 1)
             return F.cross_entropy(logits, targets.flatten())
 

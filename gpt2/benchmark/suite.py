@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -52,11 +51,11 @@ def make_parts(output: Path) -> list[Part]:
             f"--config.memory.scan_unroll={layers}",
         )
 
-    def measure(command: str, *more: str) -> tuple[str, ...]:
-        return ("-m", "gpt2.benchmark", command, *more, "--json")
+    def train(size: str, layers: int, rows: int, *more: str) -> tuple[str, ...]:
+        chosen = options(size, layers, rows)
+        return ("-m", "gpt2.benchmark", "train", *chosen, *more, "--json")
 
-    def train(rows: int, *more: str) -> tuple[str, ...]:
-        return measure("train", *options("124m", 12, rows), *more)
+    machine = ("-m", "gpt2.benchmark", "machine", f"--output={output}", "--json")
 
     loop = (
         f"{root}/train.py",
@@ -74,20 +73,17 @@ def make_parts(output: Path) -> list[Part]:
         peers = ("--peers=torch_compile",)
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
-        Part("machine", 30, measure("machine", f"--output={output}")),
-        Part("124m-32", 120, train(32, *peers)),
-        Part("1558m", 150, measure("train", *options("1558m", 48, 16))),
-        Part("attention", 120, measure("attention", *options("124m", 12, 8))),
-        Part("forms", 150, train(32, *forms)),
+        Part("machine", 30, machine),
+        Part("124m-32", 120, train("124m", 12, 32, *peers)),
+        Part("1558m", 150, train("1558m", 48, 16)),
+        Part("forms", 150, train("124m", 12, 32, *forms)),
         Part("loop", 120, loop),
-        Part("124m-8", 80, train(8, *peers)),
-        Part("124m-64", 60, train(64)),
+        Part("124m-8", 80, train("124m", 12, 8, *peers)),
+        Part("124m-64", 60, train("124m", 12, 64)),
     ]
 
 
-def run_suite(
-    output: Path, names: list[str], overrides: Mapping[str, object], *, dry_run: bool
-) -> bool:
+def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -> bool:
     """Runs the parts of these names, or all, and returns whether none failed.
 
     Every part gets `overrides`, options of the config by dotted name.
@@ -109,9 +105,7 @@ def run_suite(
         _, seconds, command = parts[name]
         if name != "machine":  # which has no config
             command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
-        if dry_run or name in done:
-            state = "is done" if name in done else f"{seconds:.0f} s"
-            print(f"{name}, {state}: {shlex.join(['python', *command])}")
+        if name in done:
             continue
         logs = output / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -189,10 +183,7 @@ def describe_run(workdir: Path) -> list[Row]:
     steady = logged[len(logged) // 3 :]
     if not steady:
         return []
-    row: Row = {
-        "name": "train.py",
-        "turns": [line["perf/step_seconds"] for line in steady],  # means of lines
-    }
+    row: Row = {"name": "train.py"}
     measured = pd.DataFrame(steady).filter(like="perf/")
     medians = measured.median()
     for name, value in medians.items():

@@ -23,8 +23,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ("part", "part", lambda row: row["part"]),
     ("", "name", lambda row: row["name"]),
     ("step", "step_seconds", lambda row: f"{1e3 * row['step_seconds']:,.2f} ms"),
-    ("least", "turns", lambda row: f"{1e3 * min(row['turns']):,.2f}"),
-    ("most", "turns", lambda row: f"{1e3 * max(row['turns']):,.2f}"),
     (
         "tokens/s",
         "tokens_per_second",
@@ -40,9 +38,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ),
     ("jax is faster by (95 %)", "ratio", _ratio),
     ("attention", "attention", lambda row: row["attention"]),
-    ("check", "check", lambda row: row["check"]),
-    ("passed", "passed", lambda row: "yes" if row["passed"] else "NO"),
-    ("error over the reference's", "worst", lambda row: f"{row['worst']:.2f}"),
     ("what happened", "error", lambda row: row["error"]),
 )
 
