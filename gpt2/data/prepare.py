@@ -25,8 +25,12 @@ def main() -> None:
     if dataset.own:
         raise UserError(f"{data.corpus} gives batches, of which none are stored")
     for _, part in dataset.parts.values():
-        print((part.directory / "README.md").read_text("utf-8"))
-        print(part.directory)
+        print(f"{part.directory}, {part.dtype}:")
+        for name, split in part.splits.items():
+            print(
+                f"{name}: {split.num_tokens:,} tokens of {split.num_bytes:,} bytes in "
+                f"{split.num_documents:,} documents"
+            )
     if flags.FLAGS.inspect:
         loader = TrainLoader(
             dataset,
