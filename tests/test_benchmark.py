@@ -290,15 +290,17 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     assert not suite.run_suite(tmp_path, [], {})
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
     ends = {row["part"]: row for row in rows if "status" in row}
-    statuses = dict(broken="failed", slow="out of time", good="done")
+    statuses = dict(
+        broken="failed: logs/broken.err", slow="no end within 5 s", good="done"
+    )
     assert {name: row["status"] for name, row in ends.items()} == statuses
-    assert ends["broken"]["error"] == "ValueError: planted"
+    assert "ValueError: planted" in (tmp_path / "logs/broken.err").read_text()
     assert [row["name"] for row in rows if "name" in row] == [
         "early",
         "a",
     ]  # what came, stays
     page = (tmp_path / "report.md").read_text()
-    assert "ValueError: planted" in page and "100.00 ms" in page
+    assert "failed: logs/broken.err" in page and "100.00 ms" in page
     suite.run_suite(tmp_path, [], {})
     assert asked == [
         "broken",

@@ -20,7 +20,6 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -94,12 +93,6 @@ def make_config(peers: list[str]) -> Config:
         return config
     for peer in peers:
         require_choice("--peers", peer, measure.PEERS)
-    if not importlib.util.find_spec("torch"):
-        raise UserError("--peers needs PyTorch", "pip install -e '.[peers]'")
-    if config.optim.name != "adamw":
-        raise UserError(
-            "--peers have no other optimizer", "Use --config.optim.name=adamw"
-        )
     options = {
         "optim.schedule": "constant",
         "optim.end_learning_rate": config.optim.learning_rate,

@@ -234,9 +234,5 @@ def _start(name: str, case: Case, number: int) -> Player:
         environment[_MEMORY[0]] = f"{0.9 / number:.2f}"
     if case.xla_flags:
         environment["XLA_FLAGS"] = case.xla_flags
-    if sys.stderr.isatty():  # a person wonders what takes so long
-        print(
-            f"{name}: starts and compiles, {case.config.precision.compute}",
-            file=sys.stderr,
-        )
+    print(f"{name}: starts and compiles", file=sys.stderr)
     return Player(name, command, environment)

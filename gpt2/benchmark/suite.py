@@ -9,12 +9,10 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +22,6 @@ from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
 from gpt2.utils.files import write_text
-
-_ERROR = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
 
 
 class Part(NamedTuple):
@@ -95,6 +91,8 @@ def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -
                 f"--parts={name} is no part", f"Choose of {', '.join(parts)}"
             )
     results = output / "results.jsonl"
+    logs = output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     # What ends this process ends the part that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows: list[Row] = []
@@ -102,32 +100,30 @@ def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -
         rows = list(map(json.loads, results.open()))
     done = {row["part"] for row in rows if row.get("status") == "done"}
     for name in names or parts:
+        if name in done:
+            continue
         _, seconds, command = parts[name]
         if name != "machine":  # which has no config
             command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
-        if name in done:
-            continue
-        logs = output / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        found = run_command(command, seconds, logs / f"{name}.err")
-        found = describe_run(output / name) + found
+        found, status = run_command(command, seconds, logs / f"{name}.err")
+        found += describe_run(output / name)
         rows = [row for row in rows if row["part"] != name]
-        rows += [{"part": name} | row for row in found]
+        for row in [*found, {"status": status}]:
+            rows.append({"part": name, **row})
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
-        print(f"{name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True)
-    ends = {row["status"] for row in rows if "status" in row}
-    return ends <= {"done"}
+        print(f"{name}: {status}", flush=True)
+    return {row.get("status", "done") for row in rows} == {"done"}
 
 
-def run_command(command: Sequence[str], limit: float, log: Path) -> list[Row]:
-    """Returns the rows that Python prints by a command, then its `status`, `took`, `error`.
+def run_command(
+    command: Sequence[str], limit: float, log: Path
+) -> tuple[list[Row], str]:
+    """Returns the rows that Python prints by a command, and how that ended: `done`, or why not.
 
     What the command has started ends with it: a process that is left holds the GPU's memory.
     """
-    began = time.monotonic()
     status = "done"
-    error = None
     with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -139,36 +135,17 @@ def run_command(command: Sequence[str], limit: float, log: Path) -> list[Row]:
         )
         try:
             if process.wait(limit):
-                status = "failed"
-                error = _last_error(log)
+                status = f"failed: {log.parent.name}/{log.name}"
         except subprocess.TimeoutExpired:
-            status = "out of time"
-            error = f"no end within {limit:.0f} s"
+            status = f"no end within {limit:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answers.seek(0)
-        lines = answers.readlines()
-    rows: list[Row] = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # of libraries, or cut off
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    took = time.monotonic() - began
-    rows.append({"status": status, "took": took, "error": error})
-    return rows
-
-
-def _last_error(log: Path) -> str:
-    """Returns the line of a log that tells most likely why a process failed."""
-    last = "no message"
-    for line in log.read_text(errors="replace").splitlines():
-        is_error = _ERROR.search(line)
-        if is_error or (line and not _ERROR.search(last)):
-            last = line
-    return last[:300]
+        # Others are of libraries.
+        lines = [line for line in answers if line.startswith("{")]
+    return [json.loads(line) for line in lines], status
 
 
 def describe_run(workdir: Path) -> list[Row]:
@@ -197,11 +174,13 @@ def report(rows: list[Row]) -> str:
     machine: Row = {}
     others: list[Row] = []
     for row in rows:
-        status = row.get("status")
-        if row["part"] == "machine":
+        status = row.get("status", "done")
+        if status != "done":
+            others.append(row | {"name": status})
+        elif "name" in row:
+            others.append(row)
+        elif row["part"] == "machine":
             machine = machine or row  # its figures come before its status
-        elif status != "done":
-            others.append({"name": status} | row)
     lines = [f"- {name}: {machine[name]}" for name in machine]
     return "\n".join(["# Benchmark", "", *lines, "", table(others), ""])
 

@@ -38,7 +38,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ),
     ("jax is faster by (95 %)", "ratio", _ratio),
     ("attention", "attention", lambda row: row["attention"]),
-    ("what happened", "error", lambda row: row["error"]),
 )
 
 
