@@ -28,7 +28,6 @@ from gpt2.utils import launch
 
 OURS = "jax"
 PEERS = ("torch", "torch_compile")
-_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +229,7 @@ def _start(name: str, case: Case, number: int) -> Player:
     config = json.dumps(case.config.to_dict())
     command = [sys.executable, "-m", *module, config]
     environment = launch.environment_to_measure()
-    if not any(map(os.environ.get, _MEMORY)):
-        environment[_MEMORY[0]] = f"{0.9 / number:.2f}"
+    environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{0.9 / number:.2f}")
     if case.xla_flags:
         environment["XLA_FLAGS"] = case.xla_flags
     print(f"{name}: starts and compiles", file=sys.stderr)

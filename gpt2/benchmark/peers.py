@@ -158,7 +158,7 @@ class Training:
             loss.backward()
             total += loss.detach()
         length = self._config.optim.clip_norm or float("inf")
-        clip(self._weights, length, self._kind)
+        nn.utils.clip_grad_norm_(self._weights, length)
         self._optimizer.step()
         return total.item()
 
@@ -172,23 +172,6 @@ class Training:
             logits = self._model(tokens)
             logits = logits.flatten(0, 1)
             return F.cross_entropy(logits, targets.flatten())
-
-
-def clip(weights: list[nn.Parameter], length: float, device: str) -> None:
-    """Clips gradients by their norm.
-
-    On a CPU, PyTorch adds up the squares of a tensor one by one in float32, and the norm of 38
-    million numbers is 0.3 % too small. Row by row it is exact, and takes no longer.
-    """
-    if device != "cpu":
-        nn.utils.clip_grad_norm_(weights, length)
-        return
-    norm = torch.linalg.vector_norm
-    norms = []
-    for weight in weights:
-        rows = norm(weight.grad, dim=-1)
-        norms.append(norm(rows))
-    nn.utils.clip_grads_with_norm_(weights, length, norm(torch.stack(norms)))
 
 
 def main() -> None:

@@ -149,22 +149,17 @@ def run_command(
 
 
 def describe_run(workdir: Path) -> list[Row]:
-    """Returns a row of medians over a run's logged lines, without the first third, or none."""
-    import pandas as pd
-
+    """Returns a row of what a run logged last of its time, or none."""
     logged = [
         record
         for record in read_metrics(workdir / "metrics.jsonl")
         if "perf/step_seconds" in record
     ]
-    steady = logged[len(logged) // 3 :]
-    if not steady:
+    if not logged:
         return []
     row: Row = {"name": "train.py"}
-    measured = pd.DataFrame(steady).filter(like="perf/")
-    medians = measured.median()
-    for name, value in medians.items():
-        row[str(name).removeprefix("perf/")] = value
+    for name, value in logged[-1].items():
+        row[name.removeprefix("perf/")] = value
     row["peak_bytes"] = row.get("peak_memory_bytes")  # a CPU does not tell
     return [row]
 
