@@ -137,7 +137,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
     Each has `rounds` turns of at least `seconds`.
     """
     players: dict[str, Player] = {}
-    seconds_to_compile: dict[str, float] = {}
     steps: dict[str, int] = {}
     turns: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -145,8 +144,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             player = _start(name, each, len(cases))
             stack.callback(player.close)
             players[name] = player
-            first, _, usual = player.ask(3)  # the first compiles if that was not done
-            seconds_to_compile[name] = max(0.0, first - usual)
+            *_, usual = player.ask(3)  # the first compiles if that was not done
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
         _compare_sides(players, cases[OURS].config.precision.compute)
@@ -161,7 +159,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
         config = cases[name].config
         step = statistics.median(turns[name])
         tokens_per_second = config.tokens_per_step / step
-        compiled = info.pop("compile_seconds", 0.0)
         flops = info.pop("flops_per_token", None)
         peak = info.pop("peak_flops", None)
         row = {
@@ -171,7 +168,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             "step_seconds": step,
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * flops / peak if peak else None,
-            "compile_seconds": compiled + seconds_to_compile[name],
             "ratio": ratio(turns[name], turns[OURS]),
             "batch_size": config.data.batch_size,
             "context_length": config.model.context_length,

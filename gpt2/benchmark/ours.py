@@ -52,7 +52,6 @@ class Training:
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         statistics = device.memory_stats() or {}  # None on a CPU
         return {
-            "compile_seconds": self._compiled.compile_seconds,
             "flops_per_token": model_flops_per_token(self._config.gpt()),
             "peak_flops": peak,
             "attention": self._program.attention,

@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import sys
-import tempfile
 
 import torch
 from torch import nn
@@ -183,10 +182,7 @@ def main() -> None:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and wanted != "highest":
         torch.set_float32_matmul_precision("high")
-    # Compilation is timed, and must not find what an earlier process compiled.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        serve(Training(peer, config, kind))
+    serve(Training(peer, config, kind))
 
 
 if __name__ == "__main__":

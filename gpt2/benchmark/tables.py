@@ -30,7 +30,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
     ),
     ("MFU", "mfu", lambda row: f"{100 * row['mfu']:.1f} %"),
     ("memory", "peak_bytes", lambda row: f"{row['peak_bytes'] / 1e9:.2f} GB"),
-    ("compiled in", "compile_seconds", lambda row: f"{row['compile_seconds']:.1f} s"),
     (
         "waits for data",
         "data_wait_seconds",
