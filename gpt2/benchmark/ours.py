@@ -55,7 +55,7 @@ class Training:
             "flops_per_token": model_flops_per_token(self._config.gpt()),
             "peak_flops": peak,
             "attention": self._program.attention,
-            "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
+            "peak_memory_bytes": statistics.get("peak_bytes_in_use", on_host),
             "version": f"jax {jax.__version__}",
         }
 

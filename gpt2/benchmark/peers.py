@@ -122,7 +122,7 @@ class Training:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._kind == "cuda":
             peak = torch.cuda.max_memory_allocated()
-        return {"peak_bytes": peak, "version": f"torch {torch.__version__}"}
+        return {"peak_memory_bytes": peak, "version": f"torch {torch.__version__}"}
 
     def step(self) -> None:
         """Takes a training step on the same batch, and waits for it."""

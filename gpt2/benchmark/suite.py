@@ -160,7 +160,6 @@ def describe_run(workdir: Path) -> list[Row]:
     row: Row = {"name": "train.py"}
     for name, value in logged[-1].items():
         row[name.removeprefix("perf/")] = value
-    row["peak_bytes"] = row.get("peak_memory_bytes")  # a CPU does not tell
     return [row]
 
 

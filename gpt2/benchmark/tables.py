@@ -29,7 +29,11 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
         lambda row: format_count(row["tokens_per_second"]),
     ),
     ("MFU", "mfu", lambda row: f"{100 * row['mfu']:.1f} %"),
-    ("memory", "peak_bytes", lambda row: f"{row['peak_bytes'] / 1e9:.2f} GB"),
+    (
+        "memory",
+        "peak_memory_bytes",
+        lambda row: f"{row['peak_memory_bytes'] / 1e9:.2f} GB",
+    ),
     (
         "waits for data",
         "data_wait_seconds",

@@ -25,7 +25,7 @@ class Rows:
 
     num_rows: int  # of an epoch
     read: Callable[[int], np.ndarray]  # the tokens of a row, at most a context + 1
-    note: str = ""  # the share of tokens that is cropped or padded
+    note: str = ""  # the share of tokens that is cropped
 
 
 def concat(dataset: Dataset, length: int, seed: int) -> Rows:
@@ -60,8 +60,7 @@ def bos(dataset: Dataset, length: int, seed: int) -> Rows:
     starts = find_documents(stream, eot)
     sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
-    room = length + 1
-    documents, kept, ends = best_fit(sizes[drawn].tolist(), room)
+    documents, kept, ends = best_fit(sizes[drawn].tolist(), length + 1)
     begins = starts[drawn[documents]]
     num_rows = len(ends) - 1
     order = shuffled(num_rows, seed)
@@ -74,11 +73,8 @@ def bos(dataset: Dataset, length: int, seed: int) -> Rows:
             pieces.append(tokens)
         return np.concatenate(pieces)
 
-    used = kept.sum()
-    cropped = 1 - used / len(stream)
-    padded = 1 - used / (num_rows * room)
-    note = f"{cropped:.1%} cropped, {padded:.1%} padded"
-    return Rows(num_rows, read, note)
+    cropped = 1 - kept.sum() / len(stream)
+    return Rows(num_rows, read, f"{cropped:.1%} cropped")
 
 
 def best_fit(
