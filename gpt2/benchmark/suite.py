@@ -190,7 +190,6 @@ def describe_machine(output: Path | None) -> Row:
     row = describe_start(0)
     row["cpu_cores"] = os.cpu_count()
     row["flags"] = os.environ.get("XLA_FLAGS")
-    row["runtime"] = device.client.platform_version.replace("\n", ", ")
     if device.platform == "gpu":
         asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
