@@ -107,9 +107,7 @@ def main() -> int:
             return 0
     state = None if start else first_state(program, dataset)
     before = folder.begin(workdir, config, dataset, start)
-    clock = StepClock.for_run(
-        config, batches.tokens_of, program.flops_per_token, before
-    )
+    clock = StepClock.for_run(config, program.flops_per_token, before)
     checkpointer = Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program.state_shapes)
@@ -173,7 +171,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.find(step + 1, batch)]
+                train_step, watch = steps[config.shapes.at(step + 1)]
                 profiler.step(step, state)
                 norms = watch(step + 1, state, batch)
                 state, metrics = train_step(state, batch)

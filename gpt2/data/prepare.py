@@ -11,7 +11,6 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
 from gpt2.errors import UserError
 from gpt2.utils.cluster import connect
@@ -25,30 +24,19 @@ def main() -> None:
     if dataset.own:
         raise UserError(f"{data.corpus} gives batches, of which none are stored")
     for _, part in dataset.parts.values():
-        print((part.directory / "README.md").read_text("utf-8"))
-        print(part.directory)
-    if flags.FLAGS.inspect:
-        loader = TrainLoader(
-            dataset,
-            seed=config.seed,
-            batch_size=data.batch_size,
-            context_length=config.model.context_length,
-            packing=data.packing,
-        )
-        for rows in loader.sources.values():
-            for number in range(min(3, rows.num_rows)):
-                print(f"\n===== row {number}, as training sees it")
-                print(dataset.tokenizer.decode(rows.read(number)))
+        print(f"{part.directory}, {part.dtype}:")
+        for name, split in part.splits.items():
+            print(
+                f"{name}: {split.num_tokens:,} tokens of {split.num_bytes:,} bytes in "
+                f"{split.num_documents:,} documents"
+            )
 
 
 def define_flags() -> None:
-    """Defines the flags of a config, `--inspect` and `--cluster`."""
+    """Defines the flags of a config, and `--cluster`."""
     cli.define_config()
     flags.DEFINE_string(
         "cluster", "", "ray[:ADDRESS]: a Ray cluster's nodes encode the text."
-    )
-    flags.DEFINE_bool(
-        "inspect", False, "Show three rows as training would see them, too."
     )
 
 

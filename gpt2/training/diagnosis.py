@@ -78,7 +78,7 @@ class Diagnosis:
                     state = self.first_state()
                 repeated = self.batches.train(start, step)
                 for count, batch in enumerate(repeated, start + 1):
-                    train_step, _ = self.steps[shapes.find(count, batch)]
+                    train_step, _ = self.steps[shapes.at(count)]
                     state, _ = train_step(state, batch)
             where = "micro-batch"
             params = state.params

@@ -189,9 +189,7 @@ class Program:
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
         ends = [self.config.shapes.at(step) for step in (start + 1, num_steps)]
-        sizes = " to ".join(
-            dict.fromkeys(f"{batches.tokens_of(shape):,}" for shape in ends)
-        )
+        sizes = " to ".join(dict.fromkeys(f"{shape.tokens:,}" for shape in ends))
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
         kind = self.backend.mesh.devices.flat[0].device_kind
