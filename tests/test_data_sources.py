@@ -226,6 +226,11 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
     with pytest.raises(UserError, match="16 and of 32 bits"):
         make(f"tokens:{tmp_path}/*.bin", "gpt2")
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    with pytest.raises(
+        UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"
+    ):
+        make(f"tokens:{path}", "gpt2")
 
 
 def _write_npz(path, ids):

@@ -11,7 +11,6 @@ import pytest
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare, splits, tokens
-from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from tests.forks import run_command
 from tests.helpers import write_words
@@ -82,12 +81,14 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
     (tmp_path / "kill-230").touch()
     assert run("cut").code == -9
     (tmp_path / "edition").write_text("2nd")
-    told, _ = (run(place).stdout for place in ("cut", "whole"))
-    assert "going on" not in told
-    tokenizer = ByteTokenizer()
-    stored = content_of(tmp_path / "whole")["train-00000.bin"]
-    text = tokenizer.decode(np.frombuffer(stored, np.uint16))
-    assert len(re.findall(r"endoftext\|>2nd [0-9]+: the quick", text)) > 3
+    shown = (
+        "--inspect",
+        "--config.data.packing=bos",
+        "--config.model.context_length=999",
+    )
+    told, whole = (run(place, *shown).stdout for place in ("cut", "whole"))
+    assert "going on" not in told and whole.count("===== row") == 3
+    assert len(re.findall(r"endoftext\|>2nd [0-9]+: the quick", whole)) > 3
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 

@@ -11,6 +11,7 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
+from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
 from gpt2.errors import UserError
 from gpt2.utils.cluster import connect
@@ -30,13 +31,28 @@ def main() -> None:
                 f"{name}: {split.num_tokens:,} tokens of {split.num_bytes:,} bytes in "
                 f"{split.num_documents:,} documents"
             )
+    if flags.FLAGS.inspect:
+        loader = TrainLoader(
+            dataset,
+            seed=config.seed,
+            batch_size=data.batch_size,
+            context_length=config.model.context_length,
+            packing=data.packing,
+        )
+        for rows in loader.sources.values():
+            for number in range(min(3, rows.num_rows)):
+                print(f"\n===== row {number}, as training sees it")
+                print(dataset.tokenizer.decode(rows.read(number)))
 
 
 def define_flags() -> None:
-    """Defines the flags of a config, and `--cluster`."""
+    """Defines the flags of a config, `--inspect` and `--cluster`."""
     cli.define_config()
     flags.DEFINE_string(
         "cluster", "", "ray[:ADDRESS]: a Ray cluster's nodes encode the text."
+    )
+    flags.DEFINE_bool(
+        "inspect", False, "Show three rows as training would see them, too."
     )
 
 
