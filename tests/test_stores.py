@@ -214,7 +214,6 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
         wait_until(lambda: DIGESTS.format(1) in names(memory))
         (mirror.folder / "samples.txt").touch()
     assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
-    monkeypatch.setattr(stores, "_PATIENCE", 0.0)
     lost = pytest.raises(UserError, match=r"division by zero.*All of it is in .*run")
     with monkeypatch.context() as patch, lost as caught, stores.Mirror("memory://run"):
         patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)

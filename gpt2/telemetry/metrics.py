@@ -13,8 +13,6 @@ from pathlib import Path
 
 from gpt2.telemetry.writers import Metrics, Writer
 
-SECONDS = "perf/seconds/"  # and a phase of `StepClock`: what it has taken up to a save
-
 
 class MetricsFile(Writer):
     """Writes metrics.jsonl. The values of one step make one line, even if several calls add them.
@@ -85,25 +83,6 @@ def _to_line(record: Metrics) -> bytes:
 def read_metrics(path: Path | str) -> list[dict]:
     """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
     return [record for _, record in _read(Path(path))]
-
-
-def has_saves(path: Path | str) -> bool:
-    """Returns whether a run has begun to save a checkpoint."""
-    return any(f"{SECONDS}step" in record for record in read_metrics(path))
-
-
-def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
-    """Returns the seconds of each phase up to the save of a step, and those of what came after."""
-    seconds = dict[str, float]()
-    total = 0.0
-    for record in read_metrics(path):
-        total = record.get("perf/total_seconds") or total
-        if record["step"] <= step and f"{SECONDS}step" in record:
-            for name, value in record.items():
-                if name.startswith(SECONDS):
-                    seconds[name.removeprefix(SECONDS)] = value
-    saved = sum(seconds.values())
-    return seconds, max(0.0, total - saved)
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict]]:

@@ -1,7 +1,6 @@
 """The curves of a run, readable at a glance: loss.png."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,14 +8,11 @@ from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.stores import place_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _GREYS = ("0.25", "0.5", "0.65", "0.8")
 
 
-def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") -> None:
-    """Draws loss.png: validation, training (faint) and its mean, and `shares` of time by name.
+def plot_losses(workdir: Path, reference: str = "") -> None:
+    """Draws loss.png: validation, training (faint) and its mean.
 
     The published losses of `reference` lie at the steps by which the run has read as many tokens.
     """
@@ -32,8 +28,8 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     validation = losses["eval/loss"].dropna()
     if train.empty:
         return
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
-    axes, strip = figure.subplots(2, height_ratios=[16, 1])
+    figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
     axes.set_title(place_of(workdir))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
@@ -74,20 +70,4 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     axes.set_ylim(low - margin, low + 1.5 * span + margin)
     axes.set_xlim(limits)
     axes.legend(frameon=False, loc="upper right")
-
-    _draw_shares(strip, shares)
     figure.savefig(workdir / "loss.png")
-
-
-def _draw_shares(strip: "Axes", shares: dict[str, float]) -> None:
-    """Draws shares that add to 1 as one bar."""
-    left = 0.0
-    for name, share in shares.items():
-        has_room = share > 0.005 * len(name) + 0.02
-        text = f"{name} {share:.0%}" if has_room else ""
-        bar = strip.barh(0, share, left=left)
-        strip.bar_label(bar, [text], label_type="center", fontsize=7)
-        left += share
-    strip.set_title("time since the first start")
-    strip.set_xlim(0, 1)
-    strip.set_axis_off()

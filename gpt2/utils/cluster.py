@@ -3,13 +3,11 @@
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +16,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from gpt2.errors import UserError
-from gpt2.utils.files import is_locked, lock_for_good
+from gpt2.utils.files import is_locked
 
 ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
 _POLL_SECONDS = 0.2
@@ -110,9 +108,7 @@ class Task:
         import ray
 
         run = ray.remote(max_retries=-1, **options)(_run)
-        self._ends = run.remote(
-            command, log, lock, os.getcwd(), options.get("num_cpus")
-        )
+        self._ends = run.remote(command, log, lock, os.getcwd())
         self._ray = ray
         self.wait = functools.partial(ray.wait, [self._ends])
         self.terminate = functools.partial(ray.cancel, self._ends)
@@ -122,14 +118,12 @@ class Task:
         return self._ray.get(self._ends) if self.wait(timeout=0)[0] else None
 
 
-def _run(
-    command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None
-) -> int:
+def _run(command: Sequence[str], log: Path, lock: Path, folder: str) -> int:
     """Runs what `start` starts, in a Ray worker, and returns the exit code."""
     os.chdir(folder)
     while is_locked(lock):  # where an earlier try still saves its state
         time.sleep(_POLL_SECONDS)
-    process = start(command, log, lock, Slot(_own_cores(num_cores), {}))
+    process = start(command, log, lock, Slot(os.sched_getaffinity(0), {}))
     try:
         while (code := process.poll()) is None:
             time.sleep(_POLL_SECONDS)  # where Ray can cancel the task
@@ -137,14 +131,3 @@ def _run(
     finally:
         process.terminate()
         process.wait()
-
-
-@functools.cache
-def _own_cores(number: int | None) -> Set[int]:
-    """Returns cores that this process keeps from others of its kind; all, without a number."""
-    cores = os.sched_getaffinity(0)
-    mine = f"{tempfile.gettempdir()}/gpt2-{os.getuid()}-core"
-    free = (
-        core for core in cores if not number or lock_for_good(Path(f"{mine}-{core}"))
-    )
-    return set(itertools.islice(free, number)) or cores

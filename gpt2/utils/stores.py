@@ -39,7 +39,6 @@ HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
 _OWNER = ".owner"  # a key of the run that began last
 _SAMPLES = "samples.txt"
-_PATIENCE = 300.0  # seconds that the end of a run waits for its store
 _PAUSE = 2.0  # seconds between looks at the working copy
 _STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
@@ -319,19 +318,14 @@ class Mirror(contextlib.AbstractContextManager):
             return
         self._ends.set()
         self._thread.join()
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return push(self._place, self.folder)
-            except UserError as failure:
-                is_lost = isinstance(failure, TakenOver)
-                if is_lost or time.monotonic() > deadline:
-                    how = f"All of it is in {self.folder}"
-                    told = UserError(failure.what, how, exit_code=5)
-                    if error is None:
-                        raise told from None
-                    return warn(str(told))
-            time.sleep(_PAUSE)
+        try:
+            push(self._place, self.folder)
+        except UserError as failure:
+            how = f"All of it is in {self.folder}"
+            told = UserError(failure.what, how, exit_code=5)
+            if error is None:
+                raise told from None
+            warn(str(told))
 
 
 # Exchanges
