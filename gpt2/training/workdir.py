@@ -38,6 +38,7 @@ from gpt2.training.checkpoint_files import find_damage, newest_whole_step, saved
 from gpt2.training.code import SOURCE, git, hash_code
 from gpt2.training.program import Program
 from gpt2.utils import files, stores
+from gpt2.utils.mirror import Mirror
 from gpt2.utils.text import format_duration
 
 _LOCK = ".lock"
@@ -64,9 +65,9 @@ _GROUPS = tuple(name for name in _LEAVE_WEIGHTS if name[-1] in "._")
 _MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps")
 
 
-def mirror(place: str) -> stores.Mirror:
+def mirror(place: str) -> Mirror:
     """Returns the mirror of a run's folder or URL, which one of its processes sends."""
-    return stores.Mirror(place, sends=jax.process_index() == 0)
+    return Mirror(place, sends=jax.process_index() == 0)
 
 
 def check_options(workdir: Path, config: Config) -> None:
