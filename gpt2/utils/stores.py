@@ -1,8 +1,8 @@
 """Places by URL (gs://, s3://, hf://, https://, ...), by way of this machine's disk.
 
 A folder at a URL has a working copy in the cache, and in it a record of what the store held at the
-last exchange. `fetch` brings the copy up to date, `push` sends what it has gained. What marks other files as whole comes last and goes first. Weights are
-fetched when somebody reads them.
+last exchange. `fetch` brings the copy up to date, `push` sends what it has gained. What marks other
+files as whole comes last and goes first. Weights are fetched when somebody reads them.
 
 Nothing is removed on one side because it is missing on the other: a checkpoint goes only where a
 newer one has taken its place.
