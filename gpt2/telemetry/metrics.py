@@ -92,8 +92,8 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
     end = 0
     for line in path.read_bytes().splitlines(keepends=True):
         end += len(line)
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            is_whole = line.endswith(b"\n") and isinstance(record, dict)
-            if is_whole and isinstance(record.get("step"), int):
+            int(record["step"])
+            if line.endswith(b"\n"):
                 yield end, record

@@ -27,11 +27,8 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
             table["name"] = path.stem
         table = table.astype({"tokens": float, "loss": float}).sort_values("tokens")
     except (OSError, ValueError, KeyError) as error:
-        names = sorted(file.stem for file in PLACE.glob("*.csv"))
         what = f"{name} holds no published losses ({error})"
-        how = (
-            f"Use {names}, or a table of numbers that begins with the line tokens,loss"
-        )
+        how = "Name one of configs/reference/, or a table of tokens,loss"
         raise UserError(what, how) from None
     curves = dict[str, np.ndarray]()
     for curve, points in table.groupby("name", sort=False):

@@ -110,10 +110,7 @@ class StepClock:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
         shares = dict[str, float]()
-        longest_first = sorted(
-            self._seconds, key=self._seconds.__getitem__, reverse=True
-        )
-        for name in longest_first:
+        for name in sorted(self._seconds, key=self._seconds.__getitem__, reverse=True):
             label = "goodput" if name == "step" else name
             shares[label] = self._seconds[name] / total
         return shares

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._directory = self._workdir / "checkpoints"
         self._saving: int | None = None
         self.failure = ""  # why the newest state that was to be saved is not
-        score = lambda metrics: metrics[METRIC]  # noqa: E731
+        score = itemgetter(METRIC)
         best = policy.BestN(
             get_metric_fn=score,
             reverse=True,
@@ -328,11 +329,7 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
     def finalize(self, directory: PathLike) -> None:
         """Called by the first process, after all items that were registered before this one."""
         folder = Path(directory)
-        found = dict[str, list[int]]()
-        for name, digest in digest_folder(folder.parent).items():
-            if name.partition("/")[0] in ITEMS:
-                found[name] = digest
-        sealed = files.seal({"files": found})
+        sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))
         files.sync_tree(folder.parent)  # before a rename makes them visible
 
