@@ -20,9 +20,8 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     from matplotlib.figure import Figure  # without pyplot: no windows, no global state
 
     records = read_metrics(workdir / "metrics.jsonl")
-    losses = pd.DataFrame(
-        records, columns=["step", "tokens", "train/loss", "eval/loss"]
-    )
+    columns = ["step", "tokens", "train/loss", "eval/loss"]
+    losses = pd.DataFrame(records, columns=columns)
     losses = losses.set_index("step").astype(float)
     train = losses["train/loss"].dropna()
     validation = losses["eval/loss"].dropna()
@@ -35,13 +34,15 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     window = max(1, len(train) // 30)
-    smooth = train.rolling(window, min_periods=1, center=True).mean()
+    rolling = train.rolling(window, min_periods=1, center=True)
+    smooth = rolling.mean()
     axes.plot(train, color="C0", alpha=0.22)
     label = f"train {smooth.iloc[-1]:.3f} (smoothed)"
     axes.plot(smooth, color="C0", label=label)
     if not validation.empty:
         best = validation.min()
-        label = f"validation {validation.iloc[-1]:.3f} (best {best:.3f})"
+        newest = validation.iloc[-1]
+        label = f"validation {newest:.3f} (best {best:.3f})"
         axes.plot(validation, color="C3", marker=".", label=label)
     limits = axes.get_xlim()  # of the run, whatever is published
 
@@ -62,12 +63,16 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
             axes.axhline(losses[0], color=color, label=label)
         else:
             axes.plot(steps, losses, color=color, marker=".", label=name)
-        is_beyond = (steps < 0.05 * last) | (steps > last)
-        shown += losses[~is_beyond].tolist()
+        is_before = steps < 0.05 * last
+        is_beyond = steps > last
+        within = losses[~is_before & ~is_beyond]
+        shown += within.tolist()
     low = min(shown)
     span = max(shown) - low
     margin = 0.08 * span + 0.01
-    axes.set_ylim(low - margin, low + 1.5 * span + margin)
+    bottom = low - margin
+    top = low + 1.5 * span + margin
+    axes.set_ylim(bottom, top)
     axes.set_xlim(limits)
     axes.legend(frameon=False, loc="upper right")
     figure.savefig(workdir / "loss.png")

@@ -110,7 +110,10 @@ class StepClock:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
         shares = dict[str, float]()
-        for name in sorted(self._seconds, key=self._seconds.__getitem__, reverse=True):
+        longest_first = sorted(
+            self._seconds, key=self._seconds.__getitem__, reverse=True
+        )
+        for name in longest_first:
             label = "goodput" if name == "step" else name
             shares[label] = self._seconds[name] / total
         return shares

@@ -20,7 +20,7 @@ from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import Steps
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.checkpoint_files import saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, MapSum, Sums, on_one_device
@@ -54,12 +54,11 @@ class Diagnosis:
         except Exception as failure:  # of many kinds, such as too little memory
             told = f"{type(failure).__name__}: {failure}"
             origin = f"where it began is not known ({told})"
-        # The newest may be finite and spoilt all the same.
-        best = self.checkpointer.best()
-        good = best[0] if best else latest_step(self.workdir)
         how = "Lower --config.optim.learning_rate"
-        if good:
-            source = f"run:{place_of(self.workdir)}@{good}"
+        if saved_steps(self.workdir):
+            source = (
+                f"run:{place_of(self.workdir)}"  # its best: the newest may be spoilt
+            )
             how += f" and start from --config.train.init_from={source}"
         return UserError(f"{error}: {origin}", how, exit_code=3)
 

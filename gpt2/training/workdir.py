@@ -34,7 +34,12 @@ from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, plot_losses
 from gpt2.telemetry.metrics import MetricsFile, read_metrics
 from gpt2.telemetry.reference import read_reference
-from gpt2.training.checkpoint_files import find_damage, newest_whole_step, saved_steps
+from gpt2.training.checkpoint_files import (
+    find_damage,
+    latest_step,
+    newest_whole_step,
+    saved_steps,
+)
 from gpt2.training.code import SOURCE, git, hash_code
 from gpt2.training.program import Program
 from gpt2.utils import files, stores
@@ -92,7 +97,7 @@ def check_options(workdir: Path, config: Config) -> None:
             workdir, stores.copy_of(data_place(config.data.data_dir)).resolve()
         )
         return
-    if newest_whole_step(workdir, read=False) == 0:
+    if saved_steps(workdir) == [0]:
         place = stores.place_of(workdir)
         what = f"{place} holds imported weights, not a run to continue"
         how = f"Give another --workdir and --config.train.init_from=run:{place}"
@@ -134,7 +139,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     if changed:
         what = f"{place} holds a run with {'; '.join(changed)}"
         raise UserError(what, "Give another --workdir, or the run's value")
-    latest = newest_whole_step(workdir, read=False) or 0
+    latest = latest_step(workdir) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
         what = f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}"
