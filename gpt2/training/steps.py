@@ -132,8 +132,8 @@ def make_update(
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
     A skipped step changes only the step count and what decides on it: float16's loss scale, or the
-    guard. The schedule does not advance. `norm` is that of all gradients together; `choose` computes
-    one of two results, or both and then chooses.
+    guard. The schedule does not advance. `norm` is that of all gradients together; `choose`
+    computes one of two results, or both and then chooses.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
