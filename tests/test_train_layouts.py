@@ -85,8 +85,8 @@ def test_a_run_that_changes_its_layout_half_way_equals_one_device(
     reference, spread, name
 ):
     workdir, began, ended, _ = spread
-    assert "pmap, data 4\n" in began and "in 2 micro-batches" in began
-    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended and "2 layers scanned" in ended
+    assert "pmap, data 4\n" in began
+    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended
     assert [line["step"] for line in metrics_of(workdir)] == list(
         range(1, NUM_STEPS + 1)
     )
