@@ -106,7 +106,7 @@ def main() -> int:
             return 0
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)
-    clock = StepClock.for_run(config, batches.tokens_of, program.flops_per_token)
+    clock = StepClock.for_run(config, program.flops_per_token)
     checkpointer = Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program)
@@ -170,7 +170,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.find(step + 1, batch)]
+                train_step, watch = steps[config.shapes.at(step + 1)]
                 profiler.step(step, state)
                 norms = watch(step + 1, state, batch)
                 state, metrics = train_step(state, batch)

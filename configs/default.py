@@ -163,8 +163,8 @@ class Data:
     # Share held out for validation; docs/data.md says of what.
     val_fraction: UpToOne = 0.005
     # Of training rows. concat: windows of joined documents; bos: begin at a document, and crop
-    # what does not fit (nanochat); pad: a document a row, padded to one of a few lengths.
-    packing: Literal["concat", "bos", "pad"] = "concat"
+    # what does not fit (nanochat).
+    packing: Literal["concat", "bos"] = "concat"
     # Attend only within a document; positions count from its start.
     document_mask: bool = False
 

@@ -111,10 +111,10 @@ def test_a_subset_of_the_hub_is_named_unless_there_is_one(
     corpus = open_corpus(f"hf:{spec}")
     if message:
         with pytest.raises(UserError, match=message):
-            list(corpus.documents(0))
+            list(corpus.documents())
     else:
         named = [f for f in folders if f.split("/")[0] in ("only", "default", spec[4:])]
-        assert list(corpus.documents(0)) == [f"text of {named[0]}"]
+        assert list(corpus.documents()) == [f"text of {named[0]}"]
 
 
 def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
@@ -226,11 +226,6 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
     with pytest.raises(UserError, match="16 and of 32 bits"):
         make(f"tokens:{tmp_path}/*.bin", "gpt2")
-    (tmp_path / "meta.pkl").write_bytes(b"")
-    with pytest.raises(
-        UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"
-    ):
-        make(f"tokens:{path}", "gpt2")
 
 
 def _write_npz(path, ids):

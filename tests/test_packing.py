@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.config.shapes import Shape
 from gpt2.data import Dataset, prepare
-from gpt2.data.loader import TrainLoader
+from gpt2.data.loader import TrainLoader, assemble
 from gpt2.data.own import OwnBatches
 from gpt2.data.tokens import Split, TokenWriter
 from gpt2.errors import UserError
@@ -55,7 +54,7 @@ def mixture(corpus, tmp_path_factory):
     return dataclasses.replace(corpus, mixed=shares)
 
 
-@pytest.mark.parametrize("packing", ["concat", "bos", "pad"])
+@pytest.mark.parametrize("packing", ["concat", "bos"])
 @pytest.mark.parametrize("kind", ["corpus", "mixture"])
 def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
     request, kind, packing
@@ -106,26 +105,6 @@ def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
-    loader = TrainLoader(corpus, seed=0, batch_size=B, context_length=T, packing="pad")
-    steps, orders = loader.sources[""].num_rows // B, []
-    tokens = np.arange(SIZES.sum())
-    tokens[STARTS] = EOT
-    for epoch in range(2):
-        batches = [loader.batch(epoch * steps + step) for step in range(1, steps + 1)]
-        targets = np.concatenate([batch["targets"].ravel() for batch in batches])
-        np.testing.assert_array_equal(
-            np.sort(targets[targets >= 0]), np.sort(tokens[1:])
-        )
-        assert {batch["tokens"].shape[1] for batch in batches} == {128, 256, 512}
-        assert not any(np.any(batch["tokens"][:, 1:] == EOT) for batch in batches)
-        assert loader.tokens_of(Shape(B, T, 0)) == round(len(targets) / steps)
-        assert loader.sources[""].note == f"{np.mean(targets < 0):.1%} padded"
-        assert np.mean(targets < 0) < 0.35
-        orders.append([batch["tokens"][0, 1] for batch in batches])
-    assert orders[0] != orders[1]
-
-
 def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixture):
     loader = TrainLoader(mixture, seed=0, batch_size=10, context_length=64)
     starts = np.concatenate(
@@ -146,15 +125,15 @@ def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixtu
     }
 
 
-def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp_path):
+def test_a_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp_path):
     one, two = (write_words(tmp_path / str(words), 40, words) for words in (60, 250))
     data = dict(tokenizer="byte", val_fraction=0.1, data_dir=str(tmp_path / "data"))
-    data |= dict(corpus=f"0.5*text:{one}+1.5*text:{two}", packing="pad")
+    data |= dict(corpus=f"0.5*text:{one}+1.5*text:{two}", packing="bos")
     options = [f"--config.data.{name}={value}" for name, value in data.items()]
     code, output, error = run(
         tmp_path / "run", *TINY, *options, "--config.model.context_length=256"
     )
-    assert code == 0 and "% padded" in output, error
+    assert code == 0 and "% cropped" in output, error
     last = metrics_of(tmp_path / "run")[-1]
     losses = np.array([last[f"eval/loss_text:{part}"] for part in (one, two)])
     assert last["eval/loss"] == pytest.approx(losses @ [0.25, 0.75])
@@ -191,27 +170,19 @@ def model():
     return documents, gpt, jax.tree.map(lambda x: 5 * x, params)
 
 
-def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
+def test_the_loss_of_padded_rows_is_the_mean_over_documents(model):
     documents, gpt, params = model
-    dataset = stored(tmp_path / "documents", np.concatenate(documents), eot=63)
-    loader = TrainLoader(
-        dataset, seed=0, batch_size=5, context_length=32, packing="pad"
-    )
-    steps = loader.sources[""].num_rows // 5
-    loss = jax.jit(next_token_loss(gpt))
-    sums = [loss(params, loader.batch(step))["loss"] for step in range(1, steps + 1)]
     alone, apply = (
         [],
         jax.jit(lambda text: jax.nn.log_softmax(gpt.apply({"params": params}, text))),
     )
-    for document, after in zip(documents, [*documents[1:], []], strict=True):
-        text = np.append(document, after[:1]).astype(np.int32)
-        length = len(text) - 1
-        row = np.pad(text[:-1], (0, 32 - length))[None]
-        alone += list(-apply(row)[0, np.arange(length), text[1:]])
-    assert sum(count for _, count in sums) == len(alone) and steps * 5 > len(documents)
-    found = sum(total for total, _ in sums) / len(alone)
-    np.testing.assert_allclose(found, np.mean(alone), rtol=1e-5)
+    for document in documents:
+        length = len(document) - 1
+        row = np.pad(document[:-1].astype(np.int32), (0, 32 - length))[None]
+        alone += list(-apply(row)[0, np.arange(length), document[1:]])
+    total, count = next_token_loss(gpt)(params, assemble(documents, 32, None))["loss"]
+    assert count == len(alone) < 32 * len(documents)
+    np.testing.assert_allclose(total / count, np.mean(alone), rtol=1e-5)
 
 
 @pytest.mark.parametrize("mask", [True, False])
@@ -345,16 +316,7 @@ def test_short_last_batches_of_ones_own_are_filled_with_nothing_to_predict():
     np.testing.assert_array_equal(held_out, np.concatenate([ROWS, filled]))
 
 
-def test_own_batches_are_alike_in_their_names_and_there_are_some():
-    batch = {"tokens": ROWS, "targets": ROWS}
-    each = [batch, batch | {"mask": ROWS > 9}, batch | {"segments": ROWS}]
-    own = OwnBatches("python:a:b", lambda split: each, (4, 16), 64)
-    own.batch(1)
-    own.batch(2)
-    with pytest.raises(
-        UserError, match="segments in one batch, and targets, tokens in"
-    ):
-        own.batch(3)
+def test_own_batches_that_there_are_not_are_told():
     none = OwnBatches("python:a:b", lambda split: [], (4, 16), 64)
     with pytest.raises(UserError, match="no batches for training"):
         none.batch(1)

@@ -283,9 +283,6 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
         next_machine()
     with pytest.raises(UserError, match=r"no file matches 'memory://b/\*\.md'"):
         prepare(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
-    memory.pipe_file("/b/meta.pkl", b"")
-    with pytest.raises(UserError, match="another meaning"):
-        prepare(DataConfig(corpus="tokens:memory://b/*.bin", tokenizer="gpt2"))
 
 
 def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):

@@ -229,10 +229,8 @@ class Config(default.Options):
             raise UserError(
                 f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP"
             )
-        keeps_batches = data.packing == "pad" and train.batch_schedule
-        keeps_lengths = data.packing != "concat" and train.context_schedule
-        if keeps_batches or keeps_lengths:
-            raise UserError(f"data.packing={data.packing} keeps its shapes")
+        if data.packing != "concat" and train.context_schedule:
+            raise UserError(f"data.packing={data.packing} keeps its lengths")
         self._check_memory()
         self._check_shapes()
 

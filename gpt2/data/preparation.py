@@ -8,7 +8,6 @@ complete.
 import dataclasses
 import os
 import re
-import shlex
 import shutil
 import sys
 from fractions import Fraction
@@ -17,7 +16,7 @@ from pathlib import Path
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
-from gpt2.data.dataset import COUNTS, Dataset
+from gpt2.data.dataset import Dataset
 from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
 from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
@@ -175,7 +174,6 @@ def write(wanted: Wanted) -> Dataset:
                 f"the text that data.corpus={data.corpus} names has changed while it was read",
                 "Repeat the command",
             )
-        _describe(dataset, data)
         _seal(dataset)
         shutil.rmtree(directory, ignore_errors=True)  # which was damaged
         partial.rename(directory)
@@ -186,39 +184,12 @@ def write(wanted: Wanted) -> Dataset:
     return dataclasses.replace(dataset, directory=directory)
 
 
-def _describe(dataset: Dataset, data: DataConfig) -> None:
-    """Writes README.md: what is prepared, and how it came about."""
-    rows = list[str]()
-    for count in COUNTS:
-        train = getattr(dataset.splits["train"], count)
-        validation = getattr(dataset.splits["validation"], count)
-        name = count.removeprefix("num_")
-        rows.append(f"| {name} | {train:,} | {validation:,} |")
-    command = list[str]()
-    for option in ("corpus", "tokenizer", "end_of_text", "val_fraction", "unique"):
-        value = shlex.quote(str(getattr(data, option)))
-        command.append(f"--config.data.{option}={value}")
-    table = "\n".join(rows)
-    text = f"""# {data.corpus}, as tokens of {data.tokenizer}: {dataset.dtype} without a header
-
-Token {dataset.tokenizer.eot} begins each of several documents. This makes the folder, again if it
-is deleted, and with `--inspect` shows rows as training sees them:
-
-    python -m gpt2.data.prepare {" ".join(command)}
-
-| | train | validation |
-|---|---|---|
-{table}
-"""
-    files.write_text(dataset.directory / "README.md", text)
-
-
 def _seal(dataset: Dataset) -> None:
     """Writes what tells that all is there, with a digest of every file."""
     directory = dataset.directory
     digests = files.digest_folder(directory)
-    # A kill leaves the first two.
-    for name in (PROGRESS, FACTS, "README.md"):
+    # A kill leaves these.
+    for name in (PROGRESS, FACTS):
         digests.pop(name, None)
     splits = dict[str, dict]()
     for name, split in dataset.splits.items():

@@ -8,10 +8,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from absl import flags
-
 from gpt2 import cli
-from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
 from gpt2.errors import UserError
 
@@ -24,29 +21,13 @@ def main() -> None:
     if dataset.own:
         raise UserError(f"{data.corpus} gives batches, of which none are stored")
     for _, part in dataset.parts.values():
-        print((part.directory / "README.md").read_text("utf-8"))
-        print(part.directory)
-    if flags.FLAGS.inspect:
-        loader = TrainLoader(
-            dataset,
-            seed=config.seed,
-            batch_size=data.batch_size,
-            context_length=config.model.context_length,
-            packing=data.packing,
-        )
-        for rows in loader.sources.values():
-            for number in range(min(3, rows.num_rows)):
-                print(f"\n===== row {number}, as training sees it")
-                print(dataset.tokenizer.decode(rows.read(number)))
-
-
-def define_flags() -> None:
-    """Defines the flags of a config and `--inspect`."""
-    cli.define_config()
-    flags.DEFINE_bool(
-        "inspect", False, "Show three rows as training would see them, too."
-    )
+        print(f"{part.directory}, {part.dtype}:")
+        for name, split in part.splits.items():
+            print(
+                f"{name}: {split.num_tokens:,} tokens of {split.num_bytes:,} bytes in "
+                f"{split.num_documents:,} documents"
+            )
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags)
+    cli.run(main, cli.define_config)

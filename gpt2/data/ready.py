@@ -4,7 +4,6 @@ nanoGPT writes bare .bin files, llm.c and modded-nanogpt some with a header, bui
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +11,11 @@ import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.dataset import Dataset
-from gpt2.data.foreign import File, find_files, fingerprint, reading
+from gpt2.data.foreign import find_files, fingerprint, reading
 from gpt2.data.tokenizer import build, is_path
 from gpt2.data.tokens import Shard, Split, TokenStream
 from gpt2.errors import UserError
-from gpt2.utils.stores import at_hand, find, is_url
+from gpt2.utils.stores import at_hand
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
@@ -52,7 +51,6 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
         )
     found = find_files(data.corpus.removeprefix("tokens:"))
     files = [at_hand(file).absolute() for file in found]
-    _refuse_characters([*found, *files])
     train = Shards()
     validation = Shards()
     dtypes = set[str]()
@@ -109,18 +107,6 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
         split.num_documents = max(split.num_documents, 1)
         splits[name] = split
     return Dataset(directory, tokenizer, splits, ready.dtype)
-
-
-def _refuse_characters(files: Sequence[File]) -> None:
-    """Refuses nanoGPT's tokens that are characters, which a file beside them tells."""
-    for place in {str(file).rpartition("/")[0] for file in files}:
-        meta = f"{place}/meta.pkl"
-        exists = find(meta) if is_url(meta) else Path(meta).exists()
-        if exists:
-            raise UserError(
-                f"{meta} gives the tokens beside it another meaning",
-                f"Use text:{place}/input.txt and --config.data.tokenizer=char",
-            )
 
 
 def _open_shard(file: Path) -> tuple[Shard, str]:

@@ -242,7 +242,8 @@ class Documents:
         unique = self._data.unique
         first = 0 if unique else start
         seen = set[bytes]()  # takes a hundred bytes for each document
-        for number, document in enumerate(self._corpus.documents(first), first):
+        documents = itertools.islice(self._corpus.documents(), first, None)
+        for number, document in enumerate(documents, first):
             digest, size = _measure(document)
             if not size:
                 continue

@@ -22,7 +22,7 @@ def named_param(
 
     `parallel.rules` spread it between steps by the names of its axes.
     """
-    return module.ops.param(module, name, init, shape, axes)
+    return module.ops.whole(module.ops.param(module, name, init, shape, axes))
 
 
 class Linear(nn.Module):
@@ -49,7 +49,7 @@ class Linear(nn.Module):
     def setup(self):
         """Creates the kernel and the bias."""
         cfg = self.config
-        self.kernel = self.ops.kernel(self, "kernel", self._draw, self.shape, self.axes)
+        self.kernel = self.ops.param(self, "kernel", self._draw, self.shape, self.axes)
         self.bias = None
         if cfg.bias:
             shape = self.shape[self.num_contract :]
@@ -81,7 +81,7 @@ class Linear(nn.Module):
         Two branches in each layer add to the residual stream. Their last kernels are smaller by
         the root of the number of branches, which keeps its variance (GPT-2, section 2.3).
         """
-        # Whose files are made of these layers.
+        # Here, since ingredients are made of these layers.
         from gpt2.model.ingredients import ingredients_of
 
         stddev = self.config.init_std
@@ -149,7 +149,7 @@ class Embedding(nn.Module):
         cfg = self.config
         shape = (self.num_rows, self.width or cfg.embed_dim)
         normal = nn.initializers.normal(self.stddev)
-        self.embedding = self.ops.kernel(self, "embedding", normal, shape, self.axes)
+        self.embedding = self.ops.param(self, "embedding", normal, shape, self.axes)
 
     def __call__(self, indices: Array) -> Array:
         """Returns the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute type."""
@@ -176,18 +176,19 @@ class MLP(nn.Module):
         chex.assert_shape(x, (None, None, D))
         hidden = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_fc")(x)
         hidden = ops.constrain(hidden, "batch", "length", "mlp")
-        activation: Activation | None = ops.activation(cfg.activation)
+        activation = ops.activation(cfg.activation)
+        before_projection: Activation | None = activation
         if cfg.is_gated:
             gate = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_gate")(x)
-            hidden = ops.activation(cfg.activation)(gate) * hidden
-            activation = None
+            hidden = activation(gate) * hidden
+            before_projection = None
         project = Linear(
             cfg,
             ops,
             (F, D),
             ("mlp", "embed"),
             is_projection=True,
-            activation=activation,
+            activation=before_projection,
             name="c_proj",
         )
         return project(hidden)

@@ -1,7 +1,8 @@
 """The table of operations that a model computes with: formulas, or faster functions for them.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py) and hands it
-to the model. Taking a kernel out of a table makes a run slower and nothing else.
+to the model. Taking a kernel out makes a run slower and nothing else, but that functions which take
+a `Shard` (gpt2/ops/fsdp.py) go together.
 """
 
 import dataclasses
@@ -66,14 +67,14 @@ class Ops:
     """What a model computes with; each member is explained at its formula.
 
     Attributes:
-        param: reads a parameter whole.
-        kernel: reads one for `linear`, `linear_parts`, `look_up`, `look_up_tokens`, `add_rows`,
-            `pad_vocab` and `cross_entropy` of the same table, which may hold a part of it only.
+        param: reads a parameter, for `whole`, `linear`, `linear_parts`, `look_up`,
+            `look_up_tokens`, `add_rows`, `pad_vocab` and `cross_entropy` of the same table: a
+            device may hold a part of it only.
         look_up_tokens: looks up in what `pad_vocab` returned.
     """
 
     param: Param = plain.param
-    kernel: Param = plain.param
+    whole: Callable[[Array], Array] = plain.whole
     linear: Linear = plain.linear
     linear_parts: LinearParts = plain.linear_parts
     norm: Norm = plain.norm

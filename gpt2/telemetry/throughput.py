@@ -46,15 +46,14 @@ class StepClock:
     def for_run(
         cls,
         config: Config,
-        tokens_of: Callable[[Shape], int],
         flops_per_token: Callable[[Shape], float],
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
         costs = dict[Shape, float]()
         for shape in config.shapes.pieces.values():
-            costs[shape] = tokens_of(shape) * flops_per_token(shape)
+            costs[shape] = shape.tokens * flops_per_token(shape)
         return cls(
-            tokens=partial(config.shapes.sum, tokens_of),
+            tokens=config.shapes.tokens,
             flops=partial(config.shapes.sum, costs.__getitem__),
             peak_flops=total_peak_flops(config.precision.compute),
         )

@@ -67,12 +67,6 @@ class Batches:
             )
             self._held_out[name] = float(share), loader
 
-    def tokens_of(self, shape: Shape) -> int:
-        """Returns the tokens of a step of a shape."""
-        if isinstance(self._train, OwnBatches):
-            return shape.tokens
-        return self._train.tokens_of(shape)
-
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
     ) -> Generator[Placed, None, None]:
@@ -130,11 +124,9 @@ class Batches:
         for begin in (start, *begins):
             shape = self._shapes.at(begin + 1)
             rows = self._local_rows(shape.batch_size)
-            for length in self._train.lengths:
-                length = min(length, shape.context_length)
-                zeros = np.zeros((rows.stop - rows.start, length), np.int32)
-                batch = self._put(dict.fromkeys(example, zeros))
-                examples[shape._replace(context_length=length)] = batch
+            size = (rows.stop - rows.start, shape.context_length)
+            zeros = np.zeros(size, np.int32)
+            examples[shape] = self._put(dict.fromkeys(example, zeros))
         return examples, example
 
     def position(self, step: int) -> list[str]:

@@ -83,7 +83,7 @@ class Diagnosis:
                 state = self.first_state()
             repeated = self.batches.train(start, step)
             for count, batch in enumerate(repeated, start + 1):
-                train_step, _ = self.steps[shapes.find(count, batch)]
+                train_step, _ = self.steps[shapes.at(count)]
                 state, _ = train_step(state, batch)
         (batch,) = self.batches.train(step, error.step)
         names = list[str]()
@@ -130,8 +130,9 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
+                inputs = program.model.ops.isolate(params, micro_batch)
                 with nn.intercept_methods(note):
-                    sums = program.loss(params, micro_batch, key, step)
+                    sums = program.loss(*inputs, key, step)
                 return sums["loss"][0], sums
 
             differentiate = jax.value_and_grad(forward, has_aux=True)
