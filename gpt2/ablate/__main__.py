@@ -35,7 +35,6 @@ from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
 from gpt2.data import prepare
 from gpt2.utils import files
-from gpt2.utils.cluster import connect
 from gpt2.utils.stores import is_url
 
 FLAGS = flags.FLAGS
@@ -64,8 +63,6 @@ def define_flags() -> None:
     )
     about = "Runs at once: a GPU each, or a share of the cores."
     flags.DEFINE_integer("jobs", None, about, 1)
-    about = "ray[:ADDRESS]: runs are tasks of a Ray cluster."
-    flags.DEFINE_string("cluster", "", about)
     flags.DEFINE_list("sizes", [], "LAYERSxWIDTH,...: all arms at each.")
     flags.DEFINE_list("budgets", [], "Tokens per parameter: all arms at each.")
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
@@ -84,10 +81,10 @@ def main() -> int:
         raise UserError("there is no --workdir", "Name a directory for the sweep")
     if is_url(FLAGS.workdir):
         raise UserError("a sweep needs a folder, not a URL", "Mount the bucket")
-    root = Path(FLAGS.workdir)
+    root = Path(FLAGS.workdir).expanduser()
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
-    slots = make_slots(FLAGS.jobs, connect(FLAGS.cluster))
+    slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
         sweep = grow(continued(sweep).with_choices())

@@ -12,7 +12,6 @@ import shutil
 import sys
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
@@ -34,12 +33,12 @@ PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 _READ_BYTES = 1 << 28
 
 
-def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
-    """Returns what `data.corpus` names, prepared; what is not yet, it prepares, maybe by Ray."""
+def prepare(data: DataConfig) -> Dataset:
+    """Returns what `data.corpus` names, prepared; what is not yet, it prepares."""
     own = find_batches(data.corpus)
     shares = read_mixture(data.corpus)
     if not own and not shares:
-        return _prepare_corpus(data, ray)
+        return _prepare_corpus(data)
     if data.tokenizer == "char" or data.tokenizer.startswith("bpe:"):
         raise UserError(
             f"data.tokenizer={data.tokenizer} is made from one corpus of text, and "
@@ -51,7 +50,7 @@ def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
         return Dataset(Path(), tokenizer, {}, "", own=own)
     mixed = dict[str, tuple[Fraction, Dataset]]()
     for name, share in shares.items():
-        part = prepare(dataclasses.replace(data, corpus=name), ray)
+        part = prepare(dataclasses.replace(data, corpus=name))
         if part.own:
             raise UserError(f"{name} gives batches", "Mix in your function")
         mixed[name] = share, part
@@ -74,7 +73,7 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
     return {name: weight / total for name, weight in weights.items()}
 
 
-def _prepare_corpus(data: DataConfig, ray: ModuleType | None) -> Dataset:
+def _prepare_corpus(data: DataConfig) -> Dataset:
     wanted = resolve(data)
     dataset = find(wanted)
     if dataset is None:
@@ -85,7 +84,7 @@ def _prepare_corpus(data: DataConfig, ray: ModuleType | None) -> Dataset:
                 dataset = find(wanted)
                 if dataset is None:
                     stores.fetch(wanted.place)
-                    dataset = find(wanted) or write(wanted, ray)
+                    dataset = find(wanted) or write(wanted)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
@@ -154,7 +153,7 @@ def find(wanted: Wanted) -> Dataset | None:
 # How it gets there
 
 
-def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
+def write(wanted: Wanted) -> Dataset:
     """Prepares into a folder of its own, going on where it was cut, and renames that."""
     data = wanted.data
     source = wanted.source
@@ -168,7 +167,7 @@ def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
         if isinstance(source, ReadyTokens):
             dataset = index(source, data, partial)
         else:
-            dataset = write_splits(source, data, partial, ray)
+            dataset = write_splits(source, data, partial)
         if resolve(data).place != wanted.place:
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(

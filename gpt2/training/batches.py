@@ -151,21 +151,3 @@ class Batches:
             line = f"{text}; {note}" if note else text
             lines.append(f"{name}: {line}" if name else line)
         return f"\n{'':9}".join(lines)
-
-    def epoch_end(self, step: int) -> str:
-        """Returns a line if the step, counted from 1, ends epoch 1, 2, 4, 8, ...; else nothing."""
-        if isinstance(self._train, OwnBatches):
-            return ""
-        lines = list[str]()
-        before = self._train.epochs(step - 1)
-        for name, epochs in self._train.epochs(step).items():
-            epoch = int(epochs)
-            if epoch.bit_length() > int(before[name]).bit_length():
-                which = f" of {name}" if name else ""
-                rows = self._train.sources[name].num_rows
-                lines.append(
-                    f"epoch {epoch}{which} ends: all {rows:,} rows have been seen"
-                )
-        if lines:
-            lines.append("the next one has another order")
-        return "; ".join(lines)

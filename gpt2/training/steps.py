@@ -132,11 +132,9 @@ def make_update(
 ) -> Callable[[TrainState, Batch, MapSum], Update]:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
-    A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
-    A skipped step changes only the step count and what decides on skipping: the loss scale of
-    float16, or the guard. The schedule does not advance. `norm` is that of all gradients
-    together; `choose` computes one of two results, or both and then chooses; `isolate` is that of
-    a model's table.
+    A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
+    skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
+    `norm` is of all gradients together, `choose` gives one of two results, `isolate` is a table's.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -149,9 +147,8 @@ def make_update(
 
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
-                params, micro_batch = isolate(params, micro_batch)
                 key = dropout_key(seed, state.step, index, device)
-                sums = loss(params, micro_batch, key, state.step)
+                sums = loss(*isolate(params, micro_batch), key, state.step)
                 return sums["loss"][0] * scale, sums
 
             def sums_and_gradients(micro_batch, index):
@@ -184,16 +181,12 @@ def make_update(
             new = take() if keep is None else choose(keep, take, skip)
             params, opt_state, updates = new
         taken = num_updates(state.opt_state)
-        metrics |= about_skips | {
-            "train/grad_norm": grad_norm,
-            "train/learning_rate": jnp.float32(
-                schedule(state.step if taken is None else taken)
-            ),
-        }
-        new_state = judged.replace(
-            step=state.step + 1, params=params, opt_state=opt_state
-        )
-        return Update(new_state, metrics, grads, updates)
+        rate = schedule(state.step if taken is None else taken)
+        metrics |= about_skips
+        metrics["train/grad_norm"] = grad_norm
+        metrics["train/learning_rate"] = jnp.float32(rate)
+        after = judged.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        return Update(after, metrics, grads, updates)
 
     return update
 

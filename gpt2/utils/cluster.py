@@ -1,27 +1,17 @@
-"""Calls and processes on this machine or on a Ray cluster, whose workers import no JAX for it."""
+"""Work at once on this machine: calls in threads, and runs in processes of their own."""
 
 import contextlib
 import ctypes
-import functools
-import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
-
-from gpt2.errors import UserError
-from gpt2.utils.files import is_locked, lock_for_good
+from typing import NamedTuple
 
 ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
-_POLL_SECONDS = 0.2
 
 
 class Slot(NamedTuple):
@@ -29,59 +19,22 @@ class Slot(NamedTuple):
 
     cores: Set[int]
     environment: dict[str, str]
-    # In place of both, what a Ray cluster keeps for it
-    task: dict[str, Any] | None = None
-
-
-def connect(cluster: str) -> ModuleType | None:
-    """Joins the cluster that ray[:ADDRESS] names, or $RAY_ADDRESS; returns the package, or None."""
-    if not cluster:
-        return None
-    kind, _, address = cluster.partition(":")
-    if kind != "ray":
-        raise UserError(f"--cluster={cluster} is not ray[:ADDRESS]")
-    try:
-        import ray
-
-        host, _, port = address.rpartition(":")
-        if port:  # where nobody answers, Ray would try for minutes
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address or "auto")
-    except (ImportError, OSError, ValueError) as error:
-        what = f"no Ray cluster is reached ({error})"
-        raise UserError(what, "See docs/cluster.md") from None
-    return ray
 
 
 @contextlib.contextmanager
-def open_pool(ray: ModuleType | None) -> Iterator[tuple[int, Callable[..., Future]]]:
-    """Yields how many calls run at once, and the `submit` of an executor: of Ray, or of threads.
-
-    Ray repeats what a lost node had. Threads suffice where calls release the interpreter lock.
-    """
-    if not ray:
-        number = os.cpu_count() or 1
-        interval = sys.getswitchinterval()
-        # Seconds for which they wait for the lock, less than 5e-3.
-        sys.setswitchinterval(2e-4)
-        with ThreadPoolExecutor(number) as pool:
-            yield number, pool.submit
-        sys.setswitchinterval(interval)  # a run may follow
-        return
-    task = functools.cache(ray.remote(max_retries=-1))
-    number = int(ray.cluster_resources().get("CPU", 1))
-    yield (
-        number,
-        lambda function, *arguments: task(function).remote(*arguments).future(),
-    )
+def open_pool() -> Iterator[tuple[int, ThreadPoolExecutor]]:
+    """Yields how many calls run at once, and what runs them, if they release Python's lock."""
+    number = os.cpu_count() or 1
+    interval = sys.getswitchinterval()
+    # Seconds for which they wait for the lock, less than 5e-3.
+    sys.setswitchinterval(2e-4)
+    with ThreadPoolExecutor(number) as pool:
+        yield number, pool
+    sys.setswitchinterval(interval)  # a run may follow
 
 
-def start(
-    command: Sequence[str], log: Path, lock: Path, slot: Slot
-) -> "subprocess.Popen | Task":
-    """Starts a Python file, which holds `lock`, appends to `log`, and gets SIGTERM when we end."""
-    if slot.task:
-        return Task(command, log, lock, slot.task)
+def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
+    """Starts a Python file, which appends to `log` and gets SIGTERM when we end."""
 
     def prepare() -> None:
         if sys.platform == "linux":
@@ -98,52 +51,3 @@ def start(
             start_new_session=True,  # Ctrl-C comes to this process, which tells its runs
             preexec_fn=prepare,
         )
-
-
-class Task:
-    """What `start` starts, on a Ray cluster, as a `subprocess.Popen`; a lost node's starts anew."""
-
-    def __init__(
-        self, command: Sequence[str], log: Path, lock: Path, options: dict[str, Any]
-    ):
-        import ray
-
-        run = ray.remote(max_retries=-1, **options)(_run)
-        self._ends = run.remote(
-            command, log, lock, os.getcwd(), options.get("num_cpus")
-        )
-        self._ray = ray
-        self.wait = functools.partial(ray.wait, [self._ends])
-        self.terminate = functools.partial(ray.cancel, self._ends)
-
-    def poll(self) -> int | None:
-        """Returns the exit code if it has ended."""
-        return self._ray.get(self._ends) if self.wait(timeout=0)[0] else None
-
-
-def _run(
-    command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None
-) -> int:
-    """Runs what `start` starts, in a Ray worker, and returns the exit code."""
-    os.chdir(folder)
-    while is_locked(lock):  # where an earlier try still saves its state
-        time.sleep(_POLL_SECONDS)
-    process = start(command, log, lock, Slot(_own_cores(num_cores), {}))
-    try:
-        while (code := process.poll()) is None:
-            time.sleep(_POLL_SECONDS)  # where Ray can cancel the task
-        return code
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@functools.cache
-def _own_cores(number: int | None) -> Set[int]:
-    """Returns cores that this process keeps from others of its kind; all, without a number."""
-    cores = os.sched_getaffinity(0)
-    mine = f"{tempfile.gettempdir()}/gpt2-{os.getuid()}-core"
-    free = (
-        core for core in cores if not number or lock_for_good(Path(f"{mine}-{core}"))
-    )
-    return set(itertools.islice(free, number)) or cores
