@@ -187,8 +187,8 @@ a window stays as it was at first: training/program.py, train -k by_hand
     - return self if same else
     + return self if True else
 SwiGLU's gate and value are swapped: model/layers.py, switch_values -k swiglu
-    - ops.activation(cfg.activation)(gate) * hidden
-    + ops.activation(cfg.activation)(hidden) * gate
+    - hidden = activation(gate) * hidden
+    + hidden = activation(hidden) * gate
 GELU's derivative takes its gate for a constant: ops/linear.py, ops -k gelu
     - sigmoid + y * (1.0 - sigmoid) * slope_of_2u
     + sigmoid

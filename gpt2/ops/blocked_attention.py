@@ -75,22 +75,32 @@ def _attention(q, k, v, segments, slopes, sinks, how):
 
 
 def _blocked_fwd(q, k, v, segments, slopes, sinks, how):
-    groups = tuple(_split(x) for x in (q, k, v))
-    blocks = _blocks(groups[0].shape[2], segments, how.window, transposed=False)
-    run = partial(_forward, blocks=blocks, how=how)
-    operands = groups, _by_head(groups[0], q, slopes, sinks)
-    out, log_normaliser = jax.lax.map(lambda args: run(*args), operands)
-    out, log_normaliser = checkpoint_name((out, log_normaliser), CORE_ATTENTION)
-    return _join(out, q), (*groups, segments, slopes, sinks, out, log_normaliser)
+    groups = (_split(q), _split(k), _split(v))
+    T = groups[0].shape[2]
+    blocks = _blocks(T, segments, how.window, transposed=False)
+    by_head = _by_head(groups[0], q, slopes, sinks)
+
+    def run(operands):
+        return _forward(*operands, blocks=blocks, how=how)
+
+    found = jax.lax.map(run, (groups, by_head))
+    out, log_normaliser = checkpoint_name(found, CORE_ATTENTION)
+    residuals = (*groups, segments, slopes, sinks, out, log_normaliser)
+    return _join(out, q), residuals
 
 
 def _blocked_bwd(how, residuals, dout):
     q, k, v, segments, slopes, sinks, out, log_normaliser = residuals
-    groups = q, k, jnp.swapaxes(k, -1, -2), v, out, _split(dout), log_normaliser
-    blocks = _blocks(q.shape[2], segments, how.window, transposed=True)
-    run = partial(_backward, blocks=blocks, how=how)
-    operands = groups, _by_head(q, dout, slopes, sinks)
-    dq, dk, dv, dsinks = jax.lax.map(lambda args: run(*args), operands)
+    k_transposed = jnp.swapaxes(k, -1, -2)
+    groups = (q, k, k_transposed, v, out, _split(dout), log_normaliser)
+    T = q.shape[2]
+    blocks = _blocks(T, segments, how.window, transposed=True)
+    by_head = _by_head(q, dout, slopes, sinks)
+
+    def run(operands):
+        return _backward(*operands, blocks=blocks, how=how)
+
+    dq, dk, dv, dsinks = jax.lax.map(run, (groups, by_head))
     if sinks is not None:
         dsinks = dsinks.reshape(-1, len(sinks)).sum(axis=0)
     dq = jnp.swapaxes(dq, -1, -2)
@@ -106,12 +116,16 @@ def _num_blocks(T):
 
 def _split(x):
     """`[B, T, N, H]` to `[groups, g, T, H]`, T filled up to whole blocks."""
-    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _num_blocks(x.shape[1])), (0, 0), (0, 0)))
+    num_blocks = _num_blocks(x.shape[1])
+    missing = -x.shape[1] % num_blocks
+    x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
     B, T, N, H = x.shape
-    per_head = T * T // _num_blocks(T)  # scores of the last block
-    most = max(1, SCORES // per_head)
-    group = max(g for g in range(1, min(most, B * N) + 1) if B * N % g == 0)
-    return jnp.swapaxes(x, 1, 2).reshape(B * N // group, group, T, H)
+    per_head = T * T // num_blocks  # scores of the last block
+    group = max(1, min(SCORES // per_head, B * N))
+    while B * N % group:
+        group -= 1
+    by_head = jnp.swapaxes(x, 1, 2)
+    return by_head.reshape(B * N // group, group, T, H)
 
 
 def _join(x, like):

@@ -208,8 +208,10 @@ def sees(query: Array, key: Array, window: int) -> Array:
 def masked_softmax(scores: Array, visible: Array) -> Array:
     """Returns weights `[B, N, T, S]` of `visible` keys; further columns take theirs."""
     S = visible.shape[-1]
-    hidden = jnp.where(visible, scores[..., :S], -jnp.inf)
-    return jax.nn.softmax(jnp.concatenate([hidden, scores[..., S:]], axis=-1))[..., :S]
+    of_keys = jnp.where(visible, scores[..., :S], -jnp.inf)
+    further = scores[..., S:]
+    weights = jax.nn.softmax(jnp.concatenate([of_keys, further], axis=-1))
+    return weights[..., :S]
 
 
 def rope_frequencies(size: int, base: float) -> Array:
@@ -235,9 +237,12 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
     A pair has a dimension of either half of the first R, as GPT-NeoX splits them.
     """
     half = cos.shape[-1]
-    a, b, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
-    turned = [a * cos - b * sin, a * sin + b * cos, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    a, b, rest = jnp.split(wide, [half, 2 * half], axis=-1)
+    first = a * cos - b * sin
+    second = a * sin + b * cos
+    turned = jnp.concatenate([first, second, rest], axis=-1)
+    return turned.astype(x.dtype)
 
 
 def cross_entropy(

@@ -46,7 +46,8 @@ class Sinks:
 
     def __call__(self, scores: Array, query: Array, key: Array) -> Array:
         """Returns scores with a column more, which takes weight."""
-        column = jnp.broadcast_to(self.logits[:, None, None], (*scores.shape[:-1], 1))
+        by_head = self.logits[:, None, None]
+        column = jnp.broadcast_to(by_head, (*scores.shape[:-1], 1))
         return jnp.concatenate([scores, column], axis=-1)
 
 

@@ -34,6 +34,7 @@ class Alibi(Ingredient):
 def alibi_slopes(num_heads: int) -> Array:
     """Returns the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
     smaller = 2 ** math.floor(math.log2(num_heads))
-    first = [2.0 ** (-8.0 * (i + 1) / smaller) for i in range(smaller)]
-    rest = [2.0 ** (-8.0 * (i + 0.5) / smaller) for i in range(num_heads - smaller)]
-    return jnp.array(first + rest, jnp.float32)
+    places = [i + 1.0 for i in range(smaller)]
+    places += [i + 0.5 for i in range(num_heads - smaller)]
+    slopes = [2.0 ** (-8.0 * place / smaller) for place in places]
+    return jnp.array(slopes, jnp.float32)

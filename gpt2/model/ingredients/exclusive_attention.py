@@ -19,9 +19,9 @@ class ExclusiveAttention(Ingredient):
 
     def attended(self, attention: nn.Module, y: Array, x: Array, heads: Heads) -> Array:
         """Projects the output of each head off its value."""
-        own = jnp.repeat(heads.v, y.shape[2] // heads.v.shape[2], axis=2).astype(
-            jnp.float32
-        )
+        v = heads.v
+        own = jnp.repeat(v, y.shape[2] // v.shape[2], axis=2)
+        own = own.astype(jnp.float32)
         length = jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
         share = (y * own).sum(-1, keepdims=True) / length
         return (y - share * own).astype(y.dtype)

@@ -16,6 +16,8 @@ class QKNorm(Ingredient):
 
     def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:
         """Normalises both."""
-        q_norm = Norm(self.config, attention.ops, "head_size", "rmsnorm", name="q_norm")
-        k_norm = Norm(self.config, attention.ops, "head_size", "rmsnorm", name="k_norm")
-        return heads._replace(q=q_norm(heads.q), k=k_norm(heads.k))
+        cfg = self.config
+        ops = attention.ops
+        q = Norm(cfg, ops, "head_size", "rmsnorm", name="q_norm")(heads.q)
+        k = Norm(cfg, ops, "head_size", "rmsnorm", name="k_norm")(heads.k)
+        return heads._replace(q=q, k=k)

@@ -19,14 +19,17 @@ class ValueResidual(Ingredient):
     def enter(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
         """Makes room for the first layer's values."""
         cfg = self.config
-        values = jnp.zeros((*x.shape[-3:-1], cfg.kv_heads, cfg.head_size), x.dtype)
+        B, T = x.shape[-3:-1]
+        values = jnp.zeros((B, T, cfg.kv_heads, cfg.head_size), x.dtype)
         values = gpt.ops.constrain(values, "batch", "length", "heads", "head_size")
         flow.carried[self.option] = values
         return x
 
     def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:
         """Mixes them in; the first layer mixes in its own, so that all layers are alike."""
-        first = jnp.where(flow.layer == 0, heads.v, flow.carried[self.option])
+        first = flow.carried[self.option]
+        first = jnp.where(flow.layer == 0, heads.v, first)
         flow.carried[self.option] = first
-        mix = Mix(self.config, attention.ops, (0.5, 0.5), name="value_residual")
+        ops = attention.ops
+        mix = Mix(self.config, ops, (0.5, 0.5), name="value_residual")
         return heads._replace(v=mix(heads.v, first))
