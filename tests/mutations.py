@@ -273,9 +273,6 @@ another run's folder is believed: ablate/runs.py, ablate -k damaged
 equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
     - config.shapes.tokens(config.train.num_steps)
     + config.tokens_per_step * config.train.num_steps
-p-values by size are those of one change: ablate/tables.py, ablate -k at_each_size
-    - p_value = len(changes) * float(
-    + p_value = float(
 a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
     - if own_text != text(run.config.data):
     + if not text(run.config.data):
@@ -285,9 +282,6 @@ looks do not share the level: ablate/judge.py, ablate_verdicts -k looks_share
 a look sees what was trained after it: ablate/judge.py, ablate_verdicts -k looks_are
     - compared(results, arm)[:seeds]
     + compared(results, arm)
-one noisy size decides that differences differ: ablate/power.py, ablate -k one_difference
-    - df = 1 / (3 * slack)
-    + df = dfs.sum()
 what a kill undid counts as done: telemetry/metrics.py, workdir -k add_up
     - record["step"] <= step and f"
     + f"

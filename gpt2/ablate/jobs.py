@@ -1,4 +1,4 @@
-"""Trains the runs of a sweep, several at once, each in a process of its own, here or by Ray."""
+"""Trains the runs of a sweep, several at once, each in a process of its own."""
 
 import contextlib
 import fcntl
@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TextIO
 
 from gpt2.ablate.results import read_results
@@ -24,14 +23,12 @@ _DIVERGED = 3  # the exit code of train.py
 _BEGAN = time.time()
 
 
-def make_slots(jobs: int | None, ray: ModuleType | None = None) -> list[Slot]:
+def make_slots(jobs: int) -> list[Slot]:
     """Returns what `jobs` runs at once have: an accelerator each, or a share of the cores."""
-    if ray:
-        return _slots_of_cluster(jobs, ray)
     cores = list(range(os.cpu_count() or 1))
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
-    if jobs in (None, 1):
+    if jobs == 1:
         return [Slot(frozenset(cores), {})]
     gpus = _visible_gpus()
     number = len(gpus or cores)
@@ -58,24 +55,6 @@ def _visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
     none = ("", "-1")  # as is known to CUDA
     return [gpu for gpu in visible.split(",") if gpu not in none]
-
-
-def _slots_of_cluster(jobs: int | None, ray: ModuleType) -> list[Slot]:
-    """Returns what Ray keeps for each run: a GPU, a TPU's host, or a host or its share of cores."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    kinds = set[str]().union(*nodes)
-    kind = next(each for each in ("GPU", "TPU", "CPU") if each in kinds)
-    sizes = [int(node[kind]) for node in nodes if kind in node]
-    number = jobs or len(sizes)
-    if kind == "GPU":
-        number = jobs or sum(sizes)
-        task: dict[str, object] = {"num_gpus": 1}
-    elif kind == "TPU":
-        task = {"resources": {"TPU": min(sizes)}}
-    else:
-        share = min(*sizes, sum(sizes) // number)
-        task = {"num_cpus": max(1, share)}
-    return [Slot(frozenset(), {}, task)] * number
 
 
 def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
@@ -161,7 +140,7 @@ class _Training:
             f"--config={run.folder / 'config.json'}",
             f"--workdir={run.workdir}",
         ]
-        self.process = start(command, self._log, run.workdir / ".lock", slot)
+        self.process = start(command, self._log, slot)
 
     def end(self, code: int, score: str) -> str:
         """Keeps how the process ended, gives its lock back, and returns what to tell of it."""

@@ -1,27 +1,22 @@
-"""Calls and processes on this machine or on a Ray cluster, whose workers import no JAX for it."""
+"""Calls on this machine or on a Ray cluster, whose workers import no JAX for it, and processes."""
 
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gpt2.errors import UserError
-from gpt2.utils.files import is_locked, lock_for_good
 
 ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
-_POLL_SECONDS = 0.2
 
 
 class Slot(NamedTuple):
@@ -29,9 +24,6 @@ class Slot(NamedTuple):
 
     cores: Set[int]
     environment: dict[str, str]
-    task: dict[str, Any] | None = (
-        None  # in place of both, what a Ray cluster keeps for it
-    )
 
 
 def connect(cluster: str) -> ModuleType | None:
@@ -77,12 +69,8 @@ def open_pool(ray: ModuleType | None) -> Iterator[tuple[int, Callable[..., Futur
     )
 
 
-def start(
-    command: Sequence[str], log: Path, lock: Path, slot: Slot
-) -> "subprocess.Popen | Task":
-    """Starts a Python file, which holds `lock`, appends to `log`, and gets SIGTERM when we end."""
-    if slot.task:
-        return Task(command, log, lock, slot.task)
+def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
+    """Starts a Python file, which appends to `log`, and gets SIGTERM when we end."""
 
     def prepare() -> None:
         if sys.platform == "linux":
@@ -99,52 +87,3 @@ def start(
             start_new_session=True,  # Ctrl-C comes to this process, which tells its runs
             preexec_fn=prepare,
         )
-
-
-class Task:
-    """What `start` starts, on a Ray cluster, as a `subprocess.Popen`; a lost node's starts anew."""
-
-    def __init__(
-        self, command: Sequence[str], log: Path, lock: Path, options: dict[str, Any]
-    ):
-        import ray
-
-        run = ray.remote(max_retries=-1, **options)(_run)
-        self._ends = run.remote(
-            command, log, lock, os.getcwd(), options.get("num_cpus")
-        )
-        self._ray = ray
-        self.wait = functools.partial(ray.wait, [self._ends])
-        self.terminate = functools.partial(ray.cancel, self._ends)
-
-    def poll(self) -> int | None:
-        """Returns the exit code if it has ended."""
-        return self._ray.get(self._ends) if self.wait(timeout=0)[0] else None
-
-
-def _run(
-    command: Sequence[str], log: Path, lock: Path, folder: str, num_cores: int | None
-) -> int:
-    """Runs what `start` starts, in a Ray worker, and returns the exit code."""
-    os.chdir(folder)
-    while is_locked(lock):  # where an earlier try still saves its state
-        time.sleep(_POLL_SECONDS)
-    process = start(command, log, lock, Slot(_own_cores(num_cores), {}))
-    try:
-        while (code := process.poll()) is None:
-            time.sleep(_POLL_SECONDS)  # where Ray can cancel the task
-        return code
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@functools.cache
-def _own_cores(number: int | None) -> Set[int]:
-    """Returns cores that this process keeps from others of its kind; all, without a number."""
-    cores = os.sched_getaffinity(0)
-    mine = f"{tempfile.gettempdir()}/gpt2-{os.getuid()}-core"
-    free = (
-        core for core in cores if not number or lock_for_good(Path(f"{mine}-{core}"))
-    )
-    return set(itertools.islice(free, number)) or cores
