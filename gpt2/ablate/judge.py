@@ -47,49 +47,37 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the looks that decided on arms
+    several = len(sweep.looks) > 1
     for look in sweep.looks:
-        waits = _look(sweep, results, look, ends, verdicts)
+        waits = False
+        samples = {}
+        for arm in sweep.arms:
+            seeds = ends.get(arm.name, look) if several else None
+            found = sample(results, arm, seeds)
+            samples[arm.name] = found
+            if several and arm.name not in ends and found.num_runs < look:
+                waits = True
+        baseline = samples.pop(sweep.arms[0].name)
+        level = level_at(sweep.looks, look)
+        judged = compare(baseline, samples, level=level)
+        for name, verdict in judged.items():
+            if name in ends:
+                continue
+            has_test = math.isfinite(verdict.error)
+            errors = abs(verdict.difference) / verdict.error
+            hopeless = is_hopeless(errors, len(judged), sweep.looks, look)
+            is_last = look == sweep.looks[-1]
+            decides = is_last or hopeless or not has_test or verdict.words in FOUND
+            if waits or not decides:
+                verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
+                continue
+            ends[name] = look
+            # Below 5 % where the arm differs, whatever the level of the look.
+            p_value = verdict.p_value * LEVEL / level
+            verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
         if waits:
             break
     return verdicts
-
-
-def _look(
-    sweep: Sweep,
-    results: pd.DataFrame,
-    look: int,
-    ends: dict[str, int],
-    verdicts: dict[str, Verdict],
-) -> bool:
-    """Fills in what a look decides, and returns whether it waits for runs."""
-    level = level_at(sweep.looks, look)
-    several = len(sweep.looks) > 1
-    waits = False
-    samples = {}
-    for arm in sweep.arms:
-        seeds = ends.get(arm.name, look) if several else None
-        found = sample(results, arm, seeds)
-        samples[arm.name] = found
-        if several and arm.name not in ends and found.num_runs < look:
-            waits = True
-    baseline = samples.pop(sweep.arms[0].name)
-    judged = compare(baseline, samples, level=level)
-    for name, verdict in judged.items():
-        if name in ends:
-            continue
-        has_test = math.isfinite(verdict.error)
-        errors = abs(verdict.difference) / verdict.error
-        hopeless = is_hopeless(errors, len(judged), sweep.looks, look)
-        is_last = look == sweep.looks[-1]
-        decides = is_last or hopeless or not has_test or verdict.words in FOUND
-        if waits or not decides:
-            verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
-            continue
-        ends[name] = look
-        # Below 5 % where the arm differs, whatever the level of the look.
-        p_value = verdict.p_value * LEVEL / level
-        verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
-    return waits
 
 
 def grow(sweep: Sweep) -> Sweep:

@@ -62,8 +62,6 @@ def plot_curves(
     png: Path,
     curves: Mapping[str, Sequence[Curve]],
     unit: str,
-    *,
-    log_x: bool = False,
 ) -> None:
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
@@ -79,7 +77,6 @@ def plot_curves(
             style = _style(i)
             _plot_mean(axes, amount, name, members, style)
         axes.set_xlabel(AMOUNTS[amount])
-        axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What lies high at first would leave little room for the rest.
     shown: list[float] = []
