@@ -84,8 +84,9 @@ def grow(sweep: Sweep) -> Sweep:
     """Returns the sweep with the seeds that its next look adds, once all runs have ended."""
     results = sweep.results()
     names = {arm.name for arm in sweep.arms}
-    waits = "waiting" in set(results.state) or not names <= sweep.chosen.keys()
-    if waits:
+    if "waiting" in set(results.state):
+        return sweep
+    if not names <= sweep.chosen.keys():
         return sweep
     verdicts = judge(sweep, results)
     baseline, *arms = sweep.arms

@@ -129,8 +129,9 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
     for i, choice in enumerate(sweep.choices()):
         row = {"values": describe(choice)}
         for name, tried in tuning.items():
-            mark = "*" if sweep.chosen.get(name) == choice else ""
-            row[name] = _number(tried[i].score, ".4f") + mark
+            row[name] = _number(tried[i].score, ".4f")
+            if sweep.chosen.get(name) == choice:
+                row[name] += "*"
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -139,13 +140,19 @@ def spread(scores: Sequence[float]) -> str:
     """Writes the mean of scores, and their deviation if there are several."""
     if not len(scores):
         return "-"
-    deviation = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
-    return f"{mean(scores):.4f}{deviation}"
+    middle = f"{mean(scores):.4f}"
+    if len(scores) == 1:
+        return middle
+    return f"{middle} ± {stdev(scores):.4f}"
 
 
 def _number(value: float, form: str) -> str:
-    return f"{value:{form}}" if math.isfinite(value) else "-"
+    if math.isfinite(value):
+        return f"{value:{form}}"
+    return "-"
 
 
 def _interval(low: float, high: float, form: str) -> str:
-    return f"({low:{form}} to {high:{form}})" if math.isfinite(high - low) else ""
+    if math.isfinite(high - low):
+        return f"({low:{form}} to {high:{form}})"
+    return ""

@@ -46,11 +46,12 @@ def choose_score(arms: Sequence[Arm]) -> str:
             "the first train.eval_batches of the validation split are not the same for all arms",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
-    return (
-        LOSS
-        if len({config.data.tokenizer for config in configs}) == 1
-        else BITS_PER_BYTE
-    )
+    tokenizers = set[str]()
+    for config in configs:
+        tokenizers.add(config.data.tokenizer)
+    if len(tokenizers) > 1:
+        return BITS_PER_BYTE
+    return LOSS
 
 
 def equalize(arms: Sequence[Arm], terms: str) -> list[Arm]:
