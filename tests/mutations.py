@@ -46,8 +46,8 @@ a guard keeps NaN and Inf: training/guard.py, guard -k never_been
     - keep = finite & (
     + keep = (
 a skipped step keeps its moments: training/steps.py, guard -k never_been
-    - opt_state = _choose(keep, opt_state, state.opt_state)
-    + pass
+    - return state.params, state.opt_state, none
+    + return state.params, take()[1], none
 a bad step that is skipped lowers the loss scale: training/steps.py, guard -k float16
     - loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
     + pass
@@ -77,7 +77,7 @@ the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention
     + 1.0 - (capped / how.softcap)
 post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
     - branch.norm(branch.add(y))
-    + branch.add(y)
+    + branch.add(branch.norm(y))
 a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch_values -k parallel
     - branch._replace(read=entered)
     + branch
@@ -192,9 +192,9 @@ a window stays as it was at first: training/program.py, train -k by_hand
 SwiGLU's gate and value are swapped: model/layers.py, switch_values -k swiglu
     - ops.activation(cfg.activation)(gate) * hidden
     + ops.activation(cfg.activation)(hidden) * gate
-relu_squared's derivative without the factor 2: ops/linear.py, ops -k activations
-    - (2 * jnp.maximum(x, 0) * dy,)
-    + (jnp.maximum(x, 0) * dy,)
+GELU's derivative takes its gate for a constant: ops/linear.py, ops -k gelu
+    - sigmoid + y * (1.0 - sigmoid) * slope_of_2u
+    + sigmoid
 cautious updates are not scaled up: optim/transforms.py, optim -k formulas
     - update * (agrees / jnp.maximum(share, _MIN_SHARE))
     + update * agrees
@@ -339,6 +339,9 @@ z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
 a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops -k numbers_to_learn
     - if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
     + if False:
+an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
+    - total += weighted - jax.lax.stop_gradient(weighted)
+    + pass
 a term that blocks do not know is left out: ops/terms.py, ops -k scoring
     - [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]
     + False

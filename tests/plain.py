@@ -8,6 +8,16 @@ import math
 import numpy as np
 
 
+class Existing:
+    """A config in which options that there are not are None: an ingredient may be deleted."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+    def __getattr__(self, name):
+        return getattr(self.cfg, name, None)
+
+
 def logits(cfg, params, tokens, factors=()):
     """Returns the logits [T, V] of one sequence.
 
@@ -18,6 +28,7 @@ def logits(cfg, params, tokens, factors=()):
         factors: what dropout multiplies by, 0 or 1 / (1 - p), in the order of GPT-2's code: of the
             embedding [T, D], and in each layer of the weights [N, T, T] and of both branches.
     """
+    cfg = Existing(cfg)
     T, D = len(tokens), cfg.embed_dim
     factors = iter(factors)
 
@@ -262,12 +273,16 @@ def cap(x, limit):
 
 def ahead_weights(options, step):
     """Returns the weights of the tokens 2, 3, ... on, which fade on a line."""
+    options = Existing(options)
     left = max(0.0, 1 - step / options.ahead_fade) if options.ahead_fade else 1.0
-    return [left * float(weight) for weight in options.ahead.split(",") if weight]
+    return [
+        left * float(weight) for weight in (options.ahead or "").split(",") if weight
+    ]
 
 
 def losses_ahead(logits, targets, options, segments=None):
     """Returns the summed losses of one sequence by how far on the token is that is predicted."""
+    options = Existing(options)
     sums = np.zeros(1 + len(ahead_weights(options, step=0)))
     for t in range(len(targets)):
         for k in range(min(len(sums), len(targets) - t)):

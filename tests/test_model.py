@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 
 from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
 from gpt2.model.ingredients.base import Ingredient
+from gpt2.model.kernels import ops_for
 from gpt2.model.layers import named_param
 from gpt2.ops import Objective, Ops, plain
 from gpt2.ops import cross_entropy as cross_entropy_module
@@ -106,7 +108,8 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
     params, tokens = init(SMALL), tokens_of(1)
 
     def traced():
-        model = with_kernels(GPT(SMALL))
+        ops = ops_for.__wrapped__(SMALL, jax.devices()[0])  # which is kept else
+        model = GPT(SMALL, ops)
         run = jax.jit(jax.value_and_grad(lambda p: mean_loss(model, p, tokens)))
         return str(jax.make_jaxpr(run)(params)), run(params)
 
@@ -179,25 +182,62 @@ class Parity(Ingredient):
         return (term,)
 
 
+@pytest.fixture
+def use_ingredient(monkeypatch):
+    """Puts an ingredient in the place of all others."""
+
+    def use(kind):
+        monkeypatch.setattr(ingredients, "INGREDIENTS", (kind,))
+        ingredients.ingredients_of.cache_clear()
+
+    yield use
+    ingredients.ingredients_of.cache_clear()
+
+
 @pytest.mark.parametrize("attention", ["auto", "blocked", "xla"])
 def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(
-    monkeypatch, attention
+    use_ingredient, attention
 ):
-    monkeypatch.setattr(ingredients, "INGREDIENTS", (Parity,))
-    ingredients.ingredients_of.cache_clear()
-    try:
-        config = replaced(attention=attention, attention_sink=True, context_length=128)
-        model, tokens = GPT(config), jnp.tile(tokens_of(1), 8)
-        params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
-        params = jax.tree.map(lambda x: 3.0 * x, params)
-        found, expected = (
-            jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
-            for each in (with_kernels(model), model)
-        )
-    finally:
-        ingredients.ingredients_of.cache_clear()
+    use_ingredient(Parity)
+    config = replaced(attention=attention, attention_sink=True, context_length=128)
+    model, tokens = GPT(config), jnp.tile(tokens_of(1), 8)
+    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+    params = jax.tree.map(lambda x: 3.0 * x, params)
+    found, expected = (
+        jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
+        for each in (with_kernels(model), model)
+    )
     assert jnp.abs(expected[1]["h_1"]["attn"]["parity"]).min() > 1e-6
     chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+SEAMS = [name for name, value in vars(Ingredient).items() if inspect.isfunction(value)]
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_every_seam_is_asked_in_every_layer_and_changes_nothing_by_itself(
+    use_ingredient, scan_layers
+):
+    config = replaced(position="rope", scan_layers=scan_layers)
+    tokens = tokens_of(1)
+    params = init(config)
+    expected = mean_loss(GPT(config), params, tokens)
+    asked = set()
+
+    def spy(name):
+        def seam(self, *arguments):
+            asked.add(name)
+            return getattr(Ingredient, name)(self, *arguments)
+
+        return seam
+
+    seams = {name: spy(name) for name in SEAMS if name != "__init__"}
+    use_ingredient(type("Spy", (Ingredient,), seams | {"option": "attention_sink"}))
+    config = dataclasses.replace(config, attention_sink=True)
+    drawn = jax.jit(GPT(config).init)(jax.random.key(0), tokens)["params"]
+    chex.assert_trees_all_equal(drawn, params)
+    assert mean_loss(GPT(config), params, tokens) == expected
+    assert asked == seams.keys()
 
 
 def test_a_term_of_the_logits_with_numbers_to_learn_is_the_formulas_in_kernels():

@@ -15,8 +15,9 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.model import sampling as sampling_module
 from gpt2.model.sampling import Sampling, generate
+from gpt2.parallel.kernels import make_ops
 from gpt2.parallel.mesh import make_mesh
-from gpt2.parallel.rules import Rules, spread_over
+from gpt2.parallel.rules import Rules
 from gpt2.utils.prng import sample_key
 from tests.helpers import thorough
 
@@ -220,10 +221,9 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     cfg, params = with_head(-jnp.ones((61, 32)))
     parallel = ParallelConfig(data=4, tensor=2)
     mesh = make_mesh(parallel)
-    with jax.set_mesh(mesh), spread_over(mesh, Rules.from_config(parallel)):
-        logits = jax.jit(GPT(cfg).apply)(
-            {"params": params}, jnp.zeros((4, 8), jnp.int32)
-        )
+    model = GPT(cfg, make_ops(cfg, mesh, {}, Rules.from_config(parallel)))
+    with jax.set_mesh(mesh):
+        logits = jax.jit(model.apply)({"params": params}, jnp.zeros((4, 8), jnp.int32))
     chex.assert_shape(logits, (4, 8, 61))
     assert logits.max() < -31
 

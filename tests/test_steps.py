@@ -281,19 +281,17 @@ def test_gradients_equal_an_unfused_reference():
     chex.assert_trees_all_close(fused, unfused, rtol=1e-4, atol=1e-5)
 
 
+def report_size(next_method, args, kwargs, context, weight=0.0):
+    """Lets every layer's MLP report the squares of what it gives."""
+    y = next_method(*args, **kwargs)
+    if isinstance(context.module, MLP) and context.method_name == "__call__":
+        squares = jnp.sum(jnp.square(y.astype(jnp.float32)))
+        report(context.module, "size", squares, y.size, weight=weight)
+    return y
+
+
 def size_of_mlp(model):
     """A loss with a name of its own, and one from within every layer's MLP."""
-
-    def report_size(next_method, args, kwargs, context):
-        y = next_method(*args, **kwargs)
-        if isinstance(context.module, MLP) and context.method_name == "__call__":
-            report(
-                context.module,
-                "size",
-                jnp.sum(jnp.square(y.astype(jnp.float32))),
-                y.size,
-            )
-        return y
 
     def loss(params, batch, *key_and_step):
         with nn.intercept_methods(report_size):
@@ -329,6 +327,50 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
     again = setup(config, loss=size_of_mlp, accumulate_steps=4)[1](state, batch)[1]
     for name in found.keys() - {"train/learning_rate"}:
         np.testing.assert_allclose(again[name], found[name], rtol=1e-5, err_msg=name)
+
+
+def with_auxiliary_loss(model):
+    """Cross-entropy, and an auxiliary loss that every layer's MLP reports."""
+
+    def loss(*arguments):
+        with nn.intercept_methods(partial(report_size, weight=30.0)):
+            return next_token_loss(model)(*arguments)
+
+    return loss
+
+
+def with_its_sum(model):
+    """The same as a sum that is written out."""
+
+    def loss(*arguments):
+        with nn.intercept_methods(report_size):
+            sums = next_token_loss(model)(*arguments)
+        total, count = sums["loss"]
+        total += 30.0 * sum(sums[f"h_{layer}/mlp/size"][0] for layer in range(2))
+        return sums | {"loss": (total, count)}
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("scan_layers", "accumulate_steps"), [(True, 4), thorough(False, 1)]
+)
+def test_an_auxiliary_loss_of_a_module_is_in_the_gradient_and_not_in_the_loss(
+    scan_layers, accumulate_steps
+):
+    config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers)
+    how = dict(accumulate_steps=accumulate_steps)
+    batch = make_batch(0, ignored=[(0, 1), (7, 5)])
+    state, step = setup(config, loss=with_auxiliary_loss, **how)
+    found = step(state, batch)[1]
+    written, without = (
+        setup(config, loss=loss)[1](state, batch)[1]
+        for loss in (with_its_sum, next_token_loss)
+    )
+    for name in written.keys() - {"train/loss"}:
+        np.testing.assert_allclose(found[name], written[name], rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(found["train/loss"], without["train/loss"], rtol=1e-6)
+    assert abs(found["train/grad_norm"] - without["train/grad_norm"]) > 1e-3
 
 
 @pytest.mark.parametrize(

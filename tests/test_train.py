@@ -20,7 +20,7 @@ from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.training import TrainState, next_token_loss
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.steps import make_train_step
+from gpt2.training.steps import make_train_step, make_update
 from gpt2.utils.prng import init_key
 from tests.forks import ROOT, environment
 from tests.helpers import (
@@ -188,7 +188,8 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
     state, place, losses = TrainState.create(params, optimizer, "float32"), 0, {}
     for steps, size, length, window in PIECES:
         loss = next_token_loss(GPT(dataclasses.replace(config.gpt(), window=window)))
-        step = jax.jit(make_train_step(loss, optimizer, schedule, seed=0))
+        update = make_update(loss, optimizer, schedule, seed=0)
+        step = jax.jit(make_train_step(update))
         for _ in range(steps):
             part, place = slice(place, place + size * length), place + size * length
             batch = {

@@ -52,9 +52,13 @@ class ModelConfig(default.Model):
             raise UserError(
                 f"model.attention={self.attention} has no weights for model.dropout to drop"
             )
-        if {"parallel_block", "hyper_connections"} <= given:
+        has_two_sums = "hyper_connections" in given or (
+            vars(self).get("norm_position") == "post"
+        )
+        if "parallel_block" in given and has_two_sums:
             raise UserError(
-                "model.parallel_block has one sum, and hyper_connections two"
+                "model.parallel_block has one sum, and norm_position=post or "
+                "hyper_connections two"
             )
 
     def canonical(self) -> Self:

@@ -43,7 +43,10 @@ class Block(nn.Module):
 
         with jax.named_scope("mlp"):
             branch = self._branch(2, x, drop, entered, flow)
-            y = MLP(cfg, ops, name="mlp")(branch.norm(branch.read))
+            mlp: nn.Module = MLP(cfg, ops, name="mlp")
+            for extra in ingredients_of(cfg):
+                mlp = extra.mlp(self, mlp)
+            y = mlp(branch.norm(branch.read))
             x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
         return (x, flow.carried), cache
 

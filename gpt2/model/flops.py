@@ -1,5 +1,6 @@
 """The FLOPs that a model must spend, from the shapes of its parameters."""
 
+import dataclasses
 import functools
 import math
 
@@ -39,10 +40,9 @@ def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
     A `shape` has its own context and window.
     """
     T = cfg.context_length
-    windows = list(cfg.windows)
     if shape:
         T = shape.context_length
-        windows = [shape.window if each else 0 for each in cfg.windows]
-    seen = sum(min(window or T, T) for window in windows)
+        cfg = dataclasses.replace(cfg, window=shape.window)
+    seen = sum(min(window or T, T) for window in cfg.windows)
     heads = cfg.num_heads * cfg.head_size
     return float(6 * count_compute_parameters(cfg) + 12 * heads * seen)

@@ -11,13 +11,17 @@ from gpt2.model.gpt import GPT
 from gpt2.model.ingredients import score_terms
 from gpt2.ops import Ops
 from gpt2.parallel.kernels import make_ops
+from gpt2.utils.platform import jit_is_off
 
 
 def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
     """Returns a model that computes by the kernels for one device, JAX's first one by default."""
-    return model.clone(ops=_ops_for(model.config, device or jax.devices()[0]))
+    if jit_is_off():
+        return model.clone(ops=Ops())
+    return model.clone(ops=ops_for(model.config, device or jax.devices()[0]))
 
 
 @functools.cache  # so that programs of equal models are compiled once
-def _ops_for(config: GPTConfig, device: jax.Device) -> Ops:
+def ops_for(config: GPTConfig, device: jax.Device) -> Ops:
+    """Returns the table of a model for one device."""
     return make_ops(config, Mesh(np.array([device]), ("data",)), score_terms(config))

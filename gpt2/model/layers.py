@@ -22,7 +22,7 @@ def named_param(
 
     `parallel.rules` spread it between steps by the names of its axes.
     """
-    return module.ops.param(module, name, init, shape, axes)
+    return module.ops.whole(module.ops.param(module, name, init, shape, axes))
 
 
 class Linear(nn.Module):
@@ -49,7 +49,7 @@ class Linear(nn.Module):
     def setup(self):
         """Creates the kernel and the bias."""
         cfg = self.config
-        self.kernel = self.ops.kernel(self, "kernel", self._draw, self.shape, self.axes)
+        self.kernel = self.ops.param(self, "kernel", self._draw, self.shape, self.axes)
         self.bias = None
         if cfg.bias:
             shape = self.shape[self.num_contract :]
@@ -149,7 +149,7 @@ class Embedding(nn.Module):
         cfg = self.config
         shape = (self.num_rows, self.width or cfg.embed_dim)
         normal = nn.initializers.normal(self.stddev)
-        self.embedding = self.ops.kernel(self, "embedding", normal, shape, self.axes)
+        self.embedding = self.ops.param(self, "embedding", normal, shape, self.axes)
 
     def __call__(self, indices: Array) -> Array:
         """Returns the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute type."""

@@ -20,6 +20,7 @@ from gpt2.ops import plain
 AXIS = "fsdp"
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """How an array is split over the devices of an fsdp group.

@@ -295,6 +295,11 @@ def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -
     return module.param(name, boxed, shape, module.config.param_dtype, unbox=True)
 
 
+def whole(parameter: Array) -> Array:
+    """Returns a parameter that every device has whole, of what `param` returned."""
+    return parameter
+
+
 def pad_vocab(table: Array) -> Array:
     """Returns a table `[V, D]` with as many rows as a head's product wants."""
     return table

@@ -66,14 +66,14 @@ class Ops:
     """What a model computes with; each member is explained at its formula.
 
     Attributes:
-        param: reads a parameter whole.
-        kernel: reads one for `linear`, `linear_parts`, `look_up`, `look_up_tokens`, `add_rows`,
-            `pad_vocab` and `cross_entropy` of the same table, which may hold a part of it only.
+        param: reads a parameter, for `whole`, `linear`, `linear_parts`, `look_up`,
+            `look_up_tokens`, `add_rows`, `pad_vocab` and `cross_entropy` of the same table: a
+            device may hold a part of it only.
         look_up_tokens: looks up in what `pad_vocab` returned.
     """
 
     param: Param = plain.param
-    kernel: Param = plain.param
+    whole: Callable[[Array], Array] = plain.whole
     linear: Linear = plain.linear
     linear_parts: LinearParts = plain.linear_parts
     norm: Norm = plain.norm

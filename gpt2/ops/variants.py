@@ -14,7 +14,8 @@ class Variants:
     narrow_results: bool = False
     # Linear maps are products of two matrices. The bias then joins the product (H200 3 %).
     flat: bool = False
-    # Queries, keys and values are a product each: none is copied (H200 2 %, v5e 17 %).
+    # Queries, keys and values are a product each: none is copied (v5e 17 %; 2 % of an H100's bytes,
+    # as compiled).
     apart: bool = False
     # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6), by which
     # unrolled layers keep 6 % less. XLA:TPU would join a sum, or one row, with what else could join
@@ -23,7 +24,7 @@ class Variants:
     # The gradient of the head's table adds up as [D, V], less to transpose than logits (Zen 3, two
     # layers in float32: 6 %).
     head_by_width: bool = False
-    # Statistics of a row, in softmax and norms, take one pass (H200 3 %).
+    # Statistics of a row, in softmax and norms, take one pass (5 % of H100 bytes, as compiled).
     one_pass: bool = False
     # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
     # queries, keys, values are one, so are squares of small gradients (H200 3 %).

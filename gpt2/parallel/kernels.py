@@ -30,7 +30,7 @@ from gpt2.ops.table import Attention, LookUp
 from gpt2.ops.terms import Alibi, Sinks, SoftCap, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
-from gpt2.parallel.shards import isolate, kernel_param, whole_param
+from gpt2.parallel.shards import isolate, shard_param, whole
 from gpt2.utils.platform import is_older, jit_is_off, platform_of
 
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
@@ -130,14 +130,12 @@ def make_ops(
         by_axes = partial(constrain, mesh=mesh, rules=rules)
         on_devices = partial(map_devices, mesh=mesh, rules=rules)
     param = plain.param
-    kernel = plain.param
     if gathers_by_layer and rules:
         # XLA would keep the whole from forward to backward pass, with nothing between them.
         forget = cfg.remat == "none" and not cfg.loops_over_layers
         shards_for = partial(find_shards, mesh=mesh, rules=rules, forget=forget)
-        param = partial(whole_param, shards_for=shards_for)
         # Of which it makes a `Shard`, as the functions below take it.
-        kernel = partial(kernel_param, shards_for=shards_for)  # type: ignore[assignment]
+        param = partial(shard_param, shards_for=shards_for)  # type: ignore[assignment]
     multiple = VOCAB_MULTIPLE if splits_axes or platform != "cpu" else 1
     rows_of_head = -(-cfg.vocab_size // multiple) * multiple
     rows = rows_at_once(
@@ -148,7 +146,7 @@ def make_ops(
         tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
     return Ops(
         param=param,
-        kernel=kernel,
+        whole=whole,  # type: ignore[arg-type]
         linear=partial(linear, variants=variants),
         linear_parts=partial(
             linear_apart if variants.apart else linear_parts, variants=variants

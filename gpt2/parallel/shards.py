@@ -16,7 +16,7 @@ ShardsFor = Callable[
 ]  # how devices hold a parameter; None: whole
 
 
-def kernel_param(
+def shard_param(
     module: nn.Module,
     name: str,
     init: Init,
@@ -33,20 +33,11 @@ def kernel_param(
     return Shard(array, shards)
 
 
-def whole_param(
-    module: nn.Module,
-    name: str,
-    init: Init,
-    shape: Shape,
-    axes: Names,
-    *,
-    shards_for: ShardsFor,
-) -> Array:
-    """Reads a parameter as `plain.param` does, gathered."""
-    found = kernel_param(module, name, init, shape, axes, shards_for=shards_for)
-    if isinstance(found, Shard):
-        return gather_parameter(found.array, found.shards, found.array.dtype)
-    return found
+def whole(parameter: Array | Shard) -> Array:
+    """Returns a parameter, gathered."""
+    if not isinstance(parameter, Shard):
+        return parameter
+    return gather_parameter(parameter.array, parameter.shards, parameter.array.dtype)
 
 
 def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:

@@ -133,6 +133,10 @@ class Ingredient:
         """Changes attention's output `[B, T, N, H]`; `x` `[B, T, D]` was its input."""
         return y
 
+    def mlp(self, block: nn.Module, mlp: nn.Module) -> nn.Module:
+        """Returns what maps `[B, T, D]` to `[B, T, D]` in the second branch."""
+        return mlp
+
     def leave(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
         """Changes what leaves the last layer; the last ingredient comes first."""
         return x

@@ -8,8 +8,6 @@ import flax.linen as nn
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.config.options import changed
-from gpt2.errors import UserError
 from gpt2.model.ingredients.base import Branch, Flow, Ingredient
 from gpt2.model.layers import Norm
 
@@ -21,10 +19,6 @@ class NormPosition(Ingredient):
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
-        if config.norm_position == "post" and "parallel_block" in changed(config):
-            raise UserError(
-                "model.parallel_block has one sum, and norm_position=post two"
-            )
         self.keeps_final_norm = config.norm_position != "post"
 
     def branch(
