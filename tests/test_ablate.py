@@ -25,13 +25,21 @@ from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.judge import grow, judge
+from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import _share, reach_table
-from gpt2.ablate.terms import choose_score, equalize, flops, step_flops
+from gpt2.ablate.terms import (
+    choose_score,
+    equalize,
+    flops,
+    step_flops,
+    with_length,
+)
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
+from gpt2.optim import make_schedule
 from gpt2.training.code import hash_code
 from gpt2.utils.files import seal
 from tests.helpers import ROOT, TINY, make_repository
@@ -160,7 +168,7 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     assert float(rows[0]["flops"]) > 0 and rows[1]["flops"] == ""  # by which formula?
     assert re.search(r"^\| code=my_idea\S+ \| \S+ .*\| - \| \S+ ", text, re.M)
     with pytest.raises(UserError, match="the FLOPs of code=my_idea"):
-        equalize(found, "flops")
+        equal(found, "flops")
     replace_text(changed.workdir / "config.json", '"twist": 0.5', '"twist": 0.7')
     with pytest.raises(UserError, match=r"optim\.twist=0\.7, not 0\.5"):
         sweep.check_runs()
@@ -180,28 +188,35 @@ def test_what_changes_terms_or_is_varied_cannot_be_tuned(tune):
 # Equal terms
 
 
-def test_equal_tokens_and_flops_change_the_length_of_the_schedule():
-    for arm in equalize(arms("data.batch_size=32"), "tokens")[1:]:
+def equal(found, terms, seconds=None):
+    return equalize(found, terms, lambda arm: seconds[arm.name])
+
+
+def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
+    for arm in equal(arms("data.batch_size=32"), "tokens")[1:]:
         assert arm.config.train.num_steps == BASE.train.num_steps // 2
-    pair = equalize(arms("model.activation=swiglu"), "flops")
+    pair = equal(arms("model.activation=swiglu"), "flops")
     first, other = (arm.config for arm in pair)
     assert other.train.num_steps < first.train.num_steps
     wanted = first.train.num_steps * step_flops(first)
     assert abs(other.train.num_steps * step_flops(other) - wanted) < step_flops(other)
     assert other.optim.warmup_steps == round(100 * other.train.num_steps / 1000)
     muon = "optim.name=muon+optim.momentum_warmup=100+loss.ahead=0.5+loss.ahead_fade=50"
-    half = equalize(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
+    half = equal(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
     assert (half.optim.momentum_warmup, half.loss.ahead_fade) == (50, 25)
+    seconds = {"baseline": 0.1, "optim.name=muon": 0.16}
+    slower = equal(arms("optim.name=muon"), "seconds", seconds)[1].config
+    assert slower.train.num_steps == 625
     steps = "optim.schedule=piecewise:500=0.5+optim.end_learning_rate=4e-3+data.batch_size=32"
     with pytest.raises(UserError, match="piecewise"):
-        equalize(arms(steps), "tokens")
+        equal(arms(steps), "tokens")
 
 
 def test_equal_tokens_are_those_of_the_run_where_batches_grow():
     grows = with_options(BASE, {"train.batch_schedule": "0=16,500=32"})
     assert BASE.data.batch_size == 16
     pair = [Arm("baseline", grows), Arm("other", BASE)]
-    other = equalize(pair, "tokens")[1].config
+    other = equal(pair, "tokens")[1].config
     assert other.train.num_steps == 1500  # of the mean batch of 24
     assert other.shapes.tokens(1500) == grows.shapes.tokens(1000)
 
@@ -813,6 +828,63 @@ def test_the_hash_of_code_is_that_of_every_room_that_decides_figures(tmp_path, r
 
 
 # Times and places
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim.warmup_steps": 0, "optim.warmup_percent": 1.0},
+        {"optim.schedule": "piecewise:500=0.5", "optim.end_learning_rate": 4e-3},
+        {"optim.schedule": "wsd", "optim.decay_percent": 20.0},
+        {"optim.schedule": "wsd", "optim.decay_steps": 800},
+        {"train.keep_every": 100, "train.checkpoint_every": 100},
+    ],
+)
+def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(
+    tmp_path, options
+):
+    config = with_options(BASE, options)
+    run = make_measuring_run(tmp_path, Arm("baseline", config))
+    rates = make_schedule(run.config.optim, 40)(np.arange(40))
+    assert all(np.diff(rates) > 0) and rates[-1] < config.optim.learning_rate
+    longer = make_measuring_run(tmp_path, with_length(Arm("baseline", BASE), 2000))
+    assert longer == make_measuring_run(tmp_path, Arm("baseline", BASE))
+    larger = with_options(BASE, {"data.batch_size": 32})
+    assert run.folder != make_measuring_run(tmp_path, Arm("baseline", larger)).folder
+
+
+def write_measure(root, arm):
+    """Writes what a measuring run leaves: steps of 0.1 s, but the first, and a start of 20 s."""
+    run = make_measuring_run(root, arm)
+    write_run(run, 3.7)
+    lines = []
+    for step, seconds in (10, 0.4), (20, 0.1), (30, 0.1), (40, 0.1):
+        line = {"step": step, "perf/step_seconds": seconds}
+        lines.append(line | {"perf/total_seconds": 20 + 0.1 * step})
+    lines[-1]["eval/loss"] = 3.7
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run.workdir / "metrics.jsonl").write_text(text)
+
+
+def test_a_dry_run_counts_starts_and_compilation(tmp_path):
+    sweep, slots = filled(tmp_path, num_seeds=2), make_slots(1)
+    (sweep.runs()[-1].folder / "outcome.json").unlink()
+    for arm in sweep.arms:
+        write_measure(tmp_path, arm)
+    assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
+    *_, last, total = describe_runs(sweep, slots).splitlines()
+    assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
+    assert total.startswith("about 0:02:00 with --jobs=1")
+
+
+def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
+    for arm in sweep.arms:
+        write_measure(tmp_path, arm)
+    *_, last, total = describe_runs(sweep, make_slots(1)).splitlines()
+    assert last == "then 3 seeds of optim.name=lion with the values it chooses"
+    assert total.startswith("about 0:20:00 ")  # 2 * 2 runs choose, and 2 * 3 follow
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):

@@ -24,12 +24,13 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import check_out, make_arms, read_tuned
-from gpt2.ablate.jobs import make_slots, train_all
+from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
+from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.judge import grow
+from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run
-from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, load_sweep, register
+from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
 from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, choose_score, equalize
 from gpt2.data import prepare
@@ -59,6 +60,8 @@ def define_flags() -> None:
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
     about = "OPTION=VALUE,...: each arm first chooses among these."
     flags.DEFINE_multi_string("tune", [], about)
+    about = "Prints the runs and what they take, by short runs that it keeps."
+    flags.DEFINE_bool("dry_run", False, about)
     about = "Only writes the report of what there is so far."
     flags.DEFINE_bool("report", False, about)
 
@@ -73,12 +76,17 @@ def main() -> int:
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
     slots = make_slots(FLAGS.jobs)
+    sweep = _read_sweep(root, slots[0])
+    if FLAGS.dry_run:
+        sweep = grow(continued(sweep).with_choices())
+        print(describe_runs(sweep, slots))
+        return 0
 
     def train(runs: Sequence[Run]) -> None:
         take_over(runs, root, slots[0])
         train_all(runs, slots, sweep.score)
 
-    sweep = register(_read_sweep(root))
+    sweep = register(sweep)
     undecided = sweep.undecided_runs()
     if undecided:
         train(undecided)
@@ -91,7 +99,7 @@ def main() -> int:
         sweep = register(grown)
 
 
-def _read_sweep(root: Path) -> Sweep:
+def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     looks = _read_looks(FLAGS.seeds)
@@ -103,11 +111,16 @@ def _read_sweep(root: Path) -> Sweep:
         arms[i] = replace(arm, config=config)
     for source in {arm.source(root) for arm in arms if arm.commit}:
         check_out(source)
+
+    def step_seconds(arm: Arm) -> float:
+        seconds, _ = measure(root, arm, slot)
+        return seconds
+
     command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
         commands=[shlex.join(command)],
-        arms=tuple(equalize(arms, FLAGS.equal)),
+        arms=tuple(equalize(arms, FLAGS.equal, step_seconds)),
         score=score,
         equal=FLAGS.equal,
         looks=looks,

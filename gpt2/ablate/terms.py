@@ -3,7 +3,7 @@
 Configs have their vocabulary: `model.vocab_size` is not 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpt2.ablate.arms import Arm
@@ -11,7 +11,7 @@ from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError
 from gpt2.model.flops import model_flops_per_token
 
-TERMS = ("tokens", "flops")
+TERMS = ("tokens", "flops", "seconds")
 _DURATIONS = (
     "optim.warmup_steps",
     "optim.decay_steps",
@@ -54,16 +54,20 @@ def choose_score(arms: Sequence[Arm]) -> str:
     return LOSS
 
 
-def equalize(arms: Sequence[Arm], terms: str) -> list[Arm]:
-    """Returns the arms with as many tokens or FLOPs as the first, by their steps."""
+def equalize(
+    arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], float]
+) -> list[Arm]:
+    """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps."""
     first, *others = arms
 
     def cost(arm: Arm) -> float:
         if terms == "tokens":
             return step_tokens(arm.config)
+        if terms == "seconds":
+            return step_seconds(arm)
         if arm.commit:
             what = f"the FLOPs of {arm.name}, of other code, are not known"
-            raise UserError(what, "Use --equal=tokens")
+            raise UserError(what, "Use --equal=tokens or --equal=seconds")
         return step_flops(arm.config)
 
     budget = first.config.train.num_steps * cost(first)
