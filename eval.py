@@ -1,7 +1,7 @@
 """Scores a run of train.py, or a Hugging Face model.
 
     python eval.py --workdir=runs/quickstart
-    python eval.py --hf=DIR --tasks=lambada,hellaswag --task_dir=data/tasks
+    python eval.py --hf=DIR --tasks=lambada:data/tasks,hellaswag:data/tasks
 
 Each figure comes with its convention, its number of examples and its standard error;
 docs/evaluation.md says what the tasks' files hold.
@@ -30,12 +30,9 @@ def define_flags() -> None:
     """Defines the flags of this command."""
     cli.define_source()
     names = (
-        f"Any of validation, {', '.join(TASKS)}, with its directory as NAME:DIRECTORY."
+        f"validation, or any of {', '.join(TASKS)} with its files' directory: NAME:DIR."
     )
     flags.DEFINE_list("tasks", ["validation"], names)
-    flags.DEFINE_string(
-        "task_dir", "", "Directory of tasks that are given without one."
-    )
     flags.DEFINE_string(
         "corpus",
         "",
@@ -58,9 +55,7 @@ def define_flags() -> None:
 def main() -> None:
     """Scores the tasks that the flags name, prints the figures and writes them to `--output`."""
     args = flags.FLAGS
-    tasks = [
-        find_task(spec, args.task_dir) for spec in args.tasks if spec != "validation"
-    ]
+    tasks = [find_task(spec) for spec in args.tasks if spec != "validation"]
     data = None
     if "validation" in args.tasks:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)

@@ -97,8 +97,7 @@ def main() -> int:
         optimizer=make_optimizer,
     )
     batches = Batches(config, dataset, program.backend)
-    mesh = program.backend.mesh
-    tasks = RunTasks(program.model, options, dataset.tokenizer, mesh)
+    tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
     # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
     start = folder.find_start(workdir)
@@ -106,13 +105,11 @@ def main() -> int:
         with mirror:
             return 0
     state = None if start else first_state(program, dataset)
-    before = folder.begin(workdir, config, dataset, start)
-    clock = StepClock.for_run(
-        config, batches.tokens_of, program.flops_per_token, before
-    )
+    folder.begin(workdir, config, dataset, start)
+    clock = StepClock.for_run(config, program.flops_per_token)
     checkpointer = Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
     with clock.phase("restore"):
-        state = state or checkpointer.restore(start, program.state_shapes)
+        state = state or checkpointer.restore(start, program)
     run = Run(program, batches, tasks, workdir, checkpointer, clock)
     with mirror:  # which sends a URL what the run writes in its folder
         return train(run, state, start)
@@ -153,7 +150,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
 
     def save(measured: dict[str, float] | None = None) -> None:
         """Saves the newest state, after its metrics."""
-        reporter.close_books(step)
+        reporter.flush(step)
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, measured, batches.position(step))
 
@@ -173,12 +170,12 @@ def train(run: Run, state: TrainState, start: int) -> int:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.find(step + 1, batch)]
+                train_step, watch = steps[config.shapes.at(step + 1)]
                 profiler.step(step, state)
                 norms = watch(step + 1, state, batch)
                 state, metrics = train_step(state, batch)
                 step += 1
-                reporter.step(step, metrics, batches.epoch_end(step), norms)
+                reporter.step(step, metrics, norms)
 
                 stops = stop.reached(step)
                 validates = options.is_due(step, options.eval_every)

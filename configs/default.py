@@ -163,7 +163,7 @@ class Data:
     # Share held out for validation; docs/data.md says of what.
     val_fraction: UpToOne = 0.005
     # Of training rows. concat: windows of joined documents; bos: begin at a document, and crop
-    # what does not fit (nanochat); pad: a document a row, padded to one of a few lengths.
+    # what does not fit (nanochat); pad: a document a row, padded to the context.
     packing: Literal["concat", "bos", "pad"] = "concat"
     # Attend only within a document; positions count from its start.
     document_mask: bool = False
@@ -317,9 +317,8 @@ class Memory:
 
     # What a layer keeps for its backward pass, beside its input; the rest is computed again. none:
     # all, so that nothing is; full: nothing, so that all is; attention: results of attention's
-    # products; mlp: of the MLP's; dots: of both, so that no product runs twice; offload: as dots,
-    # in the host's memory: docs/parallelism.md.
-    remat: Literal["none", "full", "attention", "mlp", "dots", "offload"] = "none"
+    # products; mlp: of the MLP's; dots: of both, so that no product runs twice.
+    remat: Literal["none", "full", "attention", "mlp", "dots"] = "none"
     scan_layers: bool = False  # one compiled block for all layers
     # Layers in one turn of the loop of scan_layers, a divisor of their number. As many as there
     # are: no loop, and stacked parameters: fewer kernels on GPUs, and slower on TPUs

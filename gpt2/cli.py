@@ -35,7 +35,6 @@ def run(
     logging.disable()  # what libraries log, they raise too, or it is no help
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
-    sys.argv[1:] = map(_with_home, sys.argv[1:])
     app.define_help_flags()
     known = set(flags.FLAGS)
     define_flags()
@@ -55,11 +54,6 @@ def run(
     code = main(*arguments)
     leave_at_interrupt()
     sys.exit(code)
-
-
-def _with_home(argument: str) -> str:
-    """Returns --FLAG=~/PLACE with the home directory, as shells do only where a word begins."""
-    return re.sub(r"^(--?(?!prompt=)[\w.]+=)~(?=/|$)", rf"\g<1>{Path.home()}", argument)
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
     python -m tests.deletions [OPTION ...]
 
-takes half a minute for each. What other files name, such as a family of Hugging Face's models that needs
-the ingredient, goes with it in truth; tests of those are not run.
+takes half a minute for each. What needs the ingredient, such as a family of Hugging Face's models,
+goes with it in truth; tests of those are not run.
 """
 
 import re

@@ -183,7 +183,7 @@ def continued(case: Case, others: list[Case], directory: Path) -> dict[Case, Res
         setup(case).train(save=save)
         checkpointer.wait()
         return {
-            other: setup(other).train(2, checkpointer.restore(2, setup(other).shapes))
+            other: setup(other).train(2, checkpointer.restore(2, setup(other).program))
             for other in others
         }
 

@@ -150,9 +150,11 @@ def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer)
         saved = state({"a": (2, 2)}, optax.adam)
         checkpointer.save(saved, 1)
         checkpointer.wait()
-        chex.assert_trees_all_equal(checkpointer.restore(1, saved), saved)
+        program = SimpleNamespace(state_shapes=saved)
+        chex.assert_trees_all_equal(checkpointer.restore(1, program), saved)
+        other = SimpleNamespace(state_shapes=state(params, optimizer))
         with pytest.raises(UserError, match="cannot be read"):
-            checkpointer.restore(1, state(params, optimizer))
+            checkpointer.restore(1, other)
 
 
 CONSTANT = dict(
@@ -183,7 +185,7 @@ def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state, step=3)
         checkpointer.wait()
-        again = checkpointer.restore(3, program.state_shapes)
+        again = checkpointer.restore(3, program)
     chex.assert_trees_all_equal(again, state)
     _, loaded = load_params(tmp_path)
     chex.assert_trees_all_close(loaded, state.eval_params, rtol=1e-6)
@@ -301,17 +303,10 @@ def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(small_disk, caps
         assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
 
 
-def test_a_save_without_room_or_that_fails_is_told_and_the_next_is_tried(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_save_that_fails_is_told_and_the_next_is_tried(tmp_path, monkeypatch, capsys):
     with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
         checkpointer.save(state_at(1), 1)
         checkpointer.wait()
-        patched.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-        checkpointer.save(state_at(2), 2)
-        assert "the state of step 2 is not saved" in checkpointer.failure
-        assert "no room is left" in capsys.readouterr().err
-        patched.undo()
         # In the saving thread.
         patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)
         checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})

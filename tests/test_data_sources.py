@@ -111,10 +111,10 @@ def test_a_subset_of_the_hub_is_named_unless_there_is_one(
     corpus = open_corpus(f"hf:{spec}")
     if message:
         with pytest.raises(UserError, match=message):
-            list(corpus.documents(0))
+            list(corpus.documents())
     else:
         named = [f for f in folders if f.split("/")[0] in ("only", "default", spec[4:])]
-        assert list(corpus.documents(0)) == [f"text of {named[0]}"]
+        assert list(corpus.documents()) == [f"text of {named[0]}"]
 
 
 def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):

@@ -1,4 +1,4 @@
-"""What went bad first is named: a weight, a batch, a micro-batch, an activation, a gradient."""
+"""What went bad first is named: a weight, an activation, a gradient."""
 
 import itertools
 import re
@@ -40,9 +40,6 @@ class StubBatches:
 
     def train(self, start, stop):
         return map(self.batch, range(start, stop))
-
-    def validation(self):
-        return {"": (1.0, self.train(0, 3))}, None
 
 
 def plant(state, path, value=np.nan, index=-1, layer=None):
@@ -86,8 +83,8 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
     return str(ended)
 
 
-def stub_checkpointer(best=None):
-    return SimpleNamespace(wait=lambda: None, best=lambda: best)
+def stub_checkpointer():
+    return SimpleNamespace(wait=lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def stub_checkpointer(best=None):
         pytest.param("by step", False, "full", marks=pytest.mark.slow),
     ],
 )
-def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned, remat):
+def test_a_weight_and_an_output_are_named(tmp_path, layout, scanned, remat):
     program = make_program(layout, scanned, remat=remat)
     name, layer = ("h/mlp/c_fc/kernel", 1) if scanned else ("h_1/mlp/c_fc/kernel", None)
     told = diagnose(tmp_path, program, lambda state: plant(state, name, layer=layer))
@@ -109,10 +106,7 @@ def test_a_weight_a_batch_and_a_micro_batch_are_named(tmp_path, layout, scanned,
     for at, micro_batch in ((0, 0), (3, 2)):
         told = diagnose(tmp_path, program, huge, (at, micro_batch))
         assert f"at step {at + 1}: " in told
-        assert (
-            f"the output of h_0/ln_1 was the first, in micro-batch {micro_batch + 1}."
-            in told
-        )
+        assert "the output of h_0/ln_1 was the first" in told
 
 
 @pytest.mark.thorough
@@ -126,7 +120,7 @@ def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scanned", [True, False])
-def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scanned):  # noqa: F811
+def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):  # noqa: F811
     loud = lambda state: plant(  # noqa: E731
         state,
         "wte/embedding",
@@ -135,9 +129,7 @@ def test_a_gradient_is_named_with_its_micro_batch(tmp_path, breaking_norms, scan
     )
     told = diagnose(tmp_path, make_program.__wrapped__(scanned=scanned), loud, (2, 1))
     assert "the gradients are not finite at step 3" in told
-    assert re.search(
-        r"the gradient of h_1/mlp/c_proj/\w+ was the first, in micro-batch 2", told
-    )
+    assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first", told)
 
 
 @pytest.mark.thorough
@@ -151,27 +143,25 @@ def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
         return bad_for_poison
 
     told = diagnose(tmp_path, make_program(loss=loss), lambda state: state, (0, 3))
-    assert "at step 1: the loss was the first, in micro-batch 4" in told
+    assert "at step 1: the loss was the first" in told
 
 
 @pytest.mark.thorough
-def test_a_validation_names_the_parameter_or_the_batch(tmp_path):
+def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     program = make_program()
     diagnosis = Diagnosis(
         program,
         StubBatches(program, (1, 0)),
         tmp_path,
-        stub_checkpointer((20, 3.5)),
+        stub_checkpointer(),
         None,
         None,
     )
+    (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     error = DivergedError(3, "the validation loss is", before=False)
     state = program.init_state()
     told = str(diagnosis.explain(error, plant(state, "ln_f/scale")))
-    assert "parameter ln_f/scale was the first" in told and f"run:{tmp_path}@20" in told
-    huge = plant(state, "wte/embedding", 3e38, slice(POISON * 16, None))
-    told = str(diagnosis.explain(error, huge))
-    assert re.search("the output of h_0/ln_1 was the first, in batch of .* 2", told)
-    assert "hardware" in str(diagnosis.explain(error, state))
+    assert "parameter ln_f/scale was the first" in told and f"run:{tmp_path}." in told
+    assert "every parameter is finite" in str(diagnosis.explain(error, state))
     lost = Diagnosis(None, None, tmp_path, stub_checkpointer(), None, None)
     assert "where it began is not known" in str(lost.explain(error, None))

@@ -13,7 +13,7 @@ from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.core import core
-from gpt2.evals.examples import after, hellaswag, lambada
+from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import mean, ratio
 from gpt2.evals.run_tasks import RunTasks
@@ -157,13 +157,6 @@ def test_long_contexts_lose_their_beginning_and_nothing_else(params, scorer):
     for wrong in (([], [1]), ([1], []), ([1], [2] * 129)):
         with pytest.raises(UserError, match=r"tokens? of context"):
             continuation(*wrong, 128)
-
-
-def test_spaces_before_a_text_belong_to_it():
-    joined, moved = after(BYTES, "ab", " c", 128), after(BYTES, "ab ", "c", 128)
-    np.testing.assert_array_equal(joined.targets, moved.targets)
-    assert (joined.targets >= 0).sum() == 2
-    np.testing.assert_array_equal(after(BYTES, "", "c", 128).tokens, [BYTES.eot])
 
 
 def test_standard_errors_are_those_of_the_sample_mean_and_of_resampling():

@@ -231,18 +231,18 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         state, _ = train(program, range(3), {1, 2, 3})
         checkpointer.save(state, 3)
         checkpointer.wait()
-        restored = checkpointer.restore(3, program.state_shapes)
+        restored = checkpointer.restore(3, program)
         again, rest = train(program, range(3, 6), {1, 2, 3}, restored)
         chex.assert_trees_all_equal(again, whole)
         np.testing.assert_equal(rest, metrics[3:])
         # The options may change: without a guard it is dropped, and with one it starts anew.
         off = make_program()
-        plain = checkpointer.restore(3, off.state_shapes)
+        plain = checkpointer.restore(3, off)
         assert plain.guard is None
         chex.assert_trees_all_equal(plain.opt_state, state.opt_state)
         checkpointer.save(plain.replace(step=jnp.int32(4)), 4)
         checkpointer.wait()
-        fresh = checkpointer.restore(4, program.state_shapes)
+        fresh = checkpointer.restore(4, program)
         chex.assert_trees_all_equal(fresh.guard, Guard.create(program.config.train))
         # A streak that is longer than a lower limit ends no run.
         saved, _ = train(program, range(4), {1, 2, 3})
@@ -250,6 +250,6 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         checkpointer.save(saved.replace(step=jnp.int32(5)), 5)
         checkpointer.wait()
         lower = make_program(skip_bad_steps=1)
-        after, seen = train(lower, [4], (), checkpointer.restore(5, lower.state_shapes))
+        after, seen = train(lower, [4], (), checkpointer.restore(5, lower))
         assert seen[0]["train/skipped_steps"] == 3
         assert after.guard.bad_in_a_row == 0

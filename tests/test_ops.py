@@ -387,7 +387,7 @@ def test_attention_on_a_mesh_equals_its_formula(implementation, with_segments):
     assert_close(jax.jit(mapped)(scale, qkv, segments), expected)
 
 
-def objective_of(targets, vocab_size, dtype, softcap=0.0, weights=(1.0,), **options):
+def objective_of(targets, vocab_size, dtype, softcap=0.0, weights=(), **options):
     """Returns the objective that options of the loss ask for."""
     question = Question(targets, Objective(weights=weights))
     for extra in loss_ingredients(LossConfig(**options)):
@@ -405,9 +405,9 @@ def objective_of(targets, vocab_size, dtype, softcap=0.0, weights=(1.0,), **opti
         (9, 4, 0, "float32", 0.0, dict(z_loss=0.3)),
         (7, 8, 5, "float32", 3.0, dict(z_loss=0.1, label_smoothing=0.2)),
         (1, 2, 2, "bfloat16", 3.0, {}),
-        (9, 4, 2, "float32", 3.0, dict(z_loss=0.1, weights=(1.0, 0.5, 0.25))),
-        (9, 4, 2, "float32", 0.0, dict(label_smoothing=0.1, weights=(1.0, 0.5))),
-        (9, 4, 2, "float32", 0.0, dict(weights=(1.0, 0.5, 0.25))),
+        (9, 4, 2, "float32", 3.0, dict(z_loss=0.1, weights=(0.5, 0.25))),
+        (9, 4, 2, "float32", 0.0, dict(label_smoothing=0.1, weights=(0.5,))),
+        (9, 4, 2, "float32", 0.0, dict(weights=(0.5, 0.25))),
     ],
 )
 def test_cross_entropy_equals_its_formula(
@@ -415,7 +415,7 @@ def test_cross_entropy_equals_its_formula(
 ):
     vocab_size = 11
     hidden, table = normal(0, 2, length, 8), normal(1, vocab_size + padding, 8)
-    shape = 2, length, len(extra.get("weights", (1.0,)))
+    shape = 2, length, 1 + len(extra.get("weights", ()))
     targets = jax.random.randint(jax.random.key(2), shape, -1, vocab_size)
     objective = objective_of(targets, vocab_size, dtype, softcap, **extra)
     results = []
@@ -549,7 +549,7 @@ def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
     for softcap, extra in (
         (0.0, {}),
         (2.0, dict(z_loss=0.1, label_smoothing=0.1)),
-        (0.0, dict(z_loss=0.1, weights=(1.0, 0.5))),
+        (0.0, dict(z_loss=0.1, weights=(0.5,))),
     ):
         test_cross_entropy_equals_its_formula(7, 2, 2, dtype, softcap, extra, variants)
 

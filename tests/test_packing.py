@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.config.shapes import Shape
 from gpt2.data import Dataset, prepare
 from gpt2.data.loader import TrainLoader
 from gpt2.data.own import OwnBatches
@@ -106,9 +105,9 @@ def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
-def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
-    loader = TrainLoader(corpus, seed=0, batch_size=B, context_length=T, packing="pad")
-    steps, orders = loader.sources[""].num_rows // B, []
+def test_pad_gives_each_token_once_in_rows_of_one_document(corpus):
+    loader = TrainLoader(corpus, seed=0, batch_size=1, context_length=T, packing="pad")
+    steps, orders = loader.sources[""].num_rows, []
     tokens = np.arange(SIZES.sum())
     tokens[STARTS] = EOT
     for epoch in range(2):
@@ -117,11 +116,8 @@ def test_pad_gives_each_token_once_in_batches_of_one_length(corpus):
         np.testing.assert_array_equal(
             np.sort(targets[targets >= 0]), np.sort(tokens[1:])
         )
-        assert {batch["tokens"].shape[1] for batch in batches} == {128, 256, 512}
         assert not any(np.any(batch["tokens"][:, 1:] == EOT) for batch in batches)
-        assert loader.tokens_of(Shape(B, T, 0)) == round(len(targets) / steps)
         assert loader.sources[""].note == f"{np.mean(targets < 0):.1%} padded"
-        assert np.mean(targets < 0) < 0.35
         orders.append([batch["tokens"][0, 1] for batch in batches])
     assert orders[0] != orders[1]
 
@@ -195,9 +191,9 @@ def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
     documents, gpt, params = model
     dataset = stored(tmp_path / "documents", np.concatenate(documents), eot=63)
     loader = TrainLoader(
-        dataset, seed=0, batch_size=5, context_length=32, packing="pad"
+        dataset, seed=0, batch_size=1, context_length=32, packing="pad"
     )
-    steps = loader.sources[""].num_rows // 5
+    steps = loader.sources[""].num_rows
     loss = jax.jit(next_token_loss(gpt))
     sums = [loss(params, loader.batch(step))["loss"] for step in range(1, steps + 1)]
     alone, apply = (
@@ -209,7 +205,7 @@ def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
         length = len(text) - 1
         row = np.pad(text[:-1], (0, 32 - length))[None]
         alone += list(-apply(row)[0, np.arange(length), text[1:]])
-    assert sum(count for _, count in sums) == len(alone) and steps * 5 > len(documents)
+    assert sum(count for _, count in sums) == len(alone) < 32 * steps
     found = sum(total for total, _ in sums) / len(alone)
     np.testing.assert_allclose(found, np.mean(alone), rtol=1e-5)
 

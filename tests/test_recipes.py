@@ -99,7 +99,7 @@ def test_published_losses_lie_at_the_steps_that_have_read_as_much(tmp_path, draw
         assert path.read_text().startswith("# ") and read_reference(
             path.stem
         )  # says from where
-    plot_losses(tmp_path, {}, "llmc-124m")
+    plot_losses(tmp_path, "llmc-124m")
     axes = drawn[0].axes[0]
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}
     assert lines["llm.c's 124M on FineWeb"][0] == pytest.approx(
@@ -128,7 +128,6 @@ def test_a_reference_of_ones_own_is_a_table_of_points(tmp_path):
         "",
         "step,loss\n1,2\n",
         "tokens,loss\n1,x\n",
-        "tokens,loss\n1,2\n,3\n",
     ):
         path.write_text(text)
         with pytest.raises(UserError, match=r"own\.csv"):

@@ -184,10 +184,5 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
             best = min(losses, key=losses.get)
             assert checkpointer.best() == (best, losses[best])
             assert checkpointer.all_steps() == sorted({3, 6, best, 8})
-    # Time goes on from what the checkpoint had taken; what the kill undid does not count.
-    seconds = [line["perf/total_seconds"] for line in metrics_of(moved)]
-    assert seconds == sorted(seconds)
-    start_up = seconds[saved] - seconds[saved - 1]
-    assert start_up > 10 * (seconds[-1] - seconds[-2])
-    assert re.search(r"^time: [\d:]+; .*down \d+%", stdout, re.MULTILINE)
+    assert re.search(r"^time: [\d:]+; .*goodput \d+%", stdout, re.MULTILINE)
     assert f"{moved} is finished at step 8; raise" in run(moved, *options)[1]

@@ -16,7 +16,9 @@ import pytest
 from gpt2.config import DataConfig
 from gpt2.data import prepare
 from gpt2.errors import UserError
+from gpt2.utils import mirror as mirror_file
 from gpt2.utils import stores
+from gpt2.utils.mirror import Mirror
 from tests.helpers import SECONDS, TINY, metrics_of, params_of, run, start
 from tests.test_processes import FLAGS, Pair, losses
 
@@ -28,7 +30,7 @@ def store(tmp_path, monkeypatch):
     """A store in memory, the cache of a first machine, and what goes on to the next one."""
     memory = fsspec.filesystem("memory", use_listings_cache=False)
     memory.store.clear()
-    monkeypatch.setattr(stores, "_PAUSE", 0.01)
+    monkeypatch.setattr(mirror_file, "PAUSE", 0.01)
     machines = iter(range(9))
 
     def next_machine():
@@ -64,7 +66,7 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
     store,
 ):
     memory, next_machine = store
-    with stores.Mirror("memory://run") as mirror:
+    with Mirror("memory://run") as mirror:
         save(mirror.folder, 1)
         (mirror.folder / ".lock").touch()
         (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir()
@@ -157,7 +159,7 @@ def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
 @pytest.mark.parametrize("by", ["who trains", "who reads"])
 def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
     memory, next_machine = store
-    with stores.Mirror("memory://run") as mirror:
+    with Mirror("memory://run") as mirror:
         for step in (1, 2):
             save(mirror.folder, step)
     if by == "who reads":
@@ -177,7 +179,7 @@ def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
 
 def test_what_a_store_has_lost_beside_checkpoints_is_set_aside(store, capsys):
     memory, next_machine = store
-    with stores.Mirror("memory://run") as mirror:
+    with Mirror("memory://run") as mirror:
         save(mirror.folder, 1)
     next_machine()
     folder = stores.fetch("memory://run")
@@ -205,8 +207,8 @@ def test_what_the_working_copy_has_lost_stays_in_the_store(store, lost):
 
 def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     memory, told = store[0], []
-    monkeypatch.setattr(stores, "warn", told.append)
-    with stores.Mirror("memory://run") as mirror:
+    monkeypatch.setattr(mirror_file, "warn", told.append)
+    with Mirror("memory://run") as mirror:
         with monkeypatch.context() as patch:
             patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
             save(mirror.folder, 1)
@@ -214,15 +216,14 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
         wait_until(lambda: DIGESTS.format(1) in names(memory))
         (mirror.folder / "samples.txt").touch()
     assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
-    monkeypatch.setattr(stores, "_PATIENCE", 0.0)
     lost = pytest.raises(UserError, match=r"division by zero.*All of it is in .*run")
-    with monkeypatch.context() as patch, lost as caught, stores.Mirror("memory://run"):
+    with monkeypatch.context() as patch, lost as caught, Mirror("memory://run"):
         patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
         save(mirror.folder, 2)
         mirror.folder.with_name(f".{mirror.folder.name}.sending").mkdir()
         memory.pipe_file("/run/metrics.jsonl", b"1\n2\n")  # sent before the outage
     assert caught.value.exit_code == 5
-    with stores.Mirror("memory://run"):  # the same command
+    with Mirror("memory://run"):  # the same command
         assert DIGESTS.format(2) in names(memory)
     assert not [
         *mirror.folder.parent.glob(".*.sending")
@@ -234,9 +235,9 @@ def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     lost = pytest.raises(UserError, match="another run has taken memory://run over")
-    with lost, stores.Mirror("memory://run") as first:
+    with lost, Mirror("memory://run") as first:
         next_machine()
-        with stores.Mirror("memory://run"):
+        with Mirror("memory://run"):
             save(first.folder, 1)
             wait_until(stopped.is_set)
     signal.signal(signal.SIGTERM, before)

@@ -308,7 +308,7 @@ def test_what_fails_beside_the_steps_loses_none(tmp_path, split, step):
     code, _, stderr = run(tmp_path / "run", *options, corpus, cwd=tmp_path)
     assert code == 1 and f"Input/output error: '{split}'" in stderr
     assert latest_step(tmp_path / "run") == step
-    assert metrics_of(tmp_path / "run")[-1]["perf/seconds/step"] > 0
+    assert metrics_of(tmp_path / "run")[-1]["step"] == step
 
 
 @pytest.mark.thorough

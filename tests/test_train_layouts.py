@@ -85,8 +85,8 @@ def test_a_run_that_changes_its_layout_half_way_equals_one_device(
     reference, spread, name
 ):
     workdir, began, ended, _ = spread
-    assert "pmap, data 4\n" in began and "in 2 micro-batches" in began
-    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended and "2 layers scanned" in ended
+    assert "pmap, data 4\n" in began
+    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended
     assert [line["step"] for line in metrics_of(workdir)] == list(
         range(1, NUM_STEPS + 1)
     )
@@ -129,9 +129,9 @@ def test_16_bits_train_float32_weights_nearly_as_well(reference, tmp_path, dtype
         column(reference[0], "train/grad_norm")[-1], rel=1e-5
     )
     # Weights and moments read back as float32 whatever was saved, so their digits are asked.
-    shapes = Program.from_config(load_config(workdir), jax.devices()[:1]).state_shapes
+    program = Program.from_config(load_config(workdir), jax.devices()[:1])
     with Checkpointer(workdir, read_only=True) as checkpointer:
-        state = checkpointer.restore(NUM_STEPS, shapes)
+        state = checkpointer.restore(NUM_STEPS, program)
     if scale := state.loss_scale:
         assert (scale.scale, scale.good_steps) == (
             2.0 ** (12 - skipped),

@@ -72,7 +72,7 @@ def main() -> int:
         raise UserError("there is no --workdir", "Name a directory for the sweep")
     if is_url(FLAGS.workdir):
         raise UserError("a sweep needs a folder, not a URL", "Mount the bucket")
-    root = Path(FLAGS.workdir)
+    root = Path(FLAGS.workdir).expanduser()
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
     slots = make_slots(FLAGS.jobs)

@@ -8,8 +8,8 @@ and data are outside the times; clipping and the optimizer are inside. Beside pe
 the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
 compared, and what differs is not timed. For a first look, --rounds=1 does.
 
-`attention` compares an implementation with the reference: values and gradients. `suite` runs both
-on a GPU, and train.py itself, each part with a time limit; --config.a.b=v changes all.
+`suite` runs it on a GPU, and train.py itself, each part with a time limit; --config.a.b=v changes
+all.
 
 MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's peak. Memory is the
 peak of a GPU's allocator; on a CPU, of the process.
@@ -20,10 +20,8 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import importlib.util
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from absl import flags
@@ -35,7 +33,7 @@ from gpt2.config import Config, with_options
 from gpt2.config.run import tokens_by_name
 from gpt2.errors import UserError, require_choice
 
-COMMANDS = ("train", "attention", "suite", "machine")
+COMMANDS = ("train", "suite", "machine")
 
 
 def define_flags() -> None:
@@ -51,51 +49,40 @@ def define_flags() -> None:
     )
     flags.DEFINE_string("output", "", "suite: the folder of its results.")
     flags.DEFINE_list("parts", [], "suite: those to run; all if empty.")
-    flags.DEFINE_bool("dry_run", False, "suite: print the commands.")
 
 
 def main(command: str) -> int:
-    """Runs a command, and returns the exit code: 1 if something failed."""
+    """Runs a command, and returns the exit code: 1 if a part of the suite failed."""
     args = flags.FLAGS
     output = Path(args.output) if args.output else None
     if command == "suite":
         if not output:
             raise UserError("there is no --output", "Name the folder of the results")
         options = cli.overrides()
-        passed = suite.run_suite(output, args.parts, options, dry_run=args.dry_run)
+        passed = suite.run_suite(output, args.parts, options)
         return int(not passed)
-    rows = []
-    failed = 0
-    for row in make_rows(command, output):
-        rows.append(row)
-        if not row.get("passed", True):
-            failed = 1
-        if args.json:
-            print(json.dumps(row), flush=True)
-    if not args.json:
-        print(table(rows))
-    return failed
-
-
-def make_rows(command: str, output: Path | None) -> Iterator[Row]:
-    """Yields the rows of a command as they come."""
-    args = flags.FLAGS
     if command == "machine":
-        yield suite.describe_machine(output)
-        return
-    config = make_config(args.peers)
-    if command == "attention":
-        from gpt2.benchmark.attention import check_attention
+        rows = [suite.describe_machine(output)]
+    else:
+        rows = measure_cases()
+    if args.json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        print(table(rows))
+    return 0
 
-        yield from check_attention(config)
-        return
-    case = measure.Case(config)
+
+def measure_cases() -> list[Row]:
+    """Returns a row for the config, for each peer and for each variation."""
+    args = flags.FLAGS
+    case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}
     for peer in args.peers:
         cases[peer] = case
     for text in args.vary:
         cases[text] = case.varied(text)
-    yield from measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
+    return measure.measure(cases, rounds=args.rounds, seconds=args.seconds)
 
 
 def make_config(peers: list[str]) -> Config:
@@ -106,12 +93,6 @@ def make_config(peers: list[str]) -> Config:
         return config
     for peer in peers:
         require_choice("--peers", peer, measure.PEERS)
-    if not importlib.util.find_spec("torch"):
-        raise UserError("--peers needs PyTorch", "pip install -e '.[peers]'")
-    if config.optim.name != "adamw":
-        raise UserError(
-            "--peers have no other optimizer", "Use --config.optim.name=adamw"
-        )
     options = {
         "optim.schedule": "constant",
         "optim.end_learning_rate": config.optim.learning_rate,

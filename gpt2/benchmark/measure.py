@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.stats
 
-from gpt2.benchmark.first_steps import FirstSteps, compare
+from gpt2.benchmark.first_steps import TOLERANCES, compare
 from gpt2.benchmark.tables import Row
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError
@@ -28,7 +28,6 @@ from gpt2.utils import launch
 
 OURS = "jax"
 PEERS = ("torch", "torch_compile")
-_MEMORY = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +101,8 @@ class Work(Protocol):
     def step(self) -> None:
         """Takes a training step, and waits for it."""
 
-    def first_steps(self) -> FirstSteps:
-        """Returns what the first steps from drawn weights compute."""
+    def first_losses(self) -> list[float]:
+        """Returns the losses of the first steps from drawn weights, in nats per token."""
 
     def info(self) -> Row:
         """Returns what there is to report beside times."""
@@ -113,14 +112,14 @@ def serve(work: Work) -> None:
     """Tells the device, then answers each line of standard input until it closes.
 
     A number asks for as many steps of `work`, and the answer is the seconds of each. A word asks
-    for what its first steps compute, and 0 for what there is to report beside times.
+    for the losses of its first steps, and 0 for what there is to report beside times.
     """
     print(json.dumps(work.device), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         answer: Any
         if isinstance(request, str):
-            answer = work.first_steps()
+            answer = work.first_losses()
         elif request == 0:
             answer = work.info()
         else:
@@ -138,7 +137,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
     Each has `rounds` turns of at least `seconds`.
     """
     players: dict[str, Player] = {}
-    seconds_to_compile: dict[str, float] = {}
     steps: dict[str, int] = {}
     turns: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
@@ -146,11 +144,10 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             player = _start(name, each, len(cases))
             stack.callback(player.close)
             players[name] = player
-            first, _, usual = player.ask(3)  # the first compiles if that was not done
-            seconds_to_compile[name] = max(0.0, first - usual)
+            *_, usual = player.ask(3)  # the first compiles if that was not done
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
-        _compare_sides(players)
+        _compare_sides(players, cases[OURS].config.precision.compute)
         for _ in range(rounds):
             for name, player in players.items():
                 # The first step after the others' turns takes memory back from the machine.
@@ -162,7 +159,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
         config = cases[name].config
         step = statistics.median(turns[name])
         tokens_per_second = config.tokens_per_step / step
-        compiled = info.pop("compile_seconds", 0.0)
         flops = info.pop("flops_per_token", None)
         peak = info.pop("peak_flops", None)
         row = {
@@ -172,7 +168,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             "step_seconds": step,
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * flops / peak if peak else None,
-            "compile_seconds": compiled + seconds_to_compile[name],
             "ratio": ratio(turns[name], turns[OURS]),
             "batch_size": config.data.batch_size,
             "context_length": config.model.context_length,
@@ -182,9 +177,12 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
     return rows
 
 
-def _compare_sides(players: Mapping[str, Player]) -> None:
+def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
     """Raises a UserError unless peers run where we do, and compute the same."""
     ours = players[OURS]
+    tolerance = TOLERANCES[compute]
+    if compute == "float32" and not ours.device.endswith("cpu"):
+        tolerance = TOLERANCES["float16"]
     for name in players.keys() & PEERS:
         peer = players[name]
         if peer.device != ours.device:
@@ -192,8 +190,8 @@ def _compare_sides(players: Mapping[str, Player]) -> None:
                 f"{name} runs on {peer.device}, and {OURS} on {ours.device}",
                 "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
             )
-        expected = FirstSteps(*ours.ask("first steps"))
-        wrong = compare(expected, FirstSteps(*peer.ask("first steps")))
+        our_losses = ours.ask("first losses")
+        wrong = compare(our_losses, peer.ask("first losses"), tolerance)
         if wrong:
             raise UserError(
                 f"{name} does not compute what {OURS} computes: {wrong}",
@@ -227,13 +225,8 @@ def _start(name: str, case: Case, number: int) -> Player:
     config = json.dumps(case.config.to_dict())
     command = [sys.executable, "-m", *module, config]
     environment = launch.environment_to_measure()
-    if not any(map(os.environ.get, _MEMORY)):
-        environment[_MEMORY[0]] = f"{0.9 / number:.2f}"
+    environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{0.9 / number:.2f}")
     if case.xla_flags:
         environment["XLA_FLAGS"] = case.xla_flags
-    if sys.stderr.isatty():  # a person wonders what takes so long
-        print(
-            f"{name}: starts and compiles, {case.config.precision.compute}",
-            file=sys.stderr,
-        )
+    print(f"{name}: starts and compiles", file=sys.stderr)
     return Player(name, command, environment)

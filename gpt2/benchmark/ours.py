@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import resource
 import sys
 
@@ -21,7 +22,6 @@ from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import find_devices
 from gpt2.telemetry.chips import find_chip
 from gpt2.training.program import Program
-from gpt2.utils.platform import platform_of
 from gpt2.utils.scan import in_layout
 
 
@@ -47,16 +47,15 @@ class Training:
         chip = find_chip(device.device_kind)
         peak = None
         # The sheet has no peak of float32 that is multiplied at another precision.
-        if chip and not _matmul_precision():
+        if chip and not os.environ.get("JAX_DEFAULT_MATMUL_PRECISION"):
             peak = chip.peak_flops(compute) * len(self._devices)
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         statistics = device.memory_stats() or {}  # None on a CPU
         return {
-            "compile_seconds": self._compiled.compile_seconds,
             "flops_per_token": model_flops_per_token(self._config.gpt()),
             "peak_flops": peak,
             "attention": self._program.attention,
-            "peak_bytes": statistics.get("peak_bytes_in_use", on_host),
+            "peak_memory_bytes": statistics.get("peak_bytes_in_use", on_host),
             "version": f"jax {jax.__version__}",
         }
 
@@ -64,8 +63,8 @@ class Training:
         """Takes a training step on the same batch, and waits for it."""
         self._run(self._batch)
 
-    def first_steps(self) -> first_steps.FirstSteps:
-        """Returns what steps from drawn weights compute, by the very program that is timed."""
+    def first_losses(self) -> list[float]:
+        """Returns the losses of steps from drawn weights, by the very program that is timed."""
         del self._state  # its memory goes to the drawn weights
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))
@@ -75,18 +74,11 @@ class Training:
             batch = self._program.backend.put_batch(drawn)
             loss = self._run(batch)
             losses.append(float(loss))
-        platform = platform_of(self._devices[0])
-        compute = self._config.precision.compute
-        products = first_steps.products_of(compute, _matmul_precision(), platform)
-        return first_steps.FirstSteps(products, losses)
+        return losses
 
     def _run(self, batch: chex.ArrayTree) -> jax.Array:
         self._state, metrics = self._compiled(self._state, batch)
         return jax.block_until_ready(metrics)["train/loss"]
-
-
-def _matmul_precision() -> str | None:
-    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
 def draw_params(cfg: GPTConfig) -> dict:

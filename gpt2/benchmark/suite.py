@@ -9,13 +9,10 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +22,6 @@ from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
 from gpt2.utils.files import write_text
-
-_ERROR = re.compile(r"^\w[\w.]*(Error|Exception|Interrupt)\b|^error: ")
 
 
 class Part(NamedTuple):
@@ -52,11 +47,11 @@ def make_parts(output: Path) -> list[Part]:
             f"--config.memory.scan_unroll={layers}",
         )
 
-    def measure(command: str, *more: str) -> tuple[str, ...]:
-        return ("-m", "gpt2.benchmark", command, *more, "--json")
+    def train(size: str, layers: int, rows: int, *more: str) -> tuple[str, ...]:
+        chosen = options(size, layers, rows)
+        return ("-m", "gpt2.benchmark", "train", *chosen, *more, "--json")
 
-    def train(rows: int, *more: str) -> tuple[str, ...]:
-        return measure("train", *options("124m", 12, rows), *more)
+    machine = ("-m", "gpt2.benchmark", "machine", f"--output={output}", "--json")
 
     loop = (
         f"{root}/train.py",
@@ -74,20 +69,17 @@ def make_parts(output: Path) -> list[Part]:
         peers = ("--peers=torch_compile",)
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
-        Part("machine", 30, measure("machine", f"--output={output}")),
-        Part("124m-32", 120, train(32, *peers)),
-        Part("1558m", 150, measure("train", *options("1558m", 48, 16))),
-        Part("attention", 120, measure("attention", *options("124m", 12, 8))),
-        Part("forms", 150, train(32, *forms)),
+        Part("machine", 30, machine),
+        Part("124m-32", 120, train("124m", 12, 32, *peers)),
+        Part("1558m", 150, train("1558m", 48, 16)),
+        Part("forms", 150, train("124m", 12, 32, *forms)),
         Part("loop", 120, loop),
-        Part("124m-8", 80, train(8, *peers)),
-        Part("124m-64", 60, train(64)),
+        Part("124m-8", 80, train("124m", 12, 8, *peers)),
+        Part("124m-64", 60, train("124m", 12, 64)),
     ]
 
 
-def run_suite(
-    output: Path, names: list[str], overrides: Mapping[str, object], *, dry_run: bool
-) -> bool:
+def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -> bool:
     """Runs the parts of these names, or all, and returns whether none failed.
 
     Every part gets `overrides`, options of the config by dotted name.
@@ -99,6 +91,8 @@ def run_suite(
                 f"--parts={name} is no part", f"Choose of {', '.join(parts)}"
             )
     results = output / "results.jsonl"
+    logs = output / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     # What ends this process ends the part that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows: list[Row] = []
@@ -106,34 +100,30 @@ def run_suite(
         rows = list(map(json.loads, results.open()))
     done = {row["part"] for row in rows if row.get("status") == "done"}
     for name in names or parts:
+        if name in done:
+            continue
         _, seconds, command = parts[name]
         if name != "machine":  # which has no config
             command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
-        if dry_run or name in done:
-            state = "is done" if name in done else f"{seconds:.0f} s"
-            print(f"{name}, {state}: {shlex.join(['python', *command])}")
-            continue
-        logs = output / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        found = run_command(command, seconds, logs / f"{name}.err")
-        found = describe_run(output / name) + found
+        found, status = run_command(command, seconds, logs / f"{name}.err")
+        found += describe_run(output / name)
         rows = [row for row in rows if row["part"] != name]
-        rows += [{"part": name} | row for row in found]
+        for row in [*found, {"status": status}]:
+            rows.append({"part": name, **row})
         write_text(results, "".join(f"{json.dumps(row)}\n" for row in rows))
         write_text(output / "report.md", report(rows))
-        print(f"{name}: {rows[-1]['status']} in {rows[-1]['took']:.0f} s", flush=True)
-    ends = {row["status"] for row in rows if "status" in row}
-    return ends <= {"done"}
+        print(f"{name}: {status}", flush=True)
+    return {row.get("status", "done") for row in rows} == {"done"}
 
 
-def run_command(command: Sequence[str], limit: float, log: Path) -> list[Row]:
-    """Returns the rows that Python prints by a command, then its `status`, `took`, `error`.
+def run_command(
+    command: Sequence[str], limit: float, log: Path
+) -> tuple[list[Row], str]:
+    """Returns the rows that Python prints by a command, and how that ended: `done`, or why not.
 
     What the command has started ends with it: a process that is left holds the GPU's memory.
     """
-    began = time.monotonic()
     status = "done"
-    error = None
     with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -145,59 +135,31 @@ def run_command(command: Sequence[str], limit: float, log: Path) -> list[Row]:
         )
         try:
             if process.wait(limit):
-                status = "failed"
-                error = _last_error(log)
+                status = f"failed: {log.parent.name}/{log.name}"
         except subprocess.TimeoutExpired:
-            status = "out of time"
-            error = f"no end within {limit:.0f} s"
+            status = f"no end within {limit:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answers.seek(0)
-        lines = answers.readlines()
-    rows: list[Row] = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # of libraries, or cut off
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    took = time.monotonic() - began
-    rows.append({"status": status, "took": took, "error": error})
-    return rows
-
-
-def _last_error(log: Path) -> str:
-    """Returns the line of a log that tells most likely why a process failed."""
-    last = "no message"
-    for line in log.read_text(errors="replace").splitlines():
-        is_error = _ERROR.search(line)
-        if is_error or (line and not _ERROR.search(last)):
-            last = line
-    return last[:300]
+        # Others are of libraries.
+        lines = [line for line in answers if line.startswith("{")]
+    return [json.loads(line) for line in lines], status
 
 
 def describe_run(workdir: Path) -> list[Row]:
-    """Returns a row of medians over a run's logged lines, without the first third, or none."""
-    import pandas as pd
-
+    """Returns a row of what a run logged last of its time, or none."""
     logged = [
         record
         for record in read_metrics(workdir / "metrics.jsonl")
         if "perf/step_seconds" in record
     ]
-    steady = logged[len(logged) // 3 :]
-    if not steady:
+    if not logged:
         return []
-    row: Row = {
-        "name": "train.py",
-        "turns": [line["perf/step_seconds"] for line in steady],  # means of lines
-    }
-    measured = pd.DataFrame(steady).filter(like="perf/")
-    medians = measured.median()
-    for name, value in medians.items():
-        row[str(name).removeprefix("perf/")] = value
-    row["peak_bytes"] = row.get("peak_memory_bytes")  # a CPU does not tell
+    row: Row = {"name": "train.py"}
+    for name, value in logged[-1].items():
+        row[name.removeprefix("perf/")] = value
     return [row]
 
 
@@ -206,11 +168,13 @@ def report(rows: list[Row]) -> str:
     machine: Row = {}
     others: list[Row] = []
     for row in rows:
-        status = row.get("status")
-        if row["part"] == "machine":
+        status = row.get("status", "done")
+        if status != "done":
+            others.append(row | {"name": status})
+        elif "name" in row:
+            others.append(row)
+        elif row["part"] == "machine":
             machine = machine or row  # its figures come before its status
-        elif status != "done":
-            others.append({"name": status} | row)
     lines = [f"- {name}: {machine[name]}" for name in machine]
     return "\n".join(["# Benchmark", "", *lines, "", table(others), ""])
 
@@ -226,7 +190,6 @@ def describe_machine(output: Path | None) -> Row:
     row = describe_start(0)
     row["cpu_cores"] = os.cpu_count()
     row["flags"] = os.environ.get("XLA_FLAGS")
-    row["runtime"] = device.client.platform_version.replace("\n", ", ")
     if device.platform == "gpu":
         asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
         command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]

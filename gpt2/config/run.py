@@ -229,25 +229,17 @@ class Config(default.Options):
             raise UserError(
                 f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP"
             )
-        keeps_batches = data.packing == "pad" and train.batch_schedule
-        keeps_lengths = data.packing != "concat" and train.context_schedule
-        if keeps_batches or keeps_lengths:
-            raise UserError(f"data.packing={data.packing} keeps its shapes")
+        if data.packing != "concat" and train.context_schedule:
+            raise UserError(f"data.packing={data.packing} keeps its lengths")
         self._check_memory()
         self._check_shapes()
 
     def _check_memory(self) -> None:
         memory = self.memory
-        is_looped = memory.scan_layers and memory.scan_unroll == 1
         if memory.scan_unroll > 1 and not memory.scan_layers:
             raise UserError("memory.scan_unroll is ignored without memory.scan_layers")
         if self.model.num_layers % memory.scan_unroll:
             raise UserError("memory.scan_unroll does not divide model.num_layers")
-        # Compilers keep half of what unrolled layers should move, or more: docs/parallelism.md.
-        if memory.remat == "offload" and not is_looped:
-            raise UserError(
-                "memory.remat=offload needs memory.scan_layers=True and scan_unroll=1"
-            )
 
     def _check_shapes(self) -> None:
         pieces = self.shapes.pieces

@@ -1,6 +1,6 @@
 """The shapes of a run's steps, which `train.batch_schedule` and its kin change as it goes on."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -8,7 +8,7 @@ from gpt2.config.options import read_items
 from gpt2.errors import UserError
 
 if TYPE_CHECKING:
-    import jax
+    pass
 
 Number = TypeVar("Number", int, float)
 
@@ -53,10 +53,6 @@ class Shapes:
     def at(self, step: int) -> Shape:
         """Returns the shape of a step, counted from 1."""
         return self.pieces[max(start for start in self.pieces if start < step)]
-
-    def find(self, step: int, batch: Mapping[str, "jax.Array"]) -> Shape:
-        """Returns the shape of a step whose rows may be shorter, as those of its batch."""
-        return self.at(step)._replace(context_length=batch["tokens"].shape[-1])
 
     def tokens(self, steps: int) -> int:
         """Returns the tokens of so many steps."""

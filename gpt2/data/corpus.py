@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import io
-import itertools
 import json
 import os
 import random
@@ -38,8 +37,8 @@ class Corpus:
 
     # Differs whenever the documents may differ; computing it needs no network.
     fingerprint: str
-    # Starts an iteration over the documents that follow the first so many.
-    documents: Callable[[int], Iterator[Document]]
+    # Starts an iteration over all documents.
+    documents: Callable[[], Iterable[Document]]
     # About how many bytes of text there are; 0: not known in advance.
     num_bytes: int = 0
 
@@ -68,25 +67,11 @@ def _place_and_field(argument: str) -> tuple[str, str]:
     return place, field or "text"
 
 
-def _after_reading(
-    documents: Callable[[], Iterator[Document]],
-) -> Callable[[int], Iterator[Document]]:
-    """Lets an iteration start anywhere, by reading all that comes before."""
-
-    def after(start: int = 0) -> Iterator[Document]:
-        return itertools.islice(documents(), start, None)
-
-    return after
-
-
 def _text(pattern: str) -> Corpus:
     """Each file is a document."""
     files = find_files(pattern)
 
-    def documents(start: int = 0) -> Iterator[Document]:
-        return iter(files[start:])
-
-    return Corpus(fingerprint(files, "text"), documents, total_size(files))
+    return Corpus(fingerprint(files, "text"), lambda: files, total_size(files))
 
 
 def _pystdlib(_: str) -> Corpus:
@@ -109,9 +94,7 @@ def _pystdlib(_: str) -> Corpus:
             with reading(file), contextlib.suppress(UnicodeDecodeError):
                 yield file.read_bytes().decode("utf-8-sig")
 
-    return Corpus(
-        fingerprint(files, "pystdlib"), _after_reading(documents), total_size(files)
-    )
+    return Corpus(fingerprint(files, "pystdlib"), documents, total_size(files))
 
 
 def _synthetic(_: str) -> Corpus:
@@ -126,7 +109,7 @@ def _synthetic(_: str) -> Corpus:
                 lines.append(f"{a} + {b} = {a + b}\n")
             yield "".join(lines)
 
-    return Corpus("synthetic-4000-60", _after_reading(documents), 3_400_000)
+    return Corpus("synthetic-4000-60", documents, 3_400_000)
 
 
 def import_function(argument: str) -> Callable:
@@ -161,7 +144,7 @@ def _python(argument: str) -> Corpus:
                 )
             yield text
 
-    return Corpus(fingerprint([source], "python", argument), _after_reading(documents))
+    return Corpus(fingerprint([source], "python", argument), documents)
 
 
 def _jsonl(argument: str) -> Corpus:
@@ -186,9 +169,7 @@ def _jsonl(argument: str) -> Corpus:
                             raise TypeError(f"{field!r} is no text")
                     yield text
 
-    return Corpus(
-        fingerprint(files, "jsonl", field), _after_reading(documents), total_size(files)
-    )
+    return Corpus(fingerprint(files, "jsonl", field), documents, total_size(files))
 
 
 def _parquet(argument: str) -> Corpus:
@@ -196,29 +177,22 @@ def _parquet(argument: str) -> Corpus:
     pattern, column = _place_and_field(argument)
     files = find_files(pattern)
 
-    def documents(start: int = 0) -> Iterator[str]:
+    def documents() -> Iterator[str]:
         opened = ((str(file), at_hand(file)) for file in files)
-        return _parquet_texts(opened, column, start)
+        return _parquet_texts(opened, column)
 
     return Corpus(fingerprint(files, "parquet", column), documents, total_size(files))
 
 
 def _parquet_texts(
-    files: Iterable[tuple[str, Path | IO[bytes]]], column: str, start: int
+    files: Iterable[tuple[str, Path | IO[bytes]]], column: str
 ) -> Iterator[str]:
-    """Yields a column of Parquet files, (name, file), after its first `start` rows.
-
-    Rows that are null are empty texts.
-    """
+    """Yields a column of Parquet files, (name, file). Rows that are null are empty texts."""
     import pyarrow.parquet
 
     for name, file in files:
         with reading(name, "Give Parquet files"):
             table = pyarrow.parquet.ParquetFile(file)
-            num_rows = table.metadata.num_rows
-            if start >= num_rows:
-                start -= num_rows
-                continue
             if column not in table.schema_arrow.names:
                 names = ", ".join(table.schema_arrow.names)
                 raise UserError(
@@ -228,16 +202,15 @@ def _parquet_texts(
             for batch in table.iter_batches(batch_size=1024, columns=[column]):
                 texts = batch.column(0)
                 missing += texts.null_count
-                for text in texts[start:].to_pylist():
+                for text in texts.to_pylist():
                     if not isinstance(text, str | None):
                         raise UserError(
                             f"column {column!r} of {name} holds no text",
                             "Choose another",
                         )
                     yield text or ""
-                start = max(start - len(texts), 0)
             if missing:
-                rows = f"{missing:,} of {num_rows:,} rows of {name}"
+                rows = f"{missing:,} of {table.metadata.num_rows:,} rows of {name}"
                 _warn_once(f"{rows} are null in {column!r}, and left out")
 
 
@@ -245,7 +218,7 @@ def _hugging_face(argument: str) -> Corpus:
     """The training split of a data set, streamed from the hub's Parquet copy of it."""
     name, column = _place_and_field(argument)
 
-    def documents(start: int = 0) -> Iterator[str]:
+    def documents() -> Iterator[str]:
         from huggingface_hub import HfFileSystem
 
         with reading(f"hf:{name}", _OFFLINE):
@@ -253,7 +226,7 @@ def _hugging_face(argument: str) -> Corpus:
             folder = _hub_folder(hub, name, column)
             paths = sorted(map(str, hub.ls(folder, detail=False)))
             opened = ((path, hub.open(path)) for path in paths)
-            yield from _parquet_texts(opened, column, start)
+            yield from _parquet_texts(opened, column)
 
     return Corpus(f"hf-{name}-{column}", documents)
 
@@ -309,7 +282,7 @@ def _tfds(argument: str) -> Corpus:
             if num_read != num_records:
                 raise EOFError(f"{num_read:,} of its {num_records:,} records are there")
 
-    return Corpus(f"tfds-{name}-{feature}", _after_reading(documents))
+    return Corpus(f"tfds-{name}-{feature}", documents)
 
 
 def _tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:

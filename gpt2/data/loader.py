@@ -48,8 +48,8 @@ class TrainLoader:
 
     `sources` are the rows of each part of a mixture, or of the corpus under an empty name. Which of
     them a row is from, and its number there, follow from the row's number: any stretch keeps to the
-    shares, to within a few rows. Under `pad`, neighbours of one batch are from one source. Where
-    `shapes` have shorter contexts, neighbours of one batch are parts of a row, one after another.
+    shares, to within a few rows. Where `shapes` have shorter contexts, neighbours of one batch are
+    parts of a row, one after another.
     """
 
     def __init__(
@@ -68,17 +68,14 @@ class TrainLoader:
             self._eot = document_start(dataset, "data.document_mask=True")
         self._context_length = context_length
         self._shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
-        self._unit = batch_size if packing == "pad" else 1  # rows from one source
         self.sources = dict[str, Rows]()
         # Of each source, its share of what the sources before it leave.
         self._ratios = dict[str, tuple[int, int]]()
-        lengths = set[int]()
         left = Fraction(1)
-        mean_length = Fraction(0)
         for number, (name, (share, part)) in enumerate(dataset.parts.items()):
             if number:  # else parts of equal size would have one order
                 seed = hashed((seed, number))
-            rows = PACKINGS[packing](part, context_length, batch_size, seed)
+            rows = PACKINGS[packing](part, context_length, seed)
             largest = self._shapes.largest.tokens // context_length
             needed = math.ceil(largest * share)
             if rows.num_rows < needed:
@@ -89,25 +86,17 @@ class TrainLoader:
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.sources[name] = rows
-            lengths.update(rows.lengths)
             self._ratios[name] = (share / left).as_integer_ratio()
             left -= share
-            mean_length += share * Fraction(rows.mean_length)
-        self.lengths = sorted(lengths)
-        self._filled = mean_length / context_length
-
-    def tokens_of(self, shape: Shape) -> int:
-        """Returns the tokens of a step, the mean of all where rows have several lengths."""
-        return round(shape.tokens * self._filled)
 
     def epochs(self, step: int) -> dict[str, float]:
         """Returns how often each part has been seen after so many steps."""
-        left = self._shapes.tokens(step) // self._context_length // self._unit
+        left = self._shapes.tokens(step) // self._context_length
         epochs = dict[str, float]()
         for name, rows in self.sources.items():
             share, whole = self._ratios[name]
             taken = left * share // whole
-            epochs[name] = taken * self._unit / rows.num_rows
+            epochs[name] = taken / rows.num_rows
             left -= taken
         return epochs
 
@@ -117,19 +106,18 @@ class TrainLoader:
         # Rows are told by where they begin among all targets of a run.
         start = self._shapes.tokens(step - 1)
         places = range(start, start + shape.tokens, shape.context_length)
-        source, number = self._find(start)
-        length = min(source.length(number), shape.context_length)
+        length = shape.context_length
         windows = [self._read(place, length) for place in places[rows]]
         return assemble(windows, length, self._eot)
 
     def _find(self, place: int) -> tuple[Rows, int]:
         """Returns the source of the row at a place, and the row's number there."""
-        left, within = divmod(place // self._context_length, self._unit)
+        left = place // self._context_length
         for name, rows in self.sources.items():
             share, whole = self._ratios[name]
             before = left * share // whole
             if (left + 1) * share // whole > before:
-                return rows, before * self._unit + within
+                return rows, before
             left -= before
         raise AssertionError("the last source takes what the others leave")
 

@@ -55,7 +55,6 @@ class OwnBatches:
             "segments": (0, 2**31 - 1),
         }
         self._names = set[str]()  # that every batch has
-        self.lengths = [shape[1]]
         self._taken: int | None = None  # steps
         self._states = dict[int, str]()  # by the steps before them
         self.restored = ""  # a state, with which the first batch begins

@@ -17,8 +17,6 @@ from gpt2.data.tokens import TokenStream
 from gpt2.errors import UserError
 
 AHEAD = 1000  # documents among which `bos` looks for one that fits, as in nanochat
-SHORTEST = 128  # length of rows under `pad`; others are its doubles, and the context
-LEAST_SHARE = 0.1  # of the rows that a length needs, since each length is compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +24,11 @@ class Rows:
     """The training rows of a corpus, in the order of a run."""
 
     num_rows: int  # of an epoch
-    # The tokens of a row, at most a batch's length + 1.
-    read: Callable[[int], np.ndarray]
-    # Of the batch that begins with a row, in targets.
-    length: Callable[[int], int]
-    lengths: Sequence[int]  # that batches may have
-    mean_length: float
-    note: str = ""  # the share of tokens that is cropped or padded
+    read: Callable[[int], np.ndarray]  # the tokens of a row, at most a context + 1
+    note: str = ""  # the share of tokens that is cropped
 
 
-def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
+def concat(dataset: Dataset, length: int, seed: int) -> Rows:
     """Windows of the joined documents, wherever these end; neighbours share one token.
 
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
@@ -54,10 +47,10 @@ def concat(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
         start = offset(row // num_rows) + length * order(row)
         return stream.read(start, length + 1)
 
-    return Rows(num_rows, read, lambda row: length, [length], length)
+    return Rows(num_rows, read)
 
 
-def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
+def bos(dataset: Dataset, length: int, seed: int) -> Rows:
     """Rows begin at a document, and take the longest ones that fit, as in nanochat.
 
     Where none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
@@ -67,8 +60,7 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
     starts = find_documents(stream, eot)
     sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
-    room = length + 1
-    documents, kept, ends = best_fit(sizes[drawn].tolist(), room)
+    documents, kept, ends = best_fit(sizes[drawn].tolist(), length + 1)
     begins = starts[drawn[documents]]
     num_rows = len(ends) - 1
     order = shuffled(num_rows, seed)
@@ -81,11 +73,8 @@ def bos(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
             pieces.append(tokens)
         return np.concatenate(pieces)
 
-    used = kept.sum()
-    cropped = 1 - used / len(stream)
-    padded = 1 - used / (num_rows * room)
-    note = f"{cropped:.1%} cropped, {padded:.1%} padded"
-    return Rows(num_rows, read, lambda row: length, [length], length, note)
+    cropped = 1 - kept.sum() / len(stream)
+    return Rows(num_rows, read, f"{cropped:.1%} cropped")
 
 
 def best_fit(
@@ -118,53 +107,24 @@ def best_fit(
     return np.array(documents), np.array(kept), np.array(ends)
 
 
-def pad(dataset: Dataset, length: int, batch_size: int, seed: int) -> Rows:
-    """A document a row, a long one cut into several; the rows of a batch have one length.
+def pad(dataset: Dataset, length: int, seed: int) -> Rows:
+    """A document a row, a long one cut into several; batches fill rows up to the context.
 
-    Every token of the stream but the first is a target once an epoch. Rows that fill no batch of
-    their own length join the next one's; rows without tokens fill up the longest ones.
+    Every token of the stream but the first is a target once an epoch.
     """
     stream = dataset.open("train")
     eot = document_start(dataset, "data.packing=pad")
     starts = find_documents(stream, eot)
     begins, sizes = _cut_documents(starts, len(stream), length)
-    lengths = choose_lengths(sizes, length)
-    ranks = np.searchsorted(lengths, sizes)  # of each row, that of its length
-    missing = (0, -len(sizes) % batch_size)
-    ranks = np.pad(ranks, missing, "maximum")
-    begins = np.pad(begins, missing)
-    num_tokens = np.pad(sizes + 1, missing)
-    # In the order of lengths, a batch has that of its last row.
-    last_ranks = np.sort(ranks)[batch_size - 1 :: batch_size]
-    batch_lengths = np.array(lengths)[last_ranks]
-    num_batches = len(batch_lengths)
-    order = shuffled(num_batches, seed)
-
-    @functools.lru_cache(2)
-    def arrange(epoch: int) -> np.ndarray:
-        draw = np.random.default_rng((seed, epoch))
-        rows = np.lexsort((draw.random(len(ranks)), ranks))
-        return rows.reshape(num_batches, batch_size)
+    num_rows = len(sizes)
+    order = shuffled(num_rows, seed)
 
     def read(row: int) -> np.ndarray:
-        batch, number = divmod(row, batch_size)
-        rows = arrange(batch // num_batches)
-        found = rows[order(batch), number]
-        return stream.read(int(begins[found]), int(num_tokens[found]))
+        number = order(row)
+        return stream.read(int(begins[number]), int(sizes[number]) + 1)
 
-    def batch_length(row: int) -> int:
-        batch = order(row // batch_size)
-        return int(batch_lengths[batch])
-
-    room = int(batch_lengths.sum()) * batch_size
-    return Rows(
-        num_rows=len(ranks),
-        read=read,
-        length=batch_length,
-        lengths=np.unique(batch_lengths).tolist(),
-        mean_length=room / len(ranks),
-        note=f"{1 - sizes.sum() / room:.1%} padded",
-    )
+    padded = 1 - sizes.sum() / (num_rows * length)
+    return Rows(num_rows, read, f"{padded:.1%} padded")
 
 
 def _cut_documents(
@@ -180,23 +140,6 @@ def _cut_documents(
     rest = np.repeat(sizes, counts) - before
     begins = np.repeat(starts, counts) + before
     return begins, np.minimum(rest, length)
-
-
-def choose_lengths(sizes: np.ndarray, longest: int) -> list[int]:
-    """Returns 128, 256, 512, ... and `longest`, but what few rows would have or none."""
-    lengths = [longest]
-    doubled = SHORTEST
-    while doubled < longest:
-        lengths.insert(-1, doubled)
-        doubled *= 2
-    ranks = np.searchsorted(lengths, sizes)
-    last = ranks.max()
-    chosen = list[int]()
-    for rank in range(last):
-        share = np.mean(ranks == rank)
-        if share >= LEAST_SHARE:
-            chosen.append(lengths[rank])
-    return [*chosen, lengths[last]]
 
 
 PACKINGS = {"concat": concat, "bos": bos, "pad": pad}

@@ -8,17 +8,15 @@ complete.
 import dataclasses
 import os
 import re
-import shlex
 import shutil
 import sys
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
 
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus, open_corpus
-from gpt2.data.dataset import COUNTS, Dataset
+from gpt2.data.dataset import Dataset
 from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
 from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
@@ -35,12 +33,12 @@ PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 _READ_BYTES = 1 << 28
 
 
-def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
-    """Returns what `data.corpus` names, prepared; what is not yet, it prepares, maybe by Ray."""
+def prepare(data: DataConfig) -> Dataset:
+    """Returns what `data.corpus` names, prepared; what is not yet, it prepares."""
     own = find_batches(data.corpus)
     shares = read_mixture(data.corpus)
     if not own and not shares:
-        return _prepare_corpus(data, ray)
+        return _prepare_corpus(data)
     if data.tokenizer == "char" or data.tokenizer.startswith("bpe:"):
         raise UserError(
             f"data.tokenizer={data.tokenizer} is made from one corpus of text, and "
@@ -52,7 +50,7 @@ def prepare(data: DataConfig, ray: ModuleType | None = None) -> Dataset:
         return Dataset(Path(), tokenizer, {}, "", own=own)
     mixed = dict[str, tuple[Fraction, Dataset]]()
     for name, share in shares.items():
-        part = prepare(dataclasses.replace(data, corpus=name), ray)
+        part = prepare(dataclasses.replace(data, corpus=name))
         if part.own:
             raise UserError(f"{name} gives batches", "Mix in your function")
         mixed[name] = share, part
@@ -75,7 +73,7 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
     return {name: weight / total for name, weight in weights.items()}
 
 
-def _prepare_corpus(data: DataConfig, ray: ModuleType | None) -> Dataset:
+def _prepare_corpus(data: DataConfig) -> Dataset:
     wanted = resolve(data)
     dataset = find(wanted)
     if dataset is None:
@@ -86,7 +84,7 @@ def _prepare_corpus(data: DataConfig, ray: ModuleType | None) -> Dataset:
                 dataset = find(wanted)
                 if dataset is None:
                     stores.fetch(wanted.place)
-                    dataset = find(wanted) or write(wanted, ray)
+                    dataset = find(wanted) or write(wanted)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
@@ -155,7 +153,7 @@ def find(wanted: Wanted) -> Dataset | None:
 # How it gets there
 
 
-def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
+def write(wanted: Wanted) -> Dataset:
     """Prepares into a folder of its own, going on where it was cut, and renames that."""
     data = wanted.data
     source = wanted.source
@@ -169,14 +167,13 @@ def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
         if isinstance(source, ReadyTokens):
             dataset = index(source, data, partial)
         else:
-            dataset = write_splits(source, data, partial, ray)
+            dataset = write_splits(source, data, partial)
         if resolve(data).place != wanted.place:
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(
                 f"the text that data.corpus={data.corpus} names has changed while it was read",
                 "Repeat the command",
             )
-        _describe(dataset, data)
         _seal(dataset)
         shutil.rmtree(directory, ignore_errors=True)  # which was damaged
         partial.rename(directory)
@@ -187,39 +184,12 @@ def write(wanted: Wanted, ray: ModuleType | None) -> Dataset:
     return dataclasses.replace(dataset, directory=directory)
 
 
-def _describe(dataset: Dataset, data: DataConfig) -> None:
-    """Writes README.md: what is prepared, and how it came about."""
-    rows = list[str]()
-    for count in COUNTS:
-        train = getattr(dataset.splits["train"], count)
-        validation = getattr(dataset.splits["validation"], count)
-        name = count.removeprefix("num_")
-        rows.append(f"| {name} | {train:,} | {validation:,} |")
-    command = list[str]()
-    for option in ("corpus", "tokenizer", "end_of_text", "val_fraction", "unique"):
-        value = shlex.quote(str(getattr(data, option)))
-        command.append(f"--config.data.{option}={value}")
-    table = "\n".join(rows)
-    text = f"""# {data.corpus}, as tokens of {data.tokenizer}: {dataset.dtype} without a header
-
-Token {dataset.tokenizer.eot} begins each of several documents. This makes the folder, again if it
-is deleted, and with `--inspect` shows rows as training sees them:
-
-    python -m gpt2.data.prepare {" ".join(command)}
-
-| | train | validation |
-|---|---|---|
-{table}
-"""
-    files.write_text(dataset.directory / "README.md", text)
-
-
 def _seal(dataset: Dataset) -> None:
     """Writes what tells that all is there, with a digest of every file."""
     directory = dataset.directory
     digests = files.digest_folder(directory)
-    # A kill leaves the first two.
-    for name in (PROGRESS, FACTS, "README.md"):
+    # A kill leaves these.
+    for name in (PROGRESS, FACTS):
         digests.pop(name, None)
     splits = dict[str, dict]()
     for name, split in dataset.splits.items():

@@ -14,19 +14,22 @@ from gpt2 import cli
 from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
 from gpt2.errors import UserError
-from gpt2.utils.cluster import connect
 
 
 def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
     config = cli.parse_config()
     data = config.data
-    dataset = prepare(data, connect(flags.FLAGS.cluster))
+    dataset = prepare(data)
     if dataset.own:
         raise UserError(f"{data.corpus} gives batches, of which none are stored")
     for _, part in dataset.parts.values():
-        print((part.directory / "README.md").read_text("utf-8"))
-        print(part.directory)
+        print(f"{part.directory}, {part.dtype}:")
+        for name, split in part.splits.items():
+            print(
+                f"{name}: {split.num_tokens:,} tokens of {split.num_bytes:,} bytes in "
+                f"{split.num_documents:,} documents"
+            )
     if flags.FLAGS.inspect:
         loader = TrainLoader(
             dataset,
@@ -42,11 +45,8 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    """Defines the flags of a config, `--inspect` and `--cluster`."""
+    """Defines the flags of a config, and `--inspect`."""
     cli.define_config()
-    flags.DEFINE_string(
-        "cluster", "", "ray[:ADDRESS]: a Ray cluster's nodes encode the text."
-    )
     flags.DEFINE_bool(
         "inspect", False, "Show three rows as training would see them, too."
     )

@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple, TextIO
 
 import numpy as np
@@ -119,9 +118,7 @@ class Progress:
         self.text_crc32 = zlib.crc32(text)
 
 
-def write_splits(
-    corpus: Corpus, data: DataConfig, directory: Path, ray: ModuleType | None
-) -> Dataset:
+def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
     """Writes the tokenizer and the tokens of both splits.
 
     If there are several documents, each gets an end-of-text token before it. A hash of its content
@@ -152,7 +149,7 @@ def write_splits(
     progress.dtype = writer.dtype.name
     unsaved = 0
     told = time.monotonic()
-    for part, tokens, num_lost in encode_in_parallel(tokenizer, parts, ray):
+    for part, tokens, num_lost in encode_in_parallel(tokenizer, parts):
         if part.starts_document and documents.many:
             tokens = np.concatenate([opening, tokens])
         writer.append(part.split, tokens)
@@ -245,7 +242,8 @@ class Documents:
         unique = self._data.unique
         first = 0 if unique else start
         seen = set[bytes]()  # takes a hundred bytes for each document
-        for number, document in enumerate(self._corpus.documents(first), first):
+        documents = itertools.islice(self._corpus.documents(), first, None)
+        for number, document in enumerate(documents, first):
             digest, size = _measure(document)
             if not size:
                 continue
@@ -259,7 +257,7 @@ class Documents:
 
 
 def encode_in_parallel(
-    tokenizer: Tokenizer, parts: Iterable[Part], ray: ModuleType | None
+    tokenizer: Tokenizer, parts: Iterable[Part]
 ) -> Iterator[Encoded]:
     """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
 
@@ -273,9 +271,9 @@ def encode_in_parallel(
         return encoded
 
     waiting: deque[Future[list[Encoded]]] = deque()
-    with open_pool(ray) as (num_workers, submit):
+    with open_pool() as (num_workers, pool):
         for group in _groups(parts):
-            waiting.append(submit(encode, group))
+            waiting.append(pool.submit(encode, group))
             if len(waiting) > 2 * num_workers + AHEAD:
                 yield from waiting.popleft().result()
         while waiting:

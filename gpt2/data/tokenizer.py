@@ -25,9 +25,8 @@ from gpt2.errors import UserError
 from gpt2.utils import files
 from gpt2.utils.stores import fetch_file
 
-TRAINING_SAMPLE = (
-    100_000_000  # characters that a `bpe:SIZE` vocabulary is trained on, at most
-)
+# Characters that a `bpe:SIZE` vocabulary is trained on, at most
+TRAINING_SAMPLE = 100_000_000
 LONGEST_WORD = 250  # bytes; it is trained on longer ones in parts
 
 # What separates text before byte-pair merging (GPT-2's released code, encoder.py).
@@ -40,13 +39,14 @@ GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
 GPT2_END_OF_TEXT = 50256
+# Of tokenizer.json files.
 END_OF_TEXTS = (
     END_OF_TEXT,
     "<|end_of_text|>",
     "</s>",
     "<eos>",
     "[SEP]",
-)  # of tokenizer.json files
+)
 # What a tokenizer.json does where a text begins, and the values that keep it from that.
 _GO_ON = dict(
     prepend="",

@@ -54,9 +54,8 @@ class TokenWriter:
         self._splits = splits
         self._files = dict[str, IO[bytes]]()  # of each split, its last
         for split in splits.values():
-            for shard in split.shards[
-                -1:
-            ]:  # more may have been written than is counted
+            # More may have been written than is counted.
+            for shard in split.shards[-1:]:
                 size = shard.num_tokens * self.dtype.itemsize
                 os.truncate(directory / shard.file, size)
 

@@ -8,7 +8,7 @@ import numpy as np
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.evals.files import read_jsonl
 from gpt2.evals.report import Figure, mean, perplexity
-from gpt2.evals.scoring import Request, Scorer, continuation
+from gpt2.evals.scoring import Scorer, continuation
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
@@ -35,8 +35,10 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     requests = []
     T = scorer.context_length
     for example in examples:
+        context = tokenizer.encode(example.context)
         for ending in example.endings:
-            requests.append(after(tokenizer, example.context, f" {ending}", T))
+            tokens, _ = tokenizer.encode_part(f" {ending}", starts=False)
+            requests.append(continuation(context, tokens, T))
     scores = iter(scorer.score(requests, "hellaswag"))
     by_sum = []
     by_mean = []
@@ -46,14 +48,11 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         means = [score.log_prob / score.count for score in found]
         by_sum.append(np.argmax(sums) == example.label)
         by_mean.append(np.argmax(means) == example.label)
-    figures = []
-    for metric, right, how in (
-        ("acc", by_sum, "sum"),
-        ("acc_norm, llm.c", by_mean, "mean per token"),
-    ):
-        how = f"ending of the highest {how}, context as it is"
-        figures.append(Figure("hellaswag", metric, *mean(right), how))
-    return figures
+    highest = "ending of the highest"
+    return [
+        Figure("hellaswag", "acc", *mean(by_sum), f"{highest} sum"),
+        Figure("hellaswag", "acc_norm, llm.c", *mean(by_mean), f"{highest} mean"),
+    ]
 
 
 class Choice(NamedTuple):
@@ -78,21 +77,3 @@ def _parse_choice(value: object) -> Choice | None:
                 if str(label) == str(number):
                     return Choice(context, endings, number)
     return None
-
-
-def after(
-    tokenizer: Tokenizer, context: str, text: str, context_length: int
-) -> Request:
-    """Returns the request for the likelihood of `text` after `context`.
-
-    Spaces between the two count as part of `text`. The two are tokenised together, so that the text
-    has the tokens that it has in place. The number of the context's own tokens tells where it ends.
-    """
-    stripped = context.rstrip()
-    text = context[len(stripped) :] + text
-    whole = tokenizer.encode(stripped + text).tolist()
-    start = len(tokenizer.encode(stripped))
-    if not start and tokenizer.eot is not None:
-        whole = [tokenizer.eot, *whole]
-        start = 1
-    return continuation(whole[:start], whole[start:], context_length)

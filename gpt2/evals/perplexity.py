@@ -46,10 +46,8 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         loss = ratio(losses, [score.count for score in scores])
         mixed.append(_scaled(loss, float(share)))
         task = f"validation {name}".strip()
-        held = part.splits["validation"].num_tokens
-        share_held = held / (held + part.splits["train"].num_tokens)
         convention = (
-            f"validation split of {name or data.corpus}, {share_held:.2%} of its tokens; "
+            f"validation split of {name or data.corpus}; "
             f"windows of {scorer.context_length} tokens, none overlapping"
         )
         spread = perplexity(scores)

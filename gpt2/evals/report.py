@@ -75,7 +75,6 @@ def perplexity(scores: Sequence[Score], units: Numbers | None = None) -> Estimat
 def print_table(figures: Sequence[Figure]) -> None:
     """Prints the figures, and under them how each was scored."""
     table = Table("task", "metric", "value", "± stderr", "examples")
-    conventions: dict[tuple[str, str], list[str]] = {}
     for figure in figures:
         table.add_row(
             figure.task,
@@ -84,12 +83,10 @@ def print_table(figures: Sequence[Figure]) -> None:
             "unknown" if math.isnan(figure.stderr) else f"{figure.stderr:.2g}",
             f"{figure.num_examples:,}",
         )
-        same = conventions.setdefault((figure.task, figure.convention), [])
-        same.append(figure.metric)
     console = Console(markup=False, highlight=False)
     console.print(table)
-    for (task, convention), metrics in conventions.items():
-        console.print(f"{task}, {', '.join(metrics)}: {convention}")
+    for figure in figures:
+        console.print(f"{figure.task}, {figure.metric}: {figure.convention}")
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

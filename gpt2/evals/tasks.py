@@ -33,13 +33,13 @@ EXAMPLES: dict[str, tuple[str, Score]] = {
 TASKS = TEXTS | EXAMPLES
 
 
-def find_task(spec: str, directory: str = "") -> tuple[str, Path]:
-    """Returns the name and the file of a task, given as NAME or as NAME:DIRECTORY."""
-    name, _, own = spec.partition(":")
+def find_task(spec: str) -> tuple[str, Path]:
+    """Returns the name and the file of a task, given as NAME:DIRECTORY."""
+    name, _, directory = spec.partition(":")
     if name not in TASKS:
         raise UserError(f"there is no task {name} among {', '.join(TASKS)}")
     file, _ = TASKS[name]
-    path = Path(own or directory) / file
+    path = Path(directory) / file
     if not path.is_file():
         how = f"Name its directory, as {name}:DIRECTORY"
         raise UserError(f"the task {name} reads {path}, no file", how)

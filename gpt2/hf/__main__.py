@@ -34,11 +34,10 @@ def main(command: str) -> None:
             raise UserError(f"--{name} is missing", f"Give --{name}=DIR")
     source, target = (str(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
     if command == "import":
-        cfg = import_run(source, target)
-        print(f"{target}: {cfg.num_layers} layers, {cfg.embed_dim} wide")
+        import_run(source, target)
     else:
         export_run(source, target, flags.FLAGS.checkpoint)
-        print(f"{target}: ready for transformers' from_pretrained")
+    print(f"{target} is written")
 
 
 if __name__ == "__main__":

@@ -70,8 +70,9 @@ def _refuse_others(path: Path, family: Family, config: Json) -> None:
     for name, values in allowed.items():
         found = config.get(name, values[0])
         if found not in values:
-            what = f"{path}: {name}={found} is not what {family.title} computes here"
-            raise UserError(what, f"It can be {' or '.join(map(str, values))}")
+            raise UserError(
+                f"{path}: {name}={found} is not what {family.title} computes here"
+            )
 
 
 def _typed(path: Path, family: Family, config: Json) -> Json:

@@ -225,6 +225,6 @@ def family_for(cfg: GPTConfig) -> Family:
     )
     if lacking:
         raise UserError(
-            f"{family.title}, the nearest of {TITLES}, has no option for {lacking}"
+            f"{family.title}, the nearest family, has no option for {lacking}"
         )
     return family

@@ -22,8 +22,8 @@ from gpt2.utils.scan import in_layout
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
-def import_run(source: str | Path, place: str | Path) -> GPTConfig:
-    """Turns a Hugging Face directory into a run at step 0; returns the model's configuration."""
+def import_run(source: str | Path, place: str | Path) -> None:
+    """Turns a Hugging Face directory into a run at step 0."""
     require_new(Path(place))
     cfg, params, tokenizer = load_model(None, source)
     with stores.writing(place) as workdir, files.new_directory(workdir) as scratch:
@@ -37,7 +37,6 @@ def import_run(source: str | Path, place: str | Path) -> GPTConfig:
             checkpointer.save(state, step=0)
         if checkpointer.failure:
             raise UserError(checkpointer.failure)
-    return cfg
 
 
 def export_run(

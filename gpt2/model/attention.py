@@ -16,9 +16,8 @@ from gpt2.ops import Ops, Scoring
 from gpt2.ops.plain import ScoreTerm, rope
 from gpt2.utils.scan import by_layer
 
-Cache = tuple[
-    Array, Array
-]  # keys and values of the positions so far, [B, K, S, H] each
+# Keys and values of the positions so far, [B, K, S, H] each.
+Cache = tuple[Array, Array]
 
 
 class Attention(nn.Module):

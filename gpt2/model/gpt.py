@@ -234,12 +234,12 @@ class GPT(nn.Module):
             )
             numbers = jnp.arange(cfg.num_layers)
             return scanned(cfg, self.ops, name="h")(stream, caches, numbers, flow)
-        longer = []
+        longer = []  # caches
         for layer in range(cfg.num_layers):
             apply = block(cfg, self.ops, name=f"h_{layer}")
             stream, cache = apply(stream, caches and caches[layer], layer, flow)
             longer.append(cache)
-        return stream, longer
+        return stream, longer if caches else None
 
     def _add_positions(self, x: Array, flow: Flow) -> Array:
         """Adds learned positions to `[B, T, D]`."""
@@ -249,7 +249,7 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{T} tokens are more than context_length={cfg.context_length}"
             )
-        axes = ("position", "table")
+        axes = ("position", "table")  # drawn with 0.01, as OpenAI's
         wpe = Embedding(
             cfg, self.ops, cfg.context_length, axes, cfg.init_std / 2, name="wpe"
         )

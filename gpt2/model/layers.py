@@ -81,7 +81,7 @@ class Linear(nn.Module):
         Two branches in each layer add to the residual stream. Their last kernels are smaller by
         the root of the number of branches, which keeps its variance (GPT-2, section 2.3).
         """
-        # Whose files are made of these layers.
+        # Here, since ingredients are made of these layers.
         from gpt2.model.ingredients import ingredients_of
 
         stddev = self.config.init_std
@@ -176,18 +176,19 @@ class MLP(nn.Module):
         chex.assert_shape(x, (None, None, D))
         hidden = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_fc")(x)
         hidden = ops.constrain(hidden, "batch", "length", "mlp")
-        activation: Activation | None = ops.activation(cfg.activation)
+        activation = ops.activation(cfg.activation)
+        before_projection: Activation | None = activation
         if cfg.is_gated:
             gate = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_gate")(x)
-            hidden = ops.activation(cfg.activation)(gate) * hidden
-            activation = None
+            hidden = activation(gate) * hidden
+            before_projection = None
         project = Linear(
             cfg,
             ops,
             (F, D),
             ("mlp", "embed"),
             is_projection=True,
-            activation=activation,
+            activation=before_projection,
             name="c_proj",
         )
         return project(hidden)

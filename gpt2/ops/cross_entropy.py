@@ -28,13 +28,11 @@ LOGITS_BYTES = 2 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold
 CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table
-# of a table that no cache holds, which takes longer
-LARGE_TABLE_BYTES = 2**25
-LARGE_TABLE_ROWS = 2048
+LARGE_TABLE_BYTES = 2**25  # which no cache holds: adding takes longer
+LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
 
-IMPOSSIBLE = (
-    -1e9
-)  # the logit of padding: its exponential is 0; finite, so that 0 times it is 0
+# The logit of padding: its exponential is 0; finite, so that 0 times it is 0.
+IMPOSSIBLE = -1e9
 
 
 def cross_entropy(
@@ -59,7 +57,9 @@ def cross_entropy(
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
-    head = _Head(objective._replace(weights=()), variants, chunk, shards)
+    size = objective.vocab_size or len(array)
+    static = objective._replace(weights=(), vocab_size=size)
+    head = _Head(static, variants, chunk, shards)
     sums = _loss_sums(
         hidden.astype(objective.dtype), array, targets, objective.weights, head
     )
@@ -95,9 +95,8 @@ class _Head(NamedTuple):
         table = table.astype(self.objective.dtype)
         if self.shards:
             table = self.shards.gather(table)
-        return jax.lax.optimization_barrier(
-            table
-        )  # or XLA:TPU casts in each product (v5e 5 %)
+        # Or XLA:TPU casts in each product (v5e 5 %).
+        return jax.lax.optimization_barrier(table)
 
     def raw_logits(self, hidden: Array, table: Array) -> Array:
         """Returns logits `[B, T, V]`, float32, before their terms."""
@@ -161,7 +160,7 @@ class _Head(NamedTuple):
                 weights, _is_target(logits, targets)
             )
         wanted = jnp.where(
-            targets >= 0, jnp.stack([jnp.float32(w) for w in weights]), 0.0
+            targets >= 0, jnp.stack([jnp.float32(w) for w in (1.0, *weights)]), 0.0
         )
 
         def add_terms(logits, log_normaliser, target_logits):
@@ -189,7 +188,7 @@ def _weigh(weights, each):
     """Returns the weighted sum of `each`, `[B, T, K, ...]`, over K; the first one weighs 1."""
     total = each[:, :, 0].astype(jnp.float32)
     for k in range(1, each.shape[2]):
-        total = weights[k] * each[:, :, k] + total
+        total = weights[k - 1] * each[:, :, k] + total
     return total
 
 
@@ -225,9 +224,8 @@ def _loss_sums_fwd(hidden, stored, targets, weights, head):
     rows_of = table if head.shards else stored
     dtype = table.dtype
     result = dtype if head.variants.narrow_results else jnp.float32
-    by_width = (
-        head.variants.head_by_width and dtype == jnp.float32
-    )  # XLA:CPU lacks it in 16 bits
+    # XLA:CPU lacks it in 16 bits.
+    by_width = head.variants.head_by_width and dtype == jnp.float32
 
     def add_chunk(sums, rows):
         losses, dtable = sums
@@ -247,9 +245,8 @@ def _loss_sums_fwd(hidden, stored, targets, weights, head):
     shape = table.shape[::-1] if by_width else table.shape
     sums = _no_sums(targets, head), jnp.zeros(shape, jnp.float32)
     (losses, dtable), dhidden = _scan(add_chunk, sums, hidden, targets, head.chunk)
-    if (
-        by_width
-    ):  # without the barrier, XLA would transpose both factors of a single chunk
+    # Without the barrier, XLA would transpose both factors of a single chunk.
+    if by_width:
         dtable = jax.lax.optimization_barrier(dtable).T
     if head.shards:
         dtable = head.shards.scatter(dtable)
@@ -301,9 +298,8 @@ def _softmax(logits: Array, variants: Variants) -> _Softmax:
     if variants.one_pass:
         return _softmax_in_one_pass(logits)
     highest = logits.max(axis=-1, keepdims=True)
-    exponentials = jnp.exp(
-        logits - highest
-    )  # stored, for the sum and the gradient: XLA:CPU note 8
+    # Stored, for the sum and the gradient: XLA:CPU note 8.
+    exponentials = jnp.exp(logits - highest)
     return _Softmax(exponentials, exponentials.sum(axis=-1, keepdims=True), highest)
 
 

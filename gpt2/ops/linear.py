@@ -95,9 +95,8 @@ class _How(NamedTuple):
     activation: Activation | None
     dtype: jnp.dtype
     variants: Variants
-    shards: (
-        Shards | None
-    )  # of the kernel, gathered once forward and once backward, never kept
+    # Of the kernel, gathered once forward and once backward, never kept.
+    shards: Shards | None
 
     def check(self, x: Array, kernel: Array, bias: Array | None) -> None:
         """Refuses shapes that do not fit; a bias of another shape would broadcast."""
@@ -213,9 +212,8 @@ def _parts_bwd(how, residuals, dys):
     dkernels = []
     for kernel, dy in zip(kernels, dys, strict=True):
         dx_part, dkernel, _ = _linear_bwd(how, (x, kernel, None), dy)
-        dx = (
-            dx_part if dx is None else dx_part + dx
-        )  # in this order XLA adds in the product
+        # In this order XLA adds in the product.
+        dx = dx_part if dx is None else dx_part + dx
         dkernels.append(dkernel)
     if bias is None:
         return dx, dkernels, None
@@ -279,9 +277,8 @@ _CUBIC = 0.044715
 
 
 def _exp_minus_2u(x):
-    return jnp.exp(
-        -_SLOPE * (x + _CUBIC * x**3)
-    )  # infinite far below 0; x over it is -0
+    # Infinite far below 0; x over it is -0.
+    return jnp.exp(-_SLOPE * (x + _CUBIC * x**3))
 
 
 def _gelu_fwd(x):

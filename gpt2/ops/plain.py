@@ -41,14 +41,16 @@ class Scoring(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What is lost, given hidden states and targets."""
+    """What is lost, given hidden states and K targets for each position.
 
-    # The derivative of the first target's sum is that of the weighted sums of all K; others' sums
-    # have none. The first weight is 1.
-    weights: tuple[Array | float, ...] = (1.0,)
+    The first target's sum is differentiated, and with it those of the others, by their weights. A
+    model fills in the last three.
+    """
+
+    weights: tuple[Array | float, ...] = ()  # of the targets 2 to K
     logit_terms: tuple[LogitTerm, ...] = ()  # what happens to the logits, in order
     loss_terms: tuple[LossTerm, ...] = ()  # what is added to each target's loss
-    vocab_size: int = 0  # rows of a table from here on are padding without probability
+    vocab_size: int = 0  # rows of a table that are no padding; 0: all
     dtype: DTypeLike = jnp.float32  # of the product's operands
     logits_dtype: DTypeLike = jnp.float32  # in which a kernel may store logits
 
@@ -144,7 +146,7 @@ def activation(name: str) -> Activation:
 
 
 def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
-    """Lets each position attend to itself and those before it: `softmax(q k^T / sqrt(H)) v`.
+    """Lets each position attend to itself and those before it: `softmax(scale q k^T) v`.
 
     `q` is `[B, T, N, H]`, and so is the result, in its type; `k` and `v` are `[B, T, K, H]`. Query
     head n reads the keys of head n // (N / K).
@@ -247,7 +249,7 @@ def cross_entropy(
     position, of which -1 is none. Returns the sums, float32 `[K]`, and of them what each loss term
     added, `[terms, K]`.
     """
-    logits = logits_of(hidden, table[: objective.vocab_size], objective.dtype)
+    logits = logits_of(hidden, table[: objective.vocab_size or None], objective.dtype)
     for change in objective.logit_terms:
         logits = change(logits)
     log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -258,10 +260,9 @@ def cross_entropy(
         parts.append(jnp.broadcast_to(part, targets.shape))
     sums = jnp.where(targets >= 0, jnp.stack(parts), 0.0).sum((1, 2))
     total = sums.sum(0)
+    weights = (1.0, *objective.weights)
     known = jax.lax.stop_gradient(total)
-    derived = sum(
-        weight * (total[k] - known[k]) for k, weight in enumerate(objective.weights)
-    )
+    derived = sum(weight * (total[k] - known[k]) for k, weight in enumerate(weights))
     return known.at[0].add(derived), jax.lax.stop_gradient(sums[1:])
 
 

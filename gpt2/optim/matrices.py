@@ -24,9 +24,8 @@ class Axes:
 
     inputs: tuple[int, ...]  # those that are contracted
     outputs: tuple[int, ...]  # new ones, which follow them
-    to_width: bool = (
-        False  # whether the outputs are the model's width, and not the inputs
-    )
+    # Whether the outputs are the model's width, and not the inputs
+    to_width: bool = False
 
 
 _PLAIN = Axes((-2,), (-1,))

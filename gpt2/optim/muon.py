@@ -150,9 +150,8 @@ def _normalize(
 
     Its mean squares follow from those of the update, so that no device needs all of a matrix.
     """
-    divisor = (
-        jnp.sqrt(running) + 1e-10
-    )  # as the authors' code; an unused neuron's update is 0
+    # As the authors' code; an unused neuron's update is 0.
+    divisor = jnp.sqrt(running) + 1e-10
     square = jnp.mean(squares / jnp.square(divisor), axis=-1, keepdims=True)
     factor = UPDATE_RMS / (divisor * jnp.sqrt(jnp.maximum(square, 1e-30)))
     sides = (-1, kernel.fan_out, 1) if kernel.axes.to_width else (-1, 1, kernel.fan_out)

@@ -71,9 +71,8 @@ def make_optimizer(
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
-        start = optim.tail_start(
-            num_steps
-        )  # until which the average is the newest parameters
+        # Until which the average is the newest parameters.
+        start = optim.tail_start(num_steps)
         mean = lambda count: 1 - 1 / jnp.maximum(count + 1 - start, 1)  # noqa: E731
         kept = optax.constant_schedule(optim.ema) if optim.ema else mean
         optimizer = optax.chain(optimizer, average_parameters(kept))
@@ -100,9 +99,8 @@ def _decay(
     optim: OptimConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     amount: float | optax.Schedule = optim.weight_decay
-    if (
-        optim.scheduled_weight_decay
-    ):  # the rate, which multiplies it again, over its peak
+    # The rate, which multiplies it again, over its peak.
+    if optim.scheduled_weight_decay:
         peak = optim.learning_rate or 1.0
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
     decay = optax.add_decayed_weights(amount, decay_mask)
@@ -205,9 +203,8 @@ def _ademamix(
     """
 
     def progress(count: Array) -> Array:
-        return jnp.minimum(
-            (count + 1) / num_steps, 1.0
-        )  # the paper's steps count from 1
+        # The paper's steps count from 1.
+        return jnp.minimum((count + 1) / num_steps, 1.0)
 
     def alpha(count: Array) -> Array:
         return optim.alpha * progress(count)

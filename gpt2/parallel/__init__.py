@@ -11,7 +11,7 @@
     gradient_shardings(params)                  while micro-batches add up
     compile_train(step)      -> (state, batch) -> (state, metrics)     state donated
     compile_watch(step)      -> (state, batch) -> norms                nothing donated
-    compile_eval(step)       -> (params, batch) -> metrics
+    compile_eval(step)       -> (params, batch) -> sums and counts
 
 A state is any pytree with `params` and `opt_state`, see state.py.
 """

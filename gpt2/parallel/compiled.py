@@ -46,9 +46,8 @@ class CompiledStep:
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
         kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-        kept -= (
-            sizes.alias_size_in_bytes
-        )  # outputs that take the place of donated arguments
+        # Outputs that take the place of donated arguments.
+        kept -= sizes.alias_size_in_bytes
         return kept + sizes.temp_size_in_bytes
 
     @property
@@ -74,9 +73,8 @@ class CompiledStep:
         return self._compiled.as_text()
 
 
-Steps = dict[
-    Any, tuple[CompiledStep, Callable]
-]  # by shape: the train step, and the watch
+# By shape: the train step, and the watch.
+Steps = dict[Any, tuple[CompiledStep, Callable]]
 
 
 def compile_once(

@@ -49,9 +49,8 @@ def initialize(
     lacks = {each is None for each in (coordinator, num_processes, process_index)}
     if len(lacks) > 1:
         raise UserError("--coordinator, --num_processes, --process_index go together")
-    place = (
-        "deactivate" if coordinator else _find_launcher()
-    )  # which would hide devices
+    # Which would hide devices.
+    place = "deactivate" if coordinator else _find_launcher()
     if not place:
         return
     missing = place == "mpi4py" and importlib.util.find_spec("mpi4py") is None
@@ -59,9 +58,8 @@ def initialize(
         raise UserError(
             "Open MPI 5 needs the package mpi4py", "Run `pip install mpi4py`"
         )
-    if (
-        coordinator and process_index == 0
-    ):  # the runtime crashes where the port is taken
+    # The runtime crashes where the port is taken.
+    if coordinator and process_index == 0:
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
     # The runtime waits for the others silently, and ends the process if they do not come.
     tell("waiting for the other processes")
@@ -107,9 +105,8 @@ def _find_launcher() -> str | None:
     numbers = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"
     several = {name for name in numbers if int(given.get(name, 1)) > 1}
     if "OMPI_COMM_WORLD_SIZE" in several:
-        return (
-            "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"
-        )  # since version 5
+        # Since version 5.
+        return "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"
     if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in given:
         return "slurm"
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()

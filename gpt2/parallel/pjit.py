@@ -46,9 +46,8 @@ class PjitBackend:
         self.mesh = mesh
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.gather_by = (
-            gather_by  # unless the rules leave nothing that layers gather: see below
-        )
+        # Unless the rules leave nothing that layers gather: see below
+        self.gather_by = gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
@@ -150,7 +149,7 @@ class PjitBackend:
         return jax.jit(self._spread(step, with_gradients=True), out_shardings=whole)
 
     def compile_eval(self, step: Callable) -> Callable:
-        """Returns the jitted `(params, batch) -> metrics`."""
+        """Returns the jitted `(params, batch) -> {name: (sum, count)}`."""
         return jax.jit(self._spread(step, with_gradients=False))
 
     def _spread(self, step: Callable, with_gradients: bool) -> Callable:

@@ -86,7 +86,7 @@ class PmapBackend:
         return self.compile_eval(step, donate_argnums=0)
 
     def compile_eval(self, step: Callable, **options: Tree) -> Callable:
-        """Returns the pmapped `(params, batch) -> metrics`, which all devices have alike."""
+        """Returns the pmapped `(params, batch) -> sums and counts`, which all devices have."""
 
         def on_device(state, batch):
             return step(state, batch, _map_sum)

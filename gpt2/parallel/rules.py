@@ -2,8 +2,8 @@
 
 The model names the axes of its parameters and activations by meaning (`embed`, `mlp`, `heads`,
 `vocab`, ...). `Rules` map those names to mesh axes, as `parallel.rules.` and `parallel.strategy`
-say: for parameters and optimizer state between steps, for parameters inside a step, and for
-activations. FSDP is the difference between the first and the third.
+say: for parameters between steps (`storage`), for optimizer state, for parameters inside a step
+(`compute`), and for activations. FSDP is the difference between `storage` and `compute`.
 """
 
 import dataclasses

@@ -11,9 +11,8 @@ from gpt2.ops.fsdp import Shard, Shards, gather_parameter
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
 
-ShardsFor = Callable[
-    [Names], Shards | None
-]  # how devices hold a parameter; None: whole
+# How devices hold a parameter; None: whole.
+ShardsFor = Callable[[Names], Shards | None]
 
 
 def shard_param(

@@ -5,12 +5,11 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-    """One JAX device: its name, TFLOP/s of dense products, and where that is from."""
+    """One JAX device: its name, TFLOP/s of dense products, and what else is known."""
 
     name: str
     half: float  # bfloat16 and float16 with float32 accumulation
     single: float  # float32 at JAX's default precision: TF32 from Ampere on, bfloat16 passes on TPU
-    source: str
     memory: float = 0  # GB, 10^9 bytes
     near: float = 0  # GB/s, one direction, among the `domain` devices that share NVLink or a torus
     domain: int = 0
@@ -35,76 +34,41 @@ class Chip(NamedTuple):
         return 1e9 * min(self.near, self.far * together)
 
 
-# The first row that matches counts. Without sparsity: half of NVIDIA's data sheets. `near` is half
-# of NVLink's or Cloud TPU's links, or else the PCIe slot; `far` the network adapter of each
-# GPU in the maker's own system. TPU v2, v3 and TPU7: half a chip, which is one JAX device.
+# The first row that matches counts; behind it stands where its figures are from. Without sparsity:
+# half of NVIDIA's data sheets. `near` is half of NVLink's or Cloud TPU's links, or else the PCIe
+# slot; `far` the network adapter of each GPU in the maker's own system. TPU v2, v3 and TPU7: half a
+# chip, which is one JAX device.
 CHIPS = (
-    Chip("GB200", 2500.0, 1250.0, "NVIDIA GB200 NVL72 data sheet", 186, 900, 72, 50),
-    Chip("B200", 2250.0, 1125.0, "NVIDIA HGX B200 data sheet", 180, 900, 8, 50),
-    Chip("H200 NVL", 835.5, 417.5, "NVIDIA H200 data sheet"),
-    Chip("H200", 989.5, 494.5, "NVIDIA H200 data sheet", 141, 450, 8, 50),
-    Chip("GH200", 989.5, 494.5, "NVIDIA GH200 data sheet"),
-    Chip("H100 PCIe", 756.5, 378.0, "NVIDIA H100 data sheet, PCIe"),
-    Chip("H100 NVL", 835.5, 417.5, "NVIDIA H100 data sheet, NVL"),
-    Chip("H100", 989.5, 494.5, "NVIDIA H100 data sheet, SXM", 80, 450, 8, 50),
-    Chip(
-        "A100 40GB",
-        312.0,
-        156.0,
-        "NVIDIA A100 data sheet",
-        40,
-        300,
-        8,
-        25,
-        "A100.*40GB",
-    ),
-    Chip("A100", 312.0, 156.0, "NVIDIA A100 data sheet", 80, 300, 8, 25),
-    Chip("A10G", 70.0, 35.0, "NVIDIA A10G data sheet", 24, 32, 8),
-    Chip("L40S", 362.0, 183.0, "NVIDIA L40S data sheet"),
-    Chip("L40", 181.0, 90.5, "NVIDIA L40 data sheet"),
-    Chip("L4", 121.0, 60.0, "NVIDIA L4 data sheet", 24, 32, 8),
-    Chip("T4", 65.0, 8.1, "NVIDIA T4 data sheet", 16, 16, 8, has_bfloat16=False),
-    Chip("V100-PCIE", 112.0, 14.0, "NVIDIA V100 data sheet, PCIe", has_bfloat16=False),
-    Chip("V100", 125.0, 15.7, "NVIDIA V100 data sheet, SXM2", has_bfloat16=False),
-    Chip("RTX 4090", 165.2, 82.6, "NVIDIA Ada architecture white paper", 24, 32, 8),
-    Chip("RTX 3090", 71.0, 35.6, "NVIDIA GA102 architecture white paper"),
-    Chip("TPU7", 1153.5, 1153.5, "Google Cloud TPU7x page", 96, 300, 18432),
-    Chip(
-        "TPU v6e",
-        918.0,
-        918.0,
-        "Google Cloud TPU v6e page",
-        32,
-        400,
-        256,
-        None,
-        "TPU v6",
-    ),
-    Chip(
-        "TPU v5e",
-        197.0,
-        197.0,
-        "Google Cloud TPU v5e page",
-        16,
-        200,
-        256,
-        None,
-        "TPU v5(e| l)",
-    ),
-    Chip(
-        "TPU v5p",
-        459.0,
-        459.0,
-        "Google Cloud TPU v5p page",
-        95,
-        600,
-        8960,
-        None,
-        "TPU v5",
-    ),
-    Chip("TPU v4", 275.0, 275.0, "Google Cloud TPU v4 page", 32, 300, 4096),
-    Chip("TPU v3", 61.5, 61.5, "Google Cloud TPU v3 page", 16, 164, 2048),
-    Chip("TPU v2", 23.0, 23.0, "Jouppi et al. 2020, table 1", 8, 124, 512),
+    Chip("GB200", 2500.0, 1250.0, 186, 900, 72, 50),  # NVIDIA GB200 NVL72 data sheet
+    Chip("B200", 2250.0, 1125.0, 180, 900, 8, 50),  # NVIDIA HGX B200 data sheet
+    Chip("H200 NVL", 835.5, 417.5),  # NVIDIA H200 data sheet
+    Chip("H200", 989.5, 494.5, 141, 450, 8, 50),  # NVIDIA H200 data sheet
+    Chip("GH200", 989.5, 494.5),  # NVIDIA GH200 data sheet
+    Chip("H100 PCIe", 756.5, 378.0),  # NVIDIA H100 data sheet, PCIe
+    Chip("H100 NVL", 835.5, 417.5),  # NVIDIA H100 data sheet, NVL
+    Chip("H100", 989.5, 494.5, 80, 450, 8, 50),  # NVIDIA H100 data sheet, SXM
+    # NVIDIA A100 data sheet
+    Chip("A100 40GB", 312.0, 156.0, 40, 300, 8, 25, "A100.*40GB"),
+    Chip("A100", 312.0, 156.0, 80, 300, 8, 25),  # NVIDIA A100 data sheet
+    Chip("A10G", 70.0, 35.0, 24, 32, 8),  # NVIDIA A10G data sheet
+    Chip("L40S", 362.0, 183.0),  # NVIDIA L40S data sheet
+    Chip("L40", 181.0, 90.5),  # NVIDIA L40 data sheet
+    Chip("L4", 121.0, 60.0, 24, 32, 8),  # NVIDIA L4 data sheet
+    Chip("T4", 65.0, 8.1, 16, 16, 8, has_bfloat16=False),  # NVIDIA T4 data sheet
+    Chip("V100-PCIE", 112.0, 14.0, has_bfloat16=False),  # NVIDIA V100 data sheet, PCIe
+    Chip("V100", 125.0, 15.7, has_bfloat16=False),  # NVIDIA V100 data sheet, SXM2
+    Chip("RTX 4090", 165.2, 82.6, 24, 32, 8),  # NVIDIA Ada architecture white paper
+    Chip("RTX 3090", 71.0, 35.6),  # NVIDIA GA102 architecture white paper
+    Chip("TPU7", 1153.5, 1153.5, 96, 300, 18432),  # Google Cloud TPU7x page
+    # Google Cloud TPU v6e page
+    Chip("TPU v6e", 918.0, 918.0, 32, 400, 256, None, "TPU v6"),
+    # Google Cloud TPU v5e page
+    Chip("TPU v5e", 197.0, 197.0, 16, 200, 256, None, "TPU v5(e| l)"),
+    # Google Cloud TPU v5p page
+    Chip("TPU v5p", 459.0, 459.0, 95, 600, 8960, None, "TPU v5"),
+    Chip("TPU v4", 275.0, 275.0, 32, 300, 4096),  # Google Cloud TPU v4 page
+    Chip("TPU v3", 61.5, 61.5, 16, 164, 2048),  # Google Cloud TPU v3 page
+    Chip("TPU v2", 23.0, 23.0, 8, 124, 512),  # Jouppi et al. 2020, table 1
 )
 # Those whose memory and links are known.
 BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}

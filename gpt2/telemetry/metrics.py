@@ -13,8 +13,6 @@ from pathlib import Path
 
 from gpt2.telemetry.writers import Metrics, Writer
 
-SECONDS = "perf/seconds/"  # and a phase of `StepClock`: what it has taken up to a save
-
 
 class MetricsFile(Writer):
     """Writes metrics.jsonl. The values of one step make one line, even if several calls add them.
@@ -87,25 +85,6 @@ def read_metrics(path: Path | str) -> list[dict]:
     return [record for _, record in _read(Path(path))]
 
 
-def has_saves(path: Path | str) -> bool:
-    """Returns whether a run has begun to save a checkpoint."""
-    return any(f"{SECONDS}step" in record for record in read_metrics(path))
-
-
-def seconds_taken(path: Path | str, step: int) -> tuple[dict[str, float], float]:
-    """Returns the seconds of each phase up to the save of a step, and those of what came after."""
-    seconds = dict[str, float]()
-    total = 0.0
-    for record in read_metrics(path):
-        total = record.get("perf/total_seconds") or total
-        if record["step"] <= step and f"{SECONDS}step" in record:
-            for name, value in record.items():
-                if name.startswith(SECONDS):
-                    seconds[name.removeprefix(SECONDS)] = value
-    saved = sum(seconds.values())
-    return seconds, max(0.0, total - saved)
-
-
 def _read(path: Path) -> Iterator[tuple[int, dict]]:
     """Yields the end and the record of each line, oldest first; a torn or bad one is skipped."""
     if not path.exists():
@@ -113,8 +92,8 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
     end = 0
     for line in path.read_bytes().splitlines(keepends=True):
         end += len(line)
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
-            is_whole = line.endswith(b"\n") and isinstance(record, dict)
-            if is_whole and isinstance(record.get("step"), int):
+            int(record["step"])
+            if line.endswith(b"\n"):
                 yield end, record

@@ -1,7 +1,6 @@
 """The curves of a run, readable at a glance: loss.png."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,14 +8,11 @@ from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.stores import place_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 _GREYS = ("0.25", "0.5", "0.65", "0.8")
 
 
-def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") -> None:
-    """Draws loss.png: validation, training (faint) and its mean, and `shares` of time by name.
+def plot_losses(workdir: Path, reference: str = "") -> None:
+    """Draws loss.png: validation, training (faint) and its mean.
 
     The published losses of `reference` lie at the steps by which the run has read as many tokens.
     """
@@ -24,28 +20,29 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
     from matplotlib.figure import Figure  # without pyplot: no windows, no global state
 
     records = read_metrics(workdir / "metrics.jsonl")
-    losses = pd.DataFrame(
-        records, columns=["step", "tokens", "train/loss", "eval/loss"]
-    )
+    columns = ["step", "tokens", "train/loss", "eval/loss"]
+    losses = pd.DataFrame(records, columns=columns)
     losses = losses.set_index("step").astype(float)
     train = losses["train/loss"].dropna()
     validation = losses["eval/loss"].dropna()
     if train.empty:
         return
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
-    axes, strip = figure.subplots(2, height_ratios=[16, 1])
+    figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
     axes.set_title(place_of(workdir))
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     window = max(1, len(train) // 30)
-    smooth = train.rolling(window, min_periods=1, center=True).mean()
+    rolling = train.rolling(window, min_periods=1, center=True)
+    smooth = rolling.mean()
     axes.plot(train, color="C0", alpha=0.22)
     label = f"train {smooth.iloc[-1]:.3f} (smoothed)"
     axes.plot(smooth, color="C0", label=label)
     if not validation.empty:
         best = validation.min()
-        label = f"validation {validation.iloc[-1]:.3f} (best {best:.3f})"
+        newest = validation.iloc[-1]
+        label = f"validation {newest:.3f} (best {best:.3f})"
         axes.plot(validation, color="C3", marker=".", label=label)
     limits = axes.get_xlim()  # of the run, whatever is published
 
@@ -66,28 +63,16 @@ def plot_losses(workdir: Path, shares: dict[str, float], reference: str = "") ->
             axes.axhline(losses[0], color=color, label=label)
         else:
             axes.plot(steps, losses, color=color, marker=".", label=name)
-        is_beyond = (steps < 0.05 * last) | (steps > last)
-        shown += losses[~is_beyond].tolist()
+        is_before = steps < 0.05 * last
+        is_beyond = steps > last
+        within = losses[~is_before & ~is_beyond]
+        shown += within.tolist()
     low = min(shown)
     span = max(shown) - low
     margin = 0.08 * span + 0.01
-    axes.set_ylim(low - margin, low + 1.5 * span + margin)
+    bottom = low - margin
+    top = low + 1.5 * span + margin
+    axes.set_ylim(bottom, top)
     axes.set_xlim(limits)
     axes.legend(frameon=False, loc="upper right")
-
-    _draw_shares(strip, shares)
     figure.savefig(workdir / "loss.png")
-
-
-def _draw_shares(strip: "Axes", shares: dict[str, float]) -> None:
-    """Draws shares that add to 1 as one bar."""
-    left = 0.0
-    for name, share in shares.items():
-        has_room = share > 0.005 * len(name) + 0.02
-        text = f"{name} {share:.0%}" if has_room else ""
-        bar = strip.barh(0, share, left=left)
-        strip.bar_label(bar, [text], label_type="center", fontsize=7)
-        left += share
-    strip.set_title("time since the first start")
-    strip.set_xlim(0, 1)
-    strip.set_axis_off()

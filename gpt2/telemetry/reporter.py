@@ -20,8 +20,7 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
-# A step, its metrics, what to say, and the norms of its tensors.
-Late = tuple[int, Scalars, str, Scalars | None]
+Late = tuple[int, Scalars, Scalars | None]  # a step, its metrics, its tensors' norms
 
 
 class Reporter(AbstractContextManager):
@@ -61,29 +60,25 @@ class Reporter(AbstractContextManager):
             writers.append(progress)
         return cls(writers, clock, train)
 
-    def step(
-        self, step: int, metrics: Scalars, note: str = "", norms: Scalars | None = None
-    ) -> None:
+    def step(self, step: int, metrics: Scalars, norms: Scalars | None = None) -> None:
         """Takes what a step just dispatched will give, and reports the step before.
 
-        `note` is for a person; `norms` are those of tensors, by name, if the step is watched.
+        `norms` are those of tensors, by name, if the step is watched.
         """
         self.catch_up()
-        self._late = step, metrics, note, norms
+        self._late = step, metrics, norms
 
     def catch_up(self) -> None:
         """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
         if self._late is None:
             return
-        step, metrics, note, norms = self._late
+        step, metrics, norms = self._late
         self._late = None
         values = _fetch(metrics)
         if norms is not None:  # of a step that diverges too
             self.write(step, _fetch(norms))
         self._judge(step, values)
         self._clock.count_step(step)
-        if note:
-            self._each(lambda writer: writer.say(note))
         self._each(lambda writer: writer.step(step))
         is_due = step % self._options.log_every == 0
         if is_due or step in (1, self._options.num_steps):
@@ -114,9 +109,8 @@ class Reporter(AbstractContextManager):
         """Hands metrics to every writer."""
         self._each(lambda writer: writer.write(step, values))
 
-    def close_books(self, step: int) -> None:
-        """Puts all metrics, and what each phase has taken, on disk: before a checkpoint."""
-        self.write(step, self._clock.books())
+    def flush(self, step: int) -> None:
+        """Puts all metrics on disk: before a checkpoint."""
         self._each(lambda writer: writer.flush(step))
 
     def _each(self, use: Callable[[Writer], None]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -11,16 +11,15 @@ import jax
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.telemetry.flops import total_peak_flops
-from gpt2.telemetry.metrics import SECONDS
+from gpt2.utils import launch
 
 
 class StepClock:
-    """Measures steps, and the share of a run's time that each phase takes, over all its starts.
+    """Measures steps, and the share of this process's time that each phase takes.
 
     Time is charged to the innermost open phase, or to `start and end`. Devices run behind the host:
-    wait for the last step before opening a validation or checkpoint. `before` has the seconds since
-    the run's first start, by phase, and those that were `lost` and `down`: see docs/safety.md.
-    `tokens` and `flops` are of so many steps. Without `peak_flops`, of all devices: no MFU.
+    wait for the last step before opening a validation or checkpoint. `tokens` and `flops` are of so
+    many steps. Without `peak_flops`, of all devices: no MFU. `since` is when the process began.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class StepClock:
         tokens: Callable[[int], float],
         flops: Callable[[int], float],
         peak_flops: float | None = None,
-        before: Mapping[str, float] | None = None,
+        since: float = launch.BEGAN,
         now: Callable[[], float] = time.perf_counter,
     ):
         self.tokens = tokens
@@ -36,8 +35,8 @@ class StepClock:
         self._peak = peak_flops
         self._now = now
         self.current = "start and end"
-        self._since = now()
-        self._seconds = defaultdict(float, before or {})
+        self._since = since
+        self._seconds = defaultdict[str, float](float)
         self._last = 0  # step
         # Since the last `read`.
         self._num_steps = 0
@@ -47,19 +46,16 @@ class StepClock:
     def for_run(
         cls,
         config: Config,
-        tokens_of: Callable[[Shape], int],
         flops_per_token: Callable[[Shape], float],
-        before: Mapping[str, float] | None,
     ) -> "StepClock":
         """Returns the clock of a run on all devices."""
         costs = dict[Shape, float]()
         for shape in config.shapes.pieces.values():
-            costs[shape] = tokens_of(shape) * flops_per_token(shape)
+            costs[shape] = shape.tokens * flops_per_token(shape)
         return cls(
-            tokens=partial(config.shapes.sum, tokens_of),
+            tokens=config.shapes.tokens,
             flops=partial(config.shapes.sum, costs.__getitem__),
             peak_flops=total_peak_flops(config.precision.compute),
-            before=before,
         )
 
     @contextlib.contextmanager
@@ -95,7 +91,7 @@ class StepClock:
             "perf/step_seconds": seconds / steps,
             "perf/tokens_per_second": tokens / seconds,
             "perf/data_wait_seconds": wait / steps,
-            "perf/total_seconds": sum(self.books().values()),
+            "perf/total_seconds": total,
             "perf/goodput": self._seconds["step"] / total,
         }
         if self._peak:
@@ -103,18 +99,9 @@ class StepClock:
             metrics["perf/mfu"] = flops / seconds / self._peak
         return metrics
 
-    def books(self) -> dict[str, float]:
-        """Returns the seconds of each phase, for the line of a save, from which a run goes on."""
-        self._switch(self.current)
-        books = dict[str, float]()
-        for name, seconds in self._seconds.items():
-            if name not in ("lost", "down"):
-                books[f"{SECONDS}{name}"] = seconds
-        return books
-
     @property
     def total_seconds(self) -> float:
-        """The time since the run's first start."""
+        """The time since the process began."""
         self._switch(self.current)
         return sum(self._seconds.values())
 
@@ -127,8 +114,7 @@ class StepClock:
         )
         for name in longest_first:
             label = "goodput" if name == "step" else name
-            if self._seconds[name]:
-                shares[label] = self._seconds[name] / total
+            shares[label] = self._seconds[name] / total
         return shares
 
     def _switch(self, name: str) -> None:

@@ -67,12 +67,6 @@ class Batches:
             )
             self._held_out[name] = float(share), loader
 
-    def tokens_of(self, shape: Shape) -> int:
-        """Returns the tokens of a step of a shape."""
-        if isinstance(self._train, OwnBatches):
-            return shape.tokens
-        return self._train.tokens_of(shape)
-
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
     ) -> Generator[Placed, None, None]:
@@ -130,11 +124,9 @@ class Batches:
         for begin in (start, *begins):
             shape = self._shapes.at(begin + 1)
             rows = self._local_rows(shape.batch_size)
-            for length in self._train.lengths:
-                length = min(length, shape.context_length)
-                zeros = np.zeros((rows.stop - rows.start, length), np.int32)
-                batch = self._put(dict.fromkeys(example, zeros))
-                examples[shape._replace(context_length=length)] = batch
+            size = (rows.stop - rows.start, shape.context_length)
+            zeros = np.zeros(size, np.int32)
+            examples[shape] = self._put(dict.fromkeys(example, zeros))
         return examples, example
 
     def position(self, step: int) -> list[str]:
@@ -159,21 +151,3 @@ class Batches:
             line = f"{text}; {note}" if note else text
             lines.append(f"{name}: {line}" if name else line)
         return f"\n{'':9}".join(lines)
-
-    def epoch_end(self, step: int) -> str:
-        """Returns a line if the step, counted from 1, ends epoch 1, 2, 4, 8, ...; else nothing."""
-        if isinstance(self._train, OwnBatches):
-            return ""
-        lines = list[str]()
-        before = self._train.epochs(step - 1)
-        for name, epochs in self._train.epochs(step).items():
-            epoch = int(epochs)
-            if epoch.bit_length() > int(before[name]).bit_length():
-                which = f" of {name}" if name else ""
-                rows = self._train.sources[name].num_rows
-                lines.append(
-                    f"epoch {epoch}{which} ends: all {rows:,} rows have been seen"
-                )
-        if lines:
-            lines.append("the next one has another order")
-        return "; ".join(lines)

@@ -9,19 +9,19 @@ are read without the optimizer. This file is the only user of Orbax.
 import contextlib
 import dataclasses
 import json
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
+from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from gpt2.config import Config, ParallelConfig, load_config, with_options
@@ -33,9 +33,9 @@ from gpt2.training.state import TrainState
 from gpt2.utils import files, stores
 from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
+from gpt2.utils.trees import Tree
 
 METRIC = "eval/loss"  # by which the best checkpoint is known
-Tree = TypeVar("Tree")  # of arrays, or of their shapes
 Shape = jax.ShapeDtypeStruct
 
 
@@ -57,7 +57,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._directory = self._workdir / "checkpoints"
         self._saving: int | None = None
         self.failure = ""  # why the newest state that was to be saved is not
-        score = lambda metrics: metrics[METRIC]  # noqa: E731
+        score = itemgetter(METRIC)
         best = policy.BestN(
             get_metric_fn=score,
             reverse=True,
@@ -140,12 +140,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         if step in self._manager.all_steps():
             return
-        leaves = jax.tree.leaves(state)
-        needed = sum(leaf.nbytes for leaf in leaves)
-        free = shutil.disk_usage(self._workdir).free
-        if distributed.from_first(free < needed):  # a save would fill it, and fail
-            self._warn(step, "no room is left on the disk")
-            return
         self._saving = step
         layout = {
             "scan_layers": is_scanned(state.params),
@@ -170,10 +164,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:  # of many kinds
             self._recover(error)
 
-    def restore(self, step: int, shapes: TrainState) -> TrainState:
-        """Restores a state, in whatever layout it was saved, to these shapes and shardings."""
+    def restore(self, step: int, program: Program) -> TrainState:
+        """Restores a state, in whatever layout it was saved, to that of a program."""
         layout = self._layout(step)
-        saved = _as_saved(shapes, layout["scan_layers"])
+        shapes = program.state_shapes
+        saved = _as_saved(program, layout["scan_layers"])
         # A run may gain a guard, lose it, or lower its limit when it continues.
         if not layout["guard"]:
             saved = saved.replace(guard=None)
@@ -194,13 +189,13 @@ class Checkpointer(contextlib.AbstractContextManager):
             return []
         return self._layout(step)["position"]
 
-    def restore_params(self, step: int, shapes: Tree) -> Tree:
+    def restore_params(self, step: int, program: Program) -> Tree:
         """Restores the parameters alone, otherwise as `restore`."""
         layout = self._layout(step)
-        saved = _as_saved(shapes, layout["scan_layers"])
-        args = ocp.args.StandardRestore(saved)
+        saved = _as_saved(program, layout["scan_layers"])
+        args = ocp.args.StandardRestore(saved.params)
         items = self._read(step, params=args)
-        return _in_layout_of(shapes, items["params"])
+        return _in_layout_of(program.state_shapes.params, items["params"])
 
     def _layout(self, step: int) -> dict[str, Any]:
         items = self._read(step, layout=ocp.args.JsonRestore())
@@ -249,6 +244,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if jax.process_count() > 1:
             raise self._for_all(error)
         step = self._saving
+        told = self._describe(error)
         self._saving = None
         with contextlib.suppress(Exception):
             self._manager.close()
@@ -256,23 +252,22 @@ class Checkpointer(contextlib.AbstractContextManager):
         if step in self.all_steps():  # what failed was to remove an older one
             self.failure = ""
         else:
-            self._warn(step, _first_line(error))
+            self.failure = told
+            warn(f"{told}; the run goes on")
 
-    def _warn(self, step: int | None, reason: str) -> None:
-        what = f"the state of step {step} is not saved in {self._directory}"
-        self.failure = f"{what} ({reason})"
-        distributed.only_first(warn)(f"{self.failure}; the run goes on")
+    def _describe(self, error: Exception) -> str:
+        what = f"the state of step {self._saving} is not saved in {self._directory}"
+        return f"{what} ({_first_line(error)})"
 
     def _for_all(self, error: Exception) -> Exception:
         """Returns what ends all processes after a save that failed in this one."""
         if isinstance(error, jax.errors.JaxRuntimeError):  # another one has ended
             return error
-        what = f"the state of step {self._saving} is not saved in {self._directory}"
         how = "Mend that, and start all processes again"
-        return UserError(f"{what} ({_first_line(error)})", how, exit_code=5)
+        return UserError(self._describe(error), how, exit_code=5)
 
 
-def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Any]:
+def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
     """Loads a run's config and its weights, averaged if it averages, on one device.
 
     `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
@@ -290,7 +285,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         if damage := find_damage(workdir, each, ("metrics",)):
             raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
-    shapes = Program.from_config(config, [device]).state_shapes
+    program = Program.from_config(config, [device])
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in checkpointer.all_steps()}
         latest = max(steps.values(), default=None)
@@ -306,8 +301,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, "Restore it from a copy, or use another")
         if averages:
-            return config, checkpointer.restore(step, shapes).eval_params
-        return config, checkpointer.restore_params(step, shapes.params)
+            return config, checkpointer.restore(step, program).eval_params
+        return config, checkpointer.restore_params(step, program)
 
 
 def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
@@ -331,14 +326,10 @@ def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
 class _DigestHandler(ocp.JsonCheckpointHandler):
     """Writes the digests of the other items, once they are complete and before the commit."""
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: PathLike) -> None:
         """Called by the first process, after all items that were registered before this one."""
         folder = Path(directory)
-        found = dict[str, list[int]]()
-        for name, digest in digest_folder(folder.parent).items():
-            if name.partition("/")[0] in ITEMS:
-                found[name] = digest
-        sealed = files.seal({"files": found})
+        sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))
         files.sync_tree(folder.parent)  # before a rename makes them visible
 
@@ -360,7 +351,7 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _parts(state: TrainState) -> dict[str, Any]:
+def _parts(state: TrainState) -> dict[str, Tree]:
     """Returns what is saved of a state, by the folder that holds it."""
     rest = vars(state) | {"params": None}
     guard = rest.pop("guard")
@@ -368,26 +359,15 @@ def _parts(state: TrainState) -> dict[str, Any]:
     return parts | {"guard": guard} if guard else parts
 
 
-def _as_saved(target: Tree, scanned: bool) -> Tree:
-    """Returns the shapes and shardings of `target` with its layers as they were saved."""
-
-    def reshaped(leaf: Shape, shape: tuple[int, ...], spec: Callable) -> Shape:
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            axes = spec(sharding.spec)
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*axes))
-        return Shape(shape, leaf.dtype, sharding=sharding)
-
-    def stack(leaf: Shape, *others: Shape) -> Shape:
-        num_layers = 1 + len(others)
-        shape = (num_layers, *leaf.shape)
-        return reshaped(leaf, shape, lambda spec: (None, *spec))
-
-    def take(leaf: Shape, _: int) -> Shape:
-        _, *shape = leaf.shape
-        return reshaped(leaf, tuple(shape), lambda spec: spec[1:])
-
-    return in_layout(target, scanned=scanned, stack=stack, take=take)
+def _as_saved(program: Program, scanned: bool) -> TrainState:
+    """Returns the shapes and shardings of a program's state with its layers as they were saved."""
+    if is_scanned(program.state_shapes) == scanned:
+        return program.state_shapes
+    memory = dataclasses.replace(
+        program.config.memory, scan_layers=scanned, scan_unroll=1, remat="none"
+    )
+    config = dataclasses.replace(program.config, memory=memory)
+    return program.with_config(config).state_shapes
 
 
 def _in_layout_of(target: Tree, restored: Tree) -> Tree:

@@ -28,25 +28,18 @@ def latest_step(workdir: Path) -> int | None:
     return max(saved_steps(workdir), default=None)
 
 
-def newest_whole_step(
-    workdir: Path, after: int = -1, *, read: bool = True
-) -> int | None:
+def newest_whole_step(workdir: Path, after: int = -1) -> int | None:
     """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
     for step in reversed(saved_steps(workdir)):
         if step <= after:
             break
-        if not find_damage(workdir, step, read=read):
+        if not find_damage(workdir, step):
             return step
     return None
 
 
-def find_damage(
-    workdir: Path, step: int, items: Sequence[str] = ITEMS, *, read: bool = True
-) -> str:
-    """Returns why the `items` of a checkpoint cannot be used, as a clause, or an empty text.
-
-    Files are `read` to compare them with their digests, or their sizes alone are looked at.
-    """
+def find_damage(workdir: Path, step: int, items: Sequence[str] = ITEMS) -> str:
+    """Returns why the `items` of a checkpoint cannot be used, as a clause, or an empty text."""
     folder = workdir / "checkpoints" / str(step)
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:
@@ -57,5 +50,5 @@ def find_damage(
             found[name] = digest
     names = [f"checkpoints/{step}/{name}" for name in found]
     stores.complete(workdir, names)
-    damage = files.find_damage(folder, found, read=read)
+    damage = files.find_damage(folder, found)
     return f"checkpoint {folder} is damaged ({damage})" if damage else ""

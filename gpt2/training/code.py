@@ -18,7 +18,7 @@ _TOOLS = {
 def hash_code(source: Path = SOURCE) -> str:
     """Returns a hash of the code in `source` that decides what a run computes, as it lies on disk.
 
-    Comments, docstrings and the breaking of lines do not count, the version of Python does.
+    Comments and the breaking of lines do not count, the version of Python does.
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py")]
@@ -35,17 +35,11 @@ def hash_code(source: Path = SOURCE) -> str:
 
 @functools.cache  # a sweep asks before each run
 def _bare(text: bytes) -> str:
-    """Returns a file's syntax tree without docstrings and numbers of lines."""
+    """Returns a file's syntax tree, without comments and numbers of lines."""
     try:
-        tree = ast.parse(text)
+        return ast.dump(ast.parse(text))
     except (SyntaxError, ValueError):  # somebody is writing it
         return repr(text)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            continue
-        if ast.get_docstring(node, clean=False):
-            del node.body[0]
-    return ast.dump(tree)
 
 
 def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:

@@ -1,4 +1,4 @@
-"""Why a run diverged: the first tensor that held NaN or Inf, and the micro-batch that it came from.
+"""Why a run diverged: the first tensor that held NaN or Inf.
 
 The steps that train carry nothing for this. The step is run once more, from the newest checkpoint
 on, with its own loss, by a program that looks at what every module gives and at every gradient.
@@ -20,18 +20,19 @@ from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import Steps
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_files import latest_step
+from gpt2.training.checkpoint_files import saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
-from gpt2.training.steps import Batch, MapSum, Sums, evaluation_loss, on_one_device
+from gpt2.training.steps import Batch, MapSum, Sums, on_one_device
 from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import in_layout, report
 from gpt2.utils.stores import place_of
+from gpt2.utils.trees import Tree
 
 _LAYER = re.compile(r"^h_(\d+)")
-Params = Mapping[str, Any]
+Params = Mapping[str, Tree]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,71 +54,57 @@ class Diagnosis:
         except Exception as failure:  # of many kinds, such as too little memory
             told = f"{type(failure).__name__}: {failure}"
             origin = f"where it began is not known ({told})"
-        # The newest may be finite and spoilt all the same.
-        best = self.checkpointer.best()
-        good = best[0] if best else latest_step(self.workdir)
         how = "Lower --config.optim.learning_rate"
-        if good:
-            source = f"run:{place_of(self.workdir)}@{good}"
+        if saved_steps(self.workdir):
+            source = (
+                f"run:{place_of(self.workdir)}"  # its best: the newest may be spoilt
+            )
             how += f" and start from --config.train.init_from={source}"
         return UserError(f"{error}: {origin}", how, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
         program = self.program
-        if error.before:
-            step = error.step - 1
-            number = program.config.train.accumulate_steps
-            shapes = program.config.shapes
-            if state.guard is None:  # else it is as it was before the step
-                for leaf in jax.tree.leaves(state):  # no device may hold two
-                    leaf.delete()
-                start = find_start(self.workdir)
-                if start:
-                    state = self.checkpointer.restore(start, program.state_shapes)
-                else:
-                    state = self.first_state()
-                repeated = self.batches.train(start, step)
-                for count, batch in enumerate(repeated, start + 1):
-                    train_step, _ = self.steps[shapes.find(count, batch)]
-                    state, _ = train_step(state, batch)
-            where = "micro-batch"
-            params = state.params
-            source = self.batches.train(step, step + 1)
-            program = program.at(shapes.at(error.step))
-        else:
-            step = None
-            number = 1
-            where = "batch of the validation split"
-            params = state.eval_params
-            held_out, _ = self.batches.validation()
-            source = (batch for _, part in held_out.values() for batch in part)
+        mesh = program.backend.mesh
+        if not error.before:
+            params = gather_whole(state.eval_params, mesh)
+            for name, weight in _by_name(params).items():
+                if _is_bad(weight):
+                    return f"parameter {name} was the first"
+            return "every parameter is finite, and some text of the validation split overflows"
+        step = error.step - 1
+        shapes = program.config.shapes
+        if state.guard is None:  # else it is as it was before the step
+            for leaf in jax.tree.leaves(state):  # no device may hold two
+                leaf.delete()
+            start = find_start(self.workdir)
+            if start:
+                state = self.checkpointer.restore(start, program)
+            else:
+                state = self.first_state()
+            repeated = self.batches.train(start, step)
+            for count, batch in enumerate(repeated, start + 1):
+                train_step, _ = self.steps[shapes.at(count)]
+                state, _ = train_step(state, batch)
+        (batch,) = self.batches.train(step, error.step)
         names = list[str]()
-        probe = _make_probe(program, step, number, names)
+        probe = _make_probe(program.at(shapes.at(error.step)), step, names)
         compiled = program.backend.compile_eval(probe)
-        index = 0
-        for batch in source:
-            flags = compiled(params, batch)
-            flags = gather_whole(flags, program.backend.mesh)
-            for row in jax.device_get(flags):
-                index += 1
-                if row.any():
-                    name = names[(row > 0).argmax()]
-                    return f"{name} was the first, in {where} {index}"
+        flags = gather_whole(compiled(state.params, batch), mesh)
+        is_bad = jax.device_get(flags) > 0
+        if is_bad.any():
+            return f"{names[is_bad.argmax()]} was the first"
         return "run again, all is finite, which points to the hardware or to a sum"
 
 
-def _make_probe(
-    program: Program, step: int | None, number: int, names: list[str]
-) -> Callable:
-    """Returns `probe(params, batch, map_sum) -> flags` [number of micro-batches, tensors], int32.
+def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
+    """Returns `probe(params, batch, map_sum) -> flags` [number of tensors], int32.
 
     Above 0 is NaN or Inf. Tracing sets `names` of tensors in the order in which they are computed.
     """
-    loss = evaluation_loss(program.model) if step is None else program.loss
     # In the order in which they end, with `h` for every layer.
     modules = dict[str, None]()
 
-    def note(next_method: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+    def note(next_method: Callable, args: Tree, kwargs: Tree, context: Any) -> Tree:
         output = next_method(*args, **kwargs)
         module = context.module
         if module.path and context.method_name in ("__call__", "parts", "table"):
@@ -140,13 +127,12 @@ def _make_probe(
 
     def look(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
-            key = None
-            if step is not None:
-                key = dropout_key(program.config.seed, step, index, device)
+            key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
+                inputs = program.model.ops.isolate(params, micro_batch)
                 with nn.intercept_methods(note):
-                    sums = loss(params, micro_batch, key, step)
+                    sums = program.loss(*inputs, key, step)
                 return sums["loss"][0], sums
 
             differentiate = jax.value_and_grad(forward, has_aux=True)
@@ -163,10 +149,9 @@ def _make_probe(
             for name in sorted(grads, key=place, reverse=True):
                 flags[f"the gradient of {name}"] = _is_bad(grads[name])
             names[:] = flags
-            found = jnp.stack(list(flags.values()))
-            is_own = jnp.arange(number) == index
-            return jnp.outer(is_own, found).astype(jnp.int32)
+            return jnp.stack(list(flags.values())).astype(jnp.int32)
 
+        number = program.config.train.accumulate_steps
         return accumulate(flags_for, rows, number), None
 
     def probe(params: Params, batch: Batch, map_sum: MapSum = on_one_device):
@@ -181,7 +166,7 @@ def _by_name(tree: Params) -> dict[str, jax.Array]:
     return flatten_dict(unrolled, sep="/")
 
 
-def _is_bad(tree: Any) -> jax.Array:
+def _is_bad(tree: Tree) -> jax.Array:
     is_bad = jnp.bool(False)
     for leaf in jax.tree.leaves(tree):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -77,9 +77,8 @@ class Program:
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt = model(config.gpt())
-        choose_attention(
-            gpt.config, devices[0], score_terms(gpt.config)
-        )  # which may refuse
+        # Which may refuse.
+        choose_attention(gpt.config, devices[0], score_terms(gpt.config))
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         backend = make_backend(
             config.parallel,
@@ -106,6 +105,7 @@ class Program:
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
             norm=joint_norm if is_one_gpu else optax.tree.norm,
+            isolate=gpt.ops.isolate,
             choose=jax.lax.cond if platform == "cpu" else compute_both,
         )
         # Validation is cross-entropy; a loss of a person's own adds its other names.
@@ -189,9 +189,7 @@ class Program:
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
         ends = [self.config.shapes.at(step) for step in (start + 1, num_steps)]
-        sizes = " to ".join(
-            dict.fromkeys(f"{batches.tokens_of(shape):,}" for shape in ends)
-        )
+        sizes = " to ".join(dict.fromkeys(f"{shape.tokens:,}" for shape in ends))
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
         kind = self.backend.mesh.devices.flat[0].device_kind

@@ -24,7 +24,7 @@ from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.model.gpt import Params
 from gpt2.model.losses import Question, loss_ingredients
-from gpt2.ops import Objective
+from gpt2.ops import Objective, plain
 from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
@@ -57,7 +57,6 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
-        params, batch = model.ops.isolate(params, batch)
         rngs = {}
         if key is not None and model.config.dropout > 0:
             rngs["dropout"] = key
@@ -89,11 +88,13 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
 
 def _with_reported(sums: Sums, reports: dict[str, tuple[Array, Array, Array]]) -> Sums:
     """Adds what modules report; their auxiliary losses are in the loss' derivative alone."""
+    sums = dict(sums)
     total, count = sums["loss"]
     for name, (reported_total, reported_count, weighted) in reports.items():
         sums[name] = reported_total, reported_count
         total += weighted - jax.lax.stop_gradient(weighted)
-    return sums | {"loss": (total, count)}
+    sums["loss"] = total, count
+    return sums
 
 
 def on_one_device(function: Callable) -> Callable:
@@ -127,13 +128,13 @@ def make_update(
     accumulate_steps: int = 1,
     norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
+    isolate: Callable[[Params, Batch], tuple[Params, Batch]] = plain.isolate,
 ) -> Callable[[TrainState, Batch, MapSum], Update]:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
-    A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`.
-    A skipped step changes only the step count and what decides on skipping: the loss scale of
-    float16, or the guard. The schedule does not advance. `norm` is that of all gradients
-    together; `choose` computes one of two results, or both and then chooses.
+    A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
+    skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
+    `norm` is of all gradients together, `choose` gives one of two results, `isolate` is a table's.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -147,7 +148,7 @@ def make_update(
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
                 key = dropout_key(seed, state.step, index, device)
-                sums = loss(params, micro_batch, key, state.step)
+                sums = loss(*isolate(params, micro_batch), key, state.step)
                 return sums["loss"][0] * scale, sums
 
             def sums_and_gradients(micro_batch, index):
@@ -180,16 +181,12 @@ def make_update(
             new = take() if keep is None else choose(keep, take, skip)
             params, opt_state, updates = new
         taken = num_updates(state.opt_state)
-        metrics |= about_skips | {
-            "train/grad_norm": grad_norm,
-            "train/learning_rate": jnp.float32(
-                schedule(state.step if taken is None else taken)
-            ),
-        }
-        new_state = judged.replace(
-            step=state.step + 1, params=params, opt_state=opt_state
-        )
-        return Update(new_state, metrics, grads, updates)
+        rate = schedule(state.step if taken is None else taken)
+        metrics |= about_skips
+        metrics["train/grad_norm"] = grad_norm
+        metrics["train/learning_rate"] = jnp.float32(rate)
+        after = judged.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        return Update(after, metrics, grads, updates)
 
     return update
 

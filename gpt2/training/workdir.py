@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,19 @@ from gpt2.data.tokenizer import Tokenizer, is_path
 from gpt2.errors import UserError, tell, warn
 from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel import distributed
-from gpt2.telemetry import StepClock, metrics, plot_losses
+from gpt2.telemetry import StepClock, plot_losses
+from gpt2.telemetry.metrics import MetricsFile, read_metrics
 from gpt2.telemetry.reference import read_reference
-from gpt2.training.checkpoint_files import find_damage, newest_whole_step, saved_steps
-from gpt2.training.code import SOURCE, git, hash_code, read_starts
+from gpt2.training.checkpoint_files import (
+    find_damage,
+    latest_step,
+    newest_whole_step,
+    saved_steps,
+)
+from gpt2.training.code import SOURCE, git, hash_code
 from gpt2.training.program import Program
-from gpt2.utils import files, launch, stores
+from gpt2.utils import files, stores
+from gpt2.utils.mirror import Mirror
 from gpt2.utils.text import format_duration
 
 _LOCK = ".lock"
@@ -63,9 +70,9 @@ _GROUPS = tuple(name for name in _LEAVE_WEIGHTS if name[-1] in "._")
 _MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps")
 
 
-def mirror(place: str) -> stores.Mirror:
+def mirror(place: str) -> Mirror:
     """Returns the mirror of a run's folder or URL, which one of its processes sends."""
-    return stores.Mirror(place, sends=jax.process_index() == 0)
+    return Mirror(place, sends=jax.process_index() == 0)
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -90,7 +97,7 @@ def check_options(workdir: Path, config: Config) -> None:
             workdir, stores.copy_of(data_place(config.data.data_dir)).resolve()
         )
         return
-    if newest_whole_step(workdir, read=False) == 0:
+    if saved_steps(workdir) == [0]:
         place = stores.place_of(workdir)
         what = f"{place} holds imported weights, not a run to continue"
         how = f"Give another --workdir and --config.train.init_from=run:{place}"
@@ -132,7 +139,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     if changed:
         what = f"{place} holds a run with {'; '.join(changed)}"
         raise UserError(what, "Give another --workdir, or the run's value")
-    latest = newest_whole_step(workdir, read=False) or 0
+    latest = latest_step(workdir) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
         what = f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}"
@@ -211,7 +218,7 @@ def finish(
 ) -> None:
     """Draws loss.png, writes samples.txt, and tells where the time went and how good it is."""
     config = program.config
-    plot_losses(workdir, clock.shares(), config.logging.reference)
+    plot_losses(workdir, config.logging.reference)
     start = tokenizer.eot or 0
     samples = generate(
         program.model,
@@ -241,16 +248,13 @@ def finish(
     tell(f"see loss.png and samples.txt in {place}", sys.stdout)
 
 
-def begin(
-    workdir: Path, config: Config, dataset: Dataset, start: int
-) -> dict[str, float] | None:
-    """Locks the directory, writes a start's files, and returns the seconds so far, by phase."""
-    seconds = _begin(workdir, config, dataset, start)
+def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
+    """Locks the directory and writes a start's files."""
+    _begin(workdir, config, dataset, start)
     distributed.from_first(0)  # the directory is locked
     for step in saved_steps(workdir):
         if step > start or find_damage(workdir, step, ("metrics",)):
             _set_aside(workdir, f"checkpoints/{step}")
-    return seconds
 
 
 def _set_aside(workdir: Path, name: str) -> None:
@@ -264,9 +268,7 @@ def _set_aside(workdir: Path, name: str) -> None:
 
 
 @distributed.only_first
-def _begin(
-    workdir: Path, config: Config, dataset: Dataset, start: int
-) -> dict[str, float]:
+def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
     # Of an earlier end: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
@@ -274,41 +276,15 @@ def _begin(
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")
 
-    logged = workdir / "metrics.jsonl"
-    seconds, lost = metrics.seconds_taken(logged, start)
-    line = describe_start(start) | {"lost_seconds": lost}
-    codes = set[str]()
-    for each in read_starts(workdir):
-        if each["step"] < start:
-            codes.add(each["code"])
-    codes.discard(line["code"])
-    if codes:
-        others = ", ".join(codes)
-        warn(f"the run goes on with other code ({line['code']}) than before ({others})")
+    line = json.dumps(describe_start(start))
     path = workdir / "environment.jsonl"
     text = path.read_text("utf-8") if path.exists() else ""
-    files.write_text(path, f"{text}{json.dumps(line)}\n")
+    files.write_text(path, f"{text}{line}\n")
 
-    if start == 0 and metrics.has_saves(logged):  # of checkpoints that are gone
+    logged = workdir / "metrics.jsonl"
+    if start == 0 and read_metrics(logged):  # whose checkpoints, if any, are gone
         _set_aside(workdir, logged.name)
-    # It forgets steps that are lost, which count once.
-    metrics.MetricsFile(logged, start).close()
-    before = map(json.loads, text.splitlines())
-    _add_downtime(seconds, [*before, line])
-    return seconds
-
-
-def _add_downtime(seconds: dict[str, float], starts: list[dict]) -> None:
-    """Adds to the seconds of phases those that starts have lost, and those between starts."""
-    began = datetime.fromisoformat(starts[0]["time"])
-    now = datetime.fromisoformat(starts[-1]["time"])
-    age = (now - began).total_seconds()
-    lost = [start.get("lost_seconds", 0.0) for start in starts]
-    seconds["lost"] = sum(lost)
-    spent = sum(seconds.values())
-    seconds["down"] = max(0.0, age - spent)
-    seconds.setdefault("start and end", 0.0)
-    seconds["start and end"] += launch.seconds_since_start()
+    MetricsFile(logged, start).close()  # which forgets steps that are lost
 
 
 def lock(workdir: Path, start: int) -> None:
@@ -333,11 +309,10 @@ def describe_start(step: int) -> dict[str, Any]:
     )
     commit = git(SOURCE, "rev-parse", "HEAD") if is_tracked else None
     changed = git(SOURCE, "status", "--porcelain", "*.py") if is_tracked else None
-    age = timedelta(seconds=launch.seconds_since_start())
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "step": step,
-        "time": (datetime.now(UTC) - age).isoformat(),
+        "time": datetime.now(UTC).isoformat(),
         "command": sys.argv,
         "gpt2": __version__,
         "code": hash_code(),

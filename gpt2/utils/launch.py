@@ -13,7 +13,10 @@ from gpt2 import signals
 
 # glibc requests pages of 2 MB, since the kernel clears the temporary memory of every step page by
 # page, and keeps freed blocks of up to 256 MB: fragments of larger ones would take as much again.
-_TUNABLES = {"hugetlb": 1, "mmap_threshold": 2**28, "trim_threshold": 2**28}
+_TUNABLES = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=268435456"
+    ":glibc.malloc.trim_threshold=268435456"
+)
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
 # Products go to cuBLAS, those that share an operand stay apart, and gathers of a layer's kernels do
 # not wait for each other.
@@ -24,8 +27,7 @@ _GPU_FLAGS = (
 )
 # For little memory.
 _CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-_chosen: set[str] = set()  # variables of JAX's cache that this process set
-_imported = time.monotonic()
+BEGAN = time.perf_counter()  # seconds, of this process but for what started it
 
 
 def prepare_process() -> None:
@@ -50,9 +52,9 @@ def prepare_process() -> None:
     if not platform and not has_plugins and not has_libtpu:
         platform = "cpu"
     if platform == "cpu":
-        tunables = _lacking_tunables()
-        os.environ |= tunables
-        if tunables and not is_second and "jax" not in sys.modules:
+        lacks_tunables = "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux"
+        if lacks_tunables and not is_second and "jax" not in sys.modules:
+            os.environ["GLIBC_TUNABLES"] = _TUNABLES
             os.environ[_STARTED_AGAIN] = "1"
             # It waits for the next start.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -61,56 +63,28 @@ def prepare_process() -> None:
     if _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin"):
         os.environ |= _with_flags(*_GPU_FLAGS)
 
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-        wanted = {
-            "JAX_COMPILATION_CACHE_DIR": str(cache / "gpt2-jax" / "xla"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        _chosen.update(wanted.keys() - os.environ.keys())
-        os.environ |= {name: wanted[name] for name in _chosen}
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(home) / "gpt2-jax" / "xla"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def _is_installed(package: str) -> bool:
     return bool(importlib.util.find_spec(package))
 
 
-def seconds_since_start() -> float:
-    """Returns how old this process is. Where it started itself again, both starts count."""
-    try:
-        stat = Path("/proc/self/stat").read_text()
-        _, _, after_name = stat.rpartition(")")
-        began = int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
-    except (OSError, AttributeError):  # not Linux
-        return time.monotonic() - _imported
-
-
 def environment_to_measure() -> dict[str, str]:
-    """Returns the variables of a process that is timed: a CPU run's, without our cache."""
-    variables = dict(os.environ)
-    for name in _chosen:
-        variables.pop(name, None)
-    return variables | cpu_environment()
+    """Returns the variables of a process that is timed: a CPU run's, without a cache."""
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    return os.environ | cpu_environment() | uncached
 
 
 def cpu_environment() -> dict[str, str]:
     """Returns the variables of a CPU run that this process lacks, for processes that it starts."""
-    tunables = _lacking_tunables()
-    return tunables | _with_flags(_CPU_FLAG) if has_old_xla() else tunables
-
-
-def _lacking_tunables() -> dict[str, str]:
-    """Returns the variable of the C library that this process lacks, if it lacks any of it."""
-    given = os.environ.get("GLIBC_TUNABLES", "")
-    wanted = [given] if given else []
-    for name, value in _TUNABLES.items():
-        if name not in given:
-            wanted.append(f"glibc.malloc.{name}={value}")
-    joined = ":".join(wanted)
-    if joined == given or sys.platform != "linux":
-        return {}
-    return {"GLIBC_TUNABLES": joined}
+    variables = _with_flags(_CPU_FLAG) if has_old_xla() else {}
+    if "GLIBC_TUNABLES" not in os.environ:
+        variables["GLIBC_TUNABLES"] = _TUNABLES
+    return variables
 
 
 def release_free_memory() -> None:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Collection
 
 import flax.linen as nn
-from jax.ad_checkpoint import Offloadable, Recompute, Saveable
+from jax.ad_checkpoint import Recompute, Saveable
 
 # Attention's output, and statistics of rows that a fused kernel's backward rule reads. Linear maps
 # name their results by the last two names of their path.
@@ -27,7 +27,6 @@ KEPT: dict[str, tuple[str, ...]] = {
     "attention": _ATTENTION,
     "mlp": _MLP,
     "dots": (*_ATTENTION, *_MLP),
-    "offload": (*_ATTENTION, *_MLP),
 }
 
 
@@ -41,12 +40,10 @@ def remat(
     if policy == "none":
         return block
     arguments = list(inspect.signature(block.__call__).parameters)  # self is number 0
-    on_host = Offloadable(src="device", dst="pinned_host")
-    kept = on_host if policy == "offload" else Saveable
 
     def keep(operation, *_, **parameters):
         name = parameters["name"] if operation.name == "name" else operation.name
-        return kept if name in KEPT[policy] else Recompute
+        return Saveable if name in KEPT[policy] else Recompute
 
     return nn.remat(
         block,

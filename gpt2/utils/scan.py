@@ -94,11 +94,10 @@ def in_layout(
     *,
     scanned: bool,
     stack: Callable = lambda *leaves: jnp.stack(leaves),
-    take: Callable = lambda leaf, index: leaf[index],
 ) -> Tree:
     """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
 
-    `stack` joins the leaves of all layers; `take` gives one layer's of a stacked leaf.
+    `stack` joins the leaves of all layers.
     """
     stacked = _stacked_leaf(tree)
     if (stacked is not None) == scanned:
@@ -117,7 +116,7 @@ def in_layout(
         else:
             old = ["h"]
             new = {
-                f"h_{i}": jax.tree.map(lambda leaf, i=i: take(leaf, i), node["h"])
+                f"h_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], node["h"])
                 for i in range(stacked.shape[0])
             }
         return {name: node[name] for name in node if name not in old} | new

@@ -1,9 +1,8 @@
 """Places by URL (gs://, s3://, hf://, https://, ...), by way of this machine's disk.
 
 A folder at a URL has a working copy in the cache, and in it a record of what the store held at the
-last exchange. `fetch` brings the copy up to date, `push` sends what it has gained, and a `Mirror`
-pushes while a run writes. What marks other files as whole comes last and goes first. Weights are
-fetched when somebody reads them.
+last exchange. `fetch` brings the copy up to date, `push` sends what it has gained. What marks other
+files as whole comes last and goes first. Weights are fetched when somebody reads them.
 
 Nothing is removed on one side because it is missing on the other: a checkpoint goes only where a
 newer one has taken its place.
@@ -17,9 +16,7 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,8 +36,6 @@ HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
 _OWNER = ".owner"  # a key of the run that began last
 _SAMPLES = "samples.txt"
-_PATIENCE = 300.0  # seconds that the end of a run waits for its store
-_PAUSE = 2.0  # seconds between looks at the working copy
 _STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
@@ -273,65 +268,18 @@ def push(place: str | Path, folder: Path) -> None:
         shutil.rmtree(kept, ignore_errors=True)
 
 
-class Mirror(contextlib.AbstractContextManager):
-    """Sends what a run writes into its working copy, beside the training. A path needs no sending.
+def claim(place: str, folder: Path) -> None:
+    """Makes the run of a working copy the one that has begun last at its URL."""
+    key = secrets.token_bytes(8)
+    with _reaching(place) as (store, root):
+        store.pipe_file(f"{root}/{_OWNER}", key)
+    (folder / _OWNER).write_bytes(key)
+    push(place, folder)
 
-    A run that begins later elsewhere takes the URL over; this one then stops as by SIGTERM.
-    """
 
-    def __init__(self, place: str | Path, sends: bool = True):
-        self.folder = fetch(place)
-        self._place = str(place)
-        self._sends = sends and is_url(place)
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def __enter__(self) -> "Mirror":
-        if self._sends:
-            key = secrets.token_bytes(8)
-            with _reaching(self._place) as (store, root):
-                store.pipe_file(f"{root}/{_OWNER}", key)
-            (self.folder / _OWNER).write_bytes(key)
-            push(self._place, self.folder)
-            self._thread.start()
-        return self
-
-    def _follow(self) -> None:
-        sent: set[str] | None = None
-        is_told = False
-        while not self._ends.wait(_PAUSE):
-            marks = _marks(_list_copy(self.folder))
-            if marks == sent:
-                continue
-            try:
-                push(self._place, self.folder)
-                sent = marks
-                is_told = False
-            except TakenOver:
-                return os.kill(os.getpid(), signal.SIGTERM)
-            except UserError as error:
-                if not is_told:
-                    warn(f"{error.what}; the run goes on")
-                is_told = True
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if not self._sends:
-            return
-        self._ends.set()
-        self._thread.join()
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                return push(self._place, self.folder)
-            except UserError as failure:
-                is_lost = isinstance(failure, TakenOver)
-                if is_lost or time.monotonic() > deadline:
-                    how = f"All of it is in {self.folder}"
-                    told = UserError(failure.what, how, exit_code=5)
-                    if error is None:
-                        raise told from None
-                    return warn(str(told))
-            time.sleep(_PAUSE)
+def whole_parts(folder: Path) -> set[str]:
+    """Returns what marks the whole checkpoints of a working copy."""
+    return _marks(_list_copy(folder))
 
 
 # Exchanges

@@ -63,11 +63,15 @@ def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
 
 
 def score_terms(config: GPTConfig) -> dict[str, type]:
-    """Returns the options of a model that bring a term of attention's scores, and its kind."""
-    found = ingredients_of(config)
-    return {
-        f"model.{each.option}": each.score_term for each in found if each.score_term
-    }
+    """Returns the options of a model that bring a term of attention's scores, and its kind.
+
+    The kind is `object` for one that no kernel knows.
+    """
+    kinds: dict[str, type] = {}
+    for extra in ingredients_of(config):
+        if type(extra).score_terms is not Ingredient.score_terms:
+            kinds[f"model.{extra.option}"] = extra.score_term or object
+    return kinds
 
 
 def width_ratio(config: GPTConfig) -> float:

@@ -63,14 +63,15 @@ class Ingredient:
 
     Each seam gives back what it was given, unless a file overrides it. Seams are called within the
     module that they are given first, which has `config` and `ops`. There they may read parameters
-    of their own, by `named_param` or by modules with a `name`.
+    of their own, by `named_param` or by modules with a `name`. They write to the dictionaries
+    `flow.shared` and `flow.carried` in place.
     """
 
     option: ClassVar[str]
-    score_term: ClassVar[type | None] = None  # the kind of what `score_terms` gives
-    keeps_last_token: ClassVar[bool] = (
-        False  # whether `Flow.cached` shall have it, int32 [B]
-    )
+    # Of `score_terms`, if kernels know its kind
+    score_term: ClassVar[type | None] = None
+    # Whether `Flow.cached` shall have it, int32 [B]
+    keeps_last_token: ClassVar[bool] = False
     keeps_final_norm: bool = True
 
     @property

@@ -28,7 +28,7 @@ class Ahead(LossIngredient):
         names = [f"loss_ahead_{k + 2}" for k in range(len(weights))]
         return question._replace(
             targets=targets_ahead(question.targets[..., 0], segments, 1 + len(weights)),
-            objective=question.objective._replace(weights=(1.0, *weights)),
+            objective=question.objective._replace(weights=tuple(weights)),
             names=("loss", *names),
         )
 

@@ -20,7 +20,7 @@ class LabelSmoothing(LossIngredient):
     ) -> Question:
         """Adds the term."""
         return with_term(
-            question, "smoothing", _Smoothing(self.options.label_smoothing)
+            question, "label_smoothing", _Smoothing(self.options.label_smoothing)
         )
 
 
