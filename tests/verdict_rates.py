@@ -10,8 +10,8 @@ import math
 import numpy as np
 from scipy import stats
 
-from gpt2.ablate.judge import PLANNED_LEVEL, is_hopeless, level_at, seeds_to_find
-from gpt2.ablate.power import dunnett_quantile, same_difference, welch
+from gpt2.ablate.judge import is_hopeless, level_at
+from gpt2.ablate.power import dunnett_quantile, welch
 
 NUM_SWEEPS = 40_000
 NUM_ARMS = 5
@@ -19,7 +19,7 @@ OUTLYING = (
     10  # times the median variance, above which an arm is left out of the others' pool
 )
 CHUNK = 10_000  # sweeps at once
-LOOKS, MOST_SEEDS = (3, 5, 8), 250
+LOOKS = (3, 5, 8)
 NOISY = {
     "equal": (1.0,) * 6,
     "baseline": (3.0,) + (1.0,) * 5,
@@ -134,41 +134,6 @@ def look_at(scores, looks=LOOKS):
     return found, seeds.sum(1)
 
 
-def simulate_plan(deviations, find, shift=0.0, pilot=3, num=CHUNK, seed=0):
-    """Returns which arms planned seeds find, `[num, arms]`, and how many seeds each sweep has."""
-    rng, size = np.random.default_rng(seed), len(deviations)
-    scores = deviations * rng.standard_normal((num, MOST_SEEDS, size), np.float32)
-    scores[..., 1] += shift
-    variances = scores[:, :pilot].var(1, ddof=1, dtype=np.float64)
-    errors = np.sqrt((variances[:, :1] + variances[:, 1:]) / pilot)
-    seeds = np.minimum(seeds_to_find(find, errors, pilot), MOST_SEEDS)
-    found = np.zeros((num, size - 1), bool)
-    for each in np.unique(seeds).tolist():
-        rows = seeds == each
-        drawn = moments(np.moveaxis(scores[rows, :each].astype(np.float64), -1, 0))
-        found[rows] = both(*drawn, (each,) * size, PLANNED_LEVEL)
-    return found, seeds
-
-
-def simulate_sizes(deviations, by_size, num_seeds=3, shift=0.0, num=CHUNK, seed=0):
-    """Returns which arms seem to differ by size, `[num, arms]`; the first is shifted at the last.
-
-    `deviations` are those of the baseline and of each arm, times `by_size`, of each size.
-    """
-    rng, arms = np.random.default_rng(seed), len(deviations) - 1
-    shape = num, len(by_size), 1 + arms
-    spreads = np.array(by_size)[:, None] * deviations
-    means = rng.standard_normal(shape) * spreads / math.sqrt(num_seeds)
-    means[:, -1, 1] += shift
-    variances = spreads**2 * rng.chisquare(num_seeds - 1, shape) / (num_seeds - 1)
-    errors, dfs = welch(variances[..., :1], variances[..., 1:], num_seeds, num_seeds)
-    differences = means[..., 1:] - means[..., :1]
-    p_values = same_difference(
-        *(np.swapaxes(x, 1, 2) for x in (differences, errors, dfs))
-    )
-    return arms * p_values < 0.05
-
-
 def told(found):
     """Returns in how many sweeps anything is found, with the 95 % interval."""
     count = int(found.reshape(len(found), -1).any(1).sum())
@@ -176,8 +141,8 @@ def told(found):
     return f"{count / len(found):.1%} ({low:.1%} to {high:.1%})"
 
 
-def print_designs():
-    """Prints how often looks, planned seeds and the test of sizes find something, true or false."""
+def print_looks():
+    """Prints how often looks find something, true or false."""
     for (name, deviations), shifts in itertools.product(
         NOISY.items(), ((), (2.0, 4.0, 6.0, 12.0))
     ):
@@ -187,20 +152,6 @@ def print_designs():
             rates = [told(found[:, i]) for i in range(len(shifts))] or told(found)
             print(
                 f"{looks}, {name}, arms off by {shifts}: {rates}, {runs.mean():.1f} runs"
-            )
-    for name, arms, find in itertools.product(NOISY, (1, 5), (1.0, 1.5, 2.5)):
-        for shift in (0.0, find):
-            found, seeds = simulate_plan(NOISY[name][: 1 + arms], find, shift)
-            rate = told(found[:, 0] if shift else found)
-            print(
-                f"for {find}, {name}, arm 1 of {arms} off by {shift}: {rate}, {seeds.mean():.1f}"
-            )
-    for num, sizes, arms, name in itertools.product((3, 5), (2, 3, 6), (1, 5), NOISY):
-        for ratio, shift in ((1.0, 0.0), (3.0, 0.0), (1.0, 5 * math.sqrt(2 / num))):
-            by_size = ratio ** np.linspace(1, 0, sizes)
-            rate = told(simulate_sizes(NOISY[name][: 1 + arms], by_size, num, shift))
-            print(
-                f"{sizes} sizes x{ratio:.0f}, {num} seeds, {arms} arms, {name}, {shift}: {rate}"
             )
 
 
@@ -231,7 +182,7 @@ def main():
             f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values())
         )
     print("columns: " + ", ".join(columns))
-    print_designs()
+    print_looks()
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from gpt2.ablate.judge import grow
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run
-from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep, continued, load_sweep, register
+from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
 from gpt2.ablate.takeover import take_over
-from gpt2.ablate.terms import TERMS, at_sizes, choose_score, equalize
+from gpt2.ablate.terms import TERMS, choose_score, equalize
 from gpt2.data import prepare
 from gpt2.utils import files
 from gpt2.utils.stores import is_url
@@ -55,20 +55,11 @@ def define_flags() -> None:
         ["3"],
         "Runs of each arm; 3,5,8: looks after 3 and 5, and ends what is clear or hopeless.",
     )
-    flags.DEFINE_float(
-        "find",
-        0.0,
-        "A difference: trains as many seeds as find it, by the noise of the first --seeds.",
-        0.0,
-    )
     about = "Runs at once: a GPU each, or a share of the cores."
-    flags.DEFINE_integer("jobs", None, about, 1)
-    flags.DEFINE_list("sizes", [], "LAYERSxWIDTH,...: all arms at each.")
-    flags.DEFINE_list("budgets", [], "Tokens per parameter: all arms at each.")
+    flags.DEFINE_integer("jobs", 1, about, 1)
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
     about = "OPTION=VALUE,...: each arm first chooses among these."
     flags.DEFINE_multi_string("tune", [], about)
-    flags.DEFINE_integer("tune_seeds", 1, "Runs of each choice.", 1)
     about = "Prints the runs and what they take, by short runs that it keeps."
     flags.DEFINE_bool("dry_run", False, about)
     about = "Only writes the report of what there is so far."
@@ -92,8 +83,7 @@ def main() -> int:
         return 0
 
     def train(runs: Sequence[Run]) -> None:
-        if not FLAGS.cluster:  # of whose devices this machine knows nothing
-            take_over(runs, root, slots[0])
+        take_over(runs, root, slots[0])
         train_all(runs, slots, sweep.score)
 
     sweep = register(sweep)
@@ -112,7 +102,7 @@ def main() -> int:
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
-    looks = _read_looks(FLAGS.seeds, FLAGS.find)
+    looks = _read_looks(FLAGS.seeds)
     score = choose_score(arms)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     vocabulary = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
@@ -121,42 +111,31 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
         arms[i] = replace(arm, config=config)
     for source in {arm.source(root) for arm in arms if arm.commit}:
         check_out(source)
-    scaled = at_sizes(arms, FLAGS.sizes, FLAGS.budgets)
 
     def step_seconds(arm: Arm) -> float:
         seconds, _ = measure(root, arm, slot)
         return seconds
 
-    equal: list[Arm] = []
-    for start in range(0, len(scaled), len(arms)):
-        of_a_size = scaled[start : start + len(arms)]
-        equal += equalize(of_a_size, FLAGS.equal, step_seconds)
     command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
         commands=[shlex.join(command)],
-        arms=tuple(equal),
+        arms=tuple(equalize(arms, FLAGS.equal, step_seconds)),
         score=score,
         equal=FLAGS.equal,
         looks=looks,
-        find=FLAGS.find,
         tune=tune,
-        num_tune_seeds=FLAGS.tune_seeds,
     )
 
 
-def _read_looks(seeds: Sequence[str], find: float) -> list[int]:
-    """Returns the numbers that `--seeds` gives, which ascend; one that can be a pilot's to find."""
+def _read_looks(seeds: Sequence[str]) -> list[int]:
+    """Returns the numbers that `--seeds` gives, which ascend."""
     looks = [int(each) for each in seeds if each.isdecimal()]
-    several = len(looks) > 1
-    least = 2 if find or several else 1
     ascend = len(looks) == len(seeds) and looks == sorted(set(looks))
-    inside = [each for each in looks if least <= each <= CHOOSING_SEEDS]
-    if not looks or not ascend or inside != looks or (find and several):
-        raise UserError(
-            f"--seeds={','.join(seeds)} cannot be",
-            "Give 3, or without --find such as 3,5,8",
-        )
+    least = 2 if len(looks) > 1 else 1
+    inside = [each for each in looks if least <= each <= CHOOSING_SEED]
+    if not looks or not ascend or inside != looks:
+        raise UserError(f"--seeds={','.join(seeds)} cannot be", "Give 3, or 3,5,8")
     return looks
 
 

@@ -38,17 +38,12 @@ Differences = dict[str, tuple[Setting, Setting]]  # option -> (old, new)
 class Arm:
     """One of the things that are compared."""
 
-    change: str  # what makes it differ, such as `optim.name=muon`, or `baseline`
+    # What makes it differ, such as `optim.name=muon`, or `baseline`; also the name of its folder.
+    name: str
     config: Config  # all of its options; the seed is the sweep's first
-    size: str = ""  # of the model, such as `4x128`, where several are compared
     commit: str = ""  # of the code that trains it; the working tree's where that is ""
     # Options that only that code has.
     extra: Settings = dataclasses.field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """A name that no other arm has; also that of its folder."""
-        return f"{self.size},{self.change}" if self.size else self.change
 
     def source(self, root: Path) -> Path:
         """Returns where the code of the arm lies, in a sweep of the directory `root`."""
@@ -144,7 +139,7 @@ def _read_value(text: str) -> Settings:
     if "seed" in options:
         raise UserError("seed cannot be varied", "Use --seeds=N")
     if "train.num_steps" in options:
-        raise UserError("train.num_steps follows from --equal", "Use --budgets")
+        raise UserError("train.num_steps follows from --equal")
     return options
 
 

@@ -36,7 +36,6 @@ def define_flags() -> None:
         "Published losses: a name in configs/reference, or a CSV file of tokens,loss."
     )
     flags.DEFINE_string("reference", "", about)
-    flags.DEFINE_bool("log_x", False, "Draw over logarithms of tokens, FLOPs and time.")
     flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
 
 
@@ -77,7 +76,7 @@ def main(*directories: str) -> None:
         curves[name] = [Curve(tokens, nothing, nothing, losses)]
     output = Path(flags.FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    plot_curves(output, curves, unit, log_x=flags.FLAGS.log_x)
+    plot_curves(output, curves, unit)
     console = Console(markup=False, highlight=False)
     console.print(_make_table(curves, unit))
     usual = by_name[first]

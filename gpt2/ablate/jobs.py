@@ -23,12 +23,12 @@ _DIVERGED = 3  # the exit code of train.py
 _BEGAN = time.time()
 
 
-def make_slots(jobs: int | None) -> list[Slot]:
+def make_slots(jobs: int) -> list[Slot]:
     """Returns what `jobs` runs at once have: an accelerator each, or a share of the cores."""
     cores = list(range(os.cpu_count() or 1))
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
-    if jobs in (None, 1):
+    if jobs == 1:
         return [Slot(frozenset(cores), {})]
     gpus = _visible_gpus()
     number = len(gpus or cores)

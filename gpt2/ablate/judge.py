@@ -9,15 +9,11 @@ import pandas as pd
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.arms import Arm
-from gpt2.ablate.power import LEVEL, POWER, Array, Numbers
-from gpt2.ablate.sweep import CHOOSING_SEEDS, Sweep
+from gpt2.ablate.power import LEVEL, POWER, Numbers
+from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import FOUND, Sample, Verdict, compare
-from gpt2.errors import UserError
 from gpt2.utils.text import counted
 
-# Of planned sweeps: a pilot that is calm by chance ends them early, which makes up to 7 % of 5
-# (Wittes and Brittain 1990, Statistics in Medicine 9).
-PLANNED_LEVEL = 0.03
 _HOPELESS = 0.2  # conditional power
 _OPEN = "to be decided"
 
@@ -31,12 +27,8 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
     return rows
 
 
-def sample(
-    sweep: Sweep, results: pd.DataFrame, arm: Arm, seeds: int | None = None
-) -> Sample:
+def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
     """Returns the final scores of an arm, or of its first seeds."""
-    if sweep.has_no_choice(arm):
-        return Sample({}, diverged=len(sweep.choices()))
     runs = compared(results, arm)[:seeds]
     finished = runs[runs.state == "finished"]
     states = list(runs.state)
@@ -48,106 +40,70 @@ def sample(
 
 
 def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
-    """Returns the verdict on each arm but the baselines, size by size.
+    """Returns the verdict on each arm but the baseline.
 
     Of several looks, each takes all arms once their runs have ended, and decides on those that are
     clear, hopeless, or without a test; the last decides on all that are left.
     """
     verdicts: dict[str, Verdict] = {}
-    for group in sweep.groups():
-        ends: dict[str, int] = {}  # the looks that decided on arms
-        for look in sweep.looks:
-            waits = _look(sweep, results, group, look, ends, verdicts)
-            if waits:
-                break
+    ends: dict[str, int] = {}  # the looks that decided on arms
+    several = len(sweep.looks) > 1
+    for look in sweep.looks:
+        waits = False
+        samples = {}
+        for arm in sweep.arms:
+            seeds = ends.get(arm.name, look) if several else None
+            found = sample(results, arm, seeds)
+            samples[arm.name] = found
+            if several and arm.name not in ends and found.num_runs < look:
+                waits = True
+        baseline = samples.pop(sweep.arms[0].name)
+        level = level_at(sweep.looks, look)
+        judged = compare(baseline, samples, level=level)
+        for name, verdict in judged.items():
+            if name in ends:
+                continue
+            has_test = math.isfinite(verdict.error)
+            errors = abs(verdict.difference) / verdict.error
+            hopeless = is_hopeless(errors, len(judged), sweep.looks, look)
+            is_last = look == sweep.looks[-1]
+            decides = is_last or hopeless or not has_test or verdict.words in FOUND
+            if waits or not decides:
+                verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
+                continue
+            ends[name] = look
+            # Below 5 % where the arm differs, whatever the level of the look.
+            p_value = verdict.p_value * LEVEL / level
+            verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
+        if waits:
+            break
     return verdicts
 
 
-def _look(
-    sweep: Sweep,
-    results: pd.DataFrame,
-    group: Sequence[Arm],
-    look: int,
-    ends: dict[str, int],
-    verdicts: dict[str, Verdict],
-) -> bool:
-    """Fills in what a look decides on a group, and returns whether it waits for runs."""
-    level = PLANNED_LEVEL if sweep.find else level_at(sweep.looks, look)
-    several = len(sweep.looks) > 1
-    waits = False
-    samples = {}
-    for arm in group:
-        seeds = ends.get(arm.name, look) if several else None
-        found = sample(sweep, results, arm, seeds)
-        samples[arm.name] = found
-        has_ended = arm.name in ends or sweep.has_no_choice(arm)
-        if several and not has_ended and found.num_runs < look:
-            waits = True
-    baseline = samples.pop(group[0].name)
-    judged = compare(baseline, samples, level=level)
-    for name, verdict in judged.items():
-        if name in ends:
-            continue
-        has_test = math.isfinite(verdict.error)
-        errors = abs(verdict.difference) / verdict.error
-        hopeless = is_hopeless(errors, len(judged), sweep.looks, look)
-        is_last = look == sweep.looks[-1]
-        decides = is_last or hopeless or not has_test or verdict.words in FOUND
-        if waits or not decides:
-            verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
-            continue
-        ends[name] = look
-        # Below 5 % where the arm differs, whatever the level of the look.
-        p_value = verdict.p_value * LEVEL / level
-        verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
-    return waits
-
-
 def grow(sweep: Sweep) -> Sweep:
-    """Returns the sweep with the seeds that looks or a plan add to sizes whose runs have ended."""
-    pilot = sweep.looks[0]
+    """Returns the sweep with the seeds that its next look adds, once all runs have ended."""
     results = sweep.results()
-    waiting = set(results[results.state == "waiting"].arm)
-    seeds = dict(sweep.seeds)
-    if sweep.find:  # a plan is by the first seeds, also that of arms added later
-        first = sweep.arms[0].config.seed
-        results = results[results.seed < first + pilot]
+    names = {arm.name for arm in sweep.arms}
+    if "waiting" in set(results.state):
+        return sweep
+    if not names <= sweep.chosen.keys():
+        return sweep
     verdicts = judge(sweep, results)
-    for group in sweep.groups():
-        baseline, *arms = group
-        names = {arm.name for arm in group}
-        if names & waiting or not names <= sweep.chosen.keys():
-            continue
-        goes_on = []
-        errors = []
-        for arm in arms:
-            verdict = verdicts[arm.name]
-            is_planned = sweep.find and math.isfinite(verdict.error)
-            if is_planned or verdict.words == _OPEN:
-                goes_on.append(arm)
-                errors.append(verdict.error)
-        if not goes_on:
-            continue
-        if sweep.find:
-            number = int(seeds_to_find(sweep.find, np.array(errors), pilot))
-            if number > CHOOSING_SEEDS:
-                raise UserError(
-                    f"{sweep.find:g} takes {number} seeds of {baseline.name}",
-                    "Give another --workdir, and a larger --find",
-                )
-        else:
-            # An arm that was added has fewer.
-            least = min(map(sweep.num_seeds, goes_on))
-            number = min(look for look in sweep.looks if look > least)
-        more = dict[str, int]()
-        for arm in (baseline, *goes_on):
-            if sweep.num_seeds(arm) < number:
-                more[arm.name] = number
-        if more:
-            every = counted(len(arms), "arm")
-            print(f"{len(goes_on)} of {every} go on to {number} seeds")
-            seeds |= more
-    return replace(sweep, seeds=seeds)
+    baseline, *arms = sweep.arms
+    goes_on = [arm for arm in arms if verdicts[arm.name].words == _OPEN]
+    if not goes_on:
+        return sweep
+    # An arm that was added has fewer.
+    least = min(map(sweep.num_seeds, goes_on))
+    number = min(look for look in sweep.looks if look > least)
+    more = dict[str, int]()
+    for arm in (baseline, *goes_on):
+        if sweep.num_seeds(arm) < number:
+            more[arm.name] = number
+    if more:
+        every = counted(len(arms), "arm")
+        print(f"{len(goes_on)} of {every} go on to {number} seeds")
+    return replace(sweep, seeds={**sweep.seeds, **more})
 
 
 def level_at(looks: Sequence[int], look: int) -> float:
@@ -178,19 +134,3 @@ def is_hopeless(
     expected = math.sqrt(share) * errors + (1 - share) * findable
     spread = math.sqrt(1 - share)
     return border - expected > isf(_HOPELESS) * spread
-
-
-def seeds_to_find(find: float, errors: Array, pilot: int) -> np.ndarray:
-    """Returns how many seeds find a difference with `POWER`, at least the pilot's (Stein 1945).
-
-    `errors` `[..., arms]` are the pilot's. An arm is taken for no calmer than the mean of all.
-    """
-    num_arms = errors.shape[-1]
-    variances = pilot * errors**2  # of the difference of two runs
-    usual = variances.mean(-1, keepdims=True)
-    variance = np.maximum(variances, usual).mean(-1)
-    df = (pilot - 1) * (num_arms + 1)
-    border = scipy.stats.t.isf(PLANNED_LEVEL / 2 / num_arms, df)
-    distance = border + scipy.stats.t.isf(1 - POWER, df)
-    needed = np.ceil(distance**2 * variance / find**2)
-    return np.maximum(needed, pilot).astype(int)

@@ -1,11 +1,10 @@
-"""The pictures of a sweep: differences with intervals, curves, and losses against what is tuned."""
+"""The pictures of a sweep: differences with intervals, and curves."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from gpt2.ablate.results import AMOUNTS, Curve
 from gpt2.ablate.verdicts import Verdict
@@ -63,27 +62,21 @@ def plot_curves(
     png: Path,
     curves: Mapping[str, Sequence[Curve]],
     unit: str,
-    *,
-    log_x: bool = False,
-    num_sizes: int = 1,
 ) -> None:
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
-    Curves are by name, the baseline first, one for each seed; size by size, told by their pattern.
-    A single validation is a dot. A curve without tokens is a level.
+    Curves are by name, the baseline first, one for each seed. A single validation is
+    a dot. A curve without tokens is a level.
     """
     from matplotlib.ticker import EngFormatter
 
     height = 4.6 + 0.12 * len(curves)
     figure, panels = _figure(height, width=14, columns=3)
-    num_arms = len(curves) // num_sizes
     for axes, amount in zip(panels, AMOUNTS, strict=True):
         for i, (name, members) in enumerate(curves.items()):
-            size, arm = divmod(i, num_arms)
-            style = _style(arm, size)
+            style = _style(i)
             _plot_mean(axes, amount, name, members, style)
         axes.set_xlabel(AMOUNTS[amount])
-        axes.set_xscale("log" if log_x else "linear")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What lies high at first would leave little room for the rest.
     shown: list[float] = []
@@ -134,30 +127,12 @@ def _plot_mean(
     axes.fill_between(x, low, high, color=color, alpha=0.18)
 
 
-def plot_tuning(png: Path, best: pd.DataFrame, unit: str) -> None:
-    """Draws the scores of arms, the columns, by an option that was tuned, the index."""
-    height = 4.8 + 0.15 * len(best.columns)
-    figure, (axes,) = _figure(height)
-    for i, name in enumerate(best):
-        color, line = _style(i)
-        values = best[name]
-        axes.plot(values, marker="o", label=name, color=color, linestyle=line)
-    axes.set_xscale("log" if best.index.min() > 0 else "linear")
-    labels = [f"{value:g}" for value in best.index]
-    axes.set_xticks(best.index, labels)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel(best.index.name)
-    axes.set_ylabel(f"final validation ({unit})")
-    _save(figure, png)
-
-
-def _style(arm: int, size: int = 0) -> tuple[str, str]:
+def _style(arm: int) -> tuple[str, str]:
     """Returns the color and the pattern of an arm's line; arm 0 is the baseline."""
     if not arm:
-        return _BASELINE, _LINES[size % len(_LINES)]
+        return _BASELINE, "-"
     turn, color = divmod(arm - 1, len(_COLORS))
-    line = _LINES[(turn + size) % len(_LINES)]
-    return _COLORS[color], line
+    return _COLORS[color], _LINES[turn % len(_LINES)]
 
 
 def _figure(

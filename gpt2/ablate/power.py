@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 Numbers = float | Array
 
 LEVEL = 0.05  # of one false verdict or more, all arms and looks together
-POWER = 0.8  # of `Verdict.detectable`, and of planned seeds
+POWER = 0.8  # of `Verdict.detectable`, and of what looks call hopeless
 _NUM_DRAWN = 20_000
 
 # A normal variable and its weights, for integrals by the trapezoidal rule.
@@ -35,24 +35,6 @@ def welch(
     slack = part**2 / (num - 1)
     df = both**2 / (slack0 + slack)
     return np.sqrt(both), df
-
-
-def same_difference(differences: Array, errors: Array, dfs: Array) -> Array:
-    """Returns the p-value of true differences `[..., sizes]` that are all one.
-
-    By Welch's test of means whose errors differ (1951, Biometrika 38).
-    """
-    num = differences.shape[-1]
-    weights = errors**-2.0
-    share = weights / weights.sum(-1, keepdims=True)
-    middle = (share * differences).sum(-1, keepdims=True)
-    squares = weights * (differences - middle) ** 2
-    between = squares.sum(-1) / (num - 1)
-    slacks = (1 - share) ** 2 / dfs
-    slack = slacks.sum(-1) / (num**2 - 1)
-    inflation = 1 + 2 * (num - 2) * slack
-    df = 1 / (3 * slack)
-    return scipy.stats.f.sf(between / inflation, num - 1, df)
 
 
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:

@@ -31,9 +31,8 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     verdicts = judge(sweep, results)
     samples = {}
     for arm in sweep.arms:
-        samples[arm.name] = sample(sweep, results, arm)
+        samples[arm.name] = sample(results, arm)
     table = tables.verdict_table(samples, verdicts)
-    by_size = tables.sizes_table(sweep, verdicts)
     write_csv(root / "results.csv", results)
     for_programs = pd.DataFrame(map(vars, verdicts.values()), index=verdicts)
     for_programs = for_programs.drop(columns="detectable", errors="ignore")
@@ -55,7 +54,6 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         costs=tables.cost_table(sweep, results),
         metrics=tables.metrics_table(sweep, results),
         reach=tables.reach_table(sweep, results),
-        by_size=by_size,
         tuning=tables.tuning_table(sweep),
         broken=broken[["run", "state", "steps", "error"]],
         options=_list_options(sweep),
@@ -86,16 +84,16 @@ def _render(template: str, **context: object) -> str:
 
 
 def _list_options(sweep: Sweep) -> dict[str, Differences]:
-    """Returns what each arm has in place of what its baseline has."""
+    """Returns what each arm has in place of what the baseline has."""
     options = {}
-    for first, *arms in sweep.groups():
-        for arm in arms:
-            changed = differences(first.config, arm.config)
-            if arm.commit:
-                changed["code"] = (diffstat(arm), arm.commit)
-            for name, value in arm.extra.items():
-                changed[name] = ("none", value)
-            options[arm.name] = changed
+    first, *arms = sweep.arms
+    for arm in arms:
+        changed = differences(first.config, arm.config)
+        if arm.commit:
+            changed["code"] = (diffstat(arm), arm.commit)
+        for name, value in arm.extra.items():
+            changed[name] = ("none", value)
+        options[arm.name] = changed
     return options
 
 
@@ -119,43 +117,15 @@ def _draw(
 ) -> list[str]:
     """Draws what there is, and returns the names of the pictures."""
     root = sweep.root
-    drawn = []
-    tried = []
-    for name, choices in sweep.tuning().items():
-        for choice, score in choices:
-            tried.append({"arm": name, "score": score, **choice})
-    for option, values in sweep.tune.items():
-        if isinstance(values[0], str):
-            continue
-        # The best of all choices with a value.
-        best = pd.DataFrame(tried).pivot_table(
-            values="score",
-            index=option,
-            columns="arm",
-            aggfunc="min",
-            dropna=False,
-            sort=False,
-        )
-        name = f"tuning-{option}.png"
-        drawn.append(name)
-        pictures.plot_tuning(root / name, best.sort_index(), sweep.unit)
     differences = [verdict.difference for verdict in verdicts.values()]
     if not np.isfinite(differences).any():
-        return drawn
+        return []
+    first = samples[sweep.arms[0].name].mean
     dots = {}
     curves = {}
-    for group in sweep.groups():
-        first = samples[group[0].name].mean
-        for arm in group:
-            dots[arm.name] = samples[arm.name].values - first
-            curves[arm.name] = list(compared(results, arm).curve)
-    num_sizes = len(sweep.groups())
+    for arm in sweep.arms:
+        dots[arm.name] = samples[arm.name].values - first
+        curves[arm.name] = list(compared(results, arm).curve)
     pictures.plot_differences(root / "differences.png", verdicts, dots, sweep.unit)
-    pictures.plot_curves(
-        root / "curves.png",
-        curves,
-        sweep.unit,
-        log_x=num_sizes > 1,
-        num_sizes=num_sizes,
-    )
-    return [*drawn, "differences.png", "curves.png"]
+    pictures.plot_curves(root / "curves.png", curves, sweep.unit)
+    return ["differences.png", "curves.png"]

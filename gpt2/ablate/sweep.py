@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import NamedTuple
 
 import pandas as pd
@@ -20,17 +19,17 @@ from gpt2.errors import UserError
 from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import locked, write_json
 
-# Seeds of runs that choose values are that far above those of runs that are compared.
-CHOOSING_SEEDS = 1000
+# The seed of runs that choose values is that far above those of runs that are compared.
+CHOOSING_SEED = 1000
 # Fields that are decided before the first run, for all runs.
-_DECIDED = ("equal", "tune", "num_tune_seeds")
+_DECIDED = ("equal", "tune")
 
 
 class Tried(NamedTuple):
     """What an arm's runs with a choice of values gave."""
 
     choice: Settings
-    score: float  # the mean of runs; nan where one has no score
+    score: float  # nan where the run has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,34 +38,24 @@ class Sweep:
 
     root: Path
     commands: Sequence[str]  # the command lines that made it, for the report
-    arms: tuple[Arm, ...]  # on equal terms, the baseline first; size by size
+    arms: tuple[Arm, ...]  # on equal terms, the baseline first
     score: str  # the metric that is compared, of the last validation
     equal: str  # what the arms have alike, one of terms.TERMS
     # Seeds of each arm; of several numbers, each is a look that may end it.
     looks: list[int]
     tune: Mapping[str, Sequence[Setting]]  # for each option that is tuned, its values
-    num_tune_seeds: int  # runs of each arm for each choice of these values
-    # The difference that seeds are planned for, by the first of them; or 0.
-    find: float = 0.0
     # Of arms that got more than the first look's.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Seeds when a command asked for more after runs had ended; else 0.
     raised_from: int = 0
     # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
-    # None if all diverged. It stays, whatever is trained later.
-    chosen: Mapping[str, Settings | None] = dataclasses.field(default_factory=dict)
+    # the first if all diverged. It stays, whatever is trained later.
+    chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
     def unit(self) -> str:
         """The unit of the score."""
         return "nats per token" if self.score == LOSS else "bits per byte"
-
-    def groups(self) -> list[list[Arm]]:
-        """Returns the arms of each size, its baseline first. Arms of one group are compared."""
-        groups: dict[str, list[Arm]] = {}
-        for arm in self.arms:
-            groups.setdefault(arm.size, []).append(arm)
-        return list(groups.values())
 
     def choices(self) -> list[dict[str, Setting]]:
         """Returns every choice of values for the options that are tuned; none if none is."""
@@ -77,18 +66,13 @@ class Sweep:
                 choices.append(choice)
         return choices
 
-    def has_no_choice(self, arm: Arm) -> bool:
-        """Returns whether an arm diverged with every choice."""
-        return arm.name in self.chosen and self.chosen[arm.name] is None
-
     def choosing_runs(self) -> list[Run]:
-        """Returns the runs that choose between values, whose seeds are not used again."""
+        """Returns the runs that choose between values, whose seed is not used again."""
         runs = []
-        for i in range(self.num_tune_seeds):
-            for arm, choice in itertools.product(self.arms, self.choices()):
-                folder = self.root / "tune" / arm.name / describe(choice)
-                run = self._run(arm, CHOOSING_SEEDS + i, choice, folder)
-                runs.append(dataclasses.replace(run, chooses=True))
+        for arm, choice in itertools.product(self.arms, self.choices()):
+            folder = self.root / "tune" / arm.name / describe(choice)
+            run = self._run(arm, CHOOSING_SEED, choice, folder)
+            runs.append(dataclasses.replace(run, chooses=True))
         return runs
 
     def undecided_runs(self) -> list[Run]:
@@ -136,15 +120,11 @@ class Sweep:
     def tuning(self) -> dict[str, list[Tried]]:
         """Returns each arm's choices and what they gave."""
         tuning: dict[str, list[Tried]] = {}
-        if not self.tune:
-            return tuning
-        results = read_results(self.choosing_runs(), self.score)
-        means = results.groupby(["arm", "values"]).score.agg(mean)
-        for arm in self.arms:
-            tuning[arm.name] = []
-            for choice in self.choices():
-                score = means[arm.name, describe(choice)]
-                tuning[arm.name].append(Tried(choice, score))
+        runs = self.choosing_runs()
+        results = read_results(runs, self.score)
+        for i, run in enumerate(runs):
+            tried = tuning.setdefault(run.arm, [])
+            tried.append(Tried(run.tuned, results.score[i]))
         return tuning
 
     def with_choices(self) -> "Sweep":
@@ -162,11 +142,9 @@ class Sweep:
         for name, tried in self.tuning().items():
             if name in chosen or name in open_arms:
                 continue
-            chosen[name] = None
             scored = [each for each in tried if math.isfinite(each.score)]
-            if scored:
-                best = min(scored, key=lambda each: each.score)
-                chosen[name] = best.choice
+            best = min(scored or tried[:1], key=lambda each: each.score)
+            chosen[name] = best.choice
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
@@ -268,7 +246,7 @@ def continued(sweep: Sweep) -> Sweep:
             arms.append(arm)
     clashes["score"] = (before.score, choose_score(arms))
     looks_once = len(before.looks) == len(sweep.looks) == 1
-    if before.find or not looks_once:
+    if not looks_once:
         clashes["seeds"] = (before.looks, sweep.looks)
     for name, (old, new) in clashes.items():
         if old != new:
@@ -276,19 +254,11 @@ def continued(sweep: Sweep) -> Sweep:
                 f"{sweep.root} holds a sweep with {name}={old}, not {new}",
                 "Give another --workdir, or the old value",
             )
-    find = before.find or sweep.find
-    if sweep.find:
-        find = min(find, sweep.find)
     raised_from = before.raised_from
-    raises = sweep.looks > before.looks or find != before.find
-    if raises and not raised_from:
+    if sweep.looks > before.looks and not raised_from:
         states = {run.outcome().state for run in before.runs()}
         if states != {"waiting"}:
             raised_from = before.looks[-1]
-    seeds: dict[str, int] = {}
-    for each in (before, sweep):
-        if each.find == find:
-            seeds |= each.seeds
     commands = dict.fromkeys([*before.commands, *sweep.commands])
     return dataclasses.replace(
         sweep,
@@ -296,8 +266,7 @@ def continued(sweep: Sweep) -> Sweep:
         arms=tuple(arms),
         score=before.score,
         looks=max(before.looks, sweep.looks),
-        find=find,
-        seeds=seeds,
+        seeds={**before.seeds, **sweep.seeds},
         raised_from=raised_from,
         chosen=before.chosen,
     )

@@ -9,7 +9,7 @@ import pandas as pd
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.judge import compared
-from gpt2.ablate.power import same_difference, welch
+from gpt2.ablate.power import welch
 from gpt2.ablate.results import AMOUNTS, METRICS, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
@@ -39,37 +39,6 @@ def verdict_table(
                 "could find": _number(verdict.detectable(), ".4f"),
                 "verdict": verdict.words,
             }
-        rows.append(row)
-    return pd.DataFrame(rows).fillna("")
-
-
-def sizes_table(sweep: Sweep, verdicts: Mapping[str, Verdict]) -> pd.DataFrame:
-    """Returns each change's difference by size and budget.
-
-    The p-value, without looks, is that of true differences that are all one, for all changes.
-    """
-    rows = []
-    if len(sweep.groups()) == 1:
-        return pd.DataFrame()
-    _, *others = sweep.groups()[0]
-    changes = [arm.change for arm in others]
-    for change in changes:
-        row = dict[str, object](arm=change)
-        tested = []
-        for arm in sweep.arms:
-            if arm.change != change:
-                continue
-            verdict = verdicts[arm.name]
-            difference = _number(verdict.difference, "+.4f")
-            interval = _interval(verdict.low, verdict.high, "+.4f")
-            row[arm.size] = f"{difference} {interval} {verdict.words}"
-            if interval:
-                tested.append((verdict.difference, verdict.error, verdict.df))
-        # A look ends at differences that seem large.
-        if len(tested) > 1 and len(sweep.looks) == 1:
-            differences, errors, dfs = np.array(tested).T
-            p_value = len(changes) * float(same_difference(differences, errors, dfs))
-            row["p, if one difference"] = float(f"{min(p_value, 1.0):.2g}")
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
 
@@ -109,22 +78,22 @@ def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Returns the share of the baseline's run that each arm takes to reach its final score."""
     rows = []
-    for baseline, *others in sweep.groups():
-        first = compared(results, baseline, "finished")
-        if first.empty:
-            continue
-        targets = [first.score.mean(), *first.score]
-        for arm in others:
-            runs = compared(results, arm, "finished")
-            row = {"arm": arm.name}
-            for amount, title in AMOUNTS.items():
-                shares = np.empty((len(runs), len(targets)))
-                for i, curve in enumerate(runs.curve):
-                    amounts = getattr(curve, amount) / first[amount].mean()
-                    for j, target in enumerate(targets):
-                        shares[i, j] = amount_to_reach(amounts, curve.scores, target)
-                row[title] = _share(shares)
-            rows.append(row)
+    baseline, *others = sweep.arms
+    first = compared(results, baseline, "finished")
+    if first.empty:
+        return pd.DataFrame()
+    targets = [first.score.mean(), *first.score]
+    for arm in others:
+        runs = compared(results, arm, "finished")
+        row = {"arm": arm.name}
+        for amount, title in AMOUNTS.items():
+            shares = np.empty((len(runs), len(targets)))
+            for i, curve in enumerate(runs.curve):
+                amounts = getattr(curve, amount) / first[amount].mean()
+                for j, target in enumerate(targets):
+                    shares[i, j] = amount_to_reach(amounts, curve.scores, target)
+            row[title] = _share(shares)
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -154,46 +123,36 @@ def _share(shares: np.ndarray) -> str:
 
 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
-    """Returns what each arm chose among the values that are tuned."""
+    """Returns the score of each choice of values, a row for each, by each arm; * is its best."""
     rows = []
-    scores = sweep.tuning()
-    if not scores:
-        return pd.DataFrame()
-    for name, choice in sweep.chosen.items():
-        if choice is None:
-            rows.append({"arm": name, "chosen": "nothing: every choice diverged"})
-            continue
-        score = next(each.score for each in scores[name] if each.choice == choice)
-        edges = []
-        for option, values in sweep.tune.items():
-            if isinstance(values[0], str):
-                continue
-            ends = (min(values), max(values))
-            if choice[option] in ends:
-                edges.append(option)
-        remark = f"at the edge of {', '.join(edges)}: a wider grid may do better"
-        rows.append(
-            {
-                "arm": name,
-                "chosen": describe(choice),
-                "score": f"{score:.4f}",
-                "remark": remark if edges else "",
-            }
-        )
-    return pd.DataFrame(rows).fillna("")
+    tuning = sweep.tuning()
+    for i, choice in enumerate(sweep.choices()):
+        row = {"values": describe(choice)}
+        for name, tried in tuning.items():
+            row[name] = _number(tried[i].score, ".4f")
+            if sweep.chosen.get(name) == choice:
+                row[name] += "*"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def spread(scores: Sequence[float]) -> str:
     """Writes the mean of scores, and their deviation if there are several."""
     if not len(scores):
         return "-"
-    deviation = f" ± {stdev(scores):.4f}" if len(scores) > 1 else ""
-    return f"{mean(scores):.4f}{deviation}"
+    middle = f"{mean(scores):.4f}"
+    if len(scores) == 1:
+        return middle
+    return f"{middle} ± {stdev(scores):.4f}"
 
 
 def _number(value: float, form: str) -> str:
-    return f"{value:{form}}" if math.isfinite(value) else "-"
+    if math.isfinite(value):
+        return f"{value:{form}}"
+    return "-"
 
 
 def _interval(low: float, high: float, form: str) -> str:
-    return f"({low:{form}} to {high:{form}})" if math.isfinite(high - low) else ""
+    if math.isfinite(high - low):
+        return f"({low:{form}} to {high:{form}})"
+    return ""

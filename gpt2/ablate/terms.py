@@ -3,15 +3,13 @@
 Configs have their vocabulary: `model.vocab_size` is not 0.
 """
 
-import itertools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpt2.ablate.arms import Arm
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError
-from gpt2.model.flops import count_compute_parameters, model_flops_per_token
+from gpt2.model.flops import model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
 _DURATIONS = (
@@ -48,11 +46,12 @@ def choose_score(arms: Sequence[Arm]) -> str:
             "the first train.eval_batches of the validation split are not the same for all arms",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
-    return (
-        LOSS
-        if len({config.data.tokenizer for config in configs}) == 1
-        else BITS_PER_BYTE
-    )
+    tokenizers = set[str]()
+    for config in configs:
+        tokenizers.add(config.data.tokenizer)
+    if len(tokenizers) > 1:
+        return BITS_PER_BYTE
+    return LOSS
 
 
 def equalize(
@@ -62,14 +61,14 @@ def equalize(
     first, *others = arms
 
     def cost(arm: Arm) -> float:
+        if terms == "tokens":
+            return step_tokens(arm.config)
         if terms == "seconds":
             return step_seconds(arm)
-        if terms == "flops" and arm.commit:
-            raise UserError(
-                f"the FLOPs of {arm.name}, of other code, are not known",
-                "Use --equal=tokens or --equal=seconds",
-            )
-        return step_flops(arm.config) if terms == "flops" else step_tokens(arm.config)
+        if arm.commit:
+            what = f"the FLOPs of {arm.name}, of other code, are not known"
+            raise UserError(what, "Use --equal=tokens or --equal=seconds")
+        return step_flops(arm.config)
 
     budget = first.config.train.num_steps * cost(first)
     equal = [first]
@@ -79,46 +78,15 @@ def equalize(
     return equal
 
 
-def at_sizes(
-    arms: Sequence[Arm], sizes: Sequence[str], budgets: Sequence[str]
-) -> list[Arm]:
-    """Returns every arm at every size, `LAYERSxWIDTH` each, and budget; heads keep their width.
-
-    A budget is in tokens for each of the baseline's parameters, and that of the first arm where
-    none is given (Hoffmann et al. 2022, arXiv 2203.15556). Without sizes, arms keep theirs.
-    """
-    base = arms[0].config
-    scaled: list[Arm] = []
-    if not (sizes or budgets):
-        return list(arms)
-    own = run_tokens(base) / count_compute_parameters(base.gpt())
-    own_size = f"{base.model.num_layers}x{base.model.embed_dim}"
-    grid = itertools.product(sizes or [""], budgets or [""])
-    for size, budget in dict.fromkeys(grid):
-        no_number = budget and not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?", budget)
-        if no_number:
-            raise UserError(
-                f"{budget} is no budget", "Write tokens per parameter, such as 5,20"
-            )
-        label = f"{size or own_size}@{budget}" if budget else size
-        sized = []
-        for arm in arms:
-            config = _with_size(arm, size) if size else arm.config
-            sized.append(replace(arm, config=config, size=label))
-        first = sized[0].config
-        tokens = float(budget or own) * count_compute_parameters(first.gpt())
-        steps = max(1, round(tokens / step_tokens(first)))
-        scaled += [with_length(arm, steps) for arm in sized]
-    return scaled
-
-
 def with_length(arm: Arm, num_steps: int) -> Arm:
     """Returns an arm whose runs are longer or shorter, what lasts for steps in proportion."""
     optim = arm.config.optim
     before = arm.config.train.num_steps
     changes_shape = len(arm.config.shapes.pieces) > 1
     named = changes_shape or optim.schedule.startswith("piecewise")
-    what = f"a schedule of {arm.change} names steps of a run of {before}, not of {num_steps}"
+    what = (
+        f"a schedule of {arm.name} names steps of a run of {before}, not of {num_steps}"
+    )
     if named and num_steps != before:
         raise UserError(what)
     options = {"train.num_steps": max(1, num_steps)}
@@ -147,22 +115,3 @@ def flops(config: Config, steps: int) -> float:
     """Returns the model's FLOPs of so many steps."""
     cfg = config.gpt()
     return config.shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps)
-
-
-def _with_size(arm: Arm, size: str) -> Config:
-    """Returns an arm's config with the layers and the width of a size."""
-    if not re.fullmatch(r"\d+x\d+", size):
-        raise UserError(f"{size} is no size", "Write LAYERSxWIDTH")
-    layers, width = map(int, size.split("x"))
-    model = arm.config.model
-    if model.head_dim or model.mlp_dim or model.num_kv_heads or width % model.head_size:
-        raise UserError(
-            f"the arm {arm.change} cannot have the size {size}: widths are multiples of its head's "
-            f"{model.head_size}, and none of model.head_dim, mlp_dim and num_kv_heads is set"
-        )
-    shape = {
-        "model.num_layers": layers,
-        "model.embed_dim": width,
-        "model.num_heads": width // model.head_size,
-    }
-    return with_options(arm.config, shape)

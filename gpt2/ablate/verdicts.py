@@ -92,8 +92,7 @@ class Verdict:
     low: float = math.nan  # of its interval, at once with the other arms'
     high: float = math.nan
     p_value: float = math.nan  # adjusted for the number of arms
-    error: float = math.nan  # the difference's standard error by these runs alone, and
-    df: float = math.nan  # its degrees of freedom
+    error: float = math.nan  # the difference's standard error by these runs alone
     # The smallest true difference that as many seeds, this noisy, find with a power of 0.8.
     detectable: Callable[[], float] = field(default=_unknown, repr=False, compare=False)
 
@@ -187,7 +186,6 @@ def _test(
             high=high,
             p_value=float(np.clip(p_value, 0, 1)),
             error=float(welch_error),
-            df=float(welch_df),
             detectable=partial(
                 group_difference,
                 sizes=sizes,

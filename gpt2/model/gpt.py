@@ -213,7 +213,7 @@ class GPT(nn.Module):
             x = Norm(cfg, ops, name="ln_f")(x)
         x = ops.constrain(x, "batch", "length", "embed")
         for extra in extras:
-            x = extra.normed(x)
+            x = extra.normed(self, x, flow)
         return x, caches
 
     def _layers(

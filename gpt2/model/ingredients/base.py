@@ -142,10 +142,10 @@ class Ingredient:
         """Changes what leaves the last layer; the last ingredient comes first."""
         return x
 
-    def normed(self, x: Array) -> Array:
-        """Changes the normalised output of the last layer, `[B, T, D]`."""
+    def normed(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
+        """Changes the normalised output of the last layer, `[B, T, D]`, so a factor of logits."""
         return x
 
     def logit_terms(self) -> tuple[LogitTerm, ...]:
-        """Returns what happens to the logits."""
+        """Returns what happens to the logits, without parameters; those act in `normed`."""
         return ()

@@ -4,9 +4,10 @@
 kernels, attention's scale and the head's multiplier; gpt2/optim has the rates. No cost.
 """
 
+import flax.linen as nn
 from jax import Array
 
-from gpt2.model.ingredients.base import Ingredient
+from gpt2.model.ingredients.base import Flow, Ingredient
 from gpt2.model.layers import Linear
 
 
@@ -28,6 +29,6 @@ class MuP(Ingredient):
         """Returns 8 / H in place of 1 / sqrt(H): equal at heads of 64 (section 4)."""
         return 8.0 / self.config.head_size
 
-    def normed(self, x: Array) -> Array:
+    def normed(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
         """Divides what the head reads by the width over its base."""
         return x / self.width_ratio
