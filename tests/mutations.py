@@ -157,8 +157,8 @@ another stream is backed out: ingredients/backout.py, switch_values -k 'four_lay
     - flow.layer == self.config.num_layers // 2
     + flow.layer == 1
 a stream is mixed by another's weights: ingredients/hyper_connections.py, switch_values -k hyper
-    - (w * x).sum(0)
-    + (w * jnp.roll(x, 1, axis=0)).sum(0)
+    - (by * x).sum(0)
+    + (by * jnp.roll(x, 1, axis=0)).sum(0)
 a value's length is not squared: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
@@ -169,8 +169,8 @@ a sink gives its weight to the last key: ops/plain.py, switch_values -k attentio
     - return weights[..., :S]
     + return weights[..., -S:]
 a gate is another head's: ingredients/attention_gate.py, switch_values -k attention_gate
-    - jax.nn.sigmoid(gate)[..., None]
-    + jax.nn.sigmoid(jax.numpy.roll(gate, 1, axis=-1))[..., None]
+    - return y * gate[..., None]
+    + return y * jax.numpy.roll(gate, 1, axis=-1)[..., None]
 losses ahead cross into the next document: losses/ahead.py, switch_values -k losses_ahead
     - if segments is not None:
     + if False:
@@ -193,7 +193,7 @@ GELU's derivative takes its gate for a constant: ops/linear.py, ops -k gelu
     - sigmoid + y * (1.0 - sigmoid) * slope_of_2u
     + sigmoid
 cautious updates are not scaled up: optim/transforms.py, optim -k formulas
-    - update * (agrees / jnp.maximum(share, _MIN_SHARE))
+    - update * (agrees / share)
     + update * agrees
 a question of CORE is among its own few-shot examples: evals/core.py, evals -k by_hand
     - self.examples[index + 1 :]
@@ -316,8 +316,8 @@ blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, 
     - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     + v = jnp.tile(v, (1, 1, q.shape[2] // v.shape[2], 1))
 all branches begin on one stream: ingredients/hyper_connections.py, switch_values -k hyper
-    - jnp.eye(n)[branch % n]
-    + jnp.eye(n)[0]
+    - one = same[branch % n]
+    + one = same[0]
 a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.repeat(v, y.shape[2] // v.shape[2], axis=2)
     + jnp.tile(v, (1, 1, y.shape[2] // v.shape[2], 1))

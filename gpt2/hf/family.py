@@ -86,14 +86,16 @@ class Tensor:
         if self.part:
             axis, index = self.part
             array = np.moveaxis(array, axis, 0)[index]
-        array = array.transpose([self._ours.index(x) for x in self._theirs])
+        order = [self._ours.index(axis) for axis in self._theirs]
+        array = array.transpose(order)
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the parameter, or its `part`, float32, from the tensor of the file."""
         array = tensor.astype(np.float32, copy=False)
-        array = array.reshape([self.sizes[x] for x in self._theirs])
-        array = array.transpose([self._theirs.index(x) for x in self._ours])
+        shape = [self.sizes[axis] for axis in self._theirs]
+        order = [self._theirs.index(axis) for axis in self._ours]
+        array = array.reshape(shape).transpose(order)
         return np.ascontiguousarray(array)
 
     @property

@@ -337,7 +337,8 @@ def positions_within(segments: Array) -> Array:
     """Returns how many tokens of its segment come before each, for `segments` [B, T] int32."""
     numbers = jnp.arange(segments.shape[1])[None]
     is_first = segments != jnp.roll(segments, 1, axis=1)
-    return numbers - jax.lax.cummax(jnp.where(is_first, numbers, 0), axis=1)
+    firsts = jnp.where(is_first, numbers, 0)
+    return numbers - jax.lax.cummax(firsts, axis=1)
 
 
 def num_params(params: Tree) -> int:

@@ -131,8 +131,9 @@ def _split(x):
 def _join(x, like):
     """The inverse of `_split`, to the shape of `like` `[B, T, N, H]`."""
     B, T, N, H = like.shape
-    x = x.reshape(B, N, -1, H)[:, :, :T]
-    return jnp.swapaxes(x, 1, 2)
+    by_head = x.reshape(B, N, -1, H)
+    real = by_head[:, :, :T]
+    return jnp.swapaxes(real, 1, 2)
 
 
 def _by_head(groups, like, *numbers):

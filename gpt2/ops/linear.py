@@ -123,7 +123,9 @@ class _How(NamedTuple):
         if not self.variants.flat:
             return x, kernel, self.num_contract
         contracted = math.prod(kernel.shape[: self.num_contract])
-        return x.reshape(-1, contracted), kernel.reshape(contracted, -1), 1
+        x = x.reshape(-1, contracted)
+        kernel = kernel.reshape(contracted, -1)
+        return x, kernel, 1
 
     def product(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         """Returns `x @ kernel + bias` in the compute type."""
@@ -263,10 +265,13 @@ def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
     if not copies or (dy.dtype == jnp.float32 and variants.rounds_float32):
         return sum_rows(dy, num_rows, variants)
     rows = range(num_rows)
+    shape = dy.shape[:num_rows]
     if copies == 1:
-        return dot(jnp.ones(dy.shape[:num_rows], dy.dtype), dy, rows, rows)
-    ones = jnp.ones((copies, *dy.shape[:num_rows]), dy.dtype)
-    return dot(ones, dy, range(1, num_rows + 1), rows)[0]
+        ones = jnp.ones(shape, dy.dtype)
+        return dot(ones, dy, rows, rows)
+    ones = jnp.ones((copies, *shape), dy.dtype)
+    sums = dot(ones, dy, range(1, num_rows + 1), rows)
+    return sums[0]
 
 
 # GELU's tanh form (Hendrycks and Gimpel 2016, section 2): x (1 + tanh u) / 2 = x / (1 + exp(-2 u))

@@ -47,7 +47,8 @@ class Sinks:
     def __call__(self, scores: Array, query: Array, key: Array) -> Array:
         """Returns scores with a column more, which takes weight."""
         by_head = self.logits[:, None, None]
-        column = jnp.broadcast_to(by_head, (*scores.shape[:-1], 1))
+        shape = (*scores.shape[:-1], 1)
+        column = jnp.broadcast_to(by_head, shape)
         return jnp.concatenate([scores, column], axis=-1)
 
 

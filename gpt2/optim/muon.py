@@ -133,8 +133,11 @@ def _orthogonalize(
     x = orthogonalized(*stacks, method)
     if not measure:
         return (x,)
-    square = jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    return x, square.mean(axis=2, keepdims=True), square.mean(axis=1, keepdims=True)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    square = jnp.square(x.astype(dtype))
+    rows = square.mean(axis=2, keepdims=True)
+    columns = square.mean(axis=1, keepdims=True)
+    return x, rows, columns
 
 
 def _by_neuron(kernel: Kernel, rows: Array, columns: Array) -> Array:
@@ -153,7 +156,8 @@ def _normalize(
     # As the authors' code; an unused neuron's update is 0.
     divisor = jnp.sqrt(running) + 1e-10
     square = jnp.mean(squares / jnp.square(divisor), axis=-1, keepdims=True)
-    factor = UPDATE_RMS / (divisor * jnp.sqrt(jnp.maximum(square, 1e-30)))
+    rms = jnp.sqrt(jnp.maximum(square, 1e-30))
+    factor = UPDATE_RMS / (divisor * rms)
     sides = (-1, kernel.fan_out, 1) if kernel.axes.to_width else (-1, 1, kernel.fan_out)
     return matrices * factor.reshape(sides)
 

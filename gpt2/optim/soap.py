@@ -116,11 +116,8 @@ def _advance(count, grads, mu, nu, *grams_and_bases, beta1, beta2, eps, every):
         row_basis, rows = _power_iteration(row_gram, row_basis)
         column_basis, columns = _power_iteration(column_gram, column_basis)
         nu = jnp.take_along_axis(nu, rows[:, :, None], axis=1)
-        return (
-            row_basis,
-            column_basis,
-            jnp.take_along_axis(nu, columns[:, None, :], axis=2),
-        )
+        nu = jnp.take_along_axis(nu, columns[:, None, :], axis=2)
+        return row_basis, column_basis, nu
 
     row_basis, column_basis, nu = jax.lax.cond(
         count % every == 0, refresh, lambda *same: same, row_basis, column_basis, nu
@@ -139,18 +136,22 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
 
     Rounding would choose between bases of the null space; QR completes them in one way everywhere.
     """
-    vectors = _each(lambda x: jnp.linalg.eigh(x)[1], gram)[..., ::-1]
+    vectors = _each(lambda x: jnp.linalg.eigh(x)[1], gram)
+    vectors = vectors[..., ::-1]
     if rank == gram.shape[-1]:
         return vectors
-    return _each(lambda x: jnp.linalg.qr(x, mode="complete")[0], vectors[..., :rank])
+    known = vectors[..., :rank]
+    return _each(lambda x: jnp.linalg.qr(x, mode="complete")[0], known)
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
     """Returns a basis nearer to the eigenvectors, by eigenvalue, and its order of the old one."""
     product = gram @ basis
-    order = jnp.argsort(-jnp.sum(basis * product, axis=1), axis=1)
+    eigenvalues = jnp.sum(basis * product, axis=1)
+    order = jnp.argsort(-eigenvalues, axis=1)
     ordered = jnp.take_along_axis(product, order[:, None, :], axis=2)
-    return _each(lambda x: jnp.linalg.qr(x)[0], ordered), order
+    nearer = _each(lambda x: jnp.linalg.qr(x)[0], ordered)
+    return nearer, order
 
 
 def _each(decompose: Callable[[Array], Array], matrices: Array) -> Array:

@@ -21,7 +21,10 @@ def joint_norm(grads: Tree) -> Array:
     leaves = jax.tree.leaves(grads)
     small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
     large = [leaf for leaf in leaves if leaf.size >= _SMALL]
-    return optax.tree.norm([*large, jnp.concatenate(small)] if small else large)
+    if not small:
+        return optax.tree.norm(large)
+    joined = jnp.concatenate(small)
+    return optax.tree.norm([*large, joined])
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
@@ -48,8 +51,10 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
         agrees = (update * grad > 0).astype(update.dtype)
         axes = tensor_axes(path, update)
         asked = jnp.sum(grad != 0, axes, keepdims=True, dtype=update.dtype)
-        share = agrees.sum(axes, keepdims=True) / jnp.maximum(asked, 1)
-        return update * (agrees / jnp.maximum(share, _MIN_SHARE))
+        agreed = jnp.sum(agrees, axes, keepdims=True)
+        share = agreed / jnp.maximum(asked, 1)
+        share = jnp.maximum(share, _MIN_SHARE)
+        return update * (agrees / share)
 
     def update_fn(grads, state, params=None):
         updates, state = direction.update(grads, state, params)
@@ -96,7 +101,8 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
             params,
             updates,
         )
-        return updates, AverageState(optax.safe_increment(state.count), average)
+        count = optax.safe_increment(state.count)
+        return updates, AverageState(count, average)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

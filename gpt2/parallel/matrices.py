@@ -64,7 +64,8 @@ class Matrices:
 
 def _deal(mesh: Mesh, x: Array) -> Array:
     """Splits a stack over all devices, filled up to a multiple of their number."""
-    x = jnp.pad(x, ((0, -len(x) % mesh.size), (0, 0), (0, 0)))
+    missing = -len(x) % mesh.size
+    x = jnp.pad(x, ((0, missing), (0, 0), (0, 0)))
     # By one axis after another: XLA's partitioner would gather all for several at once.
     for num_axes in (0, 1, 2, 3):
         x = _dealt(mesh, x, num_axes)
@@ -81,6 +82,7 @@ def _collect(mesh: Mesh, x: Array) -> Array:
 def _dealt(mesh: Mesh, x: Array, num_axes: int) -> Array:
     """Returns a stack, whose first axis is split over so many axes of the mesh."""
     over = MESH_AXES[:num_axes]
-    sides = [None if axis in over else axis for axis in matrix_spec(x.shape, mesh)[1:]]
+    stored = matrix_spec(x.shape, mesh)[1:]
+    sides = [None if axis in over else axis for axis in stored]
     sharding = NamedSharding(mesh, PartitionSpec(over, *sides))
     return jax.lax.with_sharding_constraint(x, sharding)

@@ -125,10 +125,13 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     takes shards, or split them over `tensor` too. Vectors are too small to be worth it.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
-    is_whole = mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1
-    if is_whole or not split or len(set(names) - {"layers"}) < 2:
+    if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
         return None
-    return split[0] if names[split[0]] in GATHERED_BY_LAYER else None
+    is_vector = len(set(names) - {"layers"}) < 2
+    axis = split[0]
+    if is_vector or names[axis] not in GATHERED_BY_LAYER:
+        return None
+    return axis
 
 
 def find_shards(

@@ -76,9 +76,12 @@ def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) ->
     by_name = {name(path): (param.shape, spec) for (path, param), spec in leaves}
 
     def find(path: Tree, leaf: Tree) -> PartitionSpec:
-        tails = (name(path[start:]) for start in range(len(path)))
-        found = next((by_name[tail] for tail in tails if tail in by_name), None)
-        return _spec(leaf.shape, *found, mesh) if found else PartitionSpec()
+        for start in range(len(path)):
+            tail = name(path[start:])
+            if tail in by_name:
+                param_shape, spec = by_name[tail]
+                return _spec(leaf.shape, param_shape, spec, mesh)
+        return PartitionSpec()
 
     return jax.tree_util.tree_map_with_path(find, opt_state)
 

@@ -108,8 +108,9 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
     """Returns the lines of a table, of none if it has no rows."""
     if not rows:
         return []
-    lines = [head, ["---"] * len(head), *rows]
-    return ["", f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines)]
+    rule = ["---"] * len(head)
+    lines = [f"| {' | '.join(line)} |" for line in (head, rule, *rows)]
+    return ["", f"## {title}", "", *lines]
 
 
 def _ms(seconds: float) -> str:

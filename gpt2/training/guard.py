@@ -34,4 +34,5 @@ class Guard(struct.PyTreeNode):
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         keep = finite & (self.bad_in_a_row <= self.max_bad)
         in_a_row = jnp.where(keep, 0, self.bad_in_a_row + 1)
-        return keep, self.replace(skipped=self.skipped + ~keep, bad_in_a_row=in_a_row)
+        skipped = self.skipped + ~keep
+        return keep, self.replace(skipped=skipped, bad_in_a_row=in_a_row)

@@ -159,7 +159,9 @@ class Program:
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of the largest batch, int32."""
         size, length, _ = self.config.shapes.largest
-        names = ("tokens", "targets") + ("segments",) * self.config.data.document_mask
+        names = ["tokens", "targets"]
+        if self.config.data.document_mask:
+            names.append("segments")
         return self.backend.batch_shapes((size, length), names)
 
     @property

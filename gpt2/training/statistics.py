@@ -32,8 +32,10 @@ def make_watch_step(
 
         def note(kind: str, path: tuple[str, ...], leaf: Array) -> None:
             each = leaf if is_stacked(path) else [leaf]
-            for name, tensor in zip(unrolled_names(path, leaf), each, strict=True):
-                norms[f"{kind}_norm/{name}"] = jnp.sqrt(jnp.sum(jnp.square(tensor)))
+            names = unrolled_names(path, leaf)
+            for name, tensor in zip(names, each, strict=True):
+                square = jnp.sum(jnp.square(tensor))
+                norms[f"{kind}_norm/{name}"] = jnp.sqrt(square)
 
         for kind, tree in (
             ("param", state.params),

@@ -288,8 +288,9 @@ def whole_parts(folder: Path) -> set[str]:
 def _cache(kind: str, url: str) -> Path:
     """Returns where in the cache something at a URL has its place."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    key = hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
-    return cache / "gpt2-jax" / kind / f"{Path(url).name.partition(' ')[0]}-{key}"
+    digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
+    name = Path(url).name.partition(" ")[0]
+    return cache / "gpt2-jax" / kind / f"{name}-{digest[:12]}"
 
 
 @contextlib.contextmanager

@@ -24,4 +24,5 @@ class AttentionGate(Ingredient):
         shape = (cfg.embed_dim, cfg.num_heads)
         gate = Linear(cfg, ops, shape, ("embed", "heads"), name="c_gate")(x)
         gate = ops.constrain(gate, "batch", "length", "heads")
-        return y * jax.nn.sigmoid(gate)[..., None]
+        gate = jax.nn.sigmoid(gate)
+        return y * gate[..., None]

@@ -25,12 +25,13 @@ class Backout(Ingredient):
     def before_layer(self, block: nn.Module, x: Array, flow: Flow) -> Array:
         """Keeps what enters the layer after the middle."""
         is_middle = flow.layer == self.config.num_layers // 2
-        flow.carried[self.option] = jnp.where(is_middle, x, flow.carried[self.option])
+        kept = flow.carried[self.option]
+        flow.carried[self.option] = jnp.where(is_middle, x, kept)
         return x
 
     def leave(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
         """Takes the share off."""
-        share = named_param(
-            gpt, "backout", nn.initializers.constant(0.2), (1,), ("mix",)
-        )
-        return (x - share * flow.carried[self.option]).astype(x.dtype)
+        init = nn.initializers.constant(0.2)
+        share = named_param(gpt, "backout", init, (1,), ("mix",))
+        rest = x - share * flow.carried[self.option]
+        return rest.astype(x.dtype)

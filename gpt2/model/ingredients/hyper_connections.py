@@ -58,18 +58,28 @@ class HyperConnection(nn.Module):
         n = len(x)
 
         def init(key: Array, shape: Shape, dtype: str) -> Array:
-            return jnp.stack([jnp.eye(n)[branch % n], *jnp.eye(n), jnp.ones(n)])
+            same = jnp.eye(n)
+            one = same[branch % n]
+            return jnp.stack([one, *same, jnp.ones(n)])
 
         zeros = nn.initializers.zeros
         small = nn.initializers.constant(0.01)
-        weights = named_param(self, "weights", init, (n + 2, n), ("mix", "mix"))
-        by_stream = named_param(
-            self, "by_stream", zeros, (cfg.embed_dim, n + 2), ("mix", "mix")
-        )
+        axes = ("mix", "mix")
+        shape = (cfg.embed_dim, n + 2)
+        weights = named_param(self, "weights", init, (n + 2, n), axes)
+        by_stream = named_param(self, "by_stream", zeros, shape, axes)
         scales = named_param(self, "scales", small, (2,), ("mix",))
-        moved = Norm(cfg, self.ops, name="norm")(x) @ by_stream
-        moved = jnp.tanh(jnp.moveaxis(moved, -1, 0))  # [n + 2, n, B, T]
-        moved = jnp.concatenate([scales[0] * moved[:-1], scales[1] * moved[-1:]])
-        weights = (weights[..., None, None] + moved)[..., None]
-        sums = [(w * x).sum(0).astype(cfg.compute_dtype) for w in weights[:-1]]
-        return sums[0], jnp.stack(sums[1:]), weights[-1].astype(cfg.compute_dtype)
+        normed = Norm(cfg, self.ops, name="norm")(x)
+        moved = jnp.moveaxis(normed @ by_stream, -1, 0)  # [n + 2, n, B, T]
+        moved = jnp.tanh(moved)
+        of_streams = scales[0] * moved[:-1]
+        of_output = scales[1] * moved[-1:]
+        moved = jnp.concatenate([of_streams, of_output])
+        weights = weights[..., None, None] + moved
+        weights = weights[..., None]
+
+        def weighted(by: Array) -> Array:
+            return (by * x).sum(0).astype(cfg.compute_dtype)
+
+        read, *mixed = [weighted(each) for each in weights[:-1]]
+        return read, jnp.stack(mixed), weights[-1].astype(cfg.compute_dtype)

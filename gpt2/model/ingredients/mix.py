@@ -27,7 +27,8 @@ class Mix(nn.Module):
         """Returns the weighted sum of `x` and `other`, of one shape, in the compute type."""
         chex.assert_equal_shape([x, other])
         weights = named_param(self, "weights", self._init, (2,), ("mix",))
-        return (weights[0] * x + weights[1] * other).astype(self.config.compute_dtype)
+        total = weights[0] * x + weights[1] * other
+        return total.astype(self.config.compute_dtype)
 
     @nn.nowrap
     def _init(self, key: Array, shape: Shape, dtype: str) -> Array:

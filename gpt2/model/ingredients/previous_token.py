@@ -18,7 +18,8 @@ class PreviousToken(Ingredient):
         """
         earlier = jnp.concatenate([last, x[:, :-1]], axis=1)
         exists = flow.positions > 0
-        exists = exists.reshape(*exists.shape, *[1] * (x.ndim - 2))
+        further = (1,) * (x.ndim - 2)
+        exists = exists.reshape(*exists.shape, *further)
         return jnp.where(exists, earlier, missing)
 
     def last_tokens(self, flow: Flow) -> Array:

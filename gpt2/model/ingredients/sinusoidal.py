@@ -36,6 +36,10 @@ def sinusoids(positions: Array, width: int) -> Array:
 
     Sines are in even columns, cosines in odd ones; D is even.
     """
-    angles = positions[..., None] * 10000.0 ** (-jnp.arange(0, width, 2) / width)
-    waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    exponents = jnp.arange(0, width, 2) / width
+    frequencies = 10000.0 ** (-exponents)
+    angles = positions[..., None] * frequencies
+    sines = jnp.sin(angles)
+    cosines = jnp.cos(angles)
+    waves = jnp.stack([sines, cosines], axis=-1)
     return waves.reshape(*positions.shape, width)

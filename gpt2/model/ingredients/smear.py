@@ -41,5 +41,7 @@ class SmearedTokens(nn.Module):
         width = min(WIDTH, self.config.embed_dim)
         weights = named_param(self, "gate", zeros, (width,), ("mix",))
         share = named_param(self, "share", zeros, (1,), ("mix",))
-        gate = jax.nn.sigmoid(x[..., :width] @ weights)[..., None]
-        return (x + share * gate * before).astype(self.config.compute_dtype)
+        gate = jax.nn.sigmoid(x[..., :width] @ weights)
+        gate = gate[..., None]
+        y = x + share * gate * before
+        return y.astype(self.config.compute_dtype)
