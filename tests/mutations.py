@@ -109,8 +109,8 @@ muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
     - optax.scale(factor)
     + optax.identity()
 layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k layer_rates
-    - for i, (p, _) in enumerate(optim.rates) if
-    + for i, (p, _) in reversed([*enumerate(optim.rates)]) if
+    - for place, (pattern, _) in enumerate(optim.rates):
+    + for place, (pattern, _) in reversed([*enumerate(optim.rates)]):
 an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
     - {*reads}
     + {*reads, 'beta1'}

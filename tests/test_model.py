@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
 from gpt2.model.ingredients.base import Ingredient
 from gpt2.model.kernels import ops_for
@@ -194,12 +195,19 @@ def use_ingredient(monkeypatch):
     ingredients.ingredients_of.cache_clear()
 
 
-@pytest.mark.parametrize("attention", ["auto", "blocked", "xla"])
-def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(
+@pytest.mark.parametrize("attention", ["blocked", "xla"])
+def test_a_kernel_asked_for_by_name_refuses_a_term_it_does_not_know(
     use_ingredient, attention
 ):
     use_ingredient(Parity)
     config = replaced(attention=attention, attention_sink=True, context_length=128)
+    with pytest.raises(UserError, match=r"cannot compute model\.attention_sink"):
+        with_kernels(GPT(config))
+
+
+def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(use_ingredient):
+    use_ingredient(Parity)
+    config = replaced(attention_sink=True, context_length=128)
     model, tokens = GPT(config), jnp.tile(tokens_of(1), 8)
     params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
     params = jax.tree.map(lambda x: 3.0 * x, params)

@@ -47,8 +47,10 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         node = params
         for parent in path[:-1]:
             node = node.setdefault(parent, {})
-        place = parts[0].part
-        node[path[-1]] = np.stack(arrays, axis=place[0]) if place else arrays[0]
+        leaf = arrays[0]
+        if (place := parts[0].part) is not None:
+            leaf = np.stack(arrays, axis=place[0])
+        node[path[-1]] = leaf
     embedding = params["wte"]["embedding"]
     head = stored.pop(family.head, embedding)  # of tied embeddings
     if not np.array_equal(head.astype(np.float32), embedding):
@@ -117,7 +119,8 @@ def save(
         if "V" in tensor.row.axes:
             leaf = leaf[: cfg.vocab_size]
         arrays[tensor.name] = tensor.to_stored(leaf)
-    more = sum(leaf.size for leaf in jax.tree.leaves(params)) - sum(sizes.values())
+    all_sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    more = sum(all_sizes) - sum(sizes.values())
     if more:
         raise UserError(
             f"Hugging Face's model has no place for {more:,} of the parameters"

@@ -84,22 +84,24 @@ class Attention(nn.Module):
         return project(y), cache
 
     def _project(self, x: Array) -> Heads:
-        cfg, ops = self.config, self.ops
+        cfg = self.config
+        ops = self.ops
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.kv_heads, cfg.head_size
         axes = ("embed", "qkv", "heads", "head_size")
         if K == N:
-            q, k, v = Linear(cfg, ops, (D, 3, N, H), axes, name="c_attn").parts(x)
+            c_attn = Linear(cfg, ops, (D, 3, N, H), axes, name="c_attn")
+            q, k, v = c_attn.parts(x)
         else:
-            q = Linear(
-                cfg, ops, (D, N, H), ("embed", "heads", "head_size"), name="c_q"
-            )(x)
-            k, v = Linear(cfg, ops, (D, 2, K, H), axes, name="c_kv").parts(x)
-        return Heads(
-            *(
-                ops.constrain(y, "batch", "length", "heads", "head_size")
-                for y in (q, k, v)
-            )
-        )
+            of_one = ("embed", "heads", "head_size")
+            c_q = Linear(cfg, ops, (D, N, H), of_one, name="c_q")
+            c_kv = Linear(cfg, ops, (D, 2, K, H), axes, name="c_kv")
+            q = c_q(x)
+            k, v = c_kv.parts(x)
+
+        def spread(y: Array) -> Array:
+            return ops.constrain(y, "batch", "length", "heads", "head_size")
+
+        return Heads(spread(q), spread(k), spread(v))
 
 
 def _write(cache: Cache, new: Cache, start: Array) -> Cache:
@@ -110,7 +112,7 @@ def _write(cache: Cache, new: Cache, start: Array) -> Cache:
             old, jnp.swapaxes(x, 0, 1), first, axis=1
         )
 
-    keys, values = (
-        jax.vmap(write)(old, x, start) for old, x in zip(cache, new, strict=True)
-    )
+    write_rows = jax.vmap(write)
+    keys = write_rows(cache[0], new[0], start)
+    values = write_rows(cache[1], new[1], start)
     return keys, values

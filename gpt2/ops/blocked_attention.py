@@ -139,11 +139,12 @@ def _join(x, like):
 def _by_head(groups, like, *numbers):
     """Returns the number of each head's sequence, and numbers `[N]` or None, `[groups, g]`."""
     B, _, N, _ = like.shape
-    sequences = (jnp.arange(B * N) // N).reshape(groups.shape[:2])
-    tiled = (
-        x if x is None else jnp.tile(x, B).reshape(groups.shape[:2]) for x in numbers
-    )
-    return sequences, *tiled
+    shape = groups.shape[:2]
+    sequences = jnp.arange(B * N) // N
+    found = [sequences.reshape(shape)]
+    for x in numbers:
+        found.append(None if x is None else jnp.tile(x, B).reshape(shape))
+    return tuple(found)
 
 
 def _forward(groups, by_head, *, blocks, how):
@@ -214,9 +215,8 @@ def _backward(groups, by_head, *, blocks, how):
 
 def _distance(queries, keys):
     """Returns the position of each key less that of each query, `[queries, keys]` float32."""
-    query, key = (
-        jnp.arange(x.start, x.stop, dtype=jnp.float32) for x in (queries, keys)
-    )
+    query = jnp.arange(queries.start, queries.stop, dtype=jnp.float32)
+    key = jnp.arange(keys.start, keys.stop, dtype=jnp.float32)
     return key - query[:, None]
 
 
@@ -224,7 +224,8 @@ def _blocks(T, segments, window, transposed):
     """Lists each block's queries, keys and mask."""
     block = T // _num_blocks(T)
     if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, T - segments.shape[1])))
+        missing = T - segments.shape[1]
+        segments = jnp.pad(segments, ((0, 0), (0, missing)))
 
     def pairs(x, queries, keys):  # broadcast to `[..., queries, keys]`, or transposed
         query = x[..., queries]

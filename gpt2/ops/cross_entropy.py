@@ -124,11 +124,12 @@ class _Head(NamedTuple):
         is_rounded = hidden.dtype == jnp.float32 and self.variants.rounds_float32
         is_rounded |= self.objective.logits_dtype != jnp.float32
         if is_rounded or self.objective.logit_terms:
-            return jnp.where(_is_target(logits, targets), logits[:, :, None], 0.0).sum(
-                axis=-1
-            )
-        rows = jnp.take(stored, jnp.maximum(targets, 0), axis=0).astype(hidden.dtype)
-        return jnp.sum(hidden.astype(jnp.float32)[:, :, None] * rows, axis=-1)
+            is_target = _is_target(logits, targets)
+            return jnp.where(is_target, logits[:, :, None], 0.0).sum(axis=-1)
+        rows = jnp.take(stored, jnp.maximum(targets, 0), axis=0)
+        rows = rows.astype(hidden.dtype)
+        hidden = hidden.astype(jnp.float32)
+        return jnp.sum(hidden[:, :, None] * rows, axis=-1)
 
     def sums(
         self, logits: Array, log_normaliser: Array, target_logits: Array, targets: Array
@@ -156,12 +157,10 @@ class _Head(NamedTuple):
         share = _weigh(weights, targets[..., None] >= 0)
         if not self.objective.loss_terms:
             factor = (1.0 / softmax.normaliser) * share
-            return softmax.exponentials * factor - _weigh(
-                weights, _is_target(logits, targets)
-            )
-        wanted = jnp.where(
-            targets >= 0, jnp.stack([jnp.float32(w) for w in (1.0, *weights)]), 0.0
-        )
+            at_targets = _weigh(weights, _is_target(logits, targets))
+            return softmax.exponentials * factor - at_targets
+        each = jnp.stack([jnp.float32(weight) for weight in (1.0, *weights)])
+        wanted = jnp.where(targets >= 0, each, 0.0)
 
         def add_terms(logits, log_normaliser, target_logits):
             known = logits[..., : self.objective.vocab_size]
@@ -180,7 +179,8 @@ class _Head(NamedTuple):
 
 def _is_target(logits, targets):
     """A comparison in place of a scatter: it joins a pass over the logits, and splits over V."""
-    tokens = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, logits.shape[2]), 3)
+    shape = (1, 1, 1, logits.shape[2])
+    tokens = jax.lax.broadcasted_iota(jnp.int32, shape, 3)
     return tokens == targets[..., None]
 
 
@@ -240,7 +240,8 @@ def _loss_sums_fwd(hidden, stored, targets, weights, head):
         dlogits = dlogits.astype(dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
-        return (losses, dtable), dot(dlogits, table, (2,), (0,), result).astype(dtype)
+        dhidden = dot(dlogits, table, (2,), (0,), result)
+        return (losses, dtable), dhidden.astype(dtype)
 
     shape = table.shape[::-1] if by_width else table.shape
     sums = _no_sums(targets, head), jnp.zeros(shape, jnp.float32)
@@ -268,8 +269,9 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     if chunk == T:
         return add_chunk(sums, (hidden, targets))
     padding = -T % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding), (0, 0)), constant_values=-1)
+    filled = ((0, 0), (0, padding), (0, 0))
+    hidden = jnp.pad(hidden, filled)
+    targets = jnp.pad(targets, filled, constant_values=-1)
     rows = (
         hidden.reshape(B, -1, chunk, D),
         targets.reshape(B, -1, chunk, targets.shape[2]),
@@ -277,7 +279,8 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     sums, outputs = jax.lax.scan(add_chunk, sums, rows)
     if outputs is not None:
-        outputs = jnp.swapaxes(outputs, 0, 1).reshape(B, -1, D)[:, :T]
+        outputs = jnp.swapaxes(outputs, 0, 1)
+        outputs = outputs.reshape(B, -1, D)[:, :T]
     return sums, outputs
 
 

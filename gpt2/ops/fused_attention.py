@@ -51,8 +51,10 @@ def _from_jax(qkv, others, scoring, implementation):
     bias = None
     if slopes is not None:
         time = jnp.arange(q.shape[1])
-        bias = Alibi(slopes)(jnp.zeros((1, 1, 1, 1)), time[:, None], time)
-        bias = bias.astype(q.dtype) if implementation == "cudnn" else bias
+        none = jnp.zeros((1, 1, 1, 1))
+        bias = Alibi(slopes)(none, time[:, None], time)
+        if implementation == "cudnn":
+            bias = bias.astype(q.dtype)
     mask = None
     if segments is not None:
         mask = segments[:, None, :, None] == segments[:, None, None, :]
@@ -123,5 +125,9 @@ def _splash(qkv, others, scoring, softcap, interpret):
         residual_checkpoint_name=CORE_ATTENTION,
     )
     ids = None if segments is None else splash.SegmentIds(segments, segments)
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * scoring.scale, k, v))
-    return jnp.swapaxes(jax.vmap(kernel, (0, 0, 0, 0, None))(q, k, v, ids, sinks), 1, 2)
+    q = jnp.swapaxes(q * scoring.scale, 1, 2)
+    k = jnp.swapaxes(k, 1, 2)
+    v = jnp.swapaxes(v, 1, 2)
+    attend = jax.vmap(kernel, (0, 0, 0, 0, None))
+    out = attend(q, k, v, ids, sinks)
+    return jnp.swapaxes(out, 1, 2)

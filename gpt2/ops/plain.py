@@ -105,7 +105,8 @@ def norm(
     y = x.astype(jnp.float32)
     if center:
         y -= y.mean(axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + eps)
+    mean_square = jnp.square(y).mean(axis=-1, keepdims=True)
+    y *= jax.lax.rsqrt(mean_square + eps)
     y *= scale
     if bias is not None:
         y = y + bias
@@ -184,7 +185,8 @@ def attention_cached(
     query = first + jnp.arange(T)[:, None]
     key = jnp.arange(S)
     # The queries of a group are rows of one product: XLA:CPU has none of 16 bits with three axes.
-    rows = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
+    rows = q.reshape(B, T, K, N // K, H)
+    rows = jnp.moveaxis(rows, 1, 3).reshape(B, K, -1, H)
     scores = jnp.einsum(
         "bkrh,bksh->bkrs", rows, k_cache, preferred_element_type=jnp.float32
     )
@@ -196,7 +198,8 @@ def attention_cached(
     out = jnp.einsum(
         "bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32
     )
-    return jnp.moveaxis(out.reshape(B, N, T, H), 1, 2).astype(q.dtype)
+    out = out.reshape(B, N, T, H)
+    return jnp.moveaxis(out, 1, 2).astype(q.dtype)
 
 
 def sees(query: Array, key: Array, window: int) -> Array:
@@ -254,7 +257,8 @@ def cross_entropy(
     position, of which -1 is none. Returns the sums, float32 `[K]`, and of them what each loss term
     added, `[terms, K]`.
     """
-    logits = logits_of(hidden, table[: objective.vocab_size or None], objective.dtype)
+    table = table[: objective.vocab_size or None]
+    logits = logits_of(hidden, table, objective.dtype)
     for change in objective.logit_terms:
         logits = change(logits)
     log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -263,11 +267,13 @@ def cross_entropy(
     for term in objective.loss_terms:
         part = term(logits, log_normaliser, target_logits)
         parts.append(jnp.broadcast_to(part, targets.shape))
-    sums = jnp.where(targets >= 0, jnp.stack(parts), 0.0).sum((1, 2))
+    counted = jnp.where(targets >= 0, jnp.stack(parts), 0.0)
+    sums = counted.sum((1, 2))
     total = sums.sum(0)
-    weights = (1.0, *objective.weights)
     known = jax.lax.stop_gradient(total)
-    derived = sum(weight * (total[k] - known[k]) for k, weight in enumerate(weights))
+    derived = total[0] - known[0]
+    for k, weight in enumerate(objective.weights, 1):
+        derived += weight * (total[k] - known[k])
     return known.at[0].add(derived), jax.lax.stop_gradient(sums[1:])
 
 

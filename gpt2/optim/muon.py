@@ -72,8 +72,8 @@ def scale_by_muon(
         del params
         shapes = kernels(updates)
         beta = momentum(state.count)
-        mean = jax.tree.map(lambda m, g: _lerp(m, g, 1 - beta), state.momentum, updates)
-        ahead = jax.tree.map(lambda g, m: _lerp(g, m, beta), updates, mean)
+        mean = jax.tree.map(partial(_lerp, weight=1 - beta), state.momentum, updates)
+        ahead = jax.tree.map(partial(_lerp, weight=beta), updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         operands = to_matrices(ahead if nesterov else mean)

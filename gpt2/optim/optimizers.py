@@ -140,13 +140,14 @@ def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
 
+    def first_match(name: str) -> int | None:
+        for place, (pattern, _) in enumerate(optim.rates):
+            if re.search(pattern, name):
+                return place
+        return None
+
     def first_matches(path: Path, leaf: Array) -> list[int | None]:
-        return [
-            next(
-                (i for i, (p, _) in enumerate(optim.rates) if re.search(p, name)), None
-            )
-            for name in unrolled_names(path, leaf)
-        ]
+        return [first_match(name) for name in unrolled_names(path, leaf)]
 
     def scale(path: Path, update: Array) -> Array:
         matches = first_matches(path, update)

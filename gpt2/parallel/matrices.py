@@ -23,9 +23,10 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
         axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
         for axis, size in zip(("fsdp", "tensor"), shape[-2:], strict=True)
     ]
-    return PartitionSpec(
-        *(None,) * (len(shape) - 2), *(sides if min(shape[-2:]) > 1 else ())
-    )
+    if min(shape[-2:]) == 1:
+        return PartitionSpec()
+    leading = (None,) * (len(shape) - 2)
+    return PartitionSpec(*leading, *sides)
 
 
 @dataclasses.dataclass(frozen=True)

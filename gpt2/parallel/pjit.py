@@ -276,9 +276,9 @@ class _Leaf:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
         if self.tensor == 1:
             return grad
-        return grad.reshape(
-            *grad.shape[: self.dim], self.tensor, -1, *grad.shape[self.dim + 1 :]
-        )
+        before = grad.shape[: self.dim]
+        after = grad.shape[self.dim + 1 :]
+        return grad.reshape(*before, self.tensor, -1, *after)
 
     def apart_spec(self, compute: PartitionSpec) -> PartitionSpec:
         """Returns how `tensor` splits what `set_apart` has returned."""

@@ -49,4 +49,5 @@ def targets_ahead(targets: Array, segments: Array | None, number: int) -> Array:
 
 
 def _later(x: Array, k: int) -> Array:
-    return jnp.pad(x[:, k:], ((0, 0), (0, k)), constant_values=-1)
+    after_last = jnp.full_like(x[:, :k], -1)
+    return jnp.concatenate([x[:, k:], after_last], axis=1)
