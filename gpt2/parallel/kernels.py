@@ -4,6 +4,7 @@ What a kernel cannot do, the formula does: a term of the scores that it does not
 weights, a length, JAX_DISABLE_JIT.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -129,13 +130,6 @@ def make_ops(
     if splits_axes and rules:
         by_axes = partial(constrain, mesh=mesh, rules=rules)
         on_devices = partial(map_devices, mesh=mesh, rules=rules)
-    param = plain.param
-    if gathers_by_layer and rules:
-        # XLA would keep the whole from forward to backward pass, with nothing between them.
-        forget = cfg.remat == "none" and not cfg.loops_over_layers
-        shards_for = partial(find_shards, mesh=mesh, rules=rules, forget=forget)
-        # Of which it makes a `Shard`, as the functions below take it.
-        param = partial(shard_param, shards_for=shards_for)  # type: ignore[assignment]
     multiple = VOCAB_MULTIPLE if splits_axes or platform != "cpu" else 1
     rows_of_head = -(-cfg.vocab_size // multiple) * multiple
     rows = rows_at_once(
@@ -144,9 +138,7 @@ def make_ops(
     tokens: LookUp = look_up if gathers_by_layer else plain.look_up
     if rows_of_head > cfg.vocab_size:
         tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
-    return Ops(
-        param=param,
-        whole=whole,  # type: ignore[arg-type]
+    ops = Ops(
         linear=partial(linear, variants=variants),
         linear_parts=partial(
             linear_apart if variants.apart else linear_parts, variants=variants
@@ -156,13 +148,24 @@ def make_ops(
         attention=attention_by(
             choose_attention(cfg, device, terms)[0], platform, on_devices
         ),
-        look_up=look_up if gathers_by_layer else plain.look_up,
         look_up_tokens=tokens,
         add_rows=add_rows,
         pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),  # type: ignore[arg-type]
         cross_entropy=partial(cross_entropy, variants=variants, rows=rows),
         constrain=by_axes,
-        isolate=isolate if gathers_by_layer else plain.isolate,
+    )
+    if not gathers_by_layer or not rules:
+        return ops
+    # XLA would keep the whole from forward to backward pass, with nothing between them.
+    forget = cfg.remat == "none" and not cfg.loops_over_layers
+    shards_for = partial(find_shards, mesh=mesh, rules=rules, forget=forget)
+    return dataclasses.replace(
+        ops,
+        # Of which it makes a `Shard`, as the functions below and those above take it.
+        param=partial(shard_param, shards_for=shards_for),  # type: ignore[arg-type]
+        whole=whole,  # type: ignore[arg-type]
+        look_up=look_up,
+        isolate=isolate,
     )
 
 
