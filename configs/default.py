@@ -21,6 +21,7 @@ BelowOne = Annotated[float, "[0, 1)"]
 UpToOne = Annotated[float, "(0, 1]"]
 Share = Annotated[float, "[0, 1]"]
 Percent = Annotated[float, "[0, 100]"]
+Factors = Annotated[str, "0.5,0.25"]
 
 # `optim.name` -> the options that it reads, beside those that all of them read.
 _MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
@@ -180,7 +181,7 @@ class Loss:
     # Weights of the losses of the tokens 2, 3, ... on, by the same logits, for example 0.5,0.25
     # (Gloeckle et al. 2024, arXiv 2404.19737, lightly, as modded-nanogpt); logged beside train/loss
     # as train/loss_ahead_2 and so on.
-    ahead: str = ""
+    ahead: Factors = ""
     # Steps over which these weights go to 0 on a line; 0: they stay.
     ahead_fade: int = 0
 

@@ -22,6 +22,8 @@ CHECKS = (
     ["-c", "from gpt2.training import Program"],
 )
 # Values of options that the core has too.
+# Options that go with another.
+MORE = {"rope_scaling": ("rope_factor", "rope_context"), "ahead": ("ahead_fade",)}
 VALUES = {"alibi": '"alibi", ', "sinusoidal": '"sinusoidal", '}
 
 
@@ -43,14 +45,16 @@ def delete(place, kind):
     options = place / "configs/default.py"
     text = options.read_text()
     if module.stem in VALUES:
-        new = text.replace(VALUES[module.stem], "")
+        assert VALUES[module.stem] in text
+        text = text.replace(VALUES[module.stem], "")
     else:
-        field = (
-            rf"((?:    #.*\n)*)    {kind.option}: .*(?:\n        .*|\n    \] = .*)*\n"
-        )
-        new = re.sub(field, "", text, count=1)
-    assert new != text, kind.option
-    options.write_text(new)
+        for option in (kind.option, *MORE.get(kind.option, ())):
+            field = (
+                rf"((?:    #.*\n)*)    {option}: .*(?:\n        .*|\n    \] = .*)*\n"
+            )
+            text, times = re.subn(field, "", text, count=1)
+            assert times == 1, option
+    options.write_text(text)
 
 
 def main(names):

@@ -174,8 +174,6 @@ WRONG = [  # options and a word of the message
     ("loss.ahead='1.2.3'", "ahead"),
     ("loss.ahead='0.5,,0.25'", "ahead"),
     ("loss.ahead='-0.5'", "-0.5 is neither"),
-    ("loss.ahead='0.5,0.5' model.context_length=2", "rows of 2 tokens"),
-    ("loss.ahead='0.5,0.5' train.context_schedule='0=2,2=1024'", "rows of 2 tokens"),
     ("train.context_schedule='9=512' data.packing='bos'", "bos"),
     ("optim.layer_rates='wte'", "layer_rates"),
     ("optim.layer_rates='h_(=1'", "layer_rates"),
@@ -212,8 +210,6 @@ def test_factors_that_a_run_can_mean_are_read():
     )
     assert optim.pieces == ((5, 0.0), (6, 0.25))
     assert optim.rates == (("wte", 0.0), ("h_(0|1)/.*", 1000.0))
-    config = build(loss__ahead="0.5,0.25", model__context_length=3)
-    assert config.loss.ahead_weights == (0.5, 0.25)
 
 
 def test_ranges_and_names_are_those_of_the_fields_types():

@@ -332,11 +332,12 @@ def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
     # Sums of 64 to 256 products, some 20 of them one after another, round like a walk.
     rounding = 100 * np.finfo(np.float32).eps
     np.testing.assert_allclose(found, wanted, rtol=rounding)
-    # The gradient of a bias on all keys alike is 0 in theory.
+    # The gradient of a bias on all keys alike is 0 in theory, and that of one weight of a whole
+    # stream sums thousands of numbers that cancel: both round like larger ones.
     most = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradients))
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         other = functools.reduce(lambda tree, key: tree[key.key], path, others)
-        atol = rounding * (float(jnp.abs(leaf).max()) + 1e-2 * most)
+        atol = rounding * (float(jnp.abs(leaf).max()) + 4e-2 * most)
         np.testing.assert_allclose(
             other, leaf, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
         )

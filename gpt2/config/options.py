@@ -29,11 +29,13 @@ class Option:
         kind: their type.
         choices: the names to choose from; empty: any text.
         interval: of numbers; a round bracket leaves the end itself out.
+        factors: an example of a text of numbers, separated by commas; empty: any text.
     """
 
     kind: type
     choices: tuple[str, ...] = ()
     interval: str = "[0, inf)"
+    factors: str = ""
 
     def holds(self, number: float) -> bool:
         """Returns whether a number lies in the interval."""
@@ -50,7 +52,10 @@ def _read_type(hint: type) -> Option:
         return Option(hint)
     if get_origin(hint) is Literal:
         return Option(str, choices=stated)
-    kind, meant = stated  # of Annotated: a table of names, or an interval
+    # Of Annotated: a table of names, an example of factors, or an interval.
+    kind, meant = stated
+    if kind is str and isinstance(meant, str):
+        return Option(str, factors=meant)
     if kind is str:
         return Option(str, choices=tuple(meant))
     return Option(kind, interval=meant)
@@ -158,6 +163,8 @@ def check_value(name: str, value: object) -> Value:
         choice = value.partition(":")[0] if name == "optim.schedule" else value
         if option.choices:
             require_choice(name, choice, option.choices)
+        if option.factors:
+            read_items(f"{name}={value}", value, read_factor, option.factors)
     elif not option.holds(value):
         raise UserError(f"{name}={value} is not in {option.interval}")
     return value

@@ -46,18 +46,7 @@ class DataConfig(default.Data):
         return ("train", "validation")
 
 
-@dataclass(frozen=True)
-class LossConfig(default.Loss):
-    """The `loss.` options, with those read that hold several numbers."""
-
-    def __post_init__(self) -> None:
-        _ = self.ahead_weights  # which refuses what it cannot read
-
-    @cached_property
-    def ahead_weights(self) -> tuple[float, ...]:
-        """The weights of `ahead`."""
-        what = f"loss.ahead={self.ahead}"
-        return tuple(read_items(what, self.ahead, read_factor, "0.5,0.25"))
+LossConfig = default.Loss
 
 
 @dataclass(frozen=True)
@@ -205,7 +194,6 @@ class Config(default.Options):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -253,8 +241,6 @@ class Config(default.Options):
                     f"train.context_schedule has {length}, which does not divide "
                     f"model.context_length and the {done:,} tokens of steps before"
                 )
-            if len(self.loss.ahead_weights) >= length:
-                raise UserError(f"loss.ahead looks past rows of {length} tokens")
         if any(getattr(self.train, name) for name in SCHEDULES):
             for shape in pieces.values():
                 self.at(shape)  # which refuses what no run may have

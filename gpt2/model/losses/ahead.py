@@ -7,6 +7,7 @@ and so on; their weights are in the gradient of the loss, not in its sum.
 import jax.numpy as jnp
 from jax import Array
 
+from gpt2.errors import UserError
 from gpt2.model.losses.base import LossIngredient, Question
 
 
@@ -24,7 +25,10 @@ class Ahead(LossIngredient):
         left: Array | float = 1.0
         if self.options.ahead_fade:
             left = jnp.maximum(1 - step / self.options.ahead_fade, 0.0)
-        weights = [left * weight for weight in self.options.ahead_weights]
+        weights = [left * float(weight) for weight in self.options.ahead.split(",")]
+        length = question.targets.shape[1]
+        if length <= len(weights):
+            raise UserError(f"loss.ahead looks past rows of {length} tokens")
         names = [f"loss_ahead_{k + 2}" for k in range(len(weights))]
         return question._replace(
             targets=targets_ahead(question.targets[..., 0], segments, 1 + len(weights)),
