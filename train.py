@@ -159,7 +159,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     stops = False
     scores = {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    traced = partial(program.traced_text, steps)
+    traced = partial(program.traced_text, steps, start)
     profiler = Profiler(workdir / "profile", config.logging, traced)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)

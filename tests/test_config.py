@@ -172,6 +172,10 @@ WRONG = [  # options and a word of the message
     ("train.context_schedule='0=100'", "100"),
     ("train.window_schedule='9=64' train.num_steps=9", "past the end"),
     ("loss.ahead='1.2.3'", "ahead"),
+    (
+        "optim.name='muon' optim.learning_rate=0 optim.adam_learning_rate=1e-3",
+        "above 0",
+    ),
     ("loss.ahead='0.5,,0.25'", "ahead"),
     ("loss.ahead='-0.5'", "-0.5 is neither"),
     ("train.context_schedule='9=512' data.packing='bos'", "bos"),
@@ -210,6 +214,15 @@ def test_factors_that_a_run_can_mean_are_read():
     )
     assert optim.pieces == ((5, 0.0), (6, 0.25))
     assert optim.rates == (("wte", 0.0), ("h_(0|1)/.*", 1000.0))
+
+
+def test_an_option_of_an_earlier_version_is_read_where_it_changed_nothing():
+    given = configs.default.get_config().to_dict()
+    given["data"]["shuffle_block"] = 0
+    assert Config.from_dict(given) == Config.from_dict(configs.default.get_config())
+    given["data"]["shuffle_block"] = 1024
+    with pytest.raises(UserError, match=r"no option data\.shuffle_block"):
+        Config.from_dict(given)
 
 
 def test_ranges_and_names_are_those_of_the_fields_types():

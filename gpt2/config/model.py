@@ -52,6 +52,7 @@ class ModelConfig(default.Model):
             raise UserError(
                 f"model.attention={self.attention} has no weights for model.dropout to drop"
             )
+        # By name, so that the option may go with its ingredient.
         has_two_sums = "hyper_connections" in given or (
             vars(self).get("norm_position") == "post"
         )

@@ -66,6 +66,8 @@ class OptimConfig(default.Optim):
                 raise UserError(
                     f"optim.{part}_steps and {part}_percent are both given", "Set one 0"
                 )
+        if self.adam_learning_rate and not self.learning_rate:
+            raise UserError("optim.adam_learning_rate needs a learning_rate above 0")
         if self.schedule != "wsd" and (self.decay_steps or self.decay_percent):
             raise UserError("optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent

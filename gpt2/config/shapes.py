@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from gpt2.config.options import read_items
 from gpt2.errors import UserError
-
-if TYPE_CHECKING:
-    pass
 
 Number = TypeVar("Number", int, float)
 

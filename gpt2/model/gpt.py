@@ -73,9 +73,10 @@ class GPT(nn.Module):
     `init` gives parameters as plain nested dictionaries. Their numbers do not depend on whether
     layers are scanned or unrolled. `logical_axes` gives the names of their axes.
 
-    Methods take tokens `[B, T]` int32, T up to `context_length`; `segments` `[B, T]` int32, if
-    tokens see only those of their own segment, which lie together, and positions count from its
-    first; and `deterministic`: False applies dropout, with the key `rngs={"dropout": key}`.
+    Methods take tokens `[B, T]` int32, T up to `context_length` if positions are learned;
+    `segments` `[B, T]` int32, if tokens see only those of their own segment, which lie together,
+    and positions count from its first; and `deterministic`: False applies dropout, with the key
+    `rngs={"dropout": key}`.
     """
 
     config: GPTConfig

@@ -17,7 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from gpt2.utils.remat import CORE_ATTENTION
-from gpt2.utils.trees import Tree
 
 Activation = Callable[[Array], Array]
 # From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
@@ -44,12 +43,12 @@ class Objective(NamedTuple):
     """What is lost, given hidden states and K targets for each position.
 
     The first target's sum is differentiated, and with it those of the others, by their weights. A
-    model fills in the last three.
+    loss gives the weights and the terms it adds; the model fills in the rest.
     """
 
     weights: tuple[Array | float, ...] = ()  # of the targets 2 to K
-    logit_terms: tuple[LogitTerm, ...] = ()  # what happens to the logits, in order
     loss_terms: tuple[LossTerm, ...] = ()  # what is added to each target's loss
+    logit_terms: tuple[LogitTerm, ...] = ()  # what happens to the logits, in order
     vocab_size: int = 0  # rows of a table that are no padding; 0: all
     dtype: DTypeLike = jnp.float32  # of the product's operands
     logits_dtype: DTypeLike = jnp.float32  # in which a kernel may store logits
@@ -322,6 +321,6 @@ def constrain(x: Array, *names: str) -> Array:
     return x
 
 
-def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
-    """Returns parameters and a micro-batch, whose loss is computed apart from others'."""
-    return params, micro_batch
+def isolate(loss: Callable) -> Callable:
+    """Returns a loss `loss(params, micro_batch, ...)` that is computed apart from others'."""
+    return loss

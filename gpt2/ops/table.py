@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from gpt2.ops import plain
 from gpt2.ops.plain import Activation, Init, Names, Objective, Scoring, Shape
-from gpt2.utils.trees import Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
 CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
@@ -70,7 +69,7 @@ class Ops:
         param: reads a parameter, for `whole`, `linear`, `linear_parts`, `look_up`,
             `look_up_tokens`, `add_rows`, `pad_vocab` and `cross_entropy` of the same table: a
             device may hold a part of it only.
-        look_up_tokens: looks up in what `pad_vocab` returned.
+        look_up_tokens: looks up in a table of tokens, padded by `pad_vocab` or not.
     """
 
     param: Param = plain.param
@@ -87,4 +86,4 @@ class Ops:
     pad_vocab: Callable[[Array], Array] = plain.pad_vocab
     cross_entropy: CrossEntropy = plain.cross_entropy
     constrain: Callable[..., Array] = plain.constrain
-    isolate: Callable[[Tree, Tree], tuple[Tree, Tree]] = plain.isolate
+    isolate: Callable[[Callable], Callable] = plain.isolate

@@ -59,7 +59,9 @@ def make_optimizer(
         wider = optax.add_decayed_weights(
             optim.weight_decay * (width_ratio - 1), _hidden_mask
         )
-        parts = [decay, *[wider] * len(width_factors), direction, *width_factors]
+        parts = [decay, direction, *width_factors]
+        if width_factors:
+            parts.insert(1, wider)
     else:
         parts = [direction, *width_factors, decay]
     optimizer = optax.chain(

@@ -81,8 +81,8 @@ def choose_attention(
         return ""
 
     asked = cfg.attention
-    if asked == "plain":
-        return asked, ""
+    if asked == "plain" or jit_is_off():
+        return "plain", ""
     if asked != "auto":
         if found := obstacle(asked):
             raise UserError(

@@ -39,6 +39,11 @@ def whole(parameter: Array | Shard) -> Array:
     return gather_parameter(parameter.array, parameter.shards, parameter.array.dtype)
 
 
-def isolate(params: Tree, micro_batch: Tree) -> tuple[Tree, Tree]:
-    """Returns both, so that shards are gathered for this micro-batch, and not once for all."""
-    return jax.lax.optimization_barrier((params, micro_batch))
+def isolate(loss: Callable) -> Callable:
+    """Returns a loss that gathers shards for its own micro-batch, and not once for all."""
+
+    def isolated(params: Tree, micro_batch: Tree, *others: Array | None):
+        params, micro_batch = jax.lax.optimization_barrier((params, micro_batch))
+        return loss(params, micro_batch, *others)
+
+    return isolated

@@ -130,9 +130,8 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
-                inputs = program.model.ops.isolate(params, micro_batch)
                 with nn.intercept_methods(note):
-                    sums = program.loss(*inputs, key, step)
+                    sums = program.loss(params, micro_batch, key, step)
                 return sums["loss"][0], sums
 
             differentiate = jax.value_and_grad(forward, has_aux=True)

@@ -19,6 +19,7 @@ from gpt2.config.shapes import Shape
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients import score_terms, width_ratio
+from gpt2.ops import Ops
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
@@ -77,8 +78,6 @@ class Program:
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt = model(config.gpt())
-        # Which may refuse.
-        choose_attention(gpt.config, devices[0], score_terms(gpt.config))
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         backend = make_backend(
             config.parallel,
@@ -95,7 +94,7 @@ class Program:
             width_ratio=width_ratio(gpt.config),
             matrices=backend.matrices,
         )
-        own_loss = loss(gpt, config.loss)
+        own_loss = gpt.ops.isolate(loss(gpt, config.loss))
         platform = platform_of(devices[0])
         is_one_gpu = backend.mesh.size == 1 and platform == "gpu"
         update = make_update(
@@ -105,7 +104,6 @@ class Program:
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
             norm=joint_norm if is_one_gpu else optax.tree.norm,
-            isolate=gpt.ops.isolate,
             choose=jax.lax.cond if platform == "cpu" else compute_both,
         )
         # Validation is cross-entropy; a loss of a person's own adds its other names.
@@ -131,7 +129,8 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Returns the state before the first step, as a pure function of a key."""
-        return self._first_state(draw_params(self.model, key))
+        # By formulas, as `from_config` has traced it.
+        return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
     def _first_state(self, params: Tree) -> TrainState:
         compute = self.config.precision.compute
@@ -220,10 +219,11 @@ class Program:
             )
         return steps
 
-    def traced_text(self, steps: Steps) -> str:
-        """Returns the HLO of the step that `logging.profile_start` traces, of the longest rows."""
-        traced = self.config.shapes.at(self.config.logging.profile_start + 1)
-        return steps[max(shape for shape in steps if shape <= traced)][0].text()
+    def traced_text(self, steps: Steps, start: int) -> str:
+        """Returns the HLO of the step after `logging.profile_start`, or after a later `start`."""
+        first = max(start, self.config.logging.profile_start)
+        compiled, _ = steps[self.config.shapes.at(first + 1)]
+        return compiled.text()
 
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
@@ -259,7 +259,7 @@ class Program:
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # so that all who ask share one trace
+@partial(jax.jit, static_argnums=0, inline=True)  # so that equal models share one trace
 def draw_params(model: GPT, key: Array) -> Tree:
     """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]

@@ -24,7 +24,7 @@ from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.model.gpt import Params
 from gpt2.model.losses import Question, loss_ingredients
-from gpt2.ops import Objective, plain
+from gpt2.ops import Objective
 from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
@@ -105,7 +105,7 @@ def on_one_device(function: Callable) -> Callable:
 def means(sums: Sums, prefix: str) -> Metrics:
     """Returns `{prefix + name: sum / count}`; where nothing was counted, the sum."""
     return {
-        prefix + name: total / jnp.maximum(count, 1.0)
+        prefix + name: total / jnp.where(count > 0, count, 1.0)
         for name, (total, count) in sums.items()
     }
 
@@ -128,13 +128,12 @@ def make_update(
     accumulate_steps: int = 1,
     norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
-    isolate: Callable[[Params, Batch], tuple[Params, Batch]] = plain.isolate,
 ) -> Callable[[TrainState, Batch, MapSum], Update]:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
-    `norm` is of all gradients together, `choose` gives one of two results, `isolate` is a table's.
+    `norm` is of all gradients together, and `choose` gives one of two results.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -148,7 +147,7 @@ def make_update(
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
                 key = dropout_key(seed, state.step, index, device)
-                sums = loss(*isolate(params, micro_batch), key, state.step)
+                sums = loss(params, micro_batch, key, state.step)
                 return sums["loss"][0] * scale, sums
 
             def sums_and_gradients(micro_batch, index):
