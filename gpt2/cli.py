@@ -129,8 +129,12 @@ def define_run() -> None:
     flags.DEFINE_bool(
         "debug", False, "Compile without optimisation: edit, run and print sooner."
     )
-    flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0, for several.")
-    flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0, if several train together."
+    )
+    flags.DEFINE_integer(
+        "num_processes", None, "Number of processes that train.", lower_bound=1
+    )
     flags.DEFINE_integer(
         "process_index", None, "Number of this process, from 0.", lower_bound=0
     )

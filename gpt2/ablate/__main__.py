@@ -83,6 +83,7 @@ def main() -> int:
         return 0
 
     def train(runs: Sequence[Run]) -> None:
+        print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
         take_over(runs, root, slots[0])
         train_all(runs, slots, sweep.score)
 

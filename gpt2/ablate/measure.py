@@ -89,5 +89,5 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
             lines.append(f"then {seeds} seeds of {arm.name} with the values it chooses")
     whole = format_duration(total / len(slots))
     jobs = f"--jobs={len(slots)}"
-    lines.append(f"about {whole} with {jobs}, beside validations and checkpoints")
+    lines.append(f"about {whole} with {jobs}, without validations and checkpoints")
     return "\n".join(lines)

@@ -37,7 +37,7 @@ def define_flags() -> None:
         "plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ..."
     )
     flags.DEFINE_string(
-        "plan_text", None, "As --plan, with a file for the compiled step."
+        "plan_text", None, "As --plan, and writes the compiled step there."
     )
     about = "As --plan, for a handful of layouts, the fastest first. What --config. gives stays."
     flags.DEFINE_bool("plan_search", False, about)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,13 +36,18 @@ def open_pool() -> Iterator[tuple[int, ThreadPoolExecutor]]:
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
     """Starts a Python file, which appends to `log` and gets SIGTERM when we end."""
+    libc = ctypes.CDLL(
+        None
+    )  # loaded here: after a fork, the loader's lock may be taken
 
     def prepare() -> None:
         if sys.platform == "linux":
             os.sched_setaffinity(0, slot.cores)
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
-    with open(log, "ab") as file:
+    with open(log, "ab") as file, warnings.catch_warnings():
+        # JAX warns of a fork that goes on beside its threads; this one becomes another program.
+        warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
         return subprocess.Popen(
             [sys.executable, *command],
             stdout=file,
