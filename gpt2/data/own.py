@@ -154,6 +154,7 @@ class OwnBatches:
             is_right = bool(np.all((lowest <= array) & (array <= highest)))
         if not is_right or np.any(array % 1):
             raise UserError(
-                f"{self._corpus} gives {name} that are not whole numbers of {lowest} to {highest}"
+                f"{self._corpus} gives {name} whose values are not whole numbers of "
+                f"{lowest} to {highest}"
             )
         return array.astype(np.int32)
