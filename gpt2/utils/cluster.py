@@ -36,9 +36,8 @@ def open_pool() -> Iterator[tuple[int, ThreadPoolExecutor]]:
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
     """Starts a Python file, which appends to `log` and gets SIGTERM when we end."""
-    libc = ctypes.CDLL(
-        None
-    )  # loaded here: after a fork, the loader's lock may be taken
+    # Here, since after a fork the loader's lock may be taken.
+    libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         if sys.platform == "linux":

@@ -45,13 +45,11 @@ def scan_layers(
     )
 
 
-def by_layer(function: Callable, values: Sequence, layer: int | Array) -> Tree:
+def by_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
     """Returns `function(value)` for a layer's value; `values` are Python's, one for each layer.
 
-    `layer` is a number, or traced in a scan, where every different value has a branch of its own.
+    `layer` is traced in a scan, where every different value has a branch of its own.
     """
-    if isinstance(layer, int):
-        return function(values[layer])
     different = sorted(set(values))
     branch = jnp.array([different.index(value) for value in values])[layer]
     return jax.lax.switch(branch, [partial(function, value) for value in different])
