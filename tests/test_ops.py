@@ -23,7 +23,6 @@ from gpt2.ops.linear import (
     gelu_tanh,
     linear,
     linear_apart,
-    linear_parts,
 )
 from gpt2.ops.norm import norm
 from gpt2.ops.terms import Alibi, Sinks, SoftCap
@@ -512,7 +511,13 @@ def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
 def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
     x, kernel, bias = normal(0, 2, 8, 5), normal(1, 5, 3, 2, 7), normal(2, 3, 2, 7)
     variants = VARIANTS[platform]
-    make_parts = linear_apart if variants.apart else linear_parts
+
+    def make_parts(*args, variants, **how):
+        if variants.apart:
+            return linear_apart(*args, variants=variants, **how)
+        return plain.linear_parts(
+            *args, linear=partial(linear, variants=variants), **how
+        )
 
     def program(variants):
         targets = jnp.zeros((2, 8, 1), int)

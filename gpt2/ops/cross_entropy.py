@@ -23,8 +23,9 @@ from gpt2.ops.plain import Objective
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
 
-# Bytes of float32 logits that exist at a time: 10,000 tokens with GPT-2's vocabulary.
-LOGITS_BYTES = 2 * 2**30
+# Bytes of float32 logits that exist at a time: 42,000 tokens with GPT-2's vocabulary. A step of
+# 32,768 in four chunks takes 1.03 times as long on an H200, and holds 6.7 GiB less.
+LOGITS_BYTES = 8 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
 CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold
 CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table

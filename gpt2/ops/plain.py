@@ -79,9 +79,17 @@ def linear(
 
 
 def linear_parts(
-    x: Array, kernel: Array, bias: Array | None = None, *, dtype: DTypeLike
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    dtype: DTypeLike,
+    linear: Callable = linear,
 ) -> list[Array]:
-    """Maps `[..., C]` by a kernel `[C, P, O1, .., Om]` to P results `[..., O1, .., Om]`."""
+    """Maps `[..., C]` by a kernel `[C, P, O1, .., Om]` to P results `[..., O1, .., Om]`.
+
+    It is one `linear` map, by the formula or by another function for it.
+    """
     y = linear(x, kernel, bias, dtype=dtype)
     axis = x.ndim - 1
     return [part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis)]

@@ -14,8 +14,7 @@ class Variants:
     narrow_results: bool = False
     # Linear maps are products of two matrices. The bias then joins the product (H200 3 %).
     flat: bool = False
-    # Queries, keys and values are a product each: none is copied (v5e 17 %; 2 % of an H100's bytes,
-    # as compiled).
+    # Queries, keys and values are a product each: none is copied (v5e 17 %, H200 2 %).
     apart: bool = False
     # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6), by which
     # unrolled layers keep 6 % less. XLA:TPU would join a sum, or one row, with what else could join
@@ -24,7 +23,9 @@ class Variants:
     # The gradient of the head's table adds up as [D, V], less to transpose than logits (Zen 3, two
     # layers in float32: 6 %).
     head_by_width: bool = False
-    # Statistics of a row, in softmax and norms, take one pass (5 % of H100 bytes, as compiled).
+    # GELU joins the product before it, and is kept for the backward pass (H200 1 %).
+    activation_joins: bool = False
+    # Statistics of a row, in softmax and norms, take one pass (H200 2 %).
     one_pass: bool = False
     # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
     # queries, keys, values are one, so are squares of small gradients (H200 3 %).
@@ -41,6 +42,7 @@ VARIANTS = {
         narrow_results=True,
         flat=True,
         apart=True,
+        activation_joins=True,
         one_pass=True,
         joint_sums=True,
         rounds_float32=True,
@@ -73,6 +75,7 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
         found = dataclasses.replace(
             found,
             flat=False,
+            activation_joins=False,
             narrow_results=False,
             ones_for_bias=min(1, found.ones_for_bias),
         )

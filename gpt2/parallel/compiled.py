@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
+
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
 
@@ -26,6 +28,7 @@ class CompiledStep:
     def __init__(self, name: str, compiling: Future):
         self.name = name
         self._compiling = compiling
+        self._has_run = False
 
     def block_until_ready(self) -> "CompiledStep":
         """Waits until it is compiled, as `jax.block_until_ready` does for arrays."""
@@ -57,7 +60,7 @@ class CompiledStep:
     def __call__(self, *arguments: Any) -> Any:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
         try:
-            return self._compiled(*arguments)
+            outputs = self._compiled(*arguments)
         except (
             TypeError,
             ValueError,
@@ -67,6 +70,11 @@ class CompiledStep:
             raise RecompileError(
                 f"{self.name} would be compiled again. {error}"
             ) from error
+        if not self._has_run:
+            # cuDNN captures graphs of its own in the first run, beside which nothing may run.
+            jax.block_until_ready(outputs)
+            self._has_run = True
+        return outputs
 
     def text(self) -> str:
         """Returns the optimised program as HLO text."""

@@ -25,7 +25,7 @@ from gpt2.ops.cross_entropy import (
 )
 from gpt2.ops.fsdp import look_up
 from gpt2.ops.fused_attention import library_attention, splash_attention
-from gpt2.ops.linear import activation, add_rows, linear, linear_apart, linear_parts
+from gpt2.ops.linear import activation, add_rows, linear, linear_apart
 from gpt2.ops.norm import norm
 from gpt2.ops.table import Attention, LookUp
 from gpt2.ops.terms import Alibi, Sinks, SoftCap, Spread
@@ -138,11 +138,13 @@ def make_ops(
     tokens: LookUp = look_up if gathers_by_layer else plain.look_up
     if rows_of_head > cfg.vocab_size:
         tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
+    one_map = partial(linear, variants=variants)
+    parts = partial(plain.linear_parts, linear=one_map)
+    if variants.apart:
+        parts = partial(linear_apart, variants=variants)
     ops = Ops(
-        linear=partial(linear, variants=variants),
-        linear_parts=partial(
-            linear_apart if variants.apart else linear_parts, variants=variants
-        ),
+        linear=one_map,
+        linear_parts=parts,
         norm=partial(norm, variants=variants),
         activation=activation,
         attention=attention_by(

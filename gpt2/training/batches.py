@@ -2,7 +2,8 @@
 
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.data import Dataset
-from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
+from gpt2.data.loader import Batch, TrainLoader, ValidationLoader, prefetch
 from gpt2.data.own import OwnBatches
 from gpt2.errors import UserError
 from gpt2.parallel import Backend, distributed
@@ -22,7 +23,7 @@ HeldOut = dict[str, tuple[float, Iterable[Placed]]]  # by part: its share, its b
 
 
 class Batches:
-    """A run's batches: each process reads its own devices' rows, and puts them there ahead."""
+    """A run's batches: each process reads its own devices' rows ahead, and puts them there."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
@@ -82,11 +83,19 @@ class Batches:
                     "Start as many",
                 )
             self._train.restored = position[jax.process_index()]
-        return prefetch(self._read, range(start + 1, stop + 1))
+        return self._ahead(self._read, range(start + 1, stop + 1))
 
-    def _read(self, step: int) -> Placed:
+    def _ahead(
+        self, read: Callable[[int], Batch], numbers: Iterable[int]
+    ) -> Generator[Placed, None, None]:
+        """Reads in a thread, and places in this one, so that a step's first run is alone."""
+        with closing(prefetch(read, numbers)) as batches:
+            for batch in batches:
+                yield self._put(batch)
+
+    def _read(self, step: int) -> Batch:
         rows = self._local_rows(self._shapes.at(step).batch_size)
-        return self._put(self._train.batch(step, rows))
+        return self._train.batch(step, rows)
 
     def validation(self, number: int = 0) -> tuple[HeldOut, float | None]:
         """Returns each part's share and its first batches; 0: all that a validation has.
@@ -104,13 +113,10 @@ class Batches:
             numbers = range(1, 1 + (number or len(loader)))
             held_out[name] = (
                 share,
-                prefetch(partial(self._read_held_out, loader), numbers),
+                self._ahead(partial(loader.batch, rows=self._eval_rows), numbers),
             )
             is_whole = is_whole and loader.is_whole
         return held_out, self.dataset.targets_per_byte if is_whole else None
-
-    def _read_held_out(self, loader: ValidationLoader, number: int) -> Placed:
-        return self._put(loader.batch(number, self._eval_rows))
 
     def examples(self, start: int = 0) -> tuple[dict[Shape, Placed], Placed]:
         """Returns a batch of each shape after `start`, and one of validation."""
