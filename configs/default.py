@@ -137,10 +137,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of numbers."""
+    """Types of numbers; parameters and optimizer state are float32, for small updates."""
 
-    # Of stored parameters and optimizer state; 16 bits lose an optimizer's small updates.
-    params: Literal["float32"] = "float32"
     # float16 comes with dynamic loss scaling.
     compute: Literal["float32", "bfloat16", "float16"] = "float32"
     # In which the training loss stores logits; bfloat16: half the bytes.
@@ -363,7 +361,7 @@ class Options:
 
 
 # Options of earlier versions, at values with which a run of theirs continues.
-GONE = {"data.shuffle_block": 0}
+GONE = {"data.shuffle_block": 0, "precision.params": "float32"}
 
 # What other codebases call our options.
 ALIASES = {

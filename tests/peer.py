@@ -214,10 +214,8 @@ def our_answers(directory: Path, name: str) -> dict:
 
     def loss(params):
         targets = jnp.asarray(ids[:, 1:, None], jnp.int32)
-        sums, _ = GPT(cfg).apply(
-            {"params": params}, ids[:, :-1], targets, method="loss"
-        )
-        return sums[0] / targets.size
+        losses = GPT(cfg).apply({"params": params}, ids[:, :-1], targets, method="loss")
+        return losses.total / targets.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(

@@ -51,7 +51,7 @@ def logits_of(config, params, tokens, segments=None):
 
 def mean_loss(model, params, tokens, key=None, objective=Objective()):
     """The mean loss of predicting each token from those before; with dropout if there is a key."""
-    sums, _ = model.apply(
+    losses = model.apply(
         {"params": params},
         tokens,
         jnp.roll(tokens, -1, axis=1)[..., None],
@@ -60,7 +60,7 @@ def mean_loss(model, params, tokens, key=None, objective=Objective()):
         deterministic=key is None,
         rngs={} if key is None else {"dropout": key},
     )
-    return sums[0] / tokens.size
+    return losses.total / tokens.size
 
 
 @functools.partial(jax.jit, static_argnums=0)

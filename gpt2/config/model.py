@@ -118,7 +118,6 @@ class ModelConfig(default.Model):
 
 # Fields of GPTConfig, and the options that they are in a run.
 COMPUTED = {
-    "param_dtype": "precision.params",
     "compute_dtype": "precision.compute",
     "logits_dtype": "precision.logits",
     "remat": "memory.remat",
@@ -132,7 +131,6 @@ class GPTConfig(ModelConfig):
     """All that `gpt2.model.GPT` needs: the `model.` options, and how to compute them."""
 
     vocab_size: int = 50257  # GPT-2's own; a run's comes from its tokenizer
-    param_dtype: str = default.Precision.params
     compute_dtype: str = default.Precision.compute
     logits_dtype: str = default.Precision.logits
     remat: str = default.Memory.remat

@@ -113,7 +113,7 @@ def load_initial_params(
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
-    params = jax.tree.map(lambda x: x.astype(cfg.param_dtype), params)
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     return jax.jit(partial(in_layout, scanned=cfg.scan_layers))(params)
 
 

@@ -27,7 +27,7 @@ from gpt2.model.block import Block, Stream
 from gpt2.model.ingredients import Flow, ingredients_of
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import Objective, Ops
-from gpt2.ops.plain import logits_of, rope_frequencies, rotation
+from gpt2.ops.plain import Losses, logits_of, rope_frequencies, rotation
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Tree
@@ -128,11 +128,10 @@ class GPT(nn.Module):
         objective: Objective = Objective(),
         segments: Array | None = None,
         deterministic: bool = True,
-    ) -> tuple[Array, Array]:
-        """Returns summed cross-entropies of targets in nats, and what each loss term added.
+    ) -> Losses:
+        """Returns summed cross-entropies of targets in nats, and what the objective adds to them.
 
-        `targets` are `[B, T, K]` int32, K for each position, of which -1 leaves one out. Sums are
-        float32, `[K]` and `[terms, K]`.
+        `targets` are `[B, T, K]` int32, K for each position, of which -1 leaves one out.
         """
         cfg = self.config
         ops = self.ops

@@ -6,7 +6,7 @@ sequences of 1,024 tokens on a GPU; 124M on two cores takes a quarter longer wit
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from gpt2.ops import plain
 from gpt2.ops.fsdp import Shard, Shards, gather_parameter
 from gpt2.ops.linear import dot
-from gpt2.ops.plain import Objective
+from gpt2.ops.plain import Losses, Objective
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
 
@@ -32,9 +32,6 @@ CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table
 LARGE_TABLE_BYTES = 2**25  # which no cache holds: adding takes longer
 LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
 
-# The logit of padding: its exponential is 0; finite, so that 0 times it is 0.
-IMPOSSIBLE = -1e9
-
 
 def cross_entropy(
     hidden: Array,
@@ -44,9 +41,10 @@ def cross_entropy(
     *,
     variants: Variants,
     rows: int,
-) -> tuple[Array, Array]:
+) -> Losses:
     """Computes `plain.cross_entropy`, with the logits of so many `rows` at a time."""
     chex.assert_rank([hidden, targets], 3)
+    chex.assert_type(targets, int)
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
     array, shards = table if isinstance(table, Shard) else (table, None)
     chex.assert_axis_dimension_gteq(array, 0, objective.vocab_size)
@@ -54,17 +52,14 @@ def cross_entropy(
     if terms and not all(_is_static(term) for term in terms):
         whole = gather_parameter(array, shards, objective.dtype) if shards else array
         return plain.cross_entropy(hidden, whole, targets, objective)
-    B, T, K = targets.shape
+    B, T, _ = targets.shape
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
-    size = objective.vocab_size or len(array)
-    static = objective._replace(weights=(), vocab_size=size)
+    static = objective._replace(weights=())
     head = _Head(static, variants, chunk, shards)
-    sums = _loss_sums(
-        hidden.astype(objective.dtype), array, targets, objective.weights, head
-    )
-    return sums[:K], sums[K:].reshape(-1, K)
+    hidden = hidden.astype(objective.dtype)
+    return _losses(hidden, array, targets, objective.weights, head)
 
 
 def _is_static(term: object) -> bool:
@@ -99,153 +94,71 @@ class _Head(NamedTuple):
         # Or XLA:TPU casts in each product (v5e 5 %).
         return jax.lax.optimization_barrier(table)
 
-    def raw_logits(self, hidden: Array, table: Array) -> Array:
+    def logits(self, hidden: Array, table: Array) -> Array:
         """Returns logits `[B, T, V]`, float32, before their terms."""
-        return dot(hidden, table, (2,), (1,), self.objective.logits_dtype).astype(
-            jnp.float32
-        )
+        stored = dot(hidden, table, (2,), (1,), self.objective.logits_dtype)
+        return stored.astype(jnp.float32)
 
-    def change(self, logits: Array) -> Array:
-        """Returns logits after their terms, padding masked out."""
-        for term in self.objective.logit_terms:
-            logits = term(logits)
-        if self.objective.vocab_size == logits.shape[2]:
-            return logits
-        token = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2)
-        return jnp.where(token < self.objective.vocab_size, logits, IMPOSSIBLE)
+    def losses(
+        self, logits: Array, targets: Array, weights: tuple[Array | float, ...]
+    ) -> Losses:
+        """Returns what logits lose."""
+        objective = self.objective._replace(weights=weights)
+        log_sum_exp = _kept_log_sum_exp
+        if self.variants.one_pass:
+            log_sum_exp = _one_pass_log_sum_exp
+        return plain.sum_losses(logits, targets, objective, log_sum_exp)
 
-    def target_logits(
-        self, logits: Array, hidden: Array, stored: Array, targets: Array
-    ) -> Array:
-        """Returns the targets' logits `[B, T, K]`, float32, from rows of the table: no pass over V.
-
-        Where the product or its result was rounded, or changed, they are read from the logits: an
-        exact one beside sums of rounded ones would give another loss, even a negative one.
-        """
-        is_rounded = hidden.dtype == jnp.float32 and self.variants.rounds_float32
-        is_rounded |= self.objective.logits_dtype != jnp.float32
-        if is_rounded or self.objective.logit_terms:
-            is_target = _is_target(logits, targets)
-            return jnp.where(is_target, logits[:, :, None], 0.0).sum(axis=-1)
-        rows = jnp.take(stored, jnp.maximum(targets, 0), axis=0)
-        rows = rows.astype(hidden.dtype)
-        hidden = hidden.astype(jnp.float32)
-        return jnp.sum(hidden[:, :, None] * rows, axis=-1)
-
-    def sums(
-        self, logits: Array, log_normaliser: Array, target_logits: Array, targets: Array
-    ) -> Array:
-        """Returns the sums of losses by target `[K]`, then those of each term, `[K + terms K]`."""
-        parts = [log_normaliser - target_logits]
-        for term in self.objective.loss_terms:
-            known = logits[..., : self.objective.vocab_size]
-            part = term(known, log_normaliser, target_logits)
-            parts.append(jnp.broadcast_to(part, targets.shape))
-        parts[0] = sum(parts[1:], parts[0])
-        return jnp.concatenate(
-            [jnp.where(targets >= 0, x, 0.0).sum((0, 1)) for x in parts]
-        )
-
-    def derivative(
-        self,
-        logits: Array,
-        softmax: "_Softmax",
-        target_logits: Array,
-        targets: Array,
-        weights: Sequence[Array | float],
-    ) -> Array:
-        """Returns the derivative of the weighted losses by changed logits, `[B, T, V]`."""
-        share = _weigh(weights, targets[..., None] >= 0)
-        if not self.objective.loss_terms:
-            factor = (1.0 / softmax.normaliser) * share
-            at_targets = _weigh(weights, _is_target(logits, targets))
-            return softmax.exponentials * factor - at_targets
-        each = jnp.stack([jnp.float32(weight) for weight in (1.0, *weights)])
-        wanted = jnp.where(targets >= 0, each, 0.0)
-
-        def add_terms(logits, log_normaliser, target_logits):
-            known = logits[..., : self.objective.vocab_size]
-            parts = [
-                term(known, log_normaliser, target_logits)
-                for term in self.objective.loss_terms
-            ]
-            return jnp.broadcast_to(sum(parts), targets.shape)
-
-        _, derive = jax.vjp(add_terms, logits, softmax.log_normaliser, target_logits)
-        by_logits, by_normaliser, by_target = derive(wanted)
-        factor = (1.0 / softmax.normaliser) * (share + by_normaliser)
-        at_targets = _is_target(logits, targets) * (wanted - by_target)[..., None]
-        return softmax.exponentials * factor - at_targets.sum(2) + by_logits
-
-
-def _is_target(logits, targets):
-    """A comparison in place of a scatter: it joins a pass over the logits, and splits over V."""
-    shape = (1, 1, 1, logits.shape[2])
-    tokens = jax.lax.broadcasted_iota(jnp.int32, shape, 3)
-    return tokens == targets[..., None]
-
-
-def _weigh(weights, each):
-    """Returns the weighted sum of `each`, `[B, T, K, ...]`, over K; the first one weighs 1."""
-    total = each[:, :, 0].astype(jnp.float32)
-    for k in range(1, each.shape[2]):
-        total = weights[k - 1] * each[:, :, k] + total
-    return total
+    def none(self, targets: Array) -> Losses:
+        """Returns the losses of no position."""
+        K = targets.shape[2]
+        added = jnp.zeros((len(self.objective.loss_terms), K))
+        return Losses(jnp.zeros(()), jnp.zeros(K), added)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _loss_sums(
+def _losses(
     hidden: Array,
     stored: Array,
     targets: Array,
     weights: tuple[Array | float, ...],
     head: _Head,
-) -> Array:
+) -> Losses:
     table = head.whole(stored)
-    rows_of = table if head.shards else stored
 
-    def add_chunk(sums, rows):
+    def add_chunk(found, rows):
         hidden, targets = rows
-        logits = head.change(head.raw_logits(hidden, table))
-        softmax = _softmax(logits, head.variants)
-        target_logits = head.target_logits(logits, hidden, rows_of, targets)
-        return sums + head.sums(
-            logits, softmax.log_normaliser, target_logits, targets
-        ), None
+        losses = head.losses(head.logits(hidden, table), targets, weights)
+        return jax.tree.map(jnp.add, found, losses), None
 
-    return _scan(add_chunk, _no_sums(targets, head), hidden, targets, head.chunk)[0]
+    return _scan(add_chunk, head.none(targets), hidden, targets, head.chunk)[0]
 
 
-def _no_sums(targets, head):
-    return jnp.zeros(targets.shape[2] * (1 + len(head.objective.loss_terms)))
-
-
-def _loss_sums_fwd(hidden, stored, targets, weights, head):
+def _losses_fwd(hidden, stored, targets, weights, head):
     table = head.whole(stored)
-    rows_of = table if head.shards else stored
     dtype = table.dtype
     result = dtype if head.variants.narrow_results else jnp.float32
     # XLA:CPU lacks it in 16 bits.
     by_width = head.variants.head_by_width and dtype == jnp.float32
 
     def add_chunk(sums, rows):
-        losses, dtable = sums
+        found, dtable = sums
         hidden, targets = rows
-        logits, derive = jax.vjp(head.change, head.raw_logits(hidden, table))
-        softmax = _softmax(logits, head.variants)
-        target_logits = head.target_logits(logits, hidden, rows_of, targets)
-        losses += head.sums(logits, softmax.log_normaliser, target_logits, targets)
-        dlogits = head.derivative(logits, softmax, target_logits, targets, weights)
-        if head.objective.logit_terms:
-            (dlogits,) = derive(dlogits)
+
+        def lose(logits):
+            losses = head.losses(logits, targets, weights)
+            return losses.total, losses
+
+        dlogits, losses = jax.grad(lose, has_aux=True)(head.logits(hidden, table))
         dlogits = dlogits.astype(dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
         dhidden = dot(dlogits, table, (2,), (0,), result)
-        return (losses, dtable), dhidden.astype(dtype)
+        found = jax.tree.map(jnp.add, found, losses)
+        return (found, dtable), dhidden.astype(dtype)
 
     shape = table.shape[::-1] if by_width else table.shape
-    sums = _no_sums(targets, head), jnp.zeros(shape, jnp.float32)
+    sums = head.none(targets), jnp.zeros(shape, jnp.float32)
     (losses, dtable), dhidden = _scan(add_chunk, sums, hidden, targets, head.chunk)
     # Without the barrier, XLA would transpose both factors of a single chunk.
     if by_width:
@@ -255,13 +168,13 @@ def _loss_sums_fwd(hidden, stored, targets, weights, head):
     return losses, (dhidden, dtable.astype(stored.dtype))
 
 
-def _loss_sums_bwd(head, gradients, dlosses):
-    dhidden, dtable = ((x * dlosses[0]).astype(x.dtype) for x in gradients)
+def _losses_bwd(head, gradients, dlosses):
+    dhidden, dtable = ((x * dlosses.total).astype(x.dtype) for x in gradients)
     # XLA:TPU would take twice as long over the product if the derivative of a norm joined it.
     return jax.lax.optimization_barrier(dhidden), dtable, None, None
 
 
-_loss_sums.defvjp(_loss_sums_fwd, _loss_sums_bwd)
+_losses.defvjp(_losses_fwd, _losses_bwd)
 
 
 def _scan(add_chunk, sums, hidden, targets, chunk):
@@ -285,31 +198,34 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
     return sums, outputs
 
 
-class _Softmax(NamedTuple):
-    """Exponentials `[B, T, V]` of logits less their maximum, their sums, that maximum."""
-
-    exponentials: Array
-    normaliser: Array
-    highest: Array
-
-    @property
-    def log_normaliser(self) -> Array:
-        """The log of the sum of the logits' exponentials."""
-        return self.highest + jnp.log(self.normaliser)
+@jax.custom_vjp
+def _kept_log_sum_exp(logits: Array) -> Array:
+    """Computes `plain.log_sum_exp`, and keeps the exponentials for its derivative."""
+    return _kept_fwd(logits)[0]
 
 
-def _softmax(logits: Array, variants: Variants) -> _Softmax:
-    if variants.one_pass:
-        return _softmax_in_one_pass(logits)
+def _kept_fwd(logits):
     highest = logits.max(axis=-1, keepdims=True)
-    # Stored, for the sum and the gradient: XLA:CPU note 8.
-    exponentials = jnp.exp(logits - highest)
-    return _Softmax(exponentials, exponentials.sum(axis=-1, keepdims=True), highest)
+    exponentials = jnp.exp(logits - highest)  # stored: XLA:CPU note 8
+    total = exponentials.sum(axis=-1, keepdims=True)
+    return highest + jnp.log(total), (exponentials, total)
 
 
-def _softmax_in_one_pass(logits: Array) -> _Softmax:
-    """Scales a sum when the maximum grows (Milakov and Gimelshein 2018)."""
+_kept_log_sum_exp.defvjp(
+    _kept_fwd, lambda kept, dy: (kept[0] * ((1.0 / kept[1]) * dy),)
+)
 
+
+@jax.custom_vjp
+def _one_pass_log_sum_exp(logits: Array) -> Array:
+    """Computes `plain.log_sum_exp`, and scales a sum when the maximum grows.
+
+    Milakov and Gimelshein 2018, arXiv 1805.02867.
+    """
+    return _one_pass_fwd(logits)[0]
+
+
+def _one_pass_fwd(logits):
     def join(one, other):
         top, total = one
         top_2, total_2 = other
@@ -319,11 +235,18 @@ def _softmax_in_one_pass(logits: Array) -> _Softmax:
 
     least = jnp.float32(jnp.finfo(jnp.float32).min)
     start = (least, jnp.float32(0.0))
-    highest, normaliser = jax.lax.reduce(
-        (logits, jnp.ones_like(logits)), start, join, (2,)
-    )
+    highest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, join, (2,))
     highest = highest[..., None]
-    return _Softmax(jnp.exp(logits - highest), normaliser[..., None], highest)
+    total = total[..., None]
+    return highest + jnp.log(total), (logits, highest, total)
+
+
+def _one_pass_bwd(kept, dy):
+    logits, highest, total = kept
+    return (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
+
+
+_one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 
 
 def pad_vocab(

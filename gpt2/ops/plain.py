@@ -18,6 +18,9 @@ from jax.typing import DTypeLike
 
 from gpt2.utils.remat import CORE_ATTENTION
 
+# The logit of padding: its exponential is 0; finite, so that 0 times it is 0.
+IMPOSSIBLE = -1e9
+
 Activation = Callable[[Array], Array]
 # From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
 # scores. It may append columns: keys that take weight and have no value.
@@ -42,8 +45,8 @@ class Scoring(NamedTuple):
 class Objective(NamedTuple):
     """What is lost, given hidden states and K targets for each position.
 
-    The first target's sum is differentiated, and with it those of the others, by their weights. A
-    loss gives the weights and the terms it adds; the model fills in the rest.
+    It is the first target's loss, and the others' by their weights. A loss gives the weights and
+    the terms it adds; the model fills in the rest.
     """
 
     weights: tuple[Array | float, ...] = ()  # of the targets 2 to K
@@ -52,6 +55,14 @@ class Objective(NamedTuple):
     vocab_size: int = 0  # rows of a table that are no padding; 0: all
     dtype: DTypeLike = jnp.float32  # of the product's operands
     logits_dtype: DTypeLike = jnp.float32  # in which a kernel may store logits
+
+
+class Losses(NamedTuple):
+    """Sums over all positions, float32."""
+
+    total: Array  # [], by the weights of the objective: what a step derives
+    sums: Array  # [K], of each target by itself
+    added: Array  # [terms, K], what each loss term added to them
 
 
 def linear(
@@ -255,33 +266,53 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
     return turned.astype(x.dtype)
 
 
+def log_sum_exp(logits: Array) -> Array:
+    """Returns the log of softmax's normaliser, `[B, T, 1]`, of logits `[B, T, V]`."""
+    return jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
 def cross_entropy(
     hidden: Array, table: Array, targets: Array, objective: Objective
-) -> tuple[Array, Array]:
+) -> Losses:
     """Sums `-log softmax(hidden table^T)` at the targets, in nats, over all positions.
 
     `hidden` is `[B, T, D]`, `table` `[V, D]`, and `targets` are `[B, T, K]` int32, K for each
-    position, of which -1 is none. Returns the sums, float32 `[K]`, and of them what each loss term
-    added, `[terms, K]`.
+    position, of which -1 is none.
     """
     table = table[: objective.vocab_size or None]
     logits = logits_of(hidden, table, objective.dtype)
+    return sum_losses(logits, targets, objective)
+
+
+def sum_losses(
+    logits: Array,
+    targets: Array,
+    objective: Objective,
+    log_sum_exp: Callable[[Array], Array] = log_sum_exp,
+) -> Losses:
+    """Computes `cross_entropy` from logits `[B, T, V]`, by its formula for the normaliser."""
     for change in objective.logit_terms:
         logits = change(logits)
-    log_normaliser = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    target_logits = jnp.take_along_axis(logits, jnp.maximum(targets, 0), axis=-1)
-    parts = [log_normaliser - target_logits]
+    tokens = jnp.arange(logits.shape[-1])
+    size = objective.vocab_size or tokens.size
+    if size < tokens.size:  # the rest is padding
+        logits = jnp.where(tokens < size, logits, IMPOSSIBLE)
+    log_normaliser = log_sum_exp(logits)
+    # A comparison in place of a gather: it joins a pass over the logits, and splits over V.
+    is_target = tokens == targets[..., None]
+    at_targets = jnp.where(is_target, logits[:, :, None], 0.0).sum(-1)
+    parts = [log_normaliser - at_targets]
     for term in objective.loss_terms:
-        part = term(logits, log_normaliser, target_logits)
+        part = term(logits[..., :size], log_normaliser, at_targets)
         parts.append(jnp.broadcast_to(part, targets.shape))
-    counted = jnp.where(targets >= 0, jnp.stack(parts), 0.0)
-    sums = counted.sum((1, 2))
-    total = sums.sum(0)
-    known = jax.lax.stop_gradient(total)
-    derived = total[0] - known[0]
+    each = jnp.where(targets >= 0, jnp.stack(parts), 0.0)
+    by_part = each.sum((1, 2))
+    sums = by_part.sum(0)
+    total = sums[0]
     for k, weight in enumerate(objective.weights, 1):
-        derived += weight * (total[k] - known[k])
-    return known.at[0].add(derived), jax.lax.stop_gradient(sums[1:])
+        total += weight * sums[k]
+    logged = jax.lax.stop_gradient((sums, by_part[1:]))
+    return Losses(total, *logged)
 
 
 def logits_of(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
@@ -309,9 +340,9 @@ Names = tuple[str, ...]  # of axes
 
 
 def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -> Array:
-    """Returns a parameter of a module that has a `config`; its axes have names."""
+    """Returns a parameter of a module, float32; its axes have names."""
     boxed = nn.with_logical_partitioning(init, axes)
-    return module.param(name, boxed, shape, module.config.param_dtype, unbox=True)
+    return module.param(name, boxed, shape, jnp.float32, unbox=True)
 
 
 def whole(parameter: Array) -> Array:

@@ -14,11 +14,19 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops import plain
-from gpt2.ops.plain import Activation, Init, Names, Objective, Scoring, Shape
+from gpt2.ops.plain import (
+    Activation,
+    Init,
+    Losses,
+    Names,
+    Objective,
+    Scoring,
+    Shape,
+)
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
 CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
-CrossEntropy = Callable[[Array, Array, Array, Objective], tuple[Array, Array]]
+CrossEntropy = Callable[[Array, Array, Array, Objective], Losses]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
 Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
 

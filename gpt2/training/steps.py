@@ -64,7 +64,7 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         question = Question(batch["targets"][..., None], Objective())
         for extra in extras:
             question = extra.ask(question, segments, step)
-        (sums, added), variables = model.apply(
+        losses, variables = model.apply(
             {"params": params},
             batch["tokens"],
             question.targets,
@@ -76,25 +76,32 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
             mutable=[METRICS],
         )
         counts = (question.targets >= 0).sum((0, 1), dtype=jnp.float32)
-        found = {name: (sums[k], counts[k]) for k, name in enumerate(question.names)}
+        found = {
+            name: (losses.sums[k], counts[k]) for k, name in enumerate(question.names)
+        }
         for index, name in enumerate(question.term_names):
-            found[name] = added[index, 0], counts[0]
+            found[name] = losses.added[index, 0], counts[0]
+        objective = losses.total
         if METRICS in variables:
-            found = _with_reported(found, reported(variables[METRICS]))
+            for name, each in reported(variables[METRICS]).items():
+                total, count, auxiliary = each
+                found[name] = total, count
+                objective += auxiliary
+        found["loss"] = with_derivative_of(losses.sums[0], objective), counts[0]
         return found
 
     return loss
 
 
-def _with_reported(sums: Sums, reports: dict[str, tuple[Array, Array, Array]]) -> Sums:
-    """Adds what modules report; their auxiliary losses are in the loss' derivative alone."""
-    sums = dict(sums)
-    total, count = sums["loss"]
-    for name, (reported_total, reported_count, weighted) in reports.items():
-        sums[name] = reported_total, reported_count
-        total += weighted - jax.lax.stop_gradient(weighted)
-    sums["loss"] = total, count
-    return sums
+@jax.custom_jvp
+def with_derivative_of(value: Array, objective: Array) -> Array:
+    """Returns a value to log, with the derivative of the objective that a step lowers."""
+    return value
+
+
+@with_derivative_of.defjvp
+def _(primals, tangents):
+    return primals[0], tangents[1]
 
 
 def on_one_device(function: Callable) -> Callable:
