@@ -331,6 +331,9 @@ class Logging:
 
     tensorboard: bool = True
     wandb: bool = False
+    wandb_project: str = "gpt2"
+    wandb_group: str = ""  # empty: of a sweep's runs its name, of others none
+    wandb_tags: str = ""  # separated by commas
     # Metrics that the screen shows beside the usual ones, separated by commas; NAME is train/NAME
     # and eval/NAME.
     screen: str = ""
@@ -390,6 +393,7 @@ ALIASES = {
     "dtype": "precision.compute",
     "dataset": "data.corpus",
     "wandb_log": "logging.wandb",
+    "wandb_run_group": "logging.wandb_group",
     "bs": "data.batch_size",
 }
 

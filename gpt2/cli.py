@@ -11,7 +11,14 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from gpt2.config.options import Options, flatten, no_option, read_option, require_option
+from gpt2.config.options import (
+    OPTIONS,
+    Options,
+    flatten,
+    no_option,
+    read_option,
+    require_option,
+)
 from gpt2.config.run import Config, read_options
 from gpt2.errors import UserError, exit_on_user_error
 from gpt2.signals import leave_at_interrupt, raise_at_interrupt
@@ -60,10 +67,15 @@ def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags, and returns the program's name and the arguments that are no flags."""
     try:
         for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
-            if match := re.match(r"--?(?:no)?config\.([^=]*)=?(.*)", argument):
-                require_option(match[1], "--config.")
-                if match[2]:
-                    read_option(match[1], match[2])
+            if match := re.match(r"--?(?:no)?config\.([^=]*)(=?)(.*)", argument):
+                name, given, value = match.groups()
+                require_option(name, "--config.")
+                if given:
+                    read_option(name, value)
+        if "--help" in argv and "config" in flags.FLAGS:
+            flags.FLAGS([each for each in argv if each != "--help"])
+            flags.FLAGS["config"].help += _describe_options()
+            argv = [argv[0], "--help"]
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl ends --help with 1, as if it had failed
         sys.exit(0 if end.code == 1 else end.code)
@@ -77,15 +89,21 @@ def parse_flags(argv: list[str]) -> list[str]:
         raise UserError(what, "See configs/default.py, or --help") from None
 
 
+def _describe_options() -> str:
+    """Returns the options that were given, each with its meaning, for --help."""
+    options = flatten(flags.FLAGS["config"].value)
+    text = " It has:"
+    for name, option in OPTIONS.items():
+        text += f"\n{name}={options[name]}  {option.meaning}".rstrip()
+    return text
+
+
 def define_config() -> None:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
     about = (
         "File of options, see configs/, or a run's config.json; if not given, "
-        "configs/quickstart.py. --config.group.option=value sets one of them. These are "
-        "the options, with their meaning in configs/default.py:"
+        "configs/quickstart.py. --config.group.option=value sets one of them."
     )
-    for name, value in flatten(Config().to_dict()).items():
-        about += f"\n{name}={value}"
     try:
         config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
     except flags.CantOpenFlagFileError as error:  # it looks for FILE

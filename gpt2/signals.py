@@ -83,10 +83,13 @@ class StopSignal:
         return True
 
     def __enter__(self) -> Self:
-        self._before = {signal.SIGINT: signal.signal(signal.SIGINT, self._on_signal)}
-        if not self._agrees:
-            handler = signal.signal(signal.SIGTERM, self._on_signal)
-            self._before[signal.SIGTERM] = handler
+        self._before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) == signal.SIG_IGN:
+                told = f"{number.name} is ignored, as it is behind a script's `&`"
+                tell(told)
+            elif number == signal.SIGINT or not self._agrees:
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -224,8 +224,9 @@ def test_equal_tokens_are_those_of_the_run_where_batches_grow():
 def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compare():
     assert choose_score(arms("optim.name=lion")) == "eval/loss"
     assert choose_score(arms("data.tokenizer=byte")) == "eval/bits_per_byte"
-    with pytest.raises(UserError, match=r"data\.val_fraction"):
-        choose_score(arms("data.val_fraction=0.1"))
+    for other in ("data.val_fraction=0.1", "data.unique=True"):
+        with pytest.raises(UserError, match="different texts"):
+            choose_score(arms(other))
     part = with_options(BASE, {"train.eval_batches": 5})
     assert (
         choose_score(make_arms(part, ["optim.name=lion"], one_at_a_time=False))
@@ -362,6 +363,17 @@ def test_the_report_tells_what_runs_take_and_metrics_that_a_loss_adds(tmp_path):
     assert "| optim.name=lion | 1.2M | 1,000 | 2M | 0.1 |" in text
     assert "| train/balance |" + 3 * " 1.0000 ± 0.7071 |" in text
     assert rows_of(tmp_path)[0]["train/balance"] == "0.5"
+
+
+def test_a_report_of_single_validations_shows_no_curves(tmp_path):
+    sweep = filled(tmp_path, num_seeds=2)
+    assert "## Curves" in report_of(sweep)
+    for run in sweep.runs():
+        path = run.workdir / "metrics.jsonl"
+        path.write_text(path.read_text().splitlines(keepends=True)[-1])
+    text = report_of(sweep)
+    assert "## Curves" not in text and "curves.png" not in text
+    assert "| optim.name=lion | 2 |" in text and "differences.png" in text
 
 
 def test_a_difference_stands_beside_the_baselines_mean_that_it_is_from(tmp_path):
@@ -866,13 +878,14 @@ def write_measure(root, arm):
     (run.workdir / "metrics.jsonl").write_text(text)
 
 
-def test_a_dry_run_counts_starts_and_compilation(tmp_path):
+def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     sweep, slots = filled(tmp_path, num_seeds=2), make_slots(1)
     (sweep.runs()[-1].folder / "outcome.json").unlink()
     for arm in sweep.arms:
         write_measure(tmp_path, arm)
     assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
     *_, last, total = describe_runs(sweep, slots).splitlines()
+    assert "baseline: 0.1 seconds a step" in capsys.readouterr().out
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
     assert total.startswith("about 0:02:00 with --jobs=1")
 

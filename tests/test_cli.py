@@ -80,7 +80,8 @@ def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(
         ("--config.model.num_heads[0]=3", "mean --config.model.num_heads?"),
         ("--frobnicate=1", "frobnicate"),
         ("--config.data.batch_size=x", "data.batch_size=x is not of type int"),
-        ("--config.optim.eps=x", "eps=x is not of type float"),
+        ("--config.optim.eps=x", "float. For example, optim.eps=1e-08"),
+        ("--config.train.num_steps=", "num_steps= is not of type int"),
         ("--config.model.bias=maybe", "bias=maybe is not of type bool"),
         ("--config=none.py", "none.py"),
         ("--flagfile=none", "none"),
@@ -92,10 +93,17 @@ def test_mistakes_in_flags_are_told_with_the_nearest_name(parse, given, told):
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_help_lists_every_option_with_its_default(parse):
+def test_help_lists_every_option_with_its_value_and_meaning(parse):
+    given = ["--config=configs/quickstart.py", "--config.optim.beta1=0.5"]
+    flags.DEFINE_bool("help", False, "", flag_values=flags.FLAGS)
+    parse("--help", *given)
     listed = flags.FLAGS["config"].help.splitlines()
     assert [line.partition("=")[0] for line in listed[1:]] == [*OPTIONS]
-    assert {"model.num_layers=12", "optim.name=adamw", "loss.ahead="} <= {*listed}
+    assert {"model.num_layers=4", "optim.beta1=0.5"} <= {*listed}
+    assert "optim.weight_decay=0.1  on kernels and embeddings, not on biases" in str(
+        listed
+    )
+    assert all(option.meaning for name, option in OPTIONS.items() if name[:4] == "loss")
 
 
 def test_commands_prepare_their_process_before_they_import_jax():

@@ -1,16 +1,37 @@
 """Runs of a sweep are processes of their own."""
 
 import os
+import signal
 
 from gpt2.parallel import distributed
 from gpt2.utils import cluster
 
 
 def test_a_run_of_a_sweep_is_no_part_of_what_a_launcher_began(tmp_path, monkeypatch):
-    show = "from gpt2.parallel import distributed; print(distributed._find_launcher())"
-    (tmp_path / "show.py").write_text(show)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
     assert distributed._find_launcher() == "mpi4py"
-    slot, log = cluster.Slot(os.sched_getaffinity(0), {}), tmp_path / "log.txt"
-    assert cluster.start([str(tmp_path / "show.py")], log, slot).wait() == 0
-    assert log.read_text() == "None\n"
+    show = "from gpt2.parallel import distributed; print(distributed._find_launcher())"
+    assert printed(tmp_path, show, os.sched_getaffinity(0)) == "None\n"
+
+
+def printed(folder, program, cores):
+    """What a program prints that `cluster.start` runs."""
+    (folder / "program.py").write_text(program)
+    log = folder / "log.txt"
+    slot = cluster.Slot(cores, {"MARK": "here"})
+    assert cluster.start([str(folder / "program.py"), "a b"], log, slot).wait() == 0
+    return log.read_text()
+
+
+SHOW = """
+import ctypes, os, sys
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+print(os.sched_getaffinity(0), number.value, sys.argv[1], os.environ["MARK"])
+"""
+
+
+def test_a_run_has_its_cores_and_ends_with_what_started_it(tmp_path):
+    core = min(os.sched_getaffinity(0))
+    told = f"{ {core} } {signal.SIGTERM.value} a b here\n"
+    assert printed(tmp_path, SHOW, {core}) == told

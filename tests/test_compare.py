@@ -4,6 +4,7 @@ import json
 
 import matplotlib.image
 
+from gpt2.utils.files import seal, write_json
 from tests.helpers import run
 from tests.test_workdir import make_config
 
@@ -17,6 +18,13 @@ def write_run(folder, tokenizer, *records, corpus="pystdlib", **options):
     (folder / "metrics.jsonl").write_text(
         "".join(f"{json.dumps(each)}\n" for each in records)
     )
+
+
+def write_data(folder, tokenizer, num_bytes):
+    """Writes what a run keeps of its text, whose training part says nothing here."""
+    held_out = {"num_bytes": num_bytes, "num_documents": 3}
+    facts = {"tokenizer_sha256": tokenizer, "splits": {"validation": held_out}}
+    write_json(folder / "data.json", seal(facts))
 
 
 def compare(folder, *given):
@@ -46,6 +54,25 @@ def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_r
         (tmp_path / "first" / name).write_text("{")
         code, _, mistake = compare(tmp_path, "other", "first")
         assert code == 2 and mistake.startswith("error: first cannot be read (")
+
+
+def test_runs_are_told_apart_by_the_text_and_tokenizer_that_they_had_and_not_by_names(
+    tmp_path,
+):
+    for name in "abcd":
+        corpus = "text:moved" if name == "b" else "text:books"
+        write_run(tmp_path / name, "bpe:4096", SCORED, corpus=corpus)
+    write_data(tmp_path / "a", "first", 1000)
+    write_data(tmp_path / "b", "first", 1000)
+    write_data(tmp_path / "c", "first", 1001)
+    write_data(tmp_path / "d", "second", 1000)
+    code, told, warned = compare(tmp_path, "a", "b")
+    assert (code, warned) == (0, "") and "5.0000" in told
+    code, told, warned = compare(tmp_path, "a", "b", "c")
+    assert code == 0 and "5.0000" in told
+    assert warned.startswith("warning: c is") and warned.count("warning") == 1
+    code, told, warned = compare(tmp_path, "a", "d")  # two vocabularies of one name
+    assert (code, warned) == (0, "") and "2.5000" in told and "5.0000" not in told
 
 
 def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_told_whole(

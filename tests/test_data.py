@@ -139,6 +139,24 @@ def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(
     assert text == alone.read_text()
 
 
+def test_a_text_that_is_small_for_its_options_is_told_where_it_is_prepared(
+    tmp_path, make, many, capfd
+):
+    alone = tmp_path / "alone.txt"
+    alone.write_text("one text\n" * 1000)
+    four = tmp_path / "four.jsonl"
+    four.write_text("".join(f'{{"text": "{i} is a number"}}\n' for i in range(4)))
+    for spec in (many[0], f"text:{alone}"):
+        make(spec)
+        assert capfd.readouterr().err == ""
+    make(many[0], tokenizer="bpe:4096")
+    assert "is small: its vocabulary has" in capfd.readouterr().err
+    for told in ("1 of 4 documents", ""):
+        make(f"jsonl:{four}")
+        warned = capfd.readouterr().err
+        assert told in warned and bool(warned) == bool(told)
+
+
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
     monkeypatch.setattr(splits, "WEIGHED", 0)
 

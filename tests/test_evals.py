@@ -15,7 +15,7 @@ from gpt2.evals import scoring
 from gpt2.evals.core import core
 from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.perplexity import compression, detokenize, wikitext
-from gpt2.evals.report import mean, ratio
+from gpt2.evals.report import Figure, mean, print_table, ratio
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import run_task, validation_data
@@ -169,6 +169,14 @@ def test_standard_errors_are_those_of_the_sample_mean_and_of_resampling():
     resampled = (x[rows].sum(1) / y[rows].sum(1)).std()
     assert ratio(x, y)[1] == pytest.approx(resampled, rel=0.1)
     assert math.isnan(mean([1.0])[1])
+
+
+def test_a_convention_is_printed_once_for_all_its_figures(capsys):
+    rows = [("a", "loss", "windows"), ("a", "perplexity", "windows")]
+    rows += [("a", "by word", "words"), ("b", "loss", "windows")]
+    print_table([Figure(task, each, 1.0, 0.1, 2, how) for task, each, how in rows])
+    told = capsys.readouterr().out.splitlines()[-3:]
+    assert told == ["a: windows", "a: words", "b: windows"]
 
 
 def figures_by_metric(figures):

@@ -28,6 +28,7 @@ def pristine(tmp_path_factory):
     ):
         done = run_command(*arguments, cwd=folder, seconds=200)
         assert done.code == 0, done.stderr
+        (folder / f"{arguments[0]}.out").write_text(done.stdout)
     (folder / "mine.py").write_text(
         "def get_config():\n    return {'optim': {'lr': 1.0}}\n"
     )
@@ -89,6 +90,7 @@ MISTAKES = [  # a command, and a word of the line
     (["gpt2.compare", "run", "--reference=points.csv"], "points.csv"),
     (["gpt2.profile", "in.txt"], "in.txt"),
     (["gpt2.ablate", *SHORT, "--vary=optim.nme=adam", "--workdir=sweep"], "optim.name"),
+    (["gpt2.ablate", *SHORT, "--workdir=sweep"], "--vary"),
 ]
 
 
@@ -124,6 +126,9 @@ def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path
     done = run_command(*given, cwd=folder, seconds=200)
     assert done.code == 0, done
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2, 3]
+    # Of two steps the rate rose in all, of three it does not.
+    assert "are warm-up" in (pristine / "train.py.out").read_text()
+    assert "are warm-up" not in done.stdout
 
 
 def test_every_command_has_help(tmp_path):

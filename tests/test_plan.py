@@ -19,6 +19,7 @@ from gpt2.plan.plan import (
     make_program,
 )
 from gpt2.telemetry.chips import BOARDS
+from gpt2.utils.text import format_duration
 from tests.helpers import TINY, run, thorough
 from tests.layouts import Case, setup
 
@@ -162,6 +163,8 @@ def test_a_plan_agrees_with_a_run_in_memory_and_collectives(case):
         on_first, abs=64
     )
     assert plan.collectives == collectives(compiled.text())
+    leaves = jax.tree.leaves(state)
+    assert plan.bytes_saved == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def test_a_forecast_counts_the_products_that_remat_computes_again():
@@ -186,12 +189,15 @@ def test_a_forecast_counts_the_products_that_remat_computes_again():
 
 
 def test_a_time_that_depends_on_unknown_links_is_called_unknown():
-    program = make_program(with_options(Case().config(), BYTES), jax.devices())
+    options = BYTES | {"train.num_steps": 10**9}
+    program = make_program(with_options(Case().config(), options), jax.devices())
     sixteen = tuple(range(16))
     sent = [Collective("all-gather", sixteen, 1000)]
     plan = Plan(program, {"parameters": 1}, "", sent, compile_seconds=1.0)
     told = {board: command._forecast(plan, board) for board in BOARDS}
     assert "tokens/s" in told["H100"] and "unknown time" in told["L4"]
+    whole = format_duration(10**9 * plan.step_seconds("H100"))
+    assert f"{whole} for all steps" in told["H100"]
     for board, text in told.items():
         is_known = BOARDS[board].bandwidth(sixteen) is not None
         assert "inf" not in text and is_known == ("unknown" not in text)

@@ -103,6 +103,20 @@ def test_a_signal_stops_the_loop_after_its_step_and_its_handlers_go_with_it(numb
     assert signal.getsignal(number) == before
 
 
+def test_a_signal_that_is_ignored_where_a_run_begins_stays_so_and_is_told(capfd):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.reached(1)
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.reached(2)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "SIGINT is ignored" in capfd.readouterr().err
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(

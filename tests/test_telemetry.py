@@ -142,9 +142,14 @@ def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     )
     fake = types.SimpleNamespace(init=lambda **given: starts.append(given) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for _ in range(2):
-        writers.Wandb(tmp_path, {}).write(2, {"train/loss": 2.0})
+    named = dict(wandb_project="mine", wandb_group="sweep", wandb_tags="a,b")
+    for options in ({}, named):
+        config = Config(logging=LoggingConfig(**options))
+        writers.Wandb(tmp_path, config).write(2, {"train/loss": 2.0})
     assert starts[0]["id"] == starts[1]["id"] and starts[0]["name"] == tmp_path.name
+    names = [[start[key] for key in ("project", "group", "tags")] for start in starts]
+    assert names == [["gpt2", None, None], ["mine", "sweep", ["a", "b"]]]
+    assert starts[1]["config"]["logging"]["wandb_tags"] == "a,b"
     assert logged == [(2, {"train/loss": 2.0})] * 2
 
 
@@ -186,12 +191,15 @@ def losses(*values, **more):
 
 
 def test_a_line_has_the_mean_loss_since_the_last_line_and_all_that_a_step_gives():
-    kept, _ = report(
-        losses(1.0, 2.0, 6.0, 5.0, 7.0, 12.0, 4.0, **{"train/entropy": 2.5})
-    )
+    steps = losses(1.0, 2.0, 6.0, 5.0, 7.0, 12.0, 4.0)
+    for step in steps:
+        step["train/entropy"] = step["train/loss"] / 2
+    steps[2]["train/grad_norm"] = 5.0
+    kept, _ = report(steps)
     told = {step: line["train/loss"] for step, line in kept.lines.items()}
     assert told == {1: 1.0, 3: 4.0, 6: 8.0, 7: 4.0}
-    assert kept.lines[3]["train/entropy"] == 2.5 and kept.lines[3]["tokens"] == 30
+    assert kept.lines[3]["train/entropy"] == 2.0 and kept.lines[3]["tokens"] == 30
+    assert kept.lines[3]["train/grad_norm"] == 5.0  # of its step
 
 
 def test_skipped_steps_are_told_and_no_part_of_the_mean():
@@ -266,6 +274,15 @@ def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys)
     assert "9,999 tok/s" in usual and len(usual) <= 80
     assert asked.startswith("step   4/500  loss 2.0000  moe/balance 1.25  ")
     assert validation == "step   4/500  val loss 2.0000  b 2"
+
+
+def test_a_metric_that_the_screen_never_finds_is_told_once(capsys):
+    progress = Progress(500, names=["grad_norm", "eval/b", "grad_nrom"])
+    for step in (4, 5):
+        progress.write(step, {"train/loss": 2.0, "train/grad_norm": 1.0})
+        progress.write(step, {"eval/loss": 2.0, "eval/b": 2.0})
+    (told,) = re.findall(r"warning: (.*)", capsys.readouterr().out)
+    assert "grad_nrom" in told and "grad_norm" not in told and "eval/b" not in told
 
 
 # Speed

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import functools
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -75,6 +76,7 @@ def main() -> int:
     root = Path(FLAGS.workdir).expanduser()
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
+    os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
     slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
@@ -102,6 +104,10 @@ def main() -> int:
 
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
+    goes_on = (root / "sweep.json").exists()
+    if not (FLAGS.vary or FLAGS.tune or goes_on):
+        how = "For example, add --vary=optim.name=adamw,lion"
+        raise UserError("nothing is varied", how)
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     looks = _read_looks(FLAGS.seeds)
     score = choose_score(arms)

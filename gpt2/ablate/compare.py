@@ -20,10 +20,11 @@ from gpt2.ablate.runs import DAMAGE
 from gpt2.ablate.tables import spread
 from gpt2.ablate.terms import BITS_PER_BYTE, LOSS, flops
 from gpt2.config import Config, flatten
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.telemetry.reference import read_reference
 from gpt2.training.code import read_starts
 from gpt2.utils import launch
+from gpt2.utils.files import read_sealed
 from gpt2.utils.stores import fetch
 from gpt2.utils.text import format_count, format_duration
 
@@ -48,19 +49,21 @@ def main(*directories: str) -> None:
         workdirs |= _find_workdirs(place)
     options = {}
     by_name = {}
+    tokenizers = {}
+    texts = {}
     for name, members in workdirs.items():
         workdir = members[0]
         try:
             options[name] = _read_options(workdir)
             by_name[name] = _flatten(workdir, options[name])
+            tokenizers[name], texts[name] = _read_text(workdir, options[name])
         except DAMAGE as error:
             what = f"{workdir} cannot be read ({error})"
             raise UserError(what, "Leave it out") from None
     unit = "nats per token"
     reference = flags.FLAGS.reference
     curves = _read_curves(workdirs, options, LOSS, unit)
-    tokenizers = {options[name]["data"]["tokenizer"] for name in curves}
-    if len(tokenizers) > 1:
+    if len({tokenizers[name] for name in curves}) > 1:
         if reference:
             raise UserError(
                 "runs with different tokenizers compare in bits per byte, a reference in nats",
@@ -81,6 +84,10 @@ def main(*directories: str) -> None:
     console.print(_make_table(curves, unit))
     usual = by_name[first]
     for name in others:
+        if texts[name] != texts[first]:
+            warn(
+                f"{name} is validated on another text than {first}: they do not compare"
+            )
         own = by_name[name]
         unlike = []
         for option in usual | own:
@@ -108,6 +115,18 @@ def _read_options(workdir: Path) -> Options:
     if not path.is_file():
         raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
     return json.loads(path.read_text("utf-8"))
+
+
+def _read_text(workdir: Path, options: Options) -> tuple[str, str]:
+    """Returns a run's tokenizer, and the text of its validation, whatever its tokens are."""
+    data = options["data"]
+    found = read_sealed(workdir / "data.json") or {}
+    tokenizer = found.get("tokenizer_sha256", data["tokenizer"])
+    # A mixture is told by its shares, too, and batches of one's own have no text.
+    text = data["corpus"]
+    if split := found.get("splits", {}).get("validation"):
+        text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
+    return tokenizer, text
 
 
 def _flatten(workdir: Path, options: Options) -> dict[str, Any]:

@@ -57,12 +57,18 @@ def _visible_gpus() -> list[str]:
     return [gpu for gpu in visible.split(",") if gpu not in none]
 
 
-def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
+def train_all(
+    runs: Sequence[Run],
+    slots: Sequence[Slot],
+    score: str,
+    *,
+    tells: bool = True,
+) -> None:
     """Trains the runs that have not ended yet, beside other processes that do the same.
 
     A run that was interrupted continues. One that failed before this process began is tried again;
-    one that diverged would diverge again. Each run that ends is told with its score. SIGTERM
-    saves what still trains.
+    one that diverged would diverge again. Each run that ends is told with its score, if `tells`.
+    SIGTERM saves what still trains.
     """
     left = list(runs)
     free = list(slots)
@@ -93,7 +99,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                 free.append(each.slot)
                 told = each.end(code, score)
                 done = len(runs) - len(left) - len(training)
-                print(f"{done}/{len(runs)}  {each.run.label}  {told}", flush=True)
+                if tells:
+                    print(f"{done}/{len(runs)}  {each.run.label}  {told}", flush=True)
             time.sleep(_POLL_SECONDS)
     finally:
         for each in training:
@@ -140,7 +147,9 @@ class _Training:
             f"--config={run.folder / 'config.json'}",
             f"--workdir={run.workdir}",
         ]
-        self.process = start(command, self._log, slot)
+        for_wandb = {"WANDB_NAME": run.label}
+        environment = slot.environment | for_wandb
+        self.process = start(command, self._log, slot._replace(environment=environment))
 
     def end(self, code: int, score: str) -> str:
         """Keeps how the process ended, gives its lock back, and returns what to tell of it."""

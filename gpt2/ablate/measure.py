@@ -52,7 +52,7 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     They are those of a short run, which is trained once and kept.
     """
     run = make_measuring_run(root, arm)
-    train_all([run], [slot], LOSS)
+    train_all([run], [slot], LOSS, tells=False)
     if run.outcome().state != "finished":
         raise UserError(
             f"{arm.name} cannot be measured", f"See {run.folder / 'log.txt'}"
@@ -73,6 +73,7 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     seconds = {}
     for arm in sweep.arms:
         step, start = measure(sweep.root, arm, slots[0])
+        print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
         seconds[arm.name] = start + arm.config.train.num_steps * step
     lines = []
     total = 0.0

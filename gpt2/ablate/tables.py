@@ -80,7 +80,8 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     rows = []
     baseline, *others = sweep.arms
     first = compared(results, baseline, "finished")
-    if first.empty:
+    # Of a single validation, at the end, there is no curve.
+    if first.empty or len(first.curve.iloc[0].scores) < 2:
         return pd.DataFrame()
     targets = [first.score.mean(), *first.score]
     for arm in others:

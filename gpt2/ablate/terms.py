@@ -28,8 +28,8 @@ def choose_score(arms: Sequence[Arm]) -> str:
     Arms that would be validated on different texts are a UserError.
     """
     configs = [arm.config for arm in arms]
-    texts = {(config.data.corpus, config.data.val_fraction) for config in configs}
-    what = "arms with another data.corpus or data.val_fraction are validated on different texts"
+    texts = {(c.data.corpus, c.data.val_fraction, c.data.unique) for c in configs}
+    what = "arms with another data.corpus, val_fraction or unique are validated on different texts"
     if len(texts) > 1:
         raise UserError(what)
     parts = {

@@ -1,9 +1,10 @@
 """Options by their dotted names, as configs/default.py states them: types, ranges, misspellings."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -30,12 +31,14 @@ class Option:
         choices: the names to choose from; empty: any text.
         interval: of numbers; a round bracket leaves the end itself out.
         factors: an example of a text of numbers, separated by commas; empty: any text.
+        meaning: what the comments say.
     """
 
     kind: type
     choices: tuple[str, ...] = ()
     interval: str = "[0, inf)"
     factors: str = ""
+    meaning: str = ""
 
     def holds(self, number: float) -> bool:
         """Returns whether a number lies in the interval."""
@@ -61,6 +64,23 @@ def _read_type(hint: type) -> Option:
     return Option(kind, interval=meant)
 
 
+def _read_comments() -> dict[tuple[str, str], str]:
+    """Returns the comments of configs/default.py, above a field and behind it, by its class."""
+    comments: dict[tuple[str, str], str] = {}
+    group = ""
+    comment = ""
+    for line in inspect.getsource(default).splitlines():
+        code, _, text = line.partition("#")
+        comment += text
+        name = code.partition(":")[0].strip()
+        if name.startswith("class "):
+            group = name.split()[1]
+        if name:
+            comments[group, name] = comment.strip()
+            comment = ""
+    return comments
+
+
 def _read_group(group: type, prefix: str = "") -> dict[str, Option]:
     """Returns the options of a dataclass and of the groups in it, by dotted name, in order."""
     options: dict[str, Option] = {}
@@ -68,10 +88,12 @@ def _read_group(group: type, prefix: str = "") -> dict[str, Option]:
         if isinstance(hint, type) and is_dataclass(hint):
             options |= _read_group(hint, f"{prefix}{name}.")
         else:
-            options[prefix + name] = _read_type(hint)
+            meaning = _COMMENTS[group.__name__, name]
+            options[prefix + name] = replace(_read_type(hint), meaning=meaning)
     return options
 
 
+_COMMENTS = _read_comments()
 OPTIONS = _read_group(default.Options)
 CHOICES = {name: each.choices for name, each in OPTIONS.items() if each.choices}
 
@@ -129,7 +151,9 @@ def read_option(name: str, text: str) -> Value:
     try:
         return flags.BooleanParser().parse(text) if kind is bool else kind(text)
     except ValueError:
-        raise UserError(f"{name}={text} is not of type {kind.__name__}") from None
+        example = f"For example, {name}={flatten(DEFAULTS)[name]}"
+        what = f"{name}={text} is not of type {kind.__name__}"
+        raise UserError(what, example) from None
 
 
 def read_factor(text: str) -> float:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from gpt2.config import DataConfig
+from gpt2.config.run import tokens_by_name
 from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
 from gpt2.data.foreign import reading
@@ -171,6 +172,14 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
             f"data.val_fraction={data.val_fraction} leaves a split of "
             f"data.corpus={data.corpus!r} empty: it holds {progress.sum('num_bytes')} bytes",
             "Choose a longer text, more documents that differ, or another fraction",
+        )
+    held_out = splits["validation"].num_documents
+    number = progress.sum("num_documents")
+    holds_much = documents.many and held_out > 2 * data.val_fraction * number
+    if tokenizer.vocab_size < tokens_by_name(data.tokenizer) or holds_much:
+        warn(
+            f"{data.corpus} is small: its vocabulary has {tokenizer.vocab_size:,} tokens, and "
+            f"{held_out:,} of {number:,} documents are held out; README says what suits it"
         )
     if damage := progress.find_damage(directory):
         (directory / PROGRESS).unlink(missing_ok=True)

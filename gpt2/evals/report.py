@@ -85,8 +85,8 @@ def print_table(figures: Sequence[Figure]) -> None:
         )
     console = Console(markup=False, highlight=False)
     console.print(table)
-    for figure in figures:
-        console.print(f"{figure.task}, {figure.metric}: {figure.convention}")
+    for line in dict.fromkeys(f"{each.task}: {each.convention}" for each in figures):
+        console.print(line)
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

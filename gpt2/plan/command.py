@@ -24,7 +24,7 @@ from gpt2.plan.plan import (
 from gpt2.plan.topologies import find_devices
 from gpt2.signals import leave_at_interrupt
 from gpt2.telemetry.chips import BOARDS, board_name
-from gpt2.utils.text import format_bytes, format_count
+from gpt2.utils.text import format_bytes, format_count, format_duration
 
 
 def define_flags() -> None:
@@ -95,6 +95,10 @@ def _print(plan: Plan, kind: str) -> None:
     memory = plan.memory | {"in all": plan.bytes_needed}
     own = board_name(kind)
     boards = [own] if own else BOARDS
+    # The newest, the best, and one that is being saved.
+    num_kept = config.train.keep_checkpoints + 2
+    if config.train.keep_every:
+        num_kept += config.train.num_steps // config.train.keep_every
     sections = {
         "plan": {
             "devices": f"{program.backend.mesh.size} ({kind})",
@@ -103,6 +107,7 @@ def _print(plan: Plan, kind: str) -> None:
             "tokens per step": f"{config.tokens_per_step:,}",
             "FLOPs per step": format_count(config.tokens_per_step * per_token),
             "compiled in": f"{plan.compile_seconds:.1f} s",
+            "a checkpoint": f"{format_bytes(plan.bytes_saved)}, at most {num_kept} of them",
         },
         "memory of a device": {
             name: f"{format_bytes(size)} ({size:,} bytes)"
@@ -128,14 +133,17 @@ def _forecast(plan: Plan, board: str) -> str:
     if math.isinf(seconds):
         return f"{_time(seconds)}, {share}"
     sending = 1e3 * plan.network_seconds(board)
-    rate = format_count(plan.program.config.tokens_per_step / seconds)
-    return f"{_time(seconds)}, {sending:,.4g} sending, {rate} tokens/s, {share}"
+    config = plan.program.config
+    rate = config.tokens_per_step / seconds
+    whole = format_duration(config.shapes.tokens(config.train.num_steps) / rate)
+    step = f"{_time(seconds)}, {sending:,.4g} sending, {format_count(rate)} tokens/s"
+    return f"{step}, {whole} for all steps, {share}"
 
 
 def _time(seconds: float) -> str:
     """Writes the time of a step, or that the links between so many devices are not known."""
     if math.isinf(seconds):
-        return "unknown time, for that of its links"
+        return "unknown time: the speed of links between so many is not known"
     return f"{1e3 * seconds:,.4g} ms"
 
 

@@ -51,6 +51,12 @@ class Plan:
         """Bytes per device, all kinds together."""
         return sum(self.memory.values())
 
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of a checkpoint, about."""
+        leaves = jax.tree.leaves(self.program.state_shapes)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
     def network_seconds(self, board: str, *, overlapped: bool = False) -> float:
         """Returns the seconds of collectives during which nothing is multiplied, or the others'.
 

@@ -20,6 +20,13 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
+# Metrics of the loss are means since the last line; these are of its step.
+_OF_A_STEP = {
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/skipped_steps",
+    "train/bad_in_a_row",
+}
 Late = tuple[int, Scalars, Scalars | None]  # a step, its metrics, its tensors' norms
 
 
@@ -36,7 +43,7 @@ class Reporter(AbstractContextManager):
         self._clock = clock
         self._options = options
         self._late: Late | None = None
-        self._losses = list[float]()  # since the last line
+        self._taken = list[dict[str, float]]()  # metrics of steps since the last line
         self._warned = set[Writer]()
 
     @classmethod
@@ -54,8 +61,8 @@ class Reporter(AbstractContextManager):
                 events = workdir / "tensorboard"
                 writers.append(EventFile(events, start))
             if logging.wandb:
-                writers.append(Wandb(workdir, config.to_dict()))
-            screen = logging.screen.split(",")
+                writers.append(Wandb(workdir, config))
+            screen = [name for name in logging.screen.split(",") if name]
             progress = Progress(train.num_steps, start, clock.flops, screen)
             writers.append(progress)
         return cls(writers, clock, train)
@@ -83,15 +90,16 @@ class Reporter(AbstractContextManager):
         is_due = step % self._options.log_every == 0
         if is_due or step in (1, self._options.num_steps):
             # NaN if all steps since the last line are skipped.
-            losses = self._losses or [math.nan]
-            values["train/loss"] = statistics.fmean(losses)
-            self._losses.clear()
+            taken = self._taken or [dict.fromkeys(values, math.nan)]
+            for name in values.keys() - _OF_A_STEP:
+                values[name] = statistics.fmean(each[name] for each in taken)
+            self._taken.clear()
             values["tokens"] = self._clock.tokens(step)
             values |= self._clock.read() | _peak_memory()
             self.write(step, values)
 
     def _judge(self, step: int, values: dict[str, float]) -> None:
-        """Raises if a step ends the run, tells of one that is skipped, and keeps its loss."""
+        """Raises if a step ends the run, tells of one that is skipped, or keeps its metrics."""
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -100,7 +108,7 @@ class Reporter(AbstractContextManager):
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
         if not bad_in_a_row:
-            self._losses.append(loss)
+            self._taken.append(dict(values))
             return
         text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
         self._each(lambda writer: writer.say(text))

@@ -1,9 +1,12 @@
 """What takes a run's metrics: what every writer offers, TensorBoard's event file, and W&B."""
 
+import os
 import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from gpt2.config import Config
 
 Metrics = Mapping[str, float]  # by name
 
@@ -68,8 +71,10 @@ class EventFile(Writer):
 class Wandb(Writer):
     """The W&B run of this workdir, started or continued; its identity is kept in `wandb/run_id`."""
 
-    def __init__(self, workdir: Path, config: Mapping[str, object]):
+    def __init__(self, workdir: Path, config: Config):
         import wandb
+
+        logging = config.logging
 
         identity = workdir / "wandb" / "run_id"
         if not identity.exists():
@@ -77,12 +82,14 @@ class Wandb(Writer):
             identity.write_text(secrets.token_hex(8))
         # Of two values for a step, W&B keeps the first: the same.
         self._run = wandb.init(
-            project="gpt2",
+            project=logging.wandb_project,
+            group=logging.wandb_group or None,  # None: as W&B's variables say
+            tags=logging.wandb_tags.split(",") if logging.wandb_tags else None,
             id=identity.read_text(),
             resume="allow",
-            name=workdir.resolve().name,
+            name=os.environ.get("WANDB_NAME", workdir.resolve().name),
             dir=str(workdir),
-            config=dict(config),
+            config=config.to_dict(),
         )
 
     def write(self, step: int, metrics: Metrics) -> None:

@@ -201,6 +201,10 @@ class Program:
             "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
             f"compiled in {seconds:.0f} s",
         }
+        if self.config.optim.warmup(num_steps) >= num_steps:
+            rows["warning"] = (
+                f"the rate only rises, as all {num_steps} steps are warm-up"
+            )
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
     def at(self, shape: Shape) -> "Program":

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,23 +35,26 @@ def open_pool() -> Iterator[tuple[int, ThreadPoolExecutor]]:
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
     """Starts a Python file, which appends to `log` and gets SIGTERM when we end."""
-    # Here, since after a fork the loader's lock may be taken.
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        if sys.platform == "linux":
-            os.sched_setaffinity(0, slot.cores)
-            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-    with open(log, "ab") as file, warnings.catch_warnings():
-        # JAX warns of a fork that goes on beside its threads; this one becomes another program.
-        warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
+    cores = ",".join(map(str, slot.cores))
+    with open(log, "ab") as file:
         return subprocess.Popen(
-            [sys.executable, *command],
+            # This file, apart from the modules beside it, becomes the other one.
+            [sys.executable, "-P", __file__, cores, *command],
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=os.environ | {ALONE: "1"} | slot.environment,
             start_new_session=True,  # Ctrl-C comes to this process, which tells its runs
-            preexec_fn=prepare,
         )
+
+
+def become(cores: str, *command: str) -> None:
+    """Lets this process run a Python file on some cores, and end with the process before it."""
+    if sys.platform == "linux":
+        os.sched_setaffinity(0, map(int, cores.split(",")))
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+if __name__ == "__main__":
+    become(*sys.argv[1:])
