@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gpt2 import cli
@@ -48,6 +48,15 @@ class Arm:
     def source(self, root: Path) -> Path:
         """Returns where the code of the arm lies, in a sweep of the directory `root`."""
         return root / "code" / self.commit if self.commit else SOURCE
+
+    def to_tree(self) -> dict:
+        """Returns it as JSON has it."""
+        return vars(self) | {"config": self.config.to_dict()}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping) -> "Arm":
+        """Returns what `to_tree` gave."""
+        return cls(**{**tree, "config": Config.from_dict(tree["config"])})
 
 
 def differences(old: Config, new: Config) -> Differences:
@@ -193,6 +202,16 @@ def _find_commit(name: str) -> str:
 def diffstat(arm: Arm) -> str:
     """Returns how much the code of an arm changes, as git tells it."""
     return _git(SOURCE, "diff", "-R", "--shortstat", arm.commit, "--", "*.py")
+
+
+def diff(old: Arm, new: Arm) -> str:
+    """Returns what the code of an arm has unlike that of another."""
+    return _git(SOURCE, "diff", old.commit, new.commit, "--", "*.py")
+
+
+def snapshot() -> str:
+    """Returns a commit of the working tree as it is, but for new files; "" without git."""
+    return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
 
 
 def check_out(source: Path) -> None:
