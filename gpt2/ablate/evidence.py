@@ -79,7 +79,7 @@ def half_width(differences: Array, level: float) -> float:
     return math.sqrt(squares / num * (border - 1) / (1 - border / r))
 
 
-def is_hopeless(differences: Array, pairs: int, level: Numbers) -> Array:
+def is_hopeless(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     """Returns whether the evidence of so many pairs in all would hardly reach 1 / `level`.
 
     It would not if the pairs to come had for mean the better end of what those seen, `[..., n]`,
