@@ -277,19 +277,19 @@ def test_minutes_end_an_idea_that_is_not_decided(ideas):
     assert ideas("optim.name=lion") == ("keep", 6)
 
 
-def test_an_idea_is_tried_anew_once_another_was_kept(ideas):
-    """As if a process beside had kept one after our first pair."""
+def test_an_idea_is_tried_on_top_of_what_another_process_keeps_meanwhile(ideas):
     ideas("optim.beta2=0.97")
 
     def keep_another(run):
-        if run.arm.startswith("002") and len(read_ledger(ideas.root).kept) == 0:
+        if run.arm.startswith("002") and not read_ledger(ideas.root).kept:
             facts = {"answer": "keep", "why": "clear", "seconds": 1.0}
             append(ideas.root, "answer", 1, facts)
 
     ideas.meanwhile = keep_another
+    assert ideas("optim.name=lion")[0] == "undecided"
     assert ideas("optim.name=lion")[0] == "keep"
     ledger = read_ledger(ideas.root)
-    assert [idea.answer for idea in ledger.ideas] == ["", "keep", "", "keep"]
+    assert [idea.answer for idea in ledger.ideas] == ["", "keep", "undecided", "keep"]
     assert ledger.best.best == 1
     assert ledger.best.arm.config.optim.beta2 == 0.97
 

@@ -28,15 +28,16 @@ import pandas as pd
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import Arm, check_out, differences, make_arms, snapshot
+from gpt2.ablate import arms, tables
+from gpt2.ablate.arms import Arm, check_out, make_arms, snapshot
 from gpt2.ablate.evidence import evidence, findable, is_hopeless
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
-from gpt2.ablate.ledger_report import write_ledger_report
 from gpt2.ablate.measure import measure, step_seconds
+from gpt2.ablate.pictures import plot_ledger
+from gpt2.ablate.report import render, write_page
 from gpt2.ablate.results import read_results
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.tables import interval, number
 from gpt2.ablate.terms import LOSS, TERMS, choose_score, equalize
 from gpt2.data import prepare
 from gpt2.training.code import hash_code
@@ -76,7 +77,7 @@ def main() -> int:
         idea = _try_idea(root, slot) if FLAGS.idea else ledger.best
         with files.locked(root / _LOCK):
             ledger = read_ledger(root)
-            write_ledger_report(root, ledger)
+            _write_report(root, ledger)
     _tell(ledger, idea)
     return EXIT_CODES[idea.answer] if FLAGS.idea else 0
 
@@ -92,7 +93,7 @@ def _begin(root: Path) -> Ledger:
             append_idea(root, Idea(0, "start", 0, arm, _prepare_code(root, arm)))
             return read_ledger(root)
     first = ledger.ideas[0].arm.config
-    for name, (old, new) in differences(first, config).items():
+    for name, (old, new) in arms.differences(first, config).items():
         raise UserError(
             f"{root} began with {name}={old}, not {new}",
             "Give the options that it began with, or another --ledger",
@@ -112,80 +113,67 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     """Returns the idea of the command line, on top of the best so far."""
     text = re.sub(r"^code=\.(?=\+|$)", f"code={snapshot()}", FLAGS.idea)
     best = ledger.best.arm
-    arms = make_arms(best.config, [text], one_at_a_time=True)
-    if len(arms) > 2:
+    found = make_arms(best.config, [text], one_at_a_time=True)
+    if len(found) > 2:
         raise UserError(f"--idea={text} names several", "Try one after another")
-    arm = arms[-1]  # the best itself if there is no other
+    arm = found[-1]  # the best itself if there is no other
+    number = len(ledger.ideas)
     if choose_score([best, arm]) != LOSS:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
     arm = replace(
         arm,
+        name=f"{number:03}-{arm.name}",
         config=arm.config.with_vocabulary(best.config.model.vocab_size),
         commit=arm.commit or best.commit,
         extra={**best.extra, **arm.extra},
     )
     code = _prepare_code(root, arm)
     _, arm = equalize([best, arm], FLAGS.equal, partial(step_seconds, root, slot))
-    return Idea(len(ledger.ideas), text, ledger.best.number, arm, code)
-
-
-def _try_idea(root: Path, slot: Slot) -> Idea:
-    """Tries the idea until there is an answer, and returns it with that."""
-    deadline = time.monotonic() + 60 * FLAGS.minutes
-    while True:
-        idea = _enter(root, slot)
-        if not idea:
-            best = read_ledger(root).best
-            return replace(best, answer="discard", why="it is the best itself")
-        answered = _follow(root, idea.number, slot, deadline)
-        if answered:
-            return answered
+    return Idea(number, text, ledger.best.number, arm, code)
 
 
 def _enter(root: Path, slot: Slot) -> Idea | None:
-    """Returns the idea, the old one if it was tried against the same best; None for the best."""
-    while True:
+    """Returns the idea, the old one if it was tried against this best; None for the best itself."""
+    with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         idea = _make_idea(root, ledger, slot)
         if idea.same(ledger.best):
             return None
-        with files.locked(root / _LOCK):
-            ledger = read_ledger(root)
-            if ledger.best.number != idea.best:
-                continue  # another process has kept one
-            for other in ledger.ideas:
-                if other.best == idea.best and other.same(idea):
-                    return other
-            number = len(ledger.ideas)
-            arm = replace(idea.arm, name=f"{number:03}-{idea.arm.name}")
-            idea = replace(idea, number=number, arm=arm)
-            append_idea(root, idea)
-            return idea
+        for other in ledger.ideas:
+            if other.best == idea.best and other.same(idea):
+                return other
+        append_idea(root, idea)
+        return idea
 
 
-def _follow(root: Path, number: int, slot: Slot, deadline: float) -> Idea | None:
-    """Trains pairs until there is an answer; None if another idea was kept meanwhile."""
+def _try_idea(root: Path, slot: Slot) -> Idea:
+    """Trains pairs of the idea until there is an answer, and returns it with that."""
     began = time.monotonic()
     pair_seconds = 0.0
     answer = ""
+    entered = _enter(root, slot)
+    if not entered:
+        best = read_ledger(root).best
+        return replace(best, answer="discard", why="it is the best itself")
     while True:
         now = time.monotonic()
         with files.locked(root / _LOCK):
             ledger = read_ledger(root)
-            idea = ledger.ideas[number]
+            idea = ledger.ideas[entered.number]
             if idea.answer == "keep":  # by another process
                 return idea
-            if ledger.best.number != idea.best:
-                return None
             if not answer:
                 answer, why = _decide(ledger, idea)
-            if not answer and now + pair_seconds > deadline:
+            if ledger.best.number != idea.best:
+                answer = "undecided"
+                why = "another idea was kept meanwhile, try it on top of that"
+            elif not answer and now + pair_seconds > began + 60 * FLAGS.minutes:
                 answer = "undecided"
                 why = f"{FLAGS.minutes:g} minutes are used up"
             if answer:
                 facts = {"answer": answer, "why": why, "seconds": now - began}
-                append(root, "answer", number, facts)
-                return read_ledger(root).ideas[number]
+                append(root, "answer", idea.number, facts)
+                return read_ledger(root).ideas[idea.number]
         answer, why = _train_pair(root, ledger, idea, slot)
         pair_seconds = time.monotonic() - now
 
@@ -266,11 +254,21 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
         print(facts.to_json())  # null where there is no number
         return
     print(
-        f"{idea.answer or idea.text}: {number(difference, '+.4f')}"
-        f" {interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
+        f"{idea.answer or idea.text}: {tables.number(difference, '+.4f')}"
+        f" {tables.interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
         f" {format_duration(idea.seconds)}, {idea.why}; ledger"
         f" {counted(ideas, 'idea')}, {kept} kept, the next at {level:.2%}"
     )
+
+
+def _write_report(root: Path, ledger: Ledger) -> None:
+    """Writes report.html and ledger.png."""
+    gains = {0: 0.0}  # of each best by its number, from the start
+    for idea in ledger.kept:
+        gains[idea.number] = gains[idea.best] + idea.interval[0]
+    plot_ledger(root / "ledger.png", ledger.ideas[1:], gains)
+    body = render("ledger.j2", ledger=ledger, gains=gains, arms=arms, tables=tables)
+    write_page(root, root.resolve().name, body, ["ledger.png"])
 
 
 def _describe_pairs(root: Path, ledger: Ledger, slot: Slot) -> str:
