@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -153,6 +154,13 @@ def write_run(run, final, state="finished", error="", noise=None):
     (run.workdir / "metrics.jsonl").write_text(text)
     outcome = {"state": state, "error": error}
     (run.folder / "outcome.json").write_text(json.dumps(outcome))
+
+
+def copy_project(project):
+    """Copies what trains to a directory."""
+    for name in ("gpt2", "configs"):
+        shutil.copytree(ROOT / name, project / name)
+    shutil.copy(ROOT / "train.py", project)
 
 
 def make_repository(project, file, text):

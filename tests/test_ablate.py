@@ -42,7 +42,7 @@ from gpt2.errors import UserError
 from gpt2.optim import make_schedule
 from gpt2.training.code import hash_code
 from gpt2.utils.files import seal
-from tests.helpers import ROOT, TINY, make_repository, write_run
+from tests.helpers import ROOT, TINY, copy_project, make_repository, write_run
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
 BASE = with_options(BASE, {"train.num_steps": 1000, "optim.warmup_steps": 100})
@@ -947,9 +947,7 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     } == times
     assert rows_of(root, ["seconds"]) == rows
     project, changed = tmp_path / "project", "gpt2/training/__init__.py"
-    for name in ("gpt2", "configs"):
-        shutil.copytree(ROOT / name, project / name)
-    shutil.copy(ROOT / "train.py", project)
+    copy_project(project)
     make_repository(project, changed, (ROOT / changed).read_text() + UPHILL)
     said = ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
     assert "baseline: 1 run taken from ../sweep" in said

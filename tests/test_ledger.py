@@ -25,7 +25,7 @@ from gpt2.ablate.evidence import (
 from gpt2.ablate.journal import append, read_ledger
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from tests.helpers import ROOT, TINY, make_repository, write_run
+from tests.helpers import ROOT, TINY, copy_project, make_repository, write_run
 from tests.ledger_rates import by_evidence, simulate
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
@@ -173,7 +173,12 @@ class Ideas:
     def __call__(self, idea, **flags):
         """Tries an idea, and returns its answer and how many runs that took."""
         usual = dict(
-            pairs=8, minutes=math.inf, equal="tokens", json=True, dry_run=False
+            pairs=8,
+            minutes=math.inf,
+            least=0.0,
+            equal="tokens",
+            json=True,
+            dry_run=False,
         )
         options = usual | flags | {"ledger": str(self.root), "idea": idea}
         self._set(command, "FLAGS", SimpleNamespace(**options))
@@ -208,6 +213,11 @@ def test_a_gain_is_kept_and_the_next_idea_is_tried_on_top_of_it(ideas, capsys):
     gained = last.interval[0]
     assert gained == pytest.approx(-0.05, abs=0.01)
     assert "relu_squared" in (ideas.root / "report.html").read_text()
+
+
+def test_a_gain_below_what_is_worth_keeping_is_not_kept(ideas):
+    assert ideas("optim.name=lion", least=0.2)[0] == "discard"
+    assert ideas("optim.name=lion", least=0.05)[0] == "keep"
 
 
 def test_a_dud_is_discarded_and_shares_the_runs_of_the_best(ideas):
@@ -346,13 +356,13 @@ def test_the_working_tree_is_an_idea_as_it_is(tmp_path, monkeypatch):
 # Real runs
 
 
-def start_ledger(root, idea, *options):
+def start_ledger(project, idea):
     few = ["--config.train.eval_batches=2", "--config.train.checkpoint_every=0"]
-    given = [*TINY, *few, f"--ledger={root}", f"--idea={idea}", "--json", *options]
+    given = [*TINY, *few, "--ledger=../ideas", f"--idea={idea}", "--pairs=2", "--json"]
     return subprocess.Popen(
         [sys.executable, "-m", "gpt2.ablate.ledger", *given],
-        cwd=ROOT,
-        env=os.environ | {"XLA_FLAGS": ""},
+        cwd=project,
+        env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(project)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -360,27 +370,29 @@ def start_ledger(root, idea, *options):
 
 
 @pytest.mark.thorough
-def test_a_ledger_killed_in_the_middle_and_shared_answers_as_if_nothing_had_been(
-    tmp_path,
-):
-    lion = start_ledger(tmp_path, "optim.name=lion", "--pairs=2")
+def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
+    project, root = tmp_path / "project", tmp_path / "ideas"
+    copy_project(project)
+    train = (ROOT / "train.py").read_text()
+    make_repository(project, "train.py", f"{train}# only a comment\n")
+    lion = start_ledger(project, "optim.name=lion")
     for line in lion.stderr:
         if line.startswith("2/2"):
             lion.send_signal(signal.SIGKILL)
             break
     lion.communicate()
-    processes = []
-    for idea in ("optim.name=lion", "optim.learning_rate=1e30"):
-        processes.append(start_ledger(tmp_path, idea, "--pairs=2"))
+    assert lion.returncode == -signal.SIGKILL
+    with open(project / "gpt2" / "training" / "steps.py", "a") as steps:
+        steps.write("EDITED = True\n")  # meanwhile
+    ideas = ("optim.name=lion", "optim.learning_rate=1e30", "code=my/idea")
+    processes = [start_ledger(project, idea) for idea in ideas]
     said = [process.communicate(timeout=400) for process in processes]
     codes = [process.returncode for process in processes]
-    assert codes[0] in (0, 10, 11) and codes[1] == 10, said
+    assert codes[0] in (0, 10, 11) and codes[1:] == [10, 10], said
     assert json.loads(said[1][0])["why"].startswith("diverged: the loss")
-    ledger = read_ledger(tmp_path)
-    assert sorted(idea.text for idea in ledger.ideas) == [
-        "optim.learning_rate=1e30",
-        "optim.name=lion",
-        "start",
-    ]
-    starts = [path.read_text() for path in tmp_path.rglob("environment.jsonl")]
+    assert json.loads(said[2][0])["why"] == "it is the best itself"
+    tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
+    assert tried == {"start": 0, "optim.name=lion": 2, "optim.learning_rate=1e30": 0}
+    starts = [path.read_text() for path in root.rglob("environment.jsonl")]
+    # Two seeds of the best and of one idea, one of the other, none twice.
     assert len(starts) == 5 and all(text.count("\n") == 1 for text in starts)

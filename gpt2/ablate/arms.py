@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import re
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from gpt2.config import (
     with_options,
 )
 from gpt2.errors import UserError
-from gpt2.training.code import SOURCE
+from gpt2.training.code import SOURCE, git
 from gpt2.utils.files import locked
 
 BASELINE = "baseline"
@@ -210,7 +209,9 @@ def diff(old: Arm, new: Arm) -> str:
 
 
 def snapshot() -> str:
-    """Returns a commit of the working tree as it is, but for new files; "" without git."""
+    """Returns a commit of the working tree as it is, but for new files; "" without a checkout."""
+    if not _git(SOURCE, "ls-files", "train.py"):
+        return ""
     return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
 
 
@@ -230,5 +231,4 @@ def check_out(source: Path) -> None:
 
 def _git(source: Path, *arguments: str) -> str:
     """Returns what git prints in a directory; nothing if it fails."""
-    command = ["git", "-C", str(source), *arguments]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return git(source, *arguments, seconds=600) or ""

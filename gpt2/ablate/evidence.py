@@ -9,7 +9,7 @@ n degrees of freedom, the evidence is
           F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)),
 
 the likelihood ratio of "mean / deviation is -|N(0, tau^2)|" to "it is 0" after the right Haar prior
-took the deviation out (Lai 1976, Annals of Statistics 4; Perez-Ortiz, Lardy, de Heide and Gruenwald
+took the deviation out (Lai 1976, Annals of Statistics 4; Pérez-Ortiz, Lardy, de Heide and Grünwald
 2024, Annals of Statistics 52; Wang and Ramdas 2025, Sequential Analysis 44). Under the null its
 expectation is at most 1 wherever one stops, if the decision to stop is a function of ratios of
 differences, as it is here. So one may look after each pair, and go on later with what there is.

@@ -58,6 +58,8 @@ def define_flags() -> None:
     flags.DEFINE_integer("pairs", 16, "Pairs of runs of an idea, at most.", 2)
     about = "Begins no pair that would end later."
     flags.DEFINE_float("minutes", math.inf, about, 0.0)
+    about = "The gain, in nats per token, above which an idea is worth keeping."
+    flags.DEFINE_float("least", 0.0, about, 0.0)
     flags.DEFINE_enum("equal", "tokens", TERMS, "What idea and best get alike.")
     flags.DEFINE_bool("dry_run", False, "Tells what pairs would find, and their time.")
     flags.DEFINE_bool("json", False, "Prints a line of JSON, the rest on stderr.")
@@ -180,10 +182,10 @@ def _try_idea(root: Path, slot: Slot) -> Idea:
 
 def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
     """Returns the answer that the pairs so far give, and why; "" while it is open."""
-    differences = idea.differences
+    differences = idea.differences + FLAGS.least
     if len(differences) < 2:
         return "", ""
-    if not differences.any():
+    if not idea.differences.any():
         return "discard", "the same score for every seed"
     level = ledger.level(idea.number)
     if evidence(differences)[-1] >= 1 / level:
@@ -280,8 +282,10 @@ def _describe_pairs(root: Path, ledger: Ledger, slot: Slot) -> str:
     noise = ledger.noise()
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
     table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
-    table["kept in 1 of 2"] = -noise * findable(FLAGS.pairs, level, 0.5)
-    table["kept in 4 of 5"] = -noise * findable(FLAGS.pairs, level, 0.8)
+    half = noise * findable(FLAGS.pairs, level, 0.5)
+    most = noise * findable(FLAGS.pairs, level, 0.8)
+    table["kept in 1 of 2"] = -half - FLAGS.least
+    table["kept in 4 of 5"] = -most - FLAGS.least
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="?")
     return (
         f"{text}\n\nTrue differences that are kept, -inf where none is, at level"
