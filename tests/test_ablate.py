@@ -42,7 +42,7 @@ from gpt2.errors import UserError
 from gpt2.optim import make_schedule
 from gpt2.training.code import hash_code
 from gpt2.utils.files import seal
-from tests.helpers import ROOT, TINY, make_repository
+from tests.helpers import ROOT, TINY, copy_project, make_repository, write_run
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
 BASE = with_options(BASE, {"train.num_steps": 1000, "optim.warmup_steps": 100})
@@ -282,28 +282,6 @@ def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
         tune=tune or {},
         **options,
     ).with_choices()
-
-
-def write_run(run, final, state="finished", error="", noise=None):
-    """Writes what train.py leaves, with a loss that falls to `final` in a straight line."""
-    if noise is not None:
-        final += 0.003 * noise.standard_normal()
-    run.prepare()
-    log = f"model  1.2M parameters, attention fused\nstep 1\n{error}\n"
-    (run.folder / "log.txt").write_text(log)
-    run.workdir.mkdir(exist_ok=True)
-    (run.workdir / "config.json").write_text(json.dumps(run.options()))
-    shares = np.arange(1, 11) / 10
-    steps = np.round(shares * run.config.train.num_steps)
-    losses = 8 + (final - 8) * shares
-    lines = [
-        {"step": int(step), "perf/step_seconds": 0.1, "eval/loss": loss}
-        for step, loss in zip(steps, losses, strict=True)
-    ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run.workdir / "metrics.jsonl").write_text(text)
-    outcome = {"state": state, "error": error}
-    (run.folder / "outcome.json").write_text(json.dumps(outcome))
 
 
 LOSSES = {"baseline": 3.80, "optim.name=lion": 3.70, "optim.name=muon": 3.801}
@@ -982,9 +960,7 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     } == times
     assert rows_of(root, ["seconds"]) == rows
     project, changed = tmp_path / "project", "gpt2/training/__init__.py"
-    for name in ("gpt2", "configs"):
-        shutil.copytree(ROOT / name, project / name)
-    shutil.copy(ROOT / "train.py", project)
+    copy_project(project)
     make_repository(project, changed, (ROOT / changed).read_text() + UPHILL)
     said = ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
     assert "baseline: 1 run taken from ../sweep" in said

@@ -20,15 +20,16 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from absl import flags
 
 from gpt2 import cli
-from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
+from gpt2.ablate.arms import check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.judge import grow
-from gpt2.ablate.measure import describe_runs, measure
+from gpt2.ablate.measure import describe_runs, step_seconds
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
@@ -118,16 +119,11 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
         arms[i] = replace(arm, config=config)
     for source in {arm.source(root) for arm in arms if arm.commit}:
         check_out(source)
-
-    def step_seconds(arm: Arm) -> float:
-        seconds, _ = measure(root, arm, slot)
-        return seconds
-
     command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
         commands=[shlex.join(command)],
-        arms=tuple(equalize(arms, FLAGS.equal, step_seconds)),
+        arms=tuple(equalize(arms, FLAGS.equal, partial(step_seconds, root, slot))),
         score=score,
         equal=FLAGS.equal,
         looks=looks,

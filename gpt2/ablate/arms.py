@@ -5,8 +5,7 @@ import dataclasses
 import itertools
 import json
 import re
-import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from gpt2 import cli
@@ -20,7 +19,7 @@ from gpt2.config import (
     with_options,
 )
 from gpt2.errors import UserError
-from gpt2.training.code import SOURCE
+from gpt2.training.code import SOURCE, git
 from gpt2.utils.files import locked
 
 BASELINE = "baseline"
@@ -48,6 +47,15 @@ class Arm:
     def source(self, root: Path) -> Path:
         """Returns where the code of the arm lies, in a sweep of the directory `root`."""
         return root / "code" / self.commit if self.commit else SOURCE
+
+    def to_tree(self) -> dict:
+        """Returns it as JSON has it."""
+        return vars(self) | {"config": self.config.to_dict()}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping) -> "Arm":
+        """Returns what `to_tree` gave."""
+        return cls(**{**tree, "config": Config.from_dict(tree["config"])})
 
 
 def differences(old: Config, new: Config) -> Differences:
@@ -195,6 +203,18 @@ def diffstat(arm: Arm) -> str:
     return _git(SOURCE, "diff", "-R", "--shortstat", arm.commit, "--", "*.py")
 
 
+def diff(old: Arm, new: Arm) -> str:
+    """Returns what the code of an arm has unlike that of another."""
+    return _git(SOURCE, "diff", old.commit, new.commit, "--", "*.py")
+
+
+def snapshot() -> str:
+    """Returns a commit of the working tree as it is, but for new files; "" without a checkout."""
+    if not _git(SOURCE, "ls-files", "train.py"):
+        return ""
+    return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
+
+
 def check_out(source: Path) -> None:
     """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
     # Several processes may do so at once.
@@ -211,5 +231,4 @@ def check_out(source: Path) -> None:
 
 def _git(source: Path, *arguments: str) -> str:
     """Returns what git prints in a directory; nothing if it fails."""
-    command = ["git", "-C", str(source), *arguments]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return git(source, *arguments, seconds=600) or ""

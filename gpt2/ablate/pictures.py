@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt2.ablate.journal import Idea
 from gpt2.ablate.results import AMOUNTS, Curve
 from gpt2.ablate.verdicts import Verdict
 
@@ -20,6 +21,7 @@ _LINES = ("-", "--", ":", "-.")
 _BASELINE = "#4b5563"
 _MUTED = "#6b7280"
 _VERDICTS = {"better": "#009e73", "worse": "#d55e00"}
+_ANSWERS = {"keep": "#009e73", "failed": "#d55e00", "undecided": "#e69f00"}
 
 
 def plot_differences(
@@ -89,6 +91,29 @@ def plot_curves(
     high = max(shown) + margin
     panels[0].set_ylim(low, high)
     panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
+    _save(figure, png)
+
+
+def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
+    """Draws ideas with their intervals, in their order, and the best so far as a line.
+
+    `gains` are differences of the best from the start, by its number.
+    """
+    figure, (axes,) = _figure(5)
+    numbers = [*gains, len(ideas) + 1]
+    losses = [*gains.values(), min(gains.values())]
+    axes.step(numbers, losses, where="post", color=_BASELINE, label="the best so far")
+    for idea in ideas:
+        difference, low, _ = idea.interval
+        place = np.nan_to_num(difference) + gains[idea.best]
+        error = difference - low if np.isfinite(low) else 0
+        color = _ANSWERS.get(idea.answer, _MUTED)
+        axes.errorbar(idea.number, place, yerr=error, fmt="o", color=color)
+        if idea.number in gains:
+            below = (idea.number, place - error)
+            axes.annotate(idea.text, below, va="top", ha="center", fontsize=8)
+    axes.set_xlabel("idea")
+    axes.set_ylabel("nats per token above the start")
     _save(figure, png)
 
 

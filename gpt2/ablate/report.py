@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jinja2
@@ -42,7 +42,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     states = results[results.purpose == "compare"].state
     taken = results[results.taken_from != ""].taken_from
     sweeps = taken.str.split("/").str[0]
-    text = _render(
+    text = render(
         "report.j2",
         title=title,
         sweep=sweep,
@@ -61,17 +61,21 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     write_text(root / "report.md", text)
-    body = MarkdownIt("js-default").render(text)
+    write_page(root, title, MarkdownIt("js-default").render(text), drawn)
+    return table
+
+
+def write_page(root: Path, title: str, body: str, drawn: Sequence[str]) -> None:
+    """Writes report.html, with the pictures of `root` that its body names in it."""
     for name in drawn:
         picture = (root / name).read_bytes()
         data = base64.b64encode(picture).decode()
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{data}"')
-    page = _render("page.j2", title=title, body=body)
+    page = render("page.j2", title=title, body=body)
     write_text(root / "report.html", page)
-    return table
 
 
-def _render(template: str, **context: object) -> str:
+def render(template: str, **context: object) -> str:
     """Fills a template."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -14,7 +14,7 @@ from gpt2.ablate.arms import Arm, differences
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import DAMAGE, ENDED, Run, Setting, Settings, describe, unreadable
 from gpt2.ablate.terms import LOSS, choose_score
-from gpt2.config import Config, DataConfig, with_options
+from gpt2.config import DataConfig, with_options
 from gpt2.errors import UserError
 from gpt2.training.code import SOURCE, hash_code
 from gpt2.utils.files import locked, write_json
@@ -189,10 +189,7 @@ class Sweep:
 
     def save(self) -> None:
         """Writes sweep.json."""
-        arms = []
-        for arm in self.arms:
-            config = arm.config.to_dict()
-            arms.append(vars(arm) | {"config": config})
+        arms = [arm.to_tree() for arm in self.arms]
         tree = vars(self) | {"root": "", "arms": arms}
         write_json(self.root / "sweep.json", tree)
 
@@ -204,10 +201,7 @@ def load_sweep(root: Path) -> Sweep:
         raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
     try:
         tree = json.loads(path.read_bytes())
-        arms = []
-        for each in tree["arms"]:
-            config = Config.from_dict(each["config"])
-            arms.append(Arm(**each | {"config": config}))
+        arms = map(Arm.from_tree, tree["arms"])
         return Sweep(**tree | {"root": root, "arms": tuple(arms)})
     except DAMAGE as error:
         raise unreadable(path, error) from None

@@ -32,11 +32,11 @@ def verdict_table(
         if name in verdicts:
             verdict = verdicts[name]
             row |= {
-                "baseline": _number(verdict.baseline, ".4f"),
-                "difference": _number(verdict.difference, "+.4f"),
-                "interval": _interval(verdict.low, verdict.high, "+.4f"),
-                "p": _number(verdict.p_value, ".2g"),
-                "could find": _number(verdict.detectable(), ".4f"),
+                "baseline": number(verdict.baseline, ".4f"),
+                "difference": number(verdict.difference, "+.4f"),
+                "interval": interval(verdict.low, verdict.high, "+.4f"),
+                "p": number(verdict.p_value, ".2g"),
+                "could find": number(verdict.detectable(), ".4f"),
                 "verdict": verdict.words,
             }
         rows.append(row)
@@ -56,7 +56,7 @@ def cost_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
                 "parameters": ", ".join(runs.parameters.unique()),
                 "steps": f"{steps:,}",
                 "tokens": format_count(arm.config.shapes.tokens(steps)),
-                "seconds a step": _number(seconds, ".4g"),
+                "seconds a step": number(seconds, ".4g"),
             }
         )
     return pd.DataFrame(rows)
@@ -119,8 +119,8 @@ def _share(shares: np.ndarray) -> str:
     variance = own.var(ddof=1)
     error, df = welch(variance0, variance, num_targets, num)
     half_width = scipy.stats.t.isf(0.025, df) * error
-    interval = _interval(middle - half_width, middle + half_width, ".2f")
-    return f"{middle:.2f} {interval}"
+    ends = interval(middle - half_width, middle + half_width, ".2f")
+    return f"{middle:.2f} {ends}"
 
 
 def tuning_table(sweep: Sweep) -> pd.DataFrame:
@@ -130,7 +130,7 @@ def tuning_table(sweep: Sweep) -> pd.DataFrame:
     for i, choice in enumerate(sweep.choices()):
         row = {"values": describe(choice)}
         for name, tried in tuning.items():
-            row[name] = _number(tried[i].score, ".4f")
+            row[name] = number(tried[i].score, ".4f")
             if sweep.chosen.get(name) == choice:
                 row[name] += "*"
         rows.append(row)
@@ -147,13 +147,15 @@ def spread(scores: Sequence[float]) -> str:
     return f"{middle} ± {stdev(scores):.4f}"
 
 
-def _number(value: float, form: str) -> str:
+def number(value: float, form: str) -> str:
+    """Writes a number; `-` if there is none."""
     if math.isfinite(value):
         return f"{value:{form}}"
     return "-"
 
 
-def _interval(low: float, high: float, form: str) -> str:
+def interval(low: float, high: float, form: str) -> str:
+    """Writes an interval; nothing if there is none."""
     if math.isfinite(high - low):
         return f"({low:{form}} to {high:{form}})"
     return ""

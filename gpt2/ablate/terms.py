@@ -65,7 +65,7 @@ def equalize(
             return step_tokens(arm.config)
         if terms == "seconds":
             return step_seconds(arm)
-        if arm.commit:
+        if arm.commit != first.commit:
             what = f"the FLOPs of {arm.name}, of other code, are not known"
             raise UserError(what, "Use --equal=tokens or --equal=seconds")
         return step_flops(arm.config)

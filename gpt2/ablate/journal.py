@@ -1,0 +1,131 @@
+"""ledger.jsonl: what was tried against what, and what came of it, an object for each event.
+
+`idea` is an arm that is tried against the best of its time; the first, number 0, is the start.
+`pair` has the scores of both with one seed. `answer` is keep, discard, undecided or failed, and
+why. A ledger is a function of these lines.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.ablate.arms import Arm
+from gpt2.ablate.evidence import half_width, level_at
+from gpt2.ablate.power import LEVEL, Array
+
+
+@dataclass
+class Idea:
+    """An arm that is tried against the best of its time."""
+
+    number: int
+    text: str  # as `--idea` gave it
+    best: int  # the number of what it is tried against
+    arm: Arm
+    code: str  # the hash of its code
+    # The scores of the best and of the idea, by seed.
+    pairs: dict[int, tuple[float, float]] = field(default_factory=dict)
+    answer: str = ""  # "" until there is one
+    why: str = ""
+    seconds: float = 0.0  # of all commands that tried it
+
+    @property
+    def differences(self) -> Array:
+        """Idea - best, `[pairs]`."""
+        scores = np.array(list(self.pairs.values())).reshape(-1, 2)
+        return scores[:, 1] - scores[:, 0]
+
+    @property
+    def interval(self) -> Array:
+        """The mean difference, and an interval which holds whenever one looks, `[3]`."""
+        if not self.pairs:
+            return np.full(3, math.nan)
+        differences = self.differences
+        error = half_width(differences, LEVEL)
+        return differences.mean() + np.array([0.0, -error, error])
+
+    def same(self, other: "Idea") -> bool:
+        """Returns whether both would train alike."""
+        alike = self.code == other.code and self.arm.extra == other.arm.extra
+        return alike and self.arm.config == other.arm.config
+
+
+@dataclass
+class Ledger:
+    """What the lines of a ledger.jsonl say."""
+
+    ideas: list[Idea] = field(default_factory=list)  # by number
+
+    @property
+    def kept(self) -> list[Idea]:
+        """The ideas that were kept, oldest first: each was tried against the one before."""
+        return [idea for idea in self.ideas if idea.answer == "keep"]
+
+    @property
+    def best(self) -> Idea:
+        """The best so far."""
+        return [self.ideas[0], *self.kept][-1]
+
+    def level(self, number: int) -> float:
+        """Returns the level of an idea now."""
+        return level_at(number, len(self.kept))
+
+    def noise(self) -> float:
+        """Returns the deviation of a difference, of all ideas together; nan without any."""
+        spread = [idea.differences for idea in self.ideas if len(idea.pairs) > 1]
+        variances = [each.var(ddof=1) for each in spread]
+        weights = [len(each) - 1 for each in spread]
+        return math.sqrt(np.average(variances, weights=weights)) if spread else math.nan
+
+
+def read_ledger(root: Path) -> Ledger:
+    """Reads the ledger of a directory, which has no ideas if it has not begun."""
+    ledger = Ledger()
+    path = root / "ledger.jsonl"
+    text = path.read_bytes() if path.exists() else b""
+    for line in _whole(text).splitlines():
+        event = json.loads(line)
+        number = event["number"]
+        if event["event"] == "idea":
+            arm = Arm.from_tree(event["arm"])
+            idea = Idea(number, event["text"], event["best"], arm, event["code"])
+            ledger.ideas.append(idea)
+            continue
+        idea = ledger.ideas[number]
+        if event["event"] == "pair":
+            idea.pairs[event["seed"]] = (event["best_score"], event["score"])
+        else:
+            idea.answer = event["answer"]
+            idea.why = event["why"]
+            idea.seconds += event["seconds"]
+    return ledger
+
+
+def append(root: Path, event: str, number: int, facts: Mapping[str, object]) -> None:
+    """Adds a line, whole or not at all. Who calls holds the lock of the ledger."""
+    tree = {"event": event, "number": number, "time": time.time(), **facts}
+    with open(root / "ledger.jsonl", "ab+") as file:
+        file.seek(0)
+        # A line that a kill has cut says nothing.
+        file.truncate(len(_whole(file.read())))
+        file.write(json.dumps(tree).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def append_idea(root: Path, idea: Idea) -> None:
+    """Adds the line of an idea."""
+    names = ("text", "best", "code")
+    facts = {name: getattr(idea, name) for name in names}
+    append(root, "idea", idea.number, {**facts, "arm": idea.arm.to_tree()})
+
+
+def _whole(text: bytes) -> bytes:
+    """Returns the lines that are whole."""
+    return text[: text.rfind(b"\n") + 1]

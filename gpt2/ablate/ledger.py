@@ -1,0 +1,298 @@
+r"""Tries one idea against the best so far, and answers: keep, discard, or undecided.
+
+    python -m gpt2.ablate.ledger --ledger=ideas --idea=optim.name=lion
+
+An idea is OPTION=VALUE (and +OPTION=VALUE behind it), recipe=FILE, or code=BRANCH, where code=. is
+the working tree as it is. The ledger begins with --config and its overrides. What is kept is the
+best from then on, and later ideas are tried on top of it. Any number of processes may share a
+ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a mistake, or
+an idea that does not compare.
+"""
+
+from gpt2.errors import UserError
+from gpt2.utils import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+import contextlib
+import math
+import re
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+from absl import flags
+
+from gpt2 import cli
+from gpt2.ablate import arms, tables
+from gpt2.ablate.arms import Arm, check_out, make_arms, snapshot
+from gpt2.ablate.evidence import evidence, findable, is_hopeless
+from gpt2.ablate.jobs import Slot, make_slots, train_all
+from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
+from gpt2.ablate.measure import measure, step_seconds
+from gpt2.ablate.pictures import plot_ledger
+from gpt2.ablate.report import render, write_page
+from gpt2.ablate.results import read_results
+from gpt2.ablate.sweep import Sweep
+from gpt2.ablate.terms import LOSS, TERMS, choose_score, equalize
+from gpt2.data import prepare
+from gpt2.training.code import hash_code
+from gpt2.utils import files
+from gpt2.utils.text import counted, format_duration
+
+FLAGS = flags.FLAGS
+EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
+_LOCK = ".ledger.lock"
+
+
+def define_flags() -> None:
+    """Defines the flags."""
+    cli.define_config()
+    flags.DEFINE_string("ledger", None, "Where the ledger lives.")
+    about = "OPTION=VALUE, recipe=FILE or code=BRANCH; none: tells the best so far."
+    flags.DEFINE_string("idea", "", about)
+    flags.DEFINE_integer("pairs", 16, "Pairs of runs of an idea, at most.", 2)
+    about = "Begins no pair that would end later."
+    flags.DEFINE_float("minutes", math.inf, about, 0.0)
+    about = "The gain, in nats per token, above which an idea is worth keeping."
+    flags.DEFINE_float("least", 0.0, about, 0.0)
+    flags.DEFINE_enum("equal", "tokens", TERMS, "What idea and best get alike.")
+    flags.DEFINE_bool("dry_run", False, "Tells what pairs would find, and their time.")
+    flags.DEFINE_bool("json", False, "Prints a line of JSON, the rest on stderr.")
+
+
+def main() -> int:
+    """Tries an idea, prints the answer, and returns the exit code."""
+    if not FLAGS.ledger:
+        raise UserError("there is no --ledger", "Name a directory for it")
+    root = Path(FLAGS.ledger).expanduser()
+    (slot,) = make_slots(1)
+    with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
+        ledger = _begin(root)
+        if FLAGS.dry_run:
+            print(_describe_pairs(root, ledger, slot))
+            return 0
+        idea = _try_idea(root, slot) if FLAGS.idea else ledger.best
+        with files.locked(root / _LOCK):
+            ledger = read_ledger(root)
+            _write_report(root, ledger)
+    _tell(ledger, idea)
+    return EXIT_CODES[idea.answer] if FLAGS.idea else 0
+
+
+def _begin(root: Path) -> Ledger:
+    """Returns the ledger, which begins with the options of the first command."""
+    config = cli.parse_config()
+    config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
+    with files.locked(root / _LOCK):
+        ledger = read_ledger(root)
+        if not ledger.ideas:
+            arm = Arm("000-start", config, commit=snapshot())
+            append_idea(root, Idea(0, "start", 0, arm, _prepare_code(root, arm)))
+            return read_ledger(root)
+    first = ledger.ideas[0].arm.config
+    for name, (old, new) in arms.differences(first, config).items():
+        raise UserError(
+            f"{root} began with {name}={old}, not {new}",
+            "Give the options that it began with, or another --ledger",
+        )
+    return ledger
+
+
+def _prepare_code(root: Path, arm: Arm) -> str:
+    """Puts the code of an arm where its runs find it, and returns its hash."""
+    source = arm.source(root)
+    if arm.commit:
+        check_out(source)
+    return hash_code(source)
+
+
+def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
+    """Returns the idea of the command line, on top of the best so far."""
+    text = re.sub(r"^code=\.(?=\+|$)", f"code={snapshot()}", FLAGS.idea)
+    best = ledger.best.arm
+    found = make_arms(best.config, [text], one_at_a_time=True)
+    if len(found) > 2:
+        raise UserError(f"--idea={text} names several", "Try one after another")
+    arm = found[-1]  # the best itself if there is no other
+    number = len(ledger.ideas)
+    if choose_score([best, arm]) != LOSS:
+        raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
+    arm = replace(
+        arm,
+        name=f"{number:03}-{arm.name}",
+        config=arm.config.with_vocabulary(best.config.model.vocab_size),
+        commit=arm.commit or best.commit,
+        extra={**best.extra, **arm.extra},
+    )
+    code = _prepare_code(root, arm)
+    _, arm = equalize([best, arm], FLAGS.equal, partial(step_seconds, root, slot))
+    return Idea(number, text, ledger.best.number, arm, code)
+
+
+def _enter(root: Path, slot: Slot) -> Idea | None:
+    """Returns the idea, the old one if it was tried against this best; None for the best itself."""
+    with files.locked(root / _LOCK):
+        ledger = read_ledger(root)
+        idea = _make_idea(root, ledger, slot)
+        if idea.same(ledger.best):
+            return None
+        for other in ledger.ideas:
+            if other.best == idea.best and other.same(idea):
+                return other
+        append_idea(root, idea)
+        return idea
+
+
+def _try_idea(root: Path, slot: Slot) -> Idea:
+    """Trains pairs of the idea until there is an answer, and returns it with that."""
+    began = time.monotonic()
+    pair_seconds = 0.0
+    answer = ""
+    entered = _enter(root, slot)
+    if not entered:
+        best = read_ledger(root).best
+        return replace(best, answer="discard", why="it is the best itself")
+    while True:
+        now = time.monotonic()
+        with files.locked(root / _LOCK):
+            ledger = read_ledger(root)
+            idea = ledger.ideas[entered.number]
+            if idea.answer == "keep":  # by another process
+                return idea
+            if not answer:
+                answer, why = _decide(ledger, idea)
+            if ledger.best.number != idea.best:
+                answer = "undecided"
+                why = "another idea was kept meanwhile, try it on top of that"
+            elif not answer and now + pair_seconds > began + 60 * FLAGS.minutes:
+                answer = "undecided"
+                why = f"{FLAGS.minutes:g} minutes are used up"
+            if answer:
+                facts = {"answer": answer, "why": why, "seconds": now - began}
+                append(root, "answer", idea.number, facts)
+                return read_ledger(root).ideas[idea.number]
+        answer, why = _train_pair(root, ledger, idea, slot)
+        pair_seconds = time.monotonic() - now
+
+
+def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
+    """Returns the answer that the pairs so far give, and why; "" while it is open."""
+    differences = idea.differences + FLAGS.least
+    if len(differences) < 2:
+        return "", ""
+    if not idea.differences.any():
+        return "discard", "the same score for every seed"
+    level = ledger.level(idea.number)
+    if evidence(differences)[-1] >= 1 / level:
+        return "keep", "clear"
+    if len(differences) >= FLAGS.pairs:
+        return "undecided", f"{FLAGS.pairs} pairs are used up"
+    if is_hopeless(differences, FLAGS.pairs, level):
+        return "discard", f"{FLAGS.pairs} pairs would hardly show that it is better"
+    return "", ""
+
+
+def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str, str]:
+    """Trains best and idea with the next seed; returns an answer if the idea has no score."""
+    seed = len(idea.pairs)
+    sweep = Sweep(
+        root=root,
+        commands=[],
+        arms=(ledger.ideas[idea.best].arm, idea.arm),
+        score=LOSS,
+        equal=FLAGS.equal,
+        looks=[seed + 1],
+        tune={},
+    )
+    pair = sweep.with_choices().runs()[-2:]
+    train_all(pair, [slot], LOSS)
+    sweep.check_runs()
+    results = read_results(pair, LOSS)
+    of_best, own = results.state
+    error_of_best, error = results.error
+    if of_best != "finished":
+        what = f"the best, {pair[0].label}, {of_best}: {error_of_best}"
+        raise UserError(what, f"See {pair[0].folder}")
+    if own != "finished":
+        return "discard" if own == "diverged" else "failed", f"{own}: {error}"
+    best_score, score = results.score
+    facts = {"seed": seed, "best_score": best_score, "score": score}
+    with files.locked(root / _LOCK):
+        append(root, "pair", idea.number, facts)
+    return "", ""
+
+
+def _tell(ledger: Ledger, idea: Idea) -> None:
+    """Prints an answer, and where the ledger is."""
+    difference, low, high = idea.interval
+    pairs = len(idea.pairs)
+    ideas = len(ledger.ideas) - 1
+    kept = len(ledger.kept)
+    level = ledger.level(len(ledger.ideas))
+    if FLAGS.json:
+        facts = pd.Series(
+            {
+                "answer": idea.answer,
+                "why": idea.why,
+                "idea": idea.text,
+                "number": idea.number,
+                "difference": difference,
+                "low": low,
+                "high": high,
+                "pairs": pairs,
+                "seconds": idea.seconds,
+                "ideas": ideas,
+                "kept": kept,
+                "next_level": level,
+                "best": ledger.best.text,
+                "commit": ledger.best.arm.commit,
+            }
+        )
+        print(facts.to_json())  # null where there is no number
+        return
+    print(
+        f"{idea.answer or idea.text}: {tables.number(difference, '+.4f')}"
+        f" {tables.interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
+        f" {format_duration(idea.seconds)}, {idea.why}; ledger"
+        f" {counted(ideas, 'idea')}, {kept} kept, the next at {level:.2%}"
+    )
+
+
+def _write_report(root: Path, ledger: Ledger) -> None:
+    """Writes report.html and ledger.png."""
+    gains = {0: 0.0}  # of each best by its number, from the start
+    for idea in ledger.kept:
+        gains[idea.number] = gains[idea.best] + idea.interval[0]
+    plot_ledger(root / "ledger.png", ledger.ideas[1:], gains)
+    body = render("ledger.j2", ledger=ledger, gains=gains, arms=arms, tables=tables)
+    write_page(root, root.resolve().name, body, ["ledger.png"])
+
+
+def _describe_pairs(root: Path, ledger: Ledger, slot: Slot) -> str:
+    """Returns which differences pairs of the idea would find, and what they take."""
+    idea = _make_idea(root, ledger, slot)
+    step, start = measure(root, idea.arm, slot)
+    seconds = 2 * (start + idea.arm.config.train.num_steps * step)
+    level = ledger.level(idea.number)
+    noise = ledger.noise()
+    table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
+    table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
+    half = noise * findable(FLAGS.pairs, level, 0.5)
+    most = noise * findable(FLAGS.pairs, level, 0.8)
+    table["kept in 1 of 2"] = -half - FLAGS.least
+    table["kept in 4 of 5"] = -most - FLAGS.least
+    text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="?")
+    return (
+        f"{text}\n\nTrue differences that are kept, -inf where none is, at level"
+        f" {level:.2%}; by seed a difference varies by {noise:.4f}"
+        " (nan before the first idea has two pairs)"
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, define_flags)
