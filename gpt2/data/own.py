@@ -54,7 +54,6 @@ class OwnBatches:
             "mask": (0, 1),
             "segments": (0, 2**31 - 1),
         }
-        self._names = set[str]()  # that every batch has
         self._taken: int | None = None  # steps
         self._states = dict[int, str]()  # by the steps before them
         self.restored = ""  # a state, with which the first batch begins
@@ -135,12 +134,6 @@ class OwnBatches:
             targets[arrays.pop("mask") == 0] = IGNORED
         if np.all(targets == IGNORED):
             raise UserError(f"{self._corpus} gives a batch with nothing to predict")
-        self._names = self._names or {*arrays}
-        if {*arrays} != self._names:
-            raise UserError(
-                f"{self._corpus} gives {', '.join(arrays)} in one batch, and "
-                f"{', '.join(sorted(self._names))} in another"
-            )
         return arrays
 
     def _enter_array(self, name: str, values: object) -> np.ndarray:

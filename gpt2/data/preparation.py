@@ -81,10 +81,8 @@ def _prepare_corpus(data: DataConfig) -> Dataset:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
                 # Another process may have prepared it meanwhile, or another machine.
-                dataset = find(wanted)
-                if dataset is None:
-                    stores.fetch(wanted.place)
-                    dataset = find(wanted) or write(wanted)
+                stores.fetch(wanted.place)
+                dataset = find(wanted) or write(wanted)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",

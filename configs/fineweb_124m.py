@@ -1,0 +1,64 @@
+"""Track 3 of modded-nanogpt: 12 layers of 768 on FineWeb, 524,288 tokens a step, to a loss of 3.28.
+
+    python train.py --config=configs/fineweb_124m.py:h100-8
+    python train.py --config=configs/fineweb_124m.py:h100-8+modern
+
+The word is a machine of configs/gpt2_124m.py; `+modern` adds what configs/modern.py has.
+Data: 3.9B of FineWeb's tokens, ready on the hub: 39 files of 0.2 GB for training, one held out.
+Expect: planned for v5e-8, h100-1 and h100-8 (docs/recipes.md), and not run. The original's AdamW
+takes 5,625 steps to 3.279, its Muon 3,600 to 3.278, one run each: results 2 and 1 of
+github.com/KellerJordan/modded-nanogpt, records/track_3_optimization.
+
+Unlike the original, this model has no norm behind the embedding and no bias in the head; its cap is
+a tanh, and the norms of queries and keys have scales. Weight decay holds for embedding and head
+too, which there have rates of 0.3 and 1/320: this embedding, not normed, gets a lower one.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import gpt2_124m
+
+SHARDS = "hf://datasets/kjj0/fineweb10B-gpt2/fineweb_*_0000[0-3]*.bin"
+
+
+def get_config(word: str = "h100-8") -> ConfigDict:
+    """Returns the options for a machine, `MACHINE` or `MACHINE+modern`."""
+    machine, _, variant = word.partition("+")
+    config = gpt2_124m.get_config(machine)
+    config.data.corpus = f"tokens:{SHARDS}"
+    config.model.update(
+        num_heads=6,
+        norm="rmsnorm",
+        position="rope",
+        rope_base=1024.0,
+        rope_share=0.5,
+        qk_norm=True,
+        activation="relu_squared",
+        logit_softcap=15.0,
+        tie_embeddings=False,
+        init="fan_in",
+        zero_init_projections=True,
+    )
+    config.optim.update(
+        learning_rate=1.5e-3,
+        layer_rates="wte=10,lm_head=2,(scale|bias)$=6.7",
+        eps=1e-10,
+        schedule="wsd",
+        warmup_steps=250,
+        decay_percent=70.0,
+        clip_norm=0.0,
+    )
+    config.train.update(num_steps=5625, eval_every=125)
+    if variant == "modern":
+        config.model.value_residual = True
+        config.optim.update(
+            name="muon",
+            # Updates have a root mean square of 0.2, which makes this the original's 0.02.
+            learning_rate=3.6e-3,
+            adam_learning_rate=1e-2,
+            layer_rates="lm_head=0.3",
+        )
+        config.train.num_steps = 3600
+    elif variant:
+        raise ValueError(f"there is no variant {variant}, only modern")
+    return config
