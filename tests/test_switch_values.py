@@ -12,6 +12,7 @@ import pytest
 from gpt2.config import LossConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
+from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.model.losses.ahead import Ahead
 from gpt2.model.losses.base import Question
@@ -156,6 +157,17 @@ def test_no_expert_takes_a_later_token_in_place_of_an_earlier_one():
     found, wanted = hidden(others), hidden(tokens)
     np.testing.assert_array_equal(found[:, :9], wanted[:, :9])
     assert jnp.abs(found[:, 9:] - wanted[:, 9:]).max() > 0.1
+
+
+@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+def test_flops_are_those_of_the_experts_that_a_token_asks():
+    # By hand: the head; two layers with attention, norms, two MLPs, router; a norm.
+    layer = 64 * 192 + 192 + 64 * 64 + 64 + 4 * 64
+    layer += 2 * (64 * 256 + 256 + 256 * 64 + 64) + 64 * 4
+    active = 64 * 64 + 2 * layer + 2 * 64
+    assert active == 170_880
+    config = model_of("two experts").config
+    assert model_flops_per_token(config) == 6 * active + 12 * 64 * 2 * 16 == 1_049_856
 
 
 @pytest.mark.skipif(not MIXTURES, reason="there are no experts")
