@@ -124,6 +124,19 @@ class Model:
     exclusive_attention: bool = False
     # Attention and MLP read the same input (GPT-J, GPT-NeoX).
     parallel_block: bool = False
+    # MLPs in each layer, of which a router chooses some for each token; 0: one without (Shazeer et
+    # al. 2017, arXiv 1701.06538).
+    num_experts: int = 0
+    # 1: as Switch Transformer (arXiv 2101.03961); more: as Mixtral (arXiv 2401.04088).
+    experts_per_token: Positive = 1
+    # Tokens of a row that an expert takes in training, over what it would take if all took as many,
+    # for example 1.25; the layer leaves further ones as they are. 0: no limit, and each step takes
+    # the time of all experts.
+    expert_capacity: float = 0.0
+    # Weight of the loss that is 1 if all experts take as many tokens (Switch Transformer).
+    expert_balance_loss: float = 0.01
+    # Weight of the router's log(normaliser)^2 (ST-MoE, arXiv 2202.08906).
+    expert_z_loss: float = 0.001
     # Of kernels; xavier: Glorot and Bengio 2010; fan_in: LeCun et al. 1998.
     init: Literal["normal", "xavier", "fan_in"] = "normal"
     init_std: float = 0.02  # of tables, and of kernels under init=normal
@@ -279,6 +292,8 @@ class Rules:
     norm: Storage = "fsdp"  # the width of a norm
     heads: Storage = "tensor"
     mlp: Storage = "tensor"
+    # Of a mixture; tensor, together with mlp=none: each device has experts of its own.
+    experts: Literal["none", "tensor"] = "none"
     vocab: Storage = "none"
     position: Storage = "none"
     # Of activations between attention and MLP, no parameter.

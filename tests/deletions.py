@@ -23,7 +23,16 @@ CHECKS = (
 )
 # Values of options that the core has too.
 # Options that go with another.
-MORE = {"rope_scaling": ("rope_factor", "rope_context"), "ahead": ("ahead_fade",)}
+MORE = {
+    "rope_scaling": ("rope_factor", "rope_context"),
+    "ahead": ("ahead_fade",),
+    "num_experts": (
+        "experts_per_token",
+        "expert_capacity",
+        "expert_balance_loss",
+        "expert_z_loss",
+    ),
+}
 VALUES = {"alibi": '"alibi", ', "sinusoidal": '"sinusoidal", '}
 
 

@@ -72,6 +72,9 @@ LAYOUTS = {
         data=1, fsdp=2, tensor=4, strategy="megatron"
     ),
     "fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2),
+    "data 2 x fsdp 2 x experts 2": ParallelConfig(
+        **_MIXED, rules=RulesConfig(experts="tensor", mlp="none")
+    ),
     "fsdp 4 x tensor 2 by other rules": ParallelConfig(
         data=1, fsdp=4, tensor=2, rules=_OTHER_RULES
     ),

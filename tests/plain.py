@@ -18,7 +18,7 @@ class Existing:
         return getattr(self.cfg, name, None)
 
 
-def logits(cfg, params, tokens, factors=()):
+def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
     """Returns the logits [T, V] of one sequence.
 
     Args:
@@ -27,6 +27,8 @@ def logits(cfg, params, tokens, factors=()):
         tokens: [T] integers.
         factors: what dropout multiplies by, 0 or 1 / (1 - p), in the order of GPT-2's code: of the
             embedding [T, D], and in each layer of the weights [N, T, T] and of both branches.
+        drops: whether experts have a capacity.
+        routed: a list that gets each layer's `routing`.
     """
     cfg = Existing(cfg)
     T, D = len(tokens), cfg.embed_dim
@@ -34,6 +36,14 @@ def logits(cfg, params, tokens, factors=()):
 
     def drop(x):
         return x * next(factors, 1.0)
+
+    def second_branch(params, x):
+        if not cfg.num_experts:
+            return mlp(cfg, params, x)
+        found = routing(cfg, params, x, drops)
+        if routed is not None:
+            routed.append(found)
+        return mixture(cfg, params, x, found)
 
     embeddings = params["wte"]["embedding"][tokens]
     x = embeddings.copy()
@@ -74,7 +84,7 @@ def logits(cfg, params, tokens, factors=()):
             )
             x = norm(cfg, block["ln_1"], add(drop(y)))
             before, add = connect(cfg, block, "connect_2", x)
-            x = norm(cfg, block["ln_2"], add(drop(mlp(cfg, block["mlp"], before))))
+            x = norm(cfg, block["ln_2"], add(drop(second_branch(block["mlp"], before))))
             continue
         y = norm(cfg, block["ln_1"], before)
         y, first_values = attention(
@@ -85,7 +95,7 @@ def logits(cfg, params, tokens, factors=()):
         x = add(drop(y))
         between, add = connect(cfg, block, "connect_2", x)
         read = before if cfg.parallel_block else between
-        y = mlp(cfg, block["mlp"], norm(cfg, block["ln_2"], read))
+        y = second_branch(block["mlp"], norm(cfg, block["ln_2"], read))
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_2_post"], y)
         x = add(drop(y))
@@ -246,6 +256,55 @@ def mlp(cfg, params, x):
         gate = linear(params["c_gate"], x)
         return linear(params["c_proj"], ACTIVATIONS[cfg.activation](gate) * value)
     return linear(params["c_proj"], ACTIVATIONS[cfg.activation](value))
+
+
+def routing(cfg, params, x, drops):
+    """Returns the router's logits [T, E], and for each token what it asks of which expert.
+
+    A token asks the K likeliest experts, and those give nothing that have their share of tokens
+    already: as many as there would be for each, times the capacity. Fedus et al. 2021, equations
+    2 and 3; of several, weights are shares of what they have together.
+    """
+    T, E, K = len(x), cfg.num_experts, cfg.experts_per_token or 1
+    logits = x @ params["router"]["kernel"]
+    room = np.full(E, T)
+    if drops and cfg.expert_capacity:
+        room[:] = min(T, math.ceil(cfg.expert_capacity * T * K / E))
+    asked = []
+    for t in range(T):
+        probabilities = np.exp(logits[t]) / np.exp(logits[t]).sum()
+        chosen = sorted(range(E), key=lambda e: -logits[t, e])[:K]
+        whole = probabilities[chosen].sum() if K > 1 else 1.0
+        each = {}
+        for e in chosen:
+            each[e] = probabilities[e] / whole if room[e] else 0.0
+            room[e] -= room[e] > 0
+        asked.append(each)
+    return logits, asked
+
+
+def mixture(cfg, params, x, routed):
+    """Returns the weighted sum of what its experts make of each token."""
+    out = np.zeros(x.shape)
+    for t, each in enumerate(routed[1]):
+        for e, weight in each.items():
+            own = {
+                name: {leaf: values[e] for leaf, values in linear.items()}
+                for name, linear in params["experts"].items()
+            }
+            out[t] += weight * mlp(cfg, own, x[t])
+    return out
+
+
+def router_losses(routed):
+    """Returns a row's balance loss (Fedus et al. 2021, equation 4) and mean z-loss."""
+    logits, asked = routed
+    E = logits.shape[1]
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    choices = [e for each in asked for e in each]
+    shares = np.array([choices.count(e) for e in range(E)]) / len(choices)
+    balance = E * shares @ probabilities.mean(0)
+    return balance, np.mean(np.log(np.exp(logits).sum(1)) ** 2)
 
 
 def sigmoid(x):

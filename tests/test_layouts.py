@@ -173,6 +173,37 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
+# Top-2 of four experts, with a capacity that drops.
+EXPERTS = {
+    **{"num_experts": 4, "experts_per_token": 2, "expert_capacity": 1.0},
+    **{"activation": "swiglu", "mlp_dim": 64},
+}
+EXPERT_CASES = [
+    Case("fsdp 8 by layer", accumulate=4, remat="dots", scanned=True),
+    thorough(Case("pmap x 8", accumulate=4)),
+    thorough(Case("fsdp 8 by layer")),
+    thorough(Case("zero1 x 8", remat="mlp")),
+    thorough(Case("fsdp 2 x megatron x 4", scanned=True)),
+    thorough(Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full")),
+    thorough(Case("data 2 x fsdp 2 x experts 2", remat="dots")),
+    thorough(Case("data 2 x fsdp 2 x experts 2", scanned=True)),
+]
+
+
+@pytest.mark.skipif("num_experts" not in vars(MODEL), reason="there are no experts")
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
+def test_experts_train_in_any_layout_as_on_one_device(case, reference):
+    model = dataclasses.replace(MODEL, **EXPERTS)
+    wanted = setup(Case(model=model)).train()
+    assert abs(wanted.losses / reference.losses - 1).max() > 10 * TOLERANCE
+    case = dataclasses.replace(case, model=model)
+    assert difference(setup(case).train(), wanted) < TOLERANCE
+    layers = setup(case).shapes.params
+    experts = layers["h" if case.scanned else "h_0"]["mlp"]["experts"]
+    over_experts = "tensor" in experts["c_fc"]["kernel"].sharding.spec[:-2]
+    assert over_experts == ("experts" in case.layout)
+
+
 @pytest.mark.thorough
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
     model = dataclasses.replace(MODEL, dropout=0.1)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import default
+from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
 from gpt2.model.ingredients.base import Ingredient
@@ -21,7 +23,9 @@ from gpt2.model.layers import named_param
 from gpt2.ops import Objective, Ops, plain
 from gpt2.ops import cross_entropy as cross_entropy_module
 from gpt2.ops.cross_entropy import look_up_padded, pad_vocab
+from gpt2.optim.parameters import decay_mask
 from gpt2.parallel.kernels import choose_attention
+from gpt2.training.program import Program
 from gpt2.utils.scan import METRICS
 from tests import plain as in_numpy
 from tests.helpers import thorough
@@ -203,6 +207,81 @@ def test_a_kernel_asked_for_by_name_refuses_a_term_it_does_not_know(
     config = replaced(attention=attention, attention_sink=True, context_length=128)
     with pytest.raises(UserError, match=r"cannot compute model\.attention_sink"):
         with_kernels(GPT(config))
+
+
+class Pair(nn.Module):
+    """A person's own MLP: two side by side, as batches of matrices."""
+
+    config: GPTConfig
+    ops: Ops
+    suffix: str = "_kernel"
+
+    @nn.compact
+    def __call__(self, x):
+        D, F = self.config.embed_dim, self.config.hidden_dim
+        draw = nn.initializers.normal(0.1)
+        axes = ("mix", "embed", "mlp")
+        up = named_param(self, "up" + self.suffix, draw, (2, D, F), axes)
+        axes = ("mix", "mlp", "embed")
+        down = named_param(self, "kernel", draw, (2, F, D), axes)
+        hidden = jnp.einsum("btd,edf->ebtf", x, up.astype(x.dtype))
+        return jnp.einsum("ebtf,efd->btd", nn.silu(hidden), down.astype(x.dtype))
+
+
+class OwnMLP(Ingredient):
+    option = "attention_sink"  # one that is there, to ask for it
+
+    def mlp(self, block, mlp, flow):
+        return Pair
+
+
+def trained_by_muon(devices, **options):
+    """Returns the MLP's parameters before and after a step of Muon."""
+    sizes = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2)
+    sizes = {f"model.{name}": size for name, size in sizes.items()}
+    sizes |= {"model.embed_dim": 32, "model.attention_sink": True}
+    sizes |= {"model.norm": "rmsnorm"}  # centered rows would have a rank less
+    sizes |= {"data.batch_size": 8, "optim.name": "muon", "optim.warmup_steps": 0}
+    config = with_options(Config.from_dict(default.get_config()), sizes | options)
+    program = Program.from_config(config, devices)
+    state = program.init_state()
+    first = jax.device_get(state.params)
+    tokens = np.random.default_rng(0).integers(64, size=(8, 17), dtype=np.int32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch = program.backend.put_batch(batch)
+    step = program.compile_train(state, batch)
+    state, _ = step(state, batch)
+    return first["h_0"]["mlp"], jax.device_get(state.params)["h_0"]["mlp"]
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", thorough("float32")])
+def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
+    use_ingredient, compute
+):
+    use_ingredient(OwnMLP)
+    options = {"precision.compute": compute}
+    sharded = {"parallel.strategy": "zero3", "parallel.fsdp_gather": "layer"}
+    first, found = trained_by_muon(jax.devices(), **options, **sharded)
+    for name in ("up_kernel", "kernel"):
+        # Newton-Schulz leaves singular values between 0.68 and 1.21; Adam's would differ by far.
+        values = np.linalg.svd(found[name] - first[name], compute_uv=False)
+        assert values.shape == (2, 32) and values.max() < 2 * values.min()
+    assert all(jax.tree.leaves(decay_mask({"h_0": {"mlp": found}})))
+    if compute == "float32":
+        _, wanted = trained_by_muon(jax.devices()[:1], **options)
+        # Rounding, times the largest singular value over the least.
+        chex.assert_trees_all_close(found, wanted, atol=1e-5)
+
+
+def test_a_matrix_whose_name_nothing_finds_is_an_error(use_ingredient):
+    class Unnamed(OwnMLP):
+        def mlp(self, block, mlp, flow):
+            return partial(Pair, suffix="")
+
+    use_ingredient(Unnamed)
+    model = GPT(replaced(attention_sink=True))
+    with pytest.raises(UserError, match="parameter up is a matrix"):
+        model.init(jax.random.key(0), tokens_of(1))
 
 
 def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(use_ingredient):

@@ -12,6 +12,7 @@ import pytest
 from gpt2.config import LossConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
+from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.model.losses.ahead import Ahead
 from gpt2.model.losses.base import Question
@@ -75,7 +76,131 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
     np.testing.assert_allclose(dropped[0], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
-FOUR_LAYERS = ("value_residual", "backout", "hyper_connections", "window_pattern")
+# Top-1, and top-2 with a capacity that drops.
+MIXTURES = [name for name in ("experts", "two experts", "mixtral") if name in ALL]
+
+
+def routed_in_numpy(name, params, tokens):
+    """The mean loss of training, and the router's losses by name `h_0/mlp/...`."""
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    loss, found = 0.0, {}
+    for row, targets in zip(tokens, np.roll(tokens, -1, axis=1), strict=True):
+        routed = []
+        cfg = model_of(name).config
+        logits = plain.logits(cfg, exact, np.array(row), drops=True, routed=routed)
+        for token, each in zip(targets, logits, strict=True):
+            loss += plain.loss(each, token) / tokens.size
+        for layer, each in enumerate(routed):
+            found.setdefault(layer, []).append((*plain.router_losses(each), each[1]))
+    return loss, found
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_training_with_experts_is_that_of_plain_numpy(name):
+    model, params, tokens = model_of(name), params_of(name), tokens_of(5)
+    cfg, K = model.config, model.config.experts_per_token
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+
+    @jax.jit
+    def objective_of(params):
+        sums = next_token_loss(model)(params, batch, jax.random.key(0))
+        return sums["loss"][0] / tokens.size, sums
+
+    gradient, found = jax.grad(objective_of, has_aux=True)(params)
+    loss, layers = routed_in_numpy(name, params, tokens)
+    each = {key: total / count for key, (total, count) in found.items()}
+    assert float(each["loss"]) == pytest.approx(loss, rel=2e-6)
+    for layer, rows in layers.items():
+        balance, z, asked = zip(*rows, strict=True)
+        path = f"h_{layer}/mlp"
+        assert each[f"{path}/balance_loss"] == pytest.approx(np.mean(balance), rel=1e-5)
+        assert each[f"{path}/z_loss"] == pytest.approx(np.mean(z), rel=1e-5)
+        if cfg.expert_capacity:
+            weights = [w for row in asked for token in row for w in token.values()]
+            dropped = np.mean(np.array(weights) == 0)
+            assert 0.05 < dropped < 0.6 and len(weights) == K * tokens.size
+            assert each[f"{path}/dropped"] == pytest.approx(dropped)
+    # What a person who scores or samples sees drops nothing.
+    whole = next_token_loss(model)(params, batch)["loss"][0]
+    assert (abs(whole - found["loss"][0]) > 1e-2) == bool(cfg.expert_capacity)
+
+    # Its slope along some direction, with the router's losses, as a difference of two.
+    def objective(params):
+        loss, layers = routed_in_numpy(name, params, tokens)
+        for rows in layers.values():
+            balance, z, _ = zip(*rows, strict=True)
+            loss += cfg.expert_balance_loss * np.mean(balance)
+            loss += cfg.expert_z_loss * np.mean(z)
+        return loss
+
+    rng = np.random.default_rng(0)
+    direction = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
+    step = 1e-6  # no token goes elsewhere by it
+    ahead, back = (
+        jax.tree.map(lambda x, d, s=s: np.float64(x) + s * d, params, direction)
+        for s in (step, -step)
+    )
+    slope = (objective(ahead) - objective(back)) / (2 * step)
+    along = jax.tree.map(lambda g, d: np.sum(g * d), gradient, direction)
+    assert sum(jax.tree.leaves(along)) == pytest.approx(slope, rel=1e-4)
+
+
+@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+def test_no_expert_takes_a_later_token_in_place_of_an_earlier_one():
+    model, tokens = model_of("two experts"), tokens_of(5)
+    variables = {"params": params_of("two experts")}
+
+    def hidden(tokens):
+        return model.apply(variables, tokens, deterministic=False)
+
+    others = tokens.at[:, 9:].set((tokens[:, 9:] + 1) % 64)
+    found, wanted = hidden(others), hidden(tokens)
+    np.testing.assert_array_equal(found[:, :9], wanted[:, :9])
+    assert jnp.abs(found[:, 9:] - wanted[:, 9:]).max() > 0.1
+
+
+@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+def test_flops_are_those_of_the_experts_that_a_token_asks():
+    # By hand: the head; two layers with attention, norms, two MLPs, router; a norm.
+    layer = 64 * 192 + 192 + 64 * 64 + 64 + 4 * 64
+    layer += 2 * (64 * 256 + 256 + 256 * 64 + 64) + 64 * 4
+    active = 64 * 64 + 2 * layer + 2 * 64
+    assert active == 170_880
+    config = model_of("two experts").config
+    assert model_flops_per_token(config) == 6 * active + 12 * 64 * 2 * 16 == 1_049_856
+
+
+@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+def test_one_expert_is_the_dense_model_and_alike_ones_balance():
+    dense, params, tokens = model_of("default"), params_of("default"), tokens_of(5)
+    wanted = dense.apply({"params": params}, tokens)
+
+    def with_experts(number):
+        config = dataclasses.replace(
+            dense.config, num_experts=number, expert_capacity=1.0
+        )
+        mixed = dict(params)
+        for layer in ("h_0", "h_1"):
+            mlp = jax.tree.map(lambda x: jnp.stack([x] * number), params[layer]["mlp"])
+            router = {"kernel": jnp.zeros((config.embed_dim, number))}
+            mixed[layer] = params[layer] | {"mlp": {"experts": mlp, "router": router}}
+        return GPT(config), mixed
+
+    one, mixed = with_experts(1)
+    found = one.apply({"params": mixed}, tokens, deterministic=False)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    # A router that knows nothing gives all the same probability.
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    four, mixed = with_experts(4)
+    sums = next_token_loss(four)(mixed, batch)
+    total, count = sums["h_1/mlp/balance_loss"]
+    assert float(total / count) == pytest.approx(1.0, rel=1e-6)
+    total, count = sums["h_1/mlp/z_loss"]
+    assert float(total / count) == pytest.approx(np.log(4) ** 2, rel=1e-6)
+
+
+FOUR_LAYERS = ["value_residual", "backout", "hyper_connections", "window_pattern"]
+FOUR_LAYERS += MIXTURES[1:2]
 
 
 @pytest.mark.parametrize("scanned", [False, True])

@@ -85,6 +85,12 @@ SWITCHES = {
     },
     "attention_sink": {"model.attention_sink": True},
     "parallel_block": {"model.parallel_block": True},
+    "experts": {"model.num_experts": 4},
+    "two experts": {
+        **{"model.num_experts": 4, "model.experts_per_token": 2},
+        **{"model.expert_capacity": 1.0, "model.expert_balance_loss": 0.2},
+        "model.expert_z_loss": 0.1,
+    },
     "no bias": {"model.bias": False},
     "untied": {"model.tie_embeddings": False},
     "xavier": {"model.init": "xavier"},
@@ -107,6 +113,16 @@ COMBINED = {
         **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
         **LLAMA3,
         "model.head_dim": 24,
+    },
+    "mixtral": {
+        **{
+            "model.position": "rope",
+            "model.norm": "rmsnorm",
+            "model.activation": "swiglu",
+        },
+        **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
+        **{"model.num_experts": 4, "model.experts_per_token": 2},
+        "model.expert_capacity": 1.0,
     },
     "gemma 2": {
         **{
@@ -223,7 +239,8 @@ def groups(seed=None):
 
 
 each_group = pytest.mark.parametrize(
-    "name", ["llama", *map(thorough, ["default", "gemma 2", "modded", *groups()])]
+    "name",
+    ["llama", *map(thorough, ["default", "mixtral", "gemma 2", "modded", *groups()])],
 )
 
 
@@ -252,11 +269,14 @@ def params_of(name):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def mean_loss(name, model, params, tokens):
-    """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own."""
+def mean_loss(name, model, params, tokens, key=None):
+    """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own.
+
+    With a `key` it is that of training, in which experts drop tokens.
+    """
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
     options = config_of(name).loss
-    sums = next_token_loss(model, options)(params, batch, step=jnp.int32(2))
+    sums = next_token_loss(model, options)(params, batch, key, jnp.int32(2))
     total, count = sums["loss"]
     for k, weight in enumerate(plain.ahead_weights(options, step=2), 2):
         total += weight * sums[f"loss_ahead_{k}"][0]
@@ -466,6 +486,8 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     sizes = dict(model__embed_dim=256, model__context_length=32, model__num_layers=3)
     if "model.mlp_dim" in ALL[name]:
         sizes["model__mlp_dim"] = 320
+    if "model.num_experts" in ALL[name]:
+        sizes["model__expert_capacity"] = 1.0
     cfg = dataclasses.replace(config_of(name, **sizes).gpt(), attention="plain")
     model, tokens = GPT(cfg), jax.ShapeDtypeStruct((8, 32), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
@@ -473,8 +495,9 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     looked_up = ["wpe", "value_embedding", "bigram"] + ["wte"] * (
         not cfg.tie_embeddings
     )
+    of_experts = ALL[name].get("model.experts_per_token", 1) / 4
     computing = sum(
-        leaf.size
+        leaf.size * (of_experts if jax.tree_util.DictKey("experts") in path else 1)
         for path, leaf in leaves
         if not any(key.key in looked_up for key in path)
     )
@@ -485,7 +508,7 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     assert model_flops_per_token(cfg) == 6 * computing + scores
 
     def loss(params, tokens):
-        return mean_loss(name, model, params, tokens)
+        return mean_loss(name, model, params, tokens, jax.random.key(0))
 
     lowered = jax.jit(jax.value_and_grad(loss)).lower(params, tokens)
     flops = lowered.cost_analysis()["flops"]

@@ -52,6 +52,9 @@ class ModelConfig(default.Model):
             raise UserError(
                 f"model.attention={self.attention} has no weights for model.dropout to drop"
             )
+        of_experts = ", ".join(sorted(n for n in given if n.startswith("expert")))
+        if of_experts and "num_experts" not in given:
+            raise UserError(f"model.{of_experts} is for model.num_experts")
         # By name, so that the option may go with its ingredient.
         has_two_sums = "hyper_connections" in given or (
             vars(self).get("norm_position") == "post"

@@ -9,7 +9,7 @@ from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.attention import Attention, Cache
-from gpt2.model.ingredients import Branch, Flow, ingredients_of
+from gpt2.model.ingredients import Branch, Flow, MakeModule, ingredients_of
 from gpt2.model.layers import MLP, Norm
 from gpt2.ops import Ops
 
@@ -43,9 +43,10 @@ class Block(nn.Module):
 
         with jax.named_scope("mlp"):
             branch = self._branch(2, x, drop, entered, flow)
-            mlp: nn.Module = MLP(cfg, ops, name="mlp")
+            make: MakeModule = MLP
             for extra in ingredients_of(cfg):
-                mlp = extra.mlp(self, mlp)
+                make = extra.mlp(self, make, flow)
+            mlp = make(cfg, ops, name="mlp")
             y = mlp(branch.norm(branch.read))
             x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
         return (x, flow.carried), cache

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from gpt2.config import GPTConfig
 from gpt2.config.shapes import Shape
 from gpt2.model.gpt import GPT
+from gpt2.model.ingredients import ingredients_of
 
 
 @functools.cache
 def count_compute_parameters(cfg: GPTConfig) -> int:
-    """Counts the parameters that take part in a matrix product, or sit beside one.
+    """Counts the parameters that take part in a token's matrix products, or sit beside one.
 
-    All but tables whose rows are looked up, which name an axis `table`. The head's counts.
+    All but tables whose rows are looked up, which name an axis `table`, and experts that are not
+    chosen. The head's counts.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     boxed = jax.eval_shape(GPT(cfg).draw, jax.random.key(0), tokens)
@@ -27,8 +29,12 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
         return isinstance(node, nn.LogicallyPartitioned)
 
     for box in jax.tree.leaves(boxed, is_leaf=is_box):
-        if "table" not in box.names:
-            total += math.prod(box.value.shape)
+        if "table" in box.names:
+            continue
+        size: float = math.prod(box.value.shape)
+        for extra in ingredients_of(cfg):
+            size *= extra.active_share(box.names)
+        total += round(size)
     return total
 
 

@@ -11,6 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
+from gpt2.errors import UserError
 from gpt2.ops import Ops
 from gpt2.ops.plain import Activation, Init, Names, Shape
 
@@ -20,8 +21,15 @@ def named_param(
 ) -> Array:
     """Returns a parameter of a module that has `config` and `ops`, whole on every device.
 
-    `parallel.rules` spread it between steps by the names of its axes.
+    `parallel.rules` spread it between steps by the names of its axes. Weight decay and Muon go by
+    its own name.
     """
+    sides = set(axes) - {"mix", "qkv", "head_size"}
+    if len(sides) > 1 and not name.endswith(("kernel", "embedding", "bias")):
+        raise UserError(
+            f"parameter {name} is a matrix that no weight decay and no Muon would find",
+            "End its name in kernel or embedding, or call its axes mix",
+        )
     return module.ops.whole(module.ops.param(module, name, init, shape, axes))
 
 
@@ -66,13 +74,18 @@ class Linear(nn.Module):
             activation=self.activation,
             dtype=self.config.compute_dtype,
         )
-        return checkpoint_name(y, "/".join(self.path[-2:]))  # for rematerialisation
+        return checkpoint_name(y, self._result)  # for rematerialisation
 
     def parts(self, x: Array) -> list[Array]:
         """Returns a result for each index of the first new axis."""
         dtype = self.config.compute_dtype
         y = self.ops.linear_parts(x, self.kernel, self.bias, dtype=dtype)
-        return checkpoint_name(y, "/".join(self.path[-2:]))
+        return checkpoint_name(y, self._result)
+
+    @property
+    def _result(self) -> str:
+        """The names of the layer's branch and of the map, such as `mlp/c_fc`."""
+        return "/".join(self.path[1:2] + self.path[-1:])
 
     @nn.nowrap
     def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:

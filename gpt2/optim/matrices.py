@@ -32,21 +32,20 @@ _PLAIN = Axes((-2,), (-1,))
 _HEADS = Axes((-3,), (-2, -1))
 _SEVERAL = Axes((-4,), (-2, -1))  # axis -3 counts queries, keys and values
 
-# A kernel's module, with the module around it. Scanned layers add a leading axis, which counts.
+# A kernel's module, with the module around it where that matters. Scanned layers and experts add
+# leading axes, which count.
 AXES = {
     "attn/c_attn": _SEVERAL,
     "attn/c_q": _HEADS,
     "attn/c_kv": _SEVERAL,
     "attn/c_proj": Axes((-3, -2), (-1,), to_width=True),
-    "mlp/c_fc": _PLAIN,
-    "mlp/c_gate": _PLAIN,
-    "mlp/c_proj": Axes((-2,), (-1,), to_width=True),
+    "c_proj": Axes((-2,), (-1,), to_width=True),
 }
 
 
 def axes_for(path: Path) -> Axes:
     """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[..., in, out]`."""
-    return AXES.get("/".join(path[-3:-1]), _PLAIN)
+    return AXES.get("/".join(path[-3:-1])) or AXES.get(path[-2], _PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from gpt2.utils.trees import Tree
 
 Path = tuple[str, ...]
 
-# Weight decay applies to parameters of these names. It does not go by the number of dimensions,
+# Weight decay applies to parameters whose names end so. It does not go by the number of dimensions,
 # since heads and scanned layers give biases and norm scales more than one.
 _DECAYED = ("kernel", "embedding")
 _LAYER = re.compile(r"h(_\d+)?")
@@ -31,12 +31,12 @@ def map_parameters(function: Callable, tree: Tree, *others: Tree) -> Tree:
 
 def decay_mask(params: Tree) -> Tree:
     """Returns, for every parameter, whether weight decay applies: kernels and embeddings."""
-    return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
+    return map_parameters(lambda path, _: path[-1].endswith(_DECAYED), params)
 
 
 def is_hidden_kernel(path: Path) -> bool:
     """Returns whether a parameter is a kernel inside a block."""
-    return path[-1] == "kernel" and any(_LAYER.fullmatch(name) for name in path)
+    return path[-1].endswith("kernel") and any(_LAYER.fullmatch(name) for name in path)
 
 
 def is_stacked(path: Path) -> bool:

@@ -22,6 +22,9 @@ from gpt2.utils.trees import Tree
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
+# Axes that count tensors of equal shapes.
+COUNTING = {"layers", "experts"}
+
 # Axes of parameters that nothing splits: too short, or one index for each kernel.
 WHOLE = ("layers", "qkv", "head_size", "mix")
 
@@ -95,7 +98,7 @@ def specs(logical_axes: Tree, table: Table) -> Tree:
         if not set(names) - {"layers"}:  # every device might hold it whole
             raise UserError(
                 f"parameter {parameter} does not name its axes",
-                "Name them by nn.with_logical_partitioning, as gpt2/model/layers.py does",
+                "Read it by named_param of gpt2/model/layers.py",
             )
         if unknown := [name for name in names if name not in table]:
             raise UserError(
@@ -127,7 +130,7 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
         return None
-    is_vector = len(set(names) - {"layers"}) < 2
+    is_vector = len(set(names) - COUNTING) < 2
     axis = split[0]
     if is_vector or names[axis] not in GATHERED_BY_LAYER:
         return None

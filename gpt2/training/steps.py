@@ -69,7 +69,7 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
             batch["tokens"],
             question.targets,
             segments=segments,
-            deterministic=not rngs,
+            deterministic=key is None,
             objective=question.objective,
             rngs=rngs,
             method="loss",

@@ -13,10 +13,17 @@ from gpt2.model.ingredients.attention_gate import AttentionGate
 from gpt2.model.ingredients.attention_sink import AttentionSink
 from gpt2.model.ingredients.attention_softcap import AttentionSoftCap
 from gpt2.model.ingredients.backout import Backout
-from gpt2.model.ingredients.base import Branch, Flow, Heads, Ingredient
+from gpt2.model.ingredients.base import (
+    Branch,
+    Flow,
+    Heads,
+    Ingredient,
+    MakeModule,
+)
 from gpt2.model.ingredients.bigram_embeddings import BigramEmbeddings
 from gpt2.model.ingredients.embedding_skip import EmbeddingSkip
 from gpt2.model.ingredients.exclusive_attention import ExclusiveAttention
+from gpt2.model.ingredients.experts import Experts
 from gpt2.model.ingredients.hyper_connections import HyperConnections
 from gpt2.model.ingredients.init import Init
 from gpt2.model.ingredients.logit_softcap import LogitSoftCap
@@ -52,6 +59,7 @@ INGREDIENTS: tuple[type[Ingredient], ...] = (
     AttentionSink,
     ExclusiveAttention,
     AttentionGate,
+    Experts,
     LogitSoftCap,
 )
 

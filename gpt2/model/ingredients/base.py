@@ -8,10 +8,12 @@ from flax import struct
 from jax import Array
 
 from gpt2.config import DEFAULTS, GPTConfig
-from gpt2.ops.plain import LogitTerm, ScoreTerm
+from gpt2.ops.plain import LogitTerm, Names, ScoreTerm
 
 if TYPE_CHECKING:
     from gpt2.model.layers import Linear
+
+MakeModule = Callable[..., nn.Module]
 
 
 class Flow(struct.PyTreeNode):
@@ -134,8 +136,11 @@ class Ingredient:
         """Changes attention's output `[B, T, N, H]`; `x` `[B, T, D]` was its input."""
         return y
 
-    def mlp(self, block: nn.Module, mlp: nn.Module) -> nn.Module:
-        """Returns what maps `[B, T, D]` to `[B, T, D]` in the second branch."""
+    def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
+        """Changes the class of what maps `[B, T, D]` to `[B, T, D]` in the second branch.
+
+        It is made of `config` and `ops`, with a `name`, and may make the given one within.
+        """
         return mlp
 
     def leave(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
@@ -149,3 +154,7 @@ class Ingredient:
     def logit_terms(self) -> tuple[LogitTerm, ...]:
         """Returns what happens to the logits, without parameters; those act in `normed`."""
         return ()
+
+    def active_share(self, names: Names) -> float:
+        """Returns the share of a parameter, whose axes have `names`, that computes a token."""
+        return 1.0

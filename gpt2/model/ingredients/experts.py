@@ -1,0 +1,134 @@
+"""Mixture of experts: several MLPs in each layer, of which a router chooses some for each token.
+
+Shazeer et al. 2017, arXiv 1701.06538. A token's one expert is weighted by the router's probability
+(Switch Transformer, Fedus et al. 2021, arXiv 2101.03961), several by their shares of what they have
+together (GShard, arXiv 2006.16668; Mixtral, arXiv 2401.04088). Kernels are `[E, D, F]`.
+
+Capacity and the balance loss look at each row of the batch by itself, and a token takes its place
+in an expert after those before it: no layout and no later token changes anything. As in DeepSeek-V2
+(arXiv 2405.04434, section 2.2), only training drops tokens.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gpt2.config import GPTConfig
+from gpt2.errors import UserError
+from gpt2.model.ingredients.base import Flow, Ingredient, MakeModule
+from gpt2.model.layers import Linear
+from gpt2.ops import Ops
+from gpt2.ops.plain import Names
+from gpt2.utils.scan import report
+
+
+class Experts(Ingredient):
+    """`model.num_experts`."""
+
+    option = "num_experts"
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        if config.experts_per_token > config.num_experts:
+            raise UserError("model.experts_per_token is more than num_experts")
+
+    def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
+        """Puts several in the MLP's place."""
+        is_training = not flow.deterministic
+        return partial(Mixture, mlp=mlp, drops=is_training)
+
+    def active_share(self, names: Names) -> float:
+        """Returns the share of the experts that compute a token."""
+        if "experts" not in names:
+            return 1.0
+        return self.config.experts_per_token / self.config.num_experts
+
+
+class Mixture(nn.Module):
+    """The experts of a layer.
+
+    Attributes:
+        config: says how many there are, and the capacity.
+        ops: what they compute with.
+        mlp: makes one.
+        drops: whether an expert takes no more tokens of a row than its capacity.
+    """
+
+    config: GPTConfig
+    ops: Ops
+    mlp: MakeModule
+    drops: bool
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Maps `x` `[B, T, D]` to `[B, T, D]` in the compute type."""
+        cfg = self.config
+        ops = self.ops
+        E = cfg.num_experts
+        K = cfg.experts_per_token
+        B, T, D = x.shape
+        x = ops.constrain(x, "batch", "length", "embed")
+        exact = dataclasses.replace(cfg, bias=False, compute_dtype="float32")
+        router = Linear(exact, ops, (D, E), ("embed", "mix"), name="router")
+        logits = router(x)
+        shares = jax.nn.softmax(logits)
+        weights, chosen = jax.lax.top_k(shares, K)  # [B, T, K]
+        if K > 1:
+            weights /= weights.sum(-1, keepdims=True)
+        is_chosen = jax.nn.one_hot(chosen, E).sum(2)  # [B, T, E]
+        self._report_losses(logits, shares, is_chosen)
+
+        capacity = T
+        before = jnp.cumsum(is_chosen, axis=1) - is_chosen
+        place = jnp.take_along_axis(before, chosen, axis=2).astype(jnp.int32)
+        if self.drops and cfg.expert_capacity:
+            capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
+            report(self, "dropped", (place >= capacity).sum(), place.size)
+        nowhere = E * capacity
+        slots = jnp.where(place < capacity, chosen * capacity + place, nowhere)
+
+        @jax.vmap
+        def dispatch(x: Array, slots: Array) -> Array:
+            empty = jnp.zeros((nowhere, D), x.dtype)
+            return empty.at[slots].add(x[:, None], mode="drop")
+
+        @jax.vmap
+        def combine(y: Array, slots: Array, weights: Array) -> Array:
+            found = y.at[slots].get(mode="fill", fill_value=0)  # [T, K, D]
+            return jnp.einsum("tk,tkd->td", weights, found.astype(jnp.float32))
+
+        experts = nn.vmap(
+            self.mlp,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            metadata_params={nn.PARTITION_NAME: "experts"},
+        )
+        taken = dispatch(x, slots).reshape(B, E, capacity, D)
+        taken = jnp.moveaxis(taken, 1, 0)
+        taken = ops.constrain(taken, "experts", "batch", "length", "embed")
+        y = experts(cfg, ops, name="experts")(taken)
+        y = jnp.moveaxis(y, 0, 1).reshape(B, nowhere, D)
+        return combine(y, slots, weights).astype(x.dtype)
+
+    @nn.nowrap
+    def _report_losses(self, logits: Array, shares: Array, is_chosen: Array) -> None:
+        """Adds the losses of the router, sums over tokens.
+
+        The balance loss, Switch Transformer's equation 4, is 1 if all experts are chosen alike, or
+        all are as probable. The z-loss keeps logits small: ST-MoE, Zoph et al. 2022, arXiv
+        2202.08906, equation 5.
+        """
+        cfg = self.config
+        num_tokens = logits[..., 0].size
+        chosen = is_chosen.mean(1) / cfg.experts_per_token  # [B, E]
+        balance = cfg.num_experts * (chosen * shares.mean(1)).sum(-1)
+        balance = balance.mean() * num_tokens
+        z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
+        weight = cfg.expert_balance_loss
+        report(self, "balance_loss", balance, num_tokens, weight=weight)
+        report(self, "z_loss", z, num_tokens, weight=cfg.expert_z_loss)
