@@ -43,6 +43,15 @@ from gpt2.training import (
 )
 from gpt2.training import workdir as folder
 
+# Model, loss, optimizer and steps of a config, spread over devices by a backend.
+make_program = partial(
+    Program.from_config,
+    model=GPT,
+    loss=next_token_loss,
+    schedule=make_schedule,
+    optimizer=make_optimizer,
+)
+
 
 class Run(NamedTuple):
     """What a run is made of, beside its state."""
@@ -86,16 +95,7 @@ def main() -> int:
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)
-
-    # Model, loss, optimizer and steps, spread over the devices by a backend.
-    program = Program.from_config(
-        config,
-        devices,
-        model=GPT,
-        loss=next_token_loss,
-        schedule=make_schedule,
-        optimizer=make_optimizer,
-    )
+    program = make_program(config, devices)
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
@@ -203,7 +203,6 @@ def train(run: Run, state: TrainState, start: int) -> int:
         profiler.close(state)
         with clock.phase("checkpoint"):
             checkpointer.wait()
-
     checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
         by = stop.requested.name

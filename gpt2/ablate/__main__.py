@@ -27,6 +27,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate.arms import check_out, make_arms, read_tuned
+from gpt2.ablate.groups import group_runs
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.judge import grow
 from gpt2.ablate.measure import describe_runs, step_seconds
@@ -59,6 +60,8 @@ def define_flags() -> None:
     )
     about = "Runs at once: a GPU each, or a share of the cores."
     flags.DEFINE_integer("jobs", 1, about, 1)
+    about = "Runs that differ in numbers alone train as one program."
+    flags.DEFINE_bool("together", False, about)
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
     about = "OPTION=VALUE,...: each arm first chooses among these."
     flags.DEFINE_multi_string("tune", [], about)
@@ -88,7 +91,10 @@ def main() -> int:
     def train(runs: Sequence[Run]) -> None:
         print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
         take_over(runs, root, slots[0])
-        train_all(runs, slots, sweep.score)
+        groups = [[run] for run in runs]
+        if FLAGS.together:
+            groups = group_runs(runs, len(slots))
+        train_all(groups, slots, sweep.score)
 
     sweep = register(sweep)
     undecided = sweep.undecided_runs()

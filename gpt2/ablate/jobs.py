@@ -2,12 +2,13 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -58,7 +59,7 @@ def _visible_gpus() -> list[str]:
 
 
 def train_all(
-    runs: Sequence[Run],
+    groups: Sequence[Sequence[Run]],
     slots: Sequence[Slot],
     score: str,
     *,
@@ -66,41 +67,44 @@ def train_all(
 ) -> None:
     """Trains the runs that have not ended yet, beside other processes that do the same.
 
-    A run that was interrupted continues. One that failed before this process began is tried again;
-    one that diverged would diverge again. Each run that ends is told with its score, if `tells`.
-    SIGTERM saves what still trains.
+    Those of a group train together, in one process. A run that was interrupted continues. One that
+    failed before this process began is tried again; one that diverged would diverge again. Each run
+    that ends is told with its score, if `tells`. SIGTERM saves what still trains.
     """
-    left = list(runs)
+    runs = list(itertools.chain(*groups))
     free = list(slots)
     training = list[_Training]()
     codes = {run.source: hash_code(run.source) for run in runs}
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while True:
-            left = [run for run in left if not _has_ended(run)]
-            if not left and not training:
+            if all(map(_has_ended, runs)) and not training:
                 return
-            for run in left[:]:
-                lock = take(run) if free else None
-                if not lock:
+            for group in groups:
+                taken = []
+                for run in group:
+                    if free and (lock := take(run)):
+                        taken.append((run, lock))
+                if not taken:
                     continue
+                run, _ = taken[0]
                 if hash_code(run.source) != codes[run.source]:
                     raise UserError(
                         f"the code has changed while the sweep trained, and {run.label} waits",
                         "Put it back, and repeat the command",
                     )
-                left.remove(run)
-                training.append(_Training(run, free.pop(), lock))
+                is_mapped = len(group) > 1  # also where one is left of it
+                training.append(_Training(taken, free.pop(), is_mapped))
             for each in training[:]:
                 code = each.process.poll()
                 if code is None:
                     continue
                 training.remove(each)
                 free.append(each.slot)
-                told = each.end(code, score)
-                done = len(runs) - len(left) - len(training)
-                if tells:
-                    print(f"{done}/{len(runs)}  {each.run.label}  {told}", flush=True)
+                for run, told in each.end(code, score):
+                    done = sum(map(_has_ended, runs))
+                    if tells:
+                        print(f"{done}/{len(runs)}  {run.label}  {told}", flush=True)
             time.sleep(_POLL_SECONDS)
     finally:
         for each in training:
@@ -132,33 +136,44 @@ def take(run: Run) -> TextIO | None:
 
 
 class _Training:
-    """A run that is training."""
+    """A run that is training, or several together. The first one's log is that of the process."""
 
-    def __init__(self, run: Run, slot: Slot, lock: TextIO):
-        self.run = run
+    def __init__(
+        self, taken: Sequence[tuple[Run, TextIO]], slot: Slot, is_mapped: bool
+    ):
         self.slot = slot
-        self._lock = lock
-        run.prepare()
-        self._log = run.folder / "log.txt"
+        self._taken = taken
+        folders = []
+        for run, _ in taken:
+            run.prepare()
+            folders.append(str(run.folder))
+        first, _ = taken[0]
+        self._log = first.folder / "log.txt"
         self._log.touch()
         self._log_start = self._log.stat().st_size  # of this try
-        command = [
-            str(run.source / "train.py"),
-            f"--config={run.folder / 'config.json'}",
-            f"--workdir={run.workdir}",
-        ]
-        for_wandb = {"WANDB_NAME": run.label}
+        command = ["-m", "gpt2.ablate.together", *folders]
+        if not is_mapped:
+            command = [
+                str(first.source / "train.py"),
+                f"--config={first.folder / 'config.json'}",
+                f"--workdir={first.workdir}",
+            ]
+        for_wandb = {"WANDB_NAME": first.label}
         environment = slot.environment | for_wandb
         self.process = start(command, self._log, slot._replace(environment=environment))
 
-    def end(self, code: int, score: str) -> str:
-        """Keeps how the process ended, gives its lock back, and returns what to tell of it."""
-        outcome = self._read_outcome(code)
-        write_json(self.run.folder / "outcome.json", outcome._asdict())
-        self._lock.close()
-        if outcome.state == "finished":
-            return f"{read_results([self.run], score).score[0]:.4f}"
-        return f"{outcome.state}: {outcome.error}"
+    def end(self, code: int, score: str) -> Iterator[tuple[Run, str]]:
+        """Keeps how each run ended, gives its lock back, and yields it with what to tell of it."""
+        for run, lock in self._taken:
+            outcome = run.outcome()
+            if outcome.state == "waiting":  # together, runs keep it themselves
+                outcome = self._read_outcome(code)
+                write_json(run.folder / "outcome.json", outcome._asdict())
+            lock.close()
+            told = f"{outcome.state}: {outcome.error}"
+            if outcome.state == "finished":
+                told = f"{read_results([run], score).score[0]:.4f}"
+            yield run, told
 
     def _read_outcome(self, code: int) -> Outcome:
         """Returns how the process ended, by its exit code and its log."""

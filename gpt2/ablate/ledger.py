@@ -210,7 +210,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
         tune={},
     )
     pair = sweep.with_choices().runs()[-2:]
-    train_all(pair, [slot], LOSS)
+    train_all([[run] for run in pair], [slot], LOSS)
     sweep.check_runs()
     results = read_results(pair, LOSS)
     of_best, own = results.state

@@ -52,7 +52,7 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     They are those of a short run, which is trained once and kept.
     """
     run = make_measuring_run(root, arm)
-    train_all([run], [slot], LOSS, tells=False)
+    train_all([[run]], [slot], LOSS, tells=False)
     if run.outcome().state != "finished":
         raise UserError(
             f"{arm.name} cannot be measured", f"See {run.folder / 'log.txt'}"

@@ -103,7 +103,7 @@ def _decay(
     amount: float | optax.Schedule = optim.weight_decay
     # The rate, which multiplies it again, over its peak.
     if optim.scheduled_weight_decay:
-        peak = optim.learning_rate or 1.0
+        peak = jnp.maximum(optim.learning_rate, 1e-30)  # where that is 0, no decay
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
     decay = optax.add_decayed_weights(amount, decay_mask)
     return cautious_decay(decay) if optim.cautious in ("decay", "both") else decay
@@ -131,7 +131,7 @@ def _width_factors(
 
 def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
     factors = []
-    if optim.adam_learning_rate not in (0.0, optim.learning_rate):
+    if optim.adam_learning_rate:
         ratio = optim.adam_learning_rate / optim.learning_rate
         factors.append(optax.masked(optax.scale(ratio), _other_mask))
     if optim.rates:
@@ -213,7 +213,7 @@ def _ademamix(
         return optim.alpha * progress(count)
 
     def beta3(count: Array) -> Array:
-        start = math.log(optim.beta1)
+        start = jnp.log(optim.beta1)
         end = math.log(optim.beta3)
         share = progress(count)
         rising = jnp.exp(start * end / ((1 - share) * end + share * start))

@@ -26,10 +26,9 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
 
 def _cosine(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Half a cosine (Loshchilov and Hutter 2017)."""
-    peak = optim.learning_rate
-    return optax.cosine_decay_schedule(
-        peak, steps, optim.end_learning_rate / peak if peak else 0.0
-    )
+    end = optim.end_learning_rate
+    share = optax.cosine_decay_schedule(1.0, steps)
+    return lambda count: end + (optim.learning_rate - end) * share(count)
 
 
 def _linear(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:

@@ -47,8 +47,9 @@ class StepClock:
         cls,
         config: Config,
         flops_per_token: Callable[[Shape], float],
+        share: int = 1,
     ) -> "StepClock":
-        """Returns the clock of a run on all devices."""
+        """Returns the clock of a run on all devices; `share` runs at once share the time."""
         costs = dict[Shape, float]()
         for shape in config.shapes.pieces.values():
             costs[shape] = shape.tokens * flops_per_token(shape)
@@ -56,6 +57,8 @@ class StepClock:
             tokens=config.shapes.tokens,
             flops=partial(config.shapes.sum, costs.__getitem__),
             peak_flops=total_peak_flops(config.precision.compute),
+            since=launch.BEGAN / share,
+            now=lambda: time.perf_counter() / share,
         )
 
     @contextlib.contextmanager

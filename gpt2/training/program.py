@@ -234,9 +234,10 @@ class Program:
 
         Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
-        return self._compile(self.backend.compile_train(self.train_step), state, batch)
+        return self.compile(self.backend.compile_train(self.train_step), state, batch)
 
-    def _compile(self, step: Tree, state: TrainState, batch: Tree) -> CompiledStep:
+    def compile(self, step: Tree, state: Tree, batch: Tree) -> CompiledStep:
+        """Compiles a jitted or pmapped step of two arguments with the options of the model."""
         cfg = self.model.config
         platform = platform_of(self.backend.mesh.devices.flat[0])
         options = compiler_options(
@@ -251,7 +252,7 @@ class Program:
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
-        compiled = self._compile(
+        compiled = self.compile(
             self.backend.compile_watch(self.watch_step), state, batch
         )
         return lambda step, state, batch: (

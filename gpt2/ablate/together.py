@@ -1,0 +1,349 @@
+"""Trains runs of a sweep that differ in numbers alone (see groups.py) as one program.
+
+    python -m gpt2.ablate.together FOLDER...
+
+A step is train.py's own, mapped over places: each holds the state, the batch and the numbers of one
+run. Between steps, each run does what train.py would do for it alone, in files of its own. Where
+there are more runs than places, one wave follows another.
+"""
+
+from gpt2.utils import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, redirect_stdout
+from operator import itemgetter
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import train
+from gpt2 import cli
+from gpt2.ablate.groups import NUMBERS
+from gpt2.ablate.runs import Outcome
+from gpt2.config import Config, load_config, option
+from gpt2.data import Dataset, prepare
+from gpt2.errors import DivergedError, tell
+from gpt2.parallel import find_devices
+from gpt2.parallel.compiled import compile_once
+from gpt2.signals import StopSignal
+from gpt2.telemetry import Reporter, StepClock
+from gpt2.training import Batches, Checkpointer, TrainState, validate
+from gpt2.training import workdir as folder
+from gpt2.training.steps import Batch, Metrics
+from gpt2.utils.files import write_json
+from gpt2.utils.platform import platform_of
+from gpt2.utils.trees import Tree
+
+AXIS = "runs"
+_MEMORY = 0.9  # of a device, that a step may take
+
+
+def with_numbers(config: Config, numbers: Mapping[str, jax.Array]) -> Config:
+    """Returns a config with arrays in place of numbers, which no check can look at."""
+    config = copy.deepcopy(config)
+    for name, value in numbers.items():
+        group, _, field = name.rpartition(".")
+        object.__setattr__(option(config, group) if group else config, field, value)
+    return config
+
+
+def map_runs(function: Callable, mesh: Mesh, width: int) -> Callable:
+    """Maps a function over the leading axis of its arguments, so many of which a device has.
+
+    One alone computes as if it were not mapped.
+    """
+
+    def on_device(*trees: Tree) -> Tree:
+        if width > 1:
+            return jax.vmap(function)(*trees)
+        own = jax.tree.map(itemgetter(0), trees)
+        return jax.tree.map(lambda x: x[None], function(*own))
+
+    each = PartitionSpec(AXIS)
+    return jax.shard_map(
+        on_device, mesh=mesh, in_specs=each, out_specs=each, check_vma=False
+    )
+
+
+class Places:
+    """The states of runs, `[places, ...]` over all devices, and the programs mapped over them.
+
+    A CPU's device has one place, for batched products are slower there than one after another. On
+    an accelerator all runs have one, or as many as its memory holds.
+    """
+
+    def __init__(
+        self, configs: Sequence[Config], devices: Sequence[jax.Device], dataset: Dataset
+    ):
+        self._first = configs[0]
+        self._mesh = Mesh(np.array(devices), (AXIS,))
+        self._each = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        self.program = train.make_program(self._first, devices[:1])
+        self._batches = Batches(self._first, dataset, self.program.backend)
+        memory = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+        is_cpu = platform_of(devices[0]) == "cpu"
+        width = 1 if is_cpu else math.ceil(len(configs) / len(devices))
+        self._compile(width)
+        while width > 1 and self.train_step.peak_bytes > _MEMORY * memory:
+            width = math.ceil(width / 2)
+            self._compile(width)
+
+    def _compile(self, width: int) -> None:
+        """Compiles train and eval step of so many places on each device."""
+        self.number = width * self._mesh.size
+
+        def step(
+            state: TrainState, given: tuple[dict[str, jax.Array], Batch]
+        ) -> tuple[TrainState, Metrics]:
+            numbers, batch = given
+            config = with_numbers(self._first, numbers)
+            return self.program.with_config(config).train_step(state, batch)
+
+        examples, eval_batch = self._batches.examples()
+        (self._example,) = examples.values()
+        states = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.number, *x.shape), x.dtype),
+            self.program.state_shapes,
+        )
+        mapped = map_runs(step, self._mesh, width)
+        jitted = jax.jit(mapped, in_shardings=self._each, donate_argnums=0)
+        given = self._stack(self.number * [self._given(self._first, self._example)])
+        self.train_step = self.program.compile(jitted, states, given)
+        mapped = map_runs(self.program.eval_step, self._mesh, width)
+        jitted = jax.jit(mapped, in_shardings=self._each)
+        given = self._stack(self.number * [eval_batch])
+        self._eval_step = compile_once(jitted, states.eval_params, given)
+
+    def _given(self, config: Config, batch: Batch) -> tuple[Tree, Batch]:
+        """Returns what a step of a run takes beside its state: its numbers, and a batch."""
+        return {name: np.array(option(config, name)) for name in NUMBERS}, batch
+
+    def _stack(self, trees: Sequence[Tree]) -> Tree:
+        """Puts a tree in each place."""
+        stacked = jax.tree.map(lambda *x: np.stack(x), *trees)
+        return jax.device_put(stacked, self._each)
+
+    def begin(self, states: Sequence[TrainState]) -> None:
+        """Gives the first places their states. Those that are left repeat the last one."""
+        left = self.number - len(states)
+        self._states = self._stack([*states, *left * [states[-1]]])
+
+    def states(self) -> list[TrainState]:
+        """Returns the state of each place, on the first device."""
+        whole = jax.device_get(self._states)
+        states = [_at(place, whole) for place in range(self.number)]
+        return jax.device_put(states, self._mesh.devices[0])
+
+    def step(self, batches: Mapping[int, tuple[Config, Batch]]) -> Metrics:
+        """Takes a step in all places, for some of which there is a run's batch."""
+        empty = self._first, self._example
+        each = [batches.get(place, empty) for place in range(self.number)]
+        given = self._stack([self._given(*one) for one in each])
+        self._states, metrics = self.train_step(self._states, given)
+        return metrics
+
+    def score(self, num_batches: int) -> list[dict[str, float]]:
+        """Returns the scores of each place on held-out text; 0: all batches of a validation."""
+        held_out, targets_per_byte = self._batches.validation(num_batches)
+        params = self._states.eval_params
+        sums = {}
+        for part, (share, batches) in held_out.items():
+            found = []
+            for batch in batches:
+                everywhere = self._stack(self.number * [batch])
+                found.append(jax.device_get(self._eval_step(params, everywhere)))
+            sums[part] = share, found
+        scores = []
+        for place in range(self.number):
+            # A place takes its part of what each batch has given.
+            scores.append(validate(_at, place, sums, targets_per_byte))  # type: ignore[arg-type]
+        return scores
+
+
+def _at(place: int, tree: Tree) -> Tree:
+    return jax.tree.map(itemgetter(place), tree)
+
+
+class Member:
+    """A run in its place, and what train.py holds for one."""
+
+    def __init__(self, path: Path, config: Config, dataset: Dataset, places: Places):
+        self.config = config
+        self._path = path
+        self._dataset = dataset
+        self._workdir = workdir = path / "run"
+        self._program = program = places.program.with_config(config)
+        options = config.train
+        folder.check_options(workdir, config)
+        folder.check_data(workdir, dataset)
+        start = folder.find_start(workdir)
+        folder.begin(workdir, config, dataset, start)
+        self.files = ExitStack()
+        enter = self.files.enter_context
+        self.log = enter((path / "log.txt").open("a"))
+        batches = Batches(config, dataset, program.backend)
+        self.upcoming = enter(closing(batches.train(start, options.num_steps)))
+        self.clock = StepClock.for_run(config, program.flops_per_token, places.number)
+        self.checkpointer = enter(
+            Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
+        )
+        self.reporter = enter(Reporter.for_run(config, self.clock, workdir, start))
+        steps = {config.shapes.last: (places.train_step, print)}
+        tell(program.describe(batches, steps, start), self.log)
+        self.first_state = (
+            self.checkpointer.restore(start, program)
+            if start
+            else train.first_state(program, dataset)
+        )
+
+    def keep(
+        self,
+        step: int,
+        state: TrainState,
+        scores: dict[str, float],
+        *,
+        validates: bool,
+        saves: bool,
+    ) -> None:
+        """Judges the newest state; writes its scores and saves it where that is due."""
+        loss = scores["eval/loss"]
+        if not math.isfinite(loss):
+            raise DivergedError(step, "the validation loss is", before=False)
+        if validates:
+            self.reporter.write(step, scores)
+            saves = self.checkpointer.improves(loss) or saves
+        if saves:
+            self.reporter.flush(step)
+            self.checkpointer.save(state, step, scores if validates else None)
+
+    def finish(self, state: TrainState, scores: Mapping[str, float]) -> None:
+        """Writes the last files, as train.py does."""
+        self.checkpointer.wait()
+        self.checkpointer.raise_failure()
+        params = state.eval_params
+        tokenizer = self._dataset.tokenizer
+        with redirect_stdout(self.log):
+            folder.finish(
+                self._workdir, self._program, params, tokenizer, scores, self.clock
+            )
+        self.leave(Outcome("finished"))
+
+    def leave(self, outcome: Outcome) -> None:
+        """Closes its files, and keeps how it ended."""
+        if outcome.error:
+            tell(outcome.error, self.log)
+        self.files.close()
+        write_json(self._path / "outcome.json", outcome._asdict())
+
+
+@contextlib.contextmanager
+def phase(members: Iterable[Member], name: str) -> Iterator[None]:
+    """Charges the time of runs to a phase."""
+    with ExitStack() as stack:
+        for member in members:
+            stack.enter_context(member.clock.phase(name))
+        yield
+
+
+def train_wave(
+    places: Places, wave: Sequence[Member], step: int, stop: StopSignal
+) -> int:
+    """Trains runs that stand at a step, as the loop of train.py does, and returns the exit code.
+
+    One that diverges leaves, and its place is dead weight.
+    """
+    here = dict(enumerate(wave))
+    options = wave[0].config.train
+    late: Metrics | None = None  # of the newest step, until it is reported
+    scores: list[dict[str, float]] = []
+    stops = False
+
+    @contextlib.contextmanager
+    def judged(place: int) -> Iterator[Member]:
+        try:
+            with redirect_stdout(here[place].log):
+                yield here[place]
+        except DivergedError as error:
+            here.pop(place).leave(Outcome("diverged", str(error)))
+
+    def catch_up() -> None:
+        nonlocal late
+        if late is None:
+            return
+        values = jax.device_get(late)
+        late = None
+        for place in list(here):
+            with judged(place) as member:
+                member.reporter.step(step, _at(place, values))
+                member.reporter.catch_up()
+
+    places.begin([member.first_state for member in wave])
+    while here and step < options.num_steps and not stops:
+        with phase(here.values(), "step"):
+            batches = {}
+            for place, member in here.items():
+                batches[place] = member.config, next(member.upcoming)
+            metrics = places.step(batches)
+            catch_up()  # while the devices compute
+        step += 1
+        late = metrics
+        stops = stop.requested is not None
+        validates = options.is_due(step, options.eval_every)
+        saves = stops or options.is_due(step, options.checkpoint_every)
+        if not validates and not saves:
+            continue
+        with phase(here.values(), "step"):
+            catch_up()
+        with phase(here.values(), "validation"):
+            scores = places.score(0 if validates else 1)
+        with phase(here.values(), "checkpoint"):
+            states = places.states()
+            for place in list(here):
+                known = states[place], scores[place]
+                with judged(place) as member:
+                    member.keep(step, *known, validates=validates, saves=saves)
+
+    if stop.requested and stops:
+        for member in here.values():
+            member.files.close()
+        return 128 + stop.requested
+    scores = scores or places.score(0)  # killed after the last checkpoint
+    states = places.states()
+    for place, member in here.items():
+        member.finish(states[place], scores[place])
+    return 0
+
+
+def main(*paths: str) -> int:
+    """Trains the runs of some folders, and returns the exit code."""
+    folders = [Path(path) for path in paths]
+    configs = dict(zip(folders, map(load_config, folders), strict=True))
+    first = configs[folders[0]]
+    devices = find_devices(first)
+    dataset = prepare(first.data)
+    places = Places(list(configs.values()), devices, dataset)
+    starts = {path: folder.find_start(path / "run") for path in folders}
+    with StopSignal() as stop:
+        while starts:
+            start = min(starts.values())
+            alike = [path for path in starts if starts[path] == start]
+            wave = []
+            for path in alike[: places.number]:
+                del starts[path]
+                wave.append(Member(path, configs[path], dataset, places))
+            code = train_wave(places, wave, start, stop)
+            if code:
+                return code
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main, takes_files=True)

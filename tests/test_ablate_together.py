@@ -1,0 +1,279 @@
+"""Runs that train together: each is as it would be alone, whatever its neighbours do."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from configs import default
+from gpt2.ablate.groups import group_runs
+from gpt2.ablate.runs import Run
+from gpt2.ablate.together import Places
+from gpt2.config import CHOICES, Config, with_options
+from gpt2.data import prepare
+from gpt2.training import Batches
+from tests.forks import run_command
+from tests.helpers import ROOT, TINY, metrics_of, run, thorough
+from tests.test_ablate import ablate, rows_of, start_ablate
+
+BASE = with_options(
+    Config.from_dict(default.get_config()),
+    {
+        "model.num_layers": 1,
+        "model.num_heads": 2,
+        "model.embed_dim": 32,
+        "model.context_length": 16,
+        "model.vocab_size": 257,
+        "data.corpus": "synthetic",
+        "data.tokenizer": "byte",
+        "data.batch_size": 4,
+        "optim.learning_rate": 1e-3,  # higher ones amplify rounding
+        "optim.warmup_steps": 10,
+        "train.num_steps": 100,
+    },
+)
+ADAM = [
+    {},
+    {"seed": 1},
+    {"seed": 4294967295, "optim.learning_rate": 5e-4},
+    {"optim.learning_rate": 2e-3, "optim.weight_decay": 0.0, "optim.beta2": 0.99},
+    {"optim.beta1": 0.8, "optim.eps": 1e-6, "optim.end_learning_rate": 0.0},
+    {"model.init_std": 0.04},
+]
+
+
+def configs_of(changes, **options):
+    """Returns a config for each change of `BASE` and `options` of groups."""
+    base = with_options(
+        BASE, {name.replace("__", "."): options[name] for name in options}
+    )
+    return [with_options(base, change) for change in changes]
+
+
+@pytest.fixture
+def on_one_device(monkeypatch):
+    """Maps runs over one device, as on an accelerator."""
+    monkeypatch.setattr("gpt2.ablate.together.platform_of", lambda device: "gpu")
+
+
+def starts_of(configs, dataset, programs):
+    states, batches = [], []
+    for config, program in zip(configs, programs, strict=True):
+        states.append(train.first_state(program, dataset))
+        own = Batches(config, dataset, program.backend)
+        batches.append(own.train(0, config.train.num_steps))
+    return states, batches
+
+
+def train_together(configs, devices, steps=100):
+    """Returns each metric [places, steps], and the places."""
+    dataset = prepare(configs[0].data)
+    places = Places(configs, jax.devices()[:devices], dataset)
+    programs = [places.program.with_config(config) for config in configs]
+    states, batches = starts_of(configs, dataset, programs)
+    places.begin(states)
+    found = []
+    for _ in range(steps):
+        given = {}
+        for place, config in enumerate(configs):
+            given[place] = config, next(batches[place])
+        found.append(jax.device_get(places.step(given)))
+    return {
+        name: np.stack([each[name] for each in found], 1) for name in found[0]
+    }, places
+
+
+def train_alone(config, steps=100):
+    """Returns each metric [steps] of a run of train.py on one device."""
+    dataset = prepare(config.data)
+    program = train.make_program(config, jax.devices()[:1])
+    (state,), (batches,) = starts_of([config], dataset, [program])
+    found = []
+    for batch in batches:
+        if not found:
+            step = program.compile_train(state, batch)
+        state, metrics = step(state, batch)
+        found.append(jax.device_get(metrics))
+        if len(found) == steps:
+            break
+    return {name: np.stack([each[name] for each in found]) for name in found[0]}
+
+
+@pytest.mark.parametrize("devices", [len(ADAM), thorough(1)])
+def test_runs_together_have_the_losses_of_runs_alone(devices, request):
+    if devices == 1:
+        request.getfixturevalue("on_one_device")
+    configs = configs_of(ADAM, model__dropout=0.1)
+    found, _ = train_together(configs, devices)
+    losses = found["train/loss"]
+    last = losses[: len(configs), -1]
+    assert len(np.unique(np.round(last, 4))) == len(configs)  # the numbers do something
+    for place, config in enumerate(configs):
+        alone = train_alone(config)
+        np.testing.assert_allclose(losses[place], alone["train/loss"], rtol=1e-5)
+        rates = found["train/learning_rate"][place]
+        np.testing.assert_allclose(rates, alone["train/learning_rate"], rtol=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", [name for name in CHOICES["optim.name"] if name != "schedule_free"]
+)
+def test_every_optimizer_takes_its_numbers_from_outside(name):
+    options = {"optim__name": name}
+    reads = default.OPTIMIZERS[name]
+    changes = [{}, {"seed": 1, "optim.weight_decay": 0.2}]
+    for option, value in {
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "eps": 1e-5,
+        "alpha": 3.0,
+    }.items():
+        if option in reads:
+            changes.append({f"optim.{option}": value})
+    configs = configs_of(changes, **options)
+    found, _ = train_together(configs, len(configs), steps=12)
+    assert len(np.unique(found["train/loss"][:, -1])) == len(configs)
+    for place, config in enumerate(configs):
+        alone = train_alone(config, steps=12)
+        np.testing.assert_allclose(
+            found["train/loss"][place], alone["train/loss"], rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("devices", [3, 1])
+def test_no_bit_of_a_run_changes_when_its_neighbours_do(devices, request):
+    if devices == 1:
+        request.getfixturevalue("on_one_device")
+    others = (
+        [{"seed": 5}, {"seed": 6}],
+        [{"optim.learning_rate": 1e30}, {"optim.beta2": 0.5}],
+    )
+    losses = []
+    for first, last in others:
+        configs = configs_of([first, {"seed": 1}, last], model__dropout=0.1)
+        found, places = train_together(configs, devices, steps=20)
+        assert places.number == 3
+        losses.append(found["train/loss"])
+    assert (losses[0][0] != losses[1][0]).any() and not np.isfinite(losses[1][0]).all()
+    np.testing.assert_array_equal(losses[0][1], losses[1][1])
+
+
+def test_memory_decides_how_many_runs_an_accelerator_holds(on_one_device, monkeypatch):
+    configs = configs_of([{"seed": seed} for seed in range(8)])
+    dataset = prepare(BASE.data)
+    device = jax.devices()[0]
+    whole = Places(configs, [device], dataset)
+    assert whole.number == 8
+    limit = whole.train_step.peak_bytes
+    monkeypatch.setattr(type(device), "memory_stats", lambda _: {"bytes_limit": limit})
+    assert Places(configs, [device], dataset).number == 4
+
+
+def runs_of(*configs, **options):
+    return [Run("arm", config, None, **options) for config in configs]
+
+
+def test_runs_that_differ_in_numbers_alone_train_together(tmp_path):
+    changes = [{}, {"seed": 1}, {"optim.beta2": 0.5, "model.init_std": 0.1}]
+    alike = runs_of(*configs_of(changes))
+    others = runs_of(*configs_of([{"optim.name": "lion"}, {"model.dropout": 0.1}]))
+    assert group_runs([*alike, *others], 1) == [alike, *([each] for each in others)]
+    assert group_runs(alike, 2) == [[alike[0], alike[2]], [alike[1]]]
+    for option, value in {
+        "optim.name": "schedule_free",
+        "train.batch_schedule": "50=8",
+        "parallel.data": 2,
+        "logging.watch_every": 5,
+        "data.corpus": "python:a:b",
+    }.items():
+        schedule = {"optim.schedule": "constant"}
+        apart = runs_of(
+            *configs_of([schedule | {option: value, "seed": i} for i in (0, 1)])
+        )
+        assert group_runs(apart, 1) == [[each] for each in apart]
+    code = runs_of(*configs_of(changes), source=tmp_path)
+    assert group_runs(code, 1) == [[each] for each in code]
+
+
+def written(folder, *changes):
+    """Writes the folders of runs of a tiny model, and returns them."""
+    options = {"train.eval_every": 4, "train.checkpoint_every": 2, "train.log_every": 1}
+    options |= {"train.num_steps": 8, "train.eval_batches": 2, "optim.warmup_steps": 2}
+    options |= {"logging.tensorboard": False}
+    runs = []
+    for i, config in enumerate(configs_of(changes)):
+        each = Run("arm", with_options(config, options), folder / str(i))
+        each.prepare()
+        runs.append(each)
+    return runs
+
+
+def together(runs, devices=2):
+    return run_command(
+        "gpt2.ablate.together",
+        *[str(each.folder) for each in runs],
+        cwd=ROOT,
+        seconds=240,
+        devices=devices,
+    )
+
+
+def test_a_run_that_diverges_leaves_and_the_others_end_as_runs_of_train_py(tmp_path):
+    changes = [{"seed": seed} for seed in range(5)]
+    changes[3] |= {"optim.learning_rate": 1e30}
+    runs = written(tmp_path, *changes)
+    done = together(runs)  # three waves
+    assert done.code == 0, done.stderr + done.stdout
+    states = [each.outcome().state for each in runs]
+    assert states == ["finished"] * 3 + ["diverged", "finished"]
+    assert "the loss is not finite at step" in runs[3].outcome().error
+    for each in (runs[0], runs[4]):
+        alone = tmp_path / f"alone-{each.folder.name}"
+        options = f"--config={each.folder / 'config.json'}"
+        assert run(alone, options)[0] == 0
+        each.check("eval/loss")
+        known, found = (
+            metrics_of(alone, speed=False),
+            metrics_of(each.workdir, speed=False),
+        )
+        assert [list(line) for line in known] == [list(line) for line in found]
+        for old, new in zip(known, found, strict=True):
+            assert new == pytest.approx(old, rel=1e-5)
+        names = {path.name for path in alone.iterdir()}
+        assert names == {path.name for path in each.workdir.iterdir()}
+        # and the same command of train.py sees nothing to do
+        code, said, _ = run(each.workdir, options)
+        assert code == 0 and "is finished at step 8" in said
+        assert each.parameters()
+
+
+@pytest.mark.thorough
+def test_a_sweep_together_that_is_killed_goes_on_and_has_the_results_of_runs_alone(
+    tmp_path,
+):
+    options = [*TINY, "--config.train.num_steps=200", "--config.train.eval_batches=2"]
+    options += ["--config.train.eval_every=50", "--config.train.checkpoint_every=20"]
+    options += ["--seeds=2,3", "--tune=optim.learning_rate=3e-4,1e-3"]
+    options += ["--vary=optim.beta2=0.5", "--config.parallel.cpu_devices=2"]
+    killed, apart = (tmp_path / name / "sweep" for name in ("a", "b"))
+    process = start_ablate(*options, "--together", f"--workdir={killed}")
+    while not (killed / "runs/baseline/seed-0/run/checkpoints/40").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()  # its runs hear of that, and save
+    process.communicate()
+    assert "to come" in ablate(*options, "--together", f"--workdir={killed}")
+    starts = list(killed.glob("runs/*/*/run/environment.jsonl"))
+    assert max(path.read_text().count("\n") for path in starts) == 2
+    ablate(*options, "--jobs=2", f"--workdir={apart}")
+    rows = zip(rows_of(killed, ["seconds"]), rows_of(apart, ["seconds"]), strict=True)
+    for found, known in rows:
+        assert found.keys() == known.keys()
+        for name, value in known.items():
+            try:
+                assert float(found[name]) == pytest.approx(float(value), rel=1e-3), name
+            except ValueError:
+                assert found[name] == value
