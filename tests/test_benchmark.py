@@ -211,6 +211,19 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
         case.varied("model.positron=rope")
 
 
+def test_a_peer_runs_under_the_python_that_is_named(fake):
+    given = (
+        "--config=configs/quickstart.py",
+        "--peers=torch",
+        "--rounds=1",
+        "--seconds=1",
+    )
+    with parsed(*given, "--peer_python=/other/python"):
+        command.measure_cases()
+    pythons = {name: words[0] for name, (words, _) in Fake.started.items()}
+    assert pythons == {"jax": sys.executable, "torch": "/other/python"}
+
+
 def test_a_ratios_interval_is_students_of_the_logarithms():
     logs = np.log([4.0, 1.0, 3.0])
     half = 4.3027 * logs.std(ddof=1) / np.sqrt(3)  # t of two degrees of freedom, 97.5 %

@@ -20,8 +20,10 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 from absl import flags
@@ -40,6 +42,8 @@ def define_flags() -> None:
     """Defines the flags of all commands."""
     cli.define_config()
     flags.DEFINE_list("peers", [], "train: torch, torch_compile or both.")
+    about = "train: the Python that runs peers, where this one has no PyTorch."
+    flags.DEFINE_string("peer_python", sys.executable, about)
     about = "train: one more side, with OPTION=VALUE,OPTION=VALUE or XLA_FLAGS=...; a flag a side."
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
@@ -79,7 +83,7 @@ def measure_cases() -> list[Row]:
     case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}
     for peer in args.peers:
-        cases[peer] = case
+        cases[peer] = dataclasses.replace(case, python=args.peer_python)
     for text in args.vary:
         cases[text] = case.varied(text)
     return measure.measure(cases, rounds=args.rounds, seconds=args.seconds)

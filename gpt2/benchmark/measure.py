@@ -36,6 +36,7 @@ class Case:
 
     config: Config
     xla_flags: str = ""  # of its environment
+    python: str = sys.executable
 
     def varied(self, text: str) -> "Case":
         """Returns the case with `OPTION=VALUE,...` of the config, or XLA_FLAGS, set."""
@@ -223,7 +224,7 @@ def _start(name: str, case: Case, number: int) -> Player:
     if name in PEERS:
         module = ["gpt2.benchmark.peers", name]
     config = json.dumps(case.config.to_dict())
-    command = [sys.executable, "-m", *module, config]
+    command = [case.python, "-m", *module, config]
     environment = launch.environment_to_measure()
     environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{0.9 / number:.2f}")
     if case.xla_flags:

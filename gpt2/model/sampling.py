@@ -117,7 +117,7 @@ def generate(
     while done < max_new_tokens and not all(end in row for row in drawn):
         read = [text if len(text) < context else text[-kept:] for text in texts]
         lengths = np.array([len(text) for text in read], np.int32)
-        longest = lengths.max()
+        longest = max(map(len, read))
         tokens = np.zeros((len(read), bucket(longest, context)), np.int32)
         for row, text in zip(tokens, read, strict=True):
             row[: len(text)] = text
