@@ -408,7 +408,6 @@ ALIASES = {
     "dtype": "precision.compute",
     "dataset": "data.corpus",
     "wandb_log": "logging.wandb",
-    "wandb_run_group": "logging.wandb_group",
     "bs": "data.batch_size",
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import configs.default
-from gpt2.config import CHOICES, DEFAULTS, Config, GPTConfig, OptimConfig, flatten
+from gpt2.config import DEFAULTS, Config, GPTConfig, OptimConfig, flatten
 from gpt2.config.options import OPTIONS, Option
 from gpt2.config.run import read_options
 from gpt2.errors import UserError
@@ -78,7 +78,7 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
         "memory.remat": ("none", *KEPT),
     }
     for name, names in implemented.items():
-        assert set(CHOICES[name]) == set(names), name
+        assert set(OPTIONS[name].choices) == set(names), name
     gated = {
         name for name in ACTIVATIONS if build(model__activation=name).model.is_gated
     }

@@ -11,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from gpt2.config import CHOICES, OptimConfig, ParallelConfig
+from gpt2.config import OptimConfig, ParallelConfig
+from gpt2.config.options import OPTIONS
 from gpt2.parallel import rules
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.state import optimizer_specs
@@ -33,7 +34,7 @@ WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
 RATES = dict(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2)
 OPTIMS = {
     n: OptimConfig(name=n, **RATES)
-    for n in CHOICES["optim.name"]
+    for n in OPTIONS["optim.name"].choices
     if n != "schedule_free"
 }
 OPTIMS["schedule_free"] = OptimConfig(

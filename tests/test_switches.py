@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from configs import default
-from gpt2.config import CHOICES, Config
+from gpt2.config import Config
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, with_kernels
@@ -308,9 +308,11 @@ def test_every_option_of_the_model_and_the_loss_has_a_switch():
         for options in SWITCHES.values()
         for option, value in options.items()
     }
-    for option, choices in CHOICES.items():
+    for option, stated in OPTIONS.items():
         if option.startswith("model.") and option != "model.attention":
-            for choice in set(choices) - {tree.model[option.removeprefix("model.")]}:
+            for choice in {*stated.choices} - {
+                tree.model[option.removeprefix("model.")]
+            }:
                 assert (option, choice) in values, (option, choice)
 
 

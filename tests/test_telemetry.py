@@ -150,6 +150,9 @@ def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     names = [[start[key] for key in ("project", "group", "tags")] for start in starts]
     assert names == [["gpt2", None, None], ["mine", "sweep", ["a", "b"]]]
     assert starts[1]["config"]["logging"]["wandb_tags"] == "a,b"
+    monkeypatch.setenv("WANDB_NAME", "lion seed 2")  # as a sweep names its runs
+    writers.Wandb(tmp_path, Config())
+    assert starts[2]["name"] == "lion seed 2"
     assert logged == [(2, {"train/loss": 2.0})] * 2
 
 

@@ -3,7 +3,7 @@
 from configs.default import Logging as LoggingConfig
 from configs.default import Memory as MemoryConfig
 from gpt2.config.model import SIZES, GPTConfig, ModelConfig
-from gpt2.config.options import CHOICES, DEFAULTS, flatten, read_option
+from gpt2.config.options import DEFAULTS, flatten, read_option
 from gpt2.config.run import (
     Config,
     DataConfig,

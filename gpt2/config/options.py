@@ -95,7 +95,6 @@ def _read_group(group: type, prefix: str = "") -> dict[str, Option]:
 
 _COMMENTS = _read_comments()
 OPTIONS = _read_group(default.Options)
-CHOICES = {name: each.choices for name, each in OPTIONS.items() if each.choices}
 
 
 def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
