@@ -140,6 +140,7 @@ WRONG = [  # options and a word of the message
     ("model.window=4 model.window_pattern='L'", "window"),
     ("model.window=1024", "window"),
     ("model.parallel_block=True model.norm_position='post'", "parallel_block"),
+    ("model.expert_capacity=1.25", "num_experts"),
     ("model.mup_base_width=256 model.init='xavier'", "init"),
     ("precision.logits='bfloat16'", "logits=bfloat16"),
     ("data.val_fraction=1.0", "val_fraction"),

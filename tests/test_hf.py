@@ -196,6 +196,7 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
         (NEOX | dict(head_dim=16), "GPT-NeoX", "head_dim=16"),
         (LLAMA | dict(rope_share=0.5), "Llama", "rope_share=0.5"),
         (dict(logit_softcap=30.0), "GPT-2", "logit_softcap=30.0"),
+        (LLAMA | dict(num_experts=4), "Llama", "num_experts=4"),
     ],
 )
 def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp_path):

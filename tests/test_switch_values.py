@@ -171,6 +171,13 @@ def test_flops_are_those_of_the_experts_that_a_token_asks():
 
 
 @pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+def test_more_experts_for_a_token_than_there_are_is_an_error():
+    model = GPT(GPTConfig(num_experts=2, experts_per_token=3))
+    with pytest.raises(UserError, match="more than num_experts"):
+        model.init(jax.random.key(0), tokens_of(0))
+
+
+@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
 def test_one_expert_is_the_dense_model_and_alike_ones_balance():
     dense, params, tokens = model_of("default"), params_of("default"), tokens_of(5)
     wanted = dense.apply({"params": params}, tokens)
