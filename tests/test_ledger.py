@@ -240,8 +240,9 @@ def test_an_idea_that_is_tried_again_costs_nothing_and_brings_its_evidence(ideas
     assert len(idea.pairs) == (runs + more) / 2 > 5
 
 
-def test_the_best_itself_and_scores_that_do_not_differ_are_not_kept(ideas):
+def test_the_best_itself_and_scores_that_do_not_differ_are_not_kept(ideas, capsys):
     assert ideas("optim.name=adamw") == ("discard", 0)
+    assert json.loads(capsys.readouterr().out)["idea"] == "optim.name=adamw"
     assert len(read_ledger(ideas.root).ideas) == 1
     ideas.noise = 0.0
     assert ideas("logging.screen=x") == ("discard", 4)

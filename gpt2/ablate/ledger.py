@@ -47,6 +47,7 @@ from gpt2.utils.text import counted, format_duration
 FLAGS = flags.FLAGS
 EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
 _LOCK = ".ledger.lock"
+_ITSELF = "it is the best itself"
 
 
 def define_flags() -> None:
@@ -134,13 +135,16 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     return Idea(number, text, ledger.best.number, arm, code)
 
 
-def _enter(root: Path, slot: Slot) -> Idea | None:
-    """Returns the idea, the old one if it was tried against this best; None for the best itself."""
+def _enter(root: Path, slot: Slot) -> Idea:
+    """Returns the idea, the old one if it was tried against this best.
+
+    The best itself comes with its answer, and does not enter the ledger.
+    """
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         idea = _make_idea(root, ledger, slot)
         if idea.same(ledger.best):
-            return None
+            return replace(idea, answer="discard", why=_ITSELF)
         for other in ledger.ideas:
             if other.best == idea.best and other.same(idea):
                 return other
@@ -154,9 +158,8 @@ def _try_idea(root: Path, slot: Slot) -> Idea:
     pair_seconds = 0.0
     answer = ""
     entered = _enter(root, slot)
-    if not entered:
-        best = read_ledger(root).best
-        return replace(best, answer="discard", why="it is the best itself")
+    if entered.why == _ITSELF:
+        return entered
     while True:
         now = time.monotonic()
         with files.locked(root / _LOCK):

@@ -21,7 +21,12 @@ _LINES = ("-", "--", ":", "-.")
 _BASELINE = "#4b5563"
 _MUTED = "#6b7280"
 _VERDICTS = {"better": "#009e73", "worse": "#d55e00"}
-_ANSWERS = {"keep": "#009e73", "failed": "#d55e00", "undecided": "#e69f00"}
+_ANSWERS = {
+    "keep": "#009e73",
+    "discard": _MUTED,
+    "undecided": "#e69f00",
+    "failed": "#d55e00",
+}
 
 
 def plot_differences(
@@ -100,20 +105,24 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
     `gains` are differences of the best from the start, by its number.
     """
     figure, (axes,) = _figure(5)
-    numbers = [*gains, len(ideas) + 1]
+    numbers = [*gains, len(ideas) + 0.5]
     losses = [*gains.values(), min(gains.values())]
     axes.step(numbers, losses, where="post", color=_BASELINE, label="the best so far")
-    for idea in ideas:
-        difference, low, _ = idea.interval
-        place = np.nan_to_num(difference) + gains[idea.best]
-        error = difference - low if np.isfinite(low) else 0
-        color = _ANSWERS.get(idea.answer, _MUTED)
-        axes.errorbar(idea.number, place, yerr=error, fmt="o", color=color)
-        if idea.number in gains:
-            below = (idea.number, place - error)
-            axes.annotate(idea.text, below, va="top", ha="center", fontsize=8)
+    for answer, color in _ANSWERS.items():
+        places = []
+        for idea in ideas:
+            if idea.answer == answer:
+                difference, low, _ = np.nan_to_num(idea.interval, neginf=np.nan)
+                place = gains[idea.best] + difference
+                places.append((idea.number, place, difference - low))
+                if idea.number in gains:
+                    axes.text(idea.number, place, f"  {idea.text}", va="top")
+        if places:
+            x, y, error = np.transpose(places)
+            axes.errorbar(x, y, yerr=error, fmt="o", color=color, label=answer)
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("idea")
-    axes.set_ylabel("nats per token above the start")
+    axes.set_ylabel("nats per token, from the start")
     _save(figure, png)
 
 
