@@ -23,6 +23,7 @@ from gpt2.ablate.evidence import (
     level_at,
 )
 from gpt2.ablate.journal import append, read_ledger
+from gpt2.ablate.runs import Run
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from tests.helpers import ROOT, TINY, copy_project, make_repository, write_run
@@ -137,6 +138,32 @@ def test_streams_of_ideas_keep_few_that_are_none():
     assert found[2] > 0.7 and found[3] > 0.95
 
 
+# Code with other options
+
+
+def test_an_arm_of_code_with_more_options_keeps_them():
+    tree = json.loads(json.dumps(Arm("loud", BASE, commit="abc").to_tree()))
+    tree["config"]["model"]["gain"] = 0.1
+    arm = Arm.from_tree(tree)
+    assert arm.config == BASE and arm.extra == {"model.gain": 0.1}
+    assert arm.options["model.gain"] == 0.1
+    assert Arm.from_tree(json.loads(json.dumps(arm.to_tree()))) == arm
+
+
+def test_code_that_lacks_an_option_is_not_given_it(tmp_path):
+    text = (ROOT / "configs/default.py").read_text()
+    line = "    unique: bool = False\n"
+    assert line in text
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/default.py").write_text(text.replace(line, ""))
+    older = Run("older", BASE, tmp_path, source=tmp_path).options()
+    assert "unique" not in older["data"]
+    assert "unique" in Run("newer", BASE, tmp_path).options()["data"]
+    unique = with_options(BASE, {"data.unique": True})
+    with pytest.raises(UserError, match="no option data.unique"):
+        Run("older", unique, tmp_path, source=tmp_path).options()
+
+
 # One command, with runs that cost nothing
 
 
@@ -158,8 +185,8 @@ class Ideas:
         self._set(command.cli, "overrides", dict)
         self.config = BASE
 
-    def _train(self, runs, slots, score):
-        for run in runs:
+    def _train(self, groups, slots, score):
+        for (run,) in groups:
             if run.outcome().state in ("finished", "diverged"):
                 continue
             self.trained.append(run.label)
@@ -263,7 +290,7 @@ def test_ideas_that_do_not_train_are_in_the_ledger(ideas):
     ("idea", "told"),
     [
         ("data.corpus=text:other.txt", r"data\.corpus"),
-        ("data.val_fraction=0.2", r"data\.val_fraction"),
+        ("data.val_fraction=0.2", r"val_fraction"),
         ("data.tokenizer=byte", "tokenizer"),
         ("optim.name=lion,muon", "several"),
         ("optim.name=linon", "cannot work"),

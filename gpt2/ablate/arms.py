@@ -54,8 +54,21 @@ class Arm:
 
     @classmethod
     def from_tree(cls, tree: Mapping) -> "Arm":
-        """Returns what `to_tree` gave."""
-        return cls(**{**tree, "config": Config.from_dict(tree["config"])})
+        """Returns what `to_tree` gave, also in code that has other options."""
+        known = {}
+        extra = dict(tree["extra"])
+        for name, value in flatten(tree["config"]).items():
+            if name in _KNOWN:
+                known[name] = value
+            else:
+                extra[name] = value
+        config = Config.from_dict(known)
+        return cls(**{**tree, "config": config, "extra": extra})
+
+    @property
+    def options(self) -> Settings:
+        """All of its options, those that only its code has too."""
+        return {**flatten(self.config.to_dict()), **self.extra}
 
 
 def differences(old: Config, new: Config) -> Differences:
@@ -208,10 +221,20 @@ def diff(old: Arm, new: Arm) -> str:
     return _git(SOURCE, "diff", old.commit, new.commit, "--", "*.py")
 
 
+def is_on_top(arm: Arm, best: Arm) -> bool:
+    """Returns whether the code of an arm has that of another in its history, or is as good as."""
+    base = _git(SOURCE, "merge-base", arm.commit, best.commit)
+    is_snapshot = _git(SOURCE, "log", "-1", "--format=%P", best.commit).count(" ") > 0
+    return base == best.commit or (is_snapshot and bool(base))
+
+
 def snapshot() -> str:
-    """Returns a commit of the working tree as it is, but for new files; "" without a checkout."""
+    """Returns a commit of the working tree as it is; "" without a checkout."""
     if not _git(SOURCE, "ls-files", "train.py"):
         return ""
+    new = _git(SOURCE, "ls-files", "--others", "--exclude-standard", "gpt2", "configs")
+    if new:
+        raise UserError(f"git does not know {new.split()[0]} yet", "Use git add")
     return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
 
 

@@ -52,8 +52,7 @@ class Idea:
 
     def same(self, other: "Idea") -> bool:
         """Returns whether both would train alike."""
-        alike = self.code == other.code and self.arm.extra == other.arm.extra
-        return alike and self.arm.config == other.arm.config
+        return self.code == other.code and self.arm.options == other.arm.options
 
 
 @dataclass

@@ -29,7 +29,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate import arms, tables
-from gpt2.ablate.arms import Arm, check_out, make_arms, snapshot
+from gpt2.ablate.arms import Arm, check_out, is_on_top, make_arms, snapshot
 from gpt2.ablate.evidence import evidence, findable, is_hopeless
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
@@ -131,6 +131,11 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
         extra={**best.extra, **arm.extra},
     )
     code = _prepare_code(root, arm)
+    if ledger.best.number and not is_on_top(arm, best):
+        raise UserError(
+            f"--idea={text} lacks what was kept, commit {best.commit}",
+            "Begin the branch there, or merge it",
+        )
     _, arm = equalize([best, arm], FLAGS.equal, partial(step_seconds, root, slot))
     return Idea(number, text, ledger.best.number, arm, code)
 
@@ -218,6 +223,8 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
     results = read_results(pair, LOSS)
     of_best, own = results.state
     error_of_best, error = results.error
+    if of_best == "diverged":
+        return "undecided", f"the best diverges with seed {seed}"
     if of_best != "finished":
         what = f"the best, {pair[0].label}, {of_best}: {error_of_best}"
         raise UserError(what, f"See {pair[0].folder}")

@@ -5,9 +5,11 @@ how it ended, once it has, and run/ is the workdir of train.py.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +63,12 @@ class Run:
     def options(self) -> dict[str, dict[str, Setting]]:
         """Returns the options that it is asked to train with, as config.json has them."""
         tree = self.config.to_dict()
+        if self.source != SOURCE:
+            usual = flatten(Config().to_dict())
+            for name in usual.keys() - _options_of(self.source):
+                group, _, option = name.partition(".")
+                if tree[group].pop(option) != usual[name]:
+                    raise UserError(f"the code in {self.source} has no option {name}")
         for name, value in self.extra.items():
             group, _, option = name.partition(".")
             tree.setdefault(group, {})[option] = value
@@ -136,6 +144,13 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)  # of an earlier try
         write_json(self.folder / "config.json", self.options())
+
+
+@functools.cache
+def _options_of(source: Path) -> frozenset[str]:
+    """Returns the names of the options that the code in a folder has."""
+    code = runpy.run_path(str(source / "configs" / "default.py"))
+    return frozenset(flatten(code["get_config"]()))
 
 
 def describe(settings: Settings) -> str:

@@ -21,7 +21,7 @@ def hash_code(source: Path = SOURCE) -> str:
     Comments and the breaking of lines do not count, the version of Python does.
     """
     package = source / "gpt2"
-    paths = [*source.glob("train.py")]
+    paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
     # Editors keep files of their own, with a dot.
     for path in package.rglob("[!.]*.py"):
         if path.relative_to(package).parts[0] not in _TOOLS:
