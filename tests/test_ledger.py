@@ -160,7 +160,7 @@ def test_code_that_lacks_an_option_is_not_given_it(tmp_path):
     assert "unique" not in older["data"]
     assert "unique" in Run("newer", BASE, tmp_path).options()["data"]
     unique = with_options(BASE, {"data.unique": True})
-    with pytest.raises(UserError, match="no option data.unique"):
+    with pytest.raises(UserError, match=r"no option data\.unique"):
         Run("older", unique, tmp_path, source=tmp_path).options()
 
 
