@@ -11,7 +11,7 @@ from configs import default
 from gpt2.ablate.groups import group_runs
 from gpt2.ablate.runs import Run
 from gpt2.ablate.together import Places
-from gpt2.config import CHOICES, Config, with_options
+from gpt2.config import Config, with_options
 from gpt2.data import prepare
 from gpt2.training import Batches
 from tests.forks import run_command
@@ -73,12 +73,10 @@ def train_together(configs, devices, steps=100):
     places = Places(configs, jax.devices()[:devices], dataset)
     programs = [places.program.with_config(config) for config in configs]
     states, batches = starts_of(configs, dataset, programs)
-    places.begin(states)
+    places.begin(configs, states)
     found = []
     for _ in range(steps):
-        given = {}
-        for place, config in enumerate(configs):
-            given[place] = config, next(batches[place])
+        given = dict(enumerate(map(next, batches)))
         found.append(jax.device_get(places.step(given)))
     return {
         name: np.stack([each[name] for each in found], 1) for name in found[0]
@@ -118,9 +116,7 @@ def test_runs_together_have_the_losses_of_runs_alone(devices, request):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name", [name for name in CHOICES["optim.name"] if name != "schedule_free"]
-)
+@pytest.mark.parametrize("name", sorted(set(default.OPTIMIZERS) - {"schedule_free"}))
 def test_every_optimizer_takes_its_numbers_from_outside(name):
     options = {"optim__name": name}
     reads = default.OPTIMIZERS[name]

@@ -46,6 +46,11 @@ AXIS = "runs"
 _MEMORY = 0.9  # of a device, that a step may take
 
 
+def numbers_of(config: Config) -> dict[str, np.ndarray]:
+    """Returns the numbers that a program takes from outside."""
+    return {name: np.array(option(config, name)) for name in NUMBERS}
+
+
 def with_numbers(config: Config, numbers: Mapping[str, jax.Array]) -> Config:
     """Returns a config with arrays in place of numbers, which no check can look at."""
     config = copy.deepcopy(config)
@@ -115,26 +120,24 @@ class Places:
         )
         mapped = map_runs(step, self._mesh, width)
         jitted = jax.jit(mapped, in_shardings=self._each, donate_argnums=0)
-        given = self._stack(self.number * [self._given(self._first, self._example)])
+        given = self._stack([(numbers_of(self._first), self._example)])
         self.train_step = self.program.compile(jitted, states, given)
         mapped = map_runs(self.program.eval_step, self._mesh, width)
         jitted = jax.jit(mapped, in_shardings=self._each)
-        given = self._stack(self.number * [eval_batch])
-        self._eval_step = compile_once(jitted, states.eval_params, given)
-
-    def _given(self, config: Config, batch: Batch) -> tuple[Tree, Batch]:
-        """Returns what a step of a run takes beside its state: its numbers, and a batch."""
-        return {name: np.array(option(config, name)) for name in NUMBERS}, batch
+        batches = self._stack([eval_batch])
+        self._eval_step = compile_once(jitted, states.eval_params, batches)
 
     def _stack(self, trees: Sequence[Tree]) -> Tree:
-        """Puts a tree in each place."""
-        stacked = jax.tree.map(lambda *x: np.stack(x), *trees)
+        """Puts trees in the first places; those that are left repeat the last one."""
+        left = self.number - len(trees)
+        each = [*trees, *left * [trees[-1]]]
+        stacked = jax.tree.map(lambda *x: np.stack(x), *each)
         return jax.device_put(stacked, self._each)
 
-    def begin(self, states: Sequence[TrainState]) -> None:
-        """Gives the first places their states. Those that are left repeat the last one."""
-        left = self.number - len(states)
-        self._states = self._stack([*states, *left * [states[-1]]])
+    def begin(self, configs: Sequence[Config], states: Sequence[TrainState]) -> None:
+        """Gives the first places to runs."""
+        self._numbers = self._stack([numbers_of(config) for config in configs])
+        self._states = self._stack(states)
 
     def states(self) -> list[TrainState]:
         """Returns the state of each place, on the first device."""
@@ -142,11 +145,10 @@ class Places:
         states = [_at(place, whole) for place in range(self.number)]
         return jax.device_put(states, self._mesh.devices[0])
 
-    def step(self, batches: Mapping[int, tuple[Config, Batch]]) -> Metrics:
-        """Takes a step in all places, for some of which there is a run's batch."""
-        empty = self._first, self._example
-        each = [batches.get(place, empty) for place in range(self.number)]
-        given = self._stack([self._given(*one) for one in each])
+    def step(self, batches: Mapping[int, Batch]) -> Metrics:
+        """Takes a step in all places, of which some have a run's batch."""
+        each = [batches.get(place, self._example) for place in range(self.number)]
+        given = self._numbers, self._stack(each)
         self._states, metrics = self.train_step(self._states, given)
         return metrics
 
@@ -158,8 +160,8 @@ class Places:
         for part, (share, batches) in held_out.items():
             found = []
             for batch in batches:
-                everywhere = self._stack(self.number * [batch])
-                found.append(jax.device_get(self._eval_step(params, everywhere)))
+                given = self._eval_step(params, self._stack([batch]))
+                found.append(jax.device_get(given))
             sums[part] = share, found
         scores = []
         for place in range(self.number):
@@ -198,11 +200,10 @@ class Member:
         self.reporter = enter(Reporter.for_run(config, self.clock, workdir, start))
         steps = {config.shapes.last: (places.train_step, print)}
         tell(program.describe(batches, steps, start), self.log)
-        self.first_state = (
-            self.checkpointer.restore(start, program)
-            if start
-            else train.first_state(program, dataset)
-        )
+        if start:
+            self.first_state = self.checkpointer.restore(start, program)
+        else:
+            self.first_state = train.first_state(program, dataset)
 
     def keep(
         self,
@@ -285,13 +286,13 @@ def train_wave(
                 member.reporter.step(step, _at(place, values))
                 member.reporter.catch_up()
 
-    places.begin([member.first_state for member in wave])
+    configs = [member.config for member in wave]
+    places.begin(configs, [member.first_state for member in wave])
     while here and step < options.num_steps and not stops:
         with phase(here.values(), "step"):
-            batches = {}
-            for place, member in here.items():
-                batches[place] = member.config, next(member.upcoming)
-            metrics = places.step(batches)
+            metrics = places.step(
+                {place: next(member.upcoming) for place, member in here.items()}
+            )
             catch_up()  # while the devices compute
         step += 1
         late = metrics
