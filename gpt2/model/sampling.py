@@ -116,7 +116,7 @@ def generate(
     done = 0
     while done < max_new_tokens and not all(end in row for row in drawn):
         read = [text if len(text) < context else text[-kept:] for text in texts]
-        lengths = np.array([len(text) for text in read], np.int32)
+        lengths = np.array([*map(len, read)], np.int32)
         longest = max(map(len, read))
         tokens = np.zeros((len(read), bucket(longest, context)), np.int32)
         for row, text in zip(tokens, read, strict=True):
