@@ -1,5 +1,8 @@
 """Runs that train together: each is as it would be alone, whatever its neighbours do."""
 
+import json
+import subprocess
+import sys
 import time
 
 import jax
@@ -14,8 +17,8 @@ from gpt2.ablate.together import Places
 from gpt2.config import Config, with_options
 from gpt2.data import prepare
 from gpt2.training import Batches
-from tests.forks import run_command
-from tests.helpers import ROOT, TINY, metrics_of, run, thorough
+from tests.forks import environment, run_command
+from tests.helpers import ROOT, TINY, metrics_of, params_of, run, thorough
 from tests.test_ablate import ablate, rows_of, start_ablate
 
 BASE = with_options(
@@ -134,9 +137,10 @@ def test_every_optimizer_takes_its_numbers_from_outside(name):
     assert len(np.unique(found["train/loss"][:, -1])) == len(configs)
     for place, config in enumerate(configs):
         alone = train_alone(config, steps=12)
-        np.testing.assert_allclose(
-            found["train/loss"][place], alone["train/loss"], rtol=1e-5
-        )
+        # Bases of matrices that lack rank amplify rounding.
+        rtol = 1e-4 if name == "soap" else 1e-5
+        losses = found["train/loss"][place]
+        np.testing.assert_allclose(losses, alone["train/loss"], rtol=rtol)
 
 
 @pytest.mark.parametrize("devices", [3, 1])
@@ -194,11 +198,12 @@ def test_runs_that_differ_in_numbers_alone_train_together(tmp_path):
     assert group_runs(code, 1) == [[each] for each in code]
 
 
-def written(folder, *changes):
+def written(folder, *changes, **more):
     """Writes the folders of runs of a tiny model, and returns them."""
     options = {"train.eval_every": 4, "train.checkpoint_every": 2, "train.log_every": 1}
     options |= {"train.num_steps": 8, "train.eval_batches": 2, "optim.warmup_steps": 2}
     options |= {"logging.tensorboard": False}
+    options |= {f"train.{name}": value for name, value in more.items()}
     runs = []
     for i, config in enumerate(configs_of(changes)):
         each = Run("arm", with_options(config, options), folder / str(i))
@@ -247,29 +252,63 @@ def test_a_run_that_diverges_leaves_and_the_others_end_as_runs_of_train_py(tmp_p
 
 
 @pytest.mark.thorough
+def test_runs_that_are_killed_together_go_on_to_the_same_bits(tmp_path):
+    changes = [{"seed": 1, "model.dropout": 0.1}, {"seed": 2, "model.dropout": 0.1}]
+    often = dict(num_steps=200, eval_every=100, checkpoint_every=20)
+    whole = written(tmp_path / "whole", *changes, **often)
+    assert together(whole).code == 0
+    killed = written(tmp_path / "killed", *changes, **often)
+    command = [sys.executable, "-m", "gpt2.ablate.together"]
+    folders = [str(each.folder) for each in killed]
+    process = subprocess.Popen([*command, *folders], env=environment(2), cwd=ROOT)
+    while not (killed[1].workdir / "checkpoints" / "40").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert {each.outcome().state for each in killed} == {"waiting"}
+    assert together(killed).code == 0
+    for one, other in zip(whole, killed, strict=True):
+        starts = (other.workdir / "environment.jsonl").read_text().splitlines()
+        assert json.loads(starts[1])["step"] >= 40
+        assert metrics_of(one.workdir, speed=False) == metrics_of(
+            other.workdir, speed=False
+        )
+        known, found = params_of(one.workdir), params_of(other.workdir)
+        for name in known:
+            np.testing.assert_array_equal(known[name], found[name])
+
+
+@pytest.mark.thorough
 def test_a_sweep_together_that_is_killed_goes_on_and_has_the_results_of_runs_alone(
     tmp_path,
 ):
-    options = [*TINY, "--config.train.num_steps=200", "--config.train.eval_batches=2"]
-    options += ["--config.train.eval_every=50", "--config.train.checkpoint_every=20"]
-    options += ["--seeds=2,3", "--tune=optim.learning_rate=3e-4,1e-3"]
-    options += ["--vary=optim.beta2=0.5", "--config.parallel.cpu_devices=2"]
+    options = [*TINY, "--config.train.num_steps=40", "--config.train.eval_batches=2"]
+    options += ["--config.train.checkpoint_every=10", "--config.parallel.cpu_devices=2"]
+    options += ["--tune=optim.learning_rate=3e-4,1e-3", "--vary=optim.weight_decay=0.3"]
+    options += ["--seeds=2"]
     killed, apart = (tmp_path / name / "sweep" for name in ("a", "b"))
     process = start_ablate(*options, "--together", f"--workdir={killed}")
-    while not (killed / "runs/baseline/seed-0/run/checkpoints/40").exists():
+    while not list(killed.glob("tune/baseline/*/*/run/checkpoints/10")):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()  # its runs hear of that, and save
     process.communicate()
-    assert "to come" in ablate(*options, "--together", f"--workdir={killed}")
-    starts = list(killed.glob("runs/*/*/run/environment.jsonl"))
-    assert max(path.read_text().count("\n") for path in starts) == 2
+    ablate(*options, "--together", f"--workdir={killed}")
     ablate(*options, "--jobs=2", f"--workdir={apart}")
-    rows = zip(rows_of(killed, ["seconds"]), rows_of(apart, ["seconds"]), strict=True)
+    rows = zip(rows_of(killed), rows_of(apart), strict=True)
     for found, known in rows:
         assert found.keys() == known.keys()
-        for name, value in known.items():
-            try:
-                assert float(found[name]) == pytest.approx(float(value), rel=1e-3), name
-            except ValueError:
-                assert found[name] == value
+        for name in (
+            "arm",
+            "purpose",
+            "values",
+            "seed",
+            "state",
+            "parameters",
+            "steps",
+        ):
+            assert found[name] == known[name]
+        assert float(found["eval/loss"]) == pytest.approx(
+            float(known["eval/loss"]), rel=1e-5
+        )
