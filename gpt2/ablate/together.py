@@ -17,6 +17,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, redirect_stdout
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -139,11 +140,10 @@ class Places:
         self._numbers = self._stack([numbers_of(config) for config in configs])
         self._states = self._stack(states)
 
-    def states(self) -> list[TrainState]:
-        """Returns the state of each place, on the first device."""
-        whole = jax.device_get(self._states)
-        states = [_at(place, whole) for place in range(self.number)]
-        return jax.device_put(states, self._mesh.devices[0])
+    def state(self, place: int) -> TrainState:
+        """Returns the state of a place, on the first device."""
+        found = jax.device_get(_at(place, self._states))
+        return jax.device_put(found, self._mesh.devices[0])
 
     def step(self, batches: Mapping[int, Batch]) -> Metrics:
         """Takes a step in all places, of which some have a run's batch."""
@@ -198,17 +198,18 @@ class Member:
             Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
         )
         self.reporter = enter(Reporter.for_run(config, self.clock, workdir, start))
-        steps = {config.shapes.last: (places.train_step, print)}
+        steps = {config.shapes.last: (places.train_step, lambda *_: None)}
         tell(program.describe(batches, steps, start), self.log)
         if start:
-            self.first_state = self.checkpointer.restore(start, program)
+            state = self.checkpointer.restore(start, program)
         else:
-            self.first_state = train.first_state(program, dataset)
+            state = train.first_state(program, dataset)
+        self.first_state = jax.device_get(state)  # a device has no room for all twice
 
     def keep(
         self,
         step: int,
-        state: TrainState,
+        state: Callable[[], TrainState],
         scores: dict[str, float],
         *,
         validates: bool,
@@ -223,7 +224,7 @@ class Member:
             saves = self.checkpointer.improves(loss) or saves
         if saves:
             self.reporter.flush(step)
-            self.checkpointer.save(state, step, scores if validates else None)
+            self.checkpointer.save(state(), step, scores if validates else None)
 
     def finish(self, state: TrainState, scores: Mapping[str, float]) -> None:
         """Writes the last files, as train.py does."""
@@ -306,20 +307,20 @@ def train_wave(
         with phase(here.values(), "validation"):
             scores = places.score(0 if validates else 1)
         with phase(here.values(), "checkpoint"):
-            states = places.states()
             for place in list(here):
-                known = states[place], scores[place]
+                state = partial(places.state, place)
                 with judged(place) as member:
-                    member.keep(step, *known, validates=validates, saves=saves)
+                    member.keep(
+                        step, state, scores[place], validates=validates, saves=saves
+                    )
 
     if stop.requested and stops:
         for member in here.values():
             member.files.close()
         return 128 + stop.requested
     scores = scores or places.score(0)  # killed after the last checkpoint
-    states = places.states()
     for place, member in here.items():
-        member.finish(states[place], scores[place])
+        member.finish(places.state(place), scores[place])
     return 0
 
 

@@ -60,7 +60,7 @@ class Objective(NamedTuple):
 class Losses(NamedTuple):
     """Sums over all positions, float32."""
 
-    total: Array  # [], by the weights of the objective: what a step derives
+    total: Array  # [], by the weights of the objective: what a step differentiates
     sums: Array  # [K], of each target by itself
     added: Array  # [terms, K], what each loss term added to them
 
