@@ -88,7 +88,7 @@ validation smooths labels too: training/steps.py, switch_values -k validation
     - next_token_loss(model.clone(config=config))
     + next_token_loss(model.clone(config=config), LossConfig(label_smoothing=0.1))
 weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
-    - return map_parameters(lambda path, _: path[-1] in _DECAYED, params)
+    - return map_parameters(lambda path, _: path[-1].endswith(_DECAYED), params)
     + return map_parameters(lambda path, _: True, params)
 the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
     - (1 - kept) * (param + update)
@@ -321,9 +321,9 @@ all branches begin on one stream: ingredients/hyper_connections.py, switch_value
 a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.repeat(v, y.shape[2] // v.shape[2], axis=2)
     + jnp.tile(v, (1, 1, y.shape[2] // v.shape[2], 1))
-a loss term has no gradient of the normaliser: ops/cross_entropy.py, ops -k cross_entropy
-    - (share + by_normaliser)
-    + share
+a derivative of the normaliser ignores what reads it: ops/cross_entropy.py, ops -k cross_entropy
+    - lambda kept, dy: (kept[0] * ((1.0 / kept[1]) * dy),)
+    + lambda kept, dy: (kept[0] * (1.0 / kept[1]),)
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
     - self.weight * log_normaliser**2
     + self.weight * log_normaliser**2 / 2
@@ -331,7 +331,7 @@ a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops
     - if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
     + if False:
 an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
-    - total += weighted - jax.lax.stop_gradient(weighted)
+    - objective += auxiliary
     + pass
 a term that blocks do not know is left out: ops/terms.py, ops -k scoring
     - [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]
@@ -340,8 +340,8 @@ scanned layers drop by one mask: utils/scan.py, model -k mask
     - "dropout": True
     + "dropout": False
 FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and modded'
-    - if "table" not in box.names:
-    + if True:
+    - if "table" in box.names:
+    + if False:
 """
 
 

@@ -139,6 +139,7 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     source.mkdir()
     for module in ("arms", "results"):
         monkeypatch.setattr(f"gpt2.ablate.{module}.SOURCE", source)
+    monkeypatch.setattr("gpt2.ablate.runs.SOURCE", source)
     (source / "train.py").write_text("1")
     make_repository(source, "train.py", "2\n3\n")
     with pytest.raises(UserError, match=r"there is no option optim\.twist"):
@@ -155,6 +156,8 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     sweep = sweep.with_choices()
     rng = np.random.default_rng(0)
     for run in sweep.runs():
+        if run.extra and not run.source.exists():
+            shutil.copytree(ROOT / "configs", run.source / "configs")
         write_run(run, 3.8, noise=rng)
     sweep.save()
     assert load_sweep(sweep.root) == sweep

@@ -1,6 +1,7 @@
 """Runs that train together: each is as it would be alone, whatever its neighbours do."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -194,6 +195,7 @@ def test_runs_that_differ_in_numbers_alone_train_together(tmp_path):
             *configs_of([schedule | {option: value, "seed": i} for i in (0, 1)])
         )
         assert group_runs(apart, 1) == [[each] for each in apart]
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
     code = runs_of(*configs_of(changes), source=tmp_path)
     assert group_runs(code, 1) == [[each] for each in code]
 

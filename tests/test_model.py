@@ -17,6 +17,7 @@ from configs import default
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
+from gpt2.model.flops import count_compute_parameters
 from gpt2.model.ingredients.base import Ingredient
 from gpt2.model.kernels import ops_for
 from gpt2.model.layers import named_param
@@ -324,6 +325,7 @@ def test_every_seam_is_asked_in_every_layer_and_changes_nothing_by_itself(
     drawn = jax.jit(GPT(config).init)(jax.random.key(0), tokens)["params"]
     chex.assert_trees_all_equal(drawn, params)
     assert mean_loss(GPT(config), params, tokens) == expected
+    count_compute_parameters(config)
     assert asked == seams.keys()
 
 
