@@ -24,8 +24,8 @@ Over a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea once
 where K ideas have been kept so far. At least K + 1 are when it is kept, so that its part in the
 false share is at most alpha gamma_t E_n, and that of all at most alpha in expectation, whatever the
 dependence of e-values. That is proved for values that are fixed when they are judged; here one may
-also go on after K has grown, by what other ideas with the same runs of the best gave. `python -m tests.ledger_rates` simulates it:
-docs/ledger.md has its rates.
+also go on after K has grown, by what other ideas with the same runs of the best gave. `python -m
+tests.ledger_rates` simulates it: docs/ledger.md has its rates.
 """
 
 import math
