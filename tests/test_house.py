@@ -55,14 +55,17 @@ def size(path):
     tokens = 0
     rows = set()
     before = tokenize.ENCODING
+    depth = 0  # of f-strings, which are one token, as they were before Python 3.12
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type == tokenize.COMMENT:
                 continue
-            is_docstring = token.type == tokenize.STRING and before in LAYOUT
-            if token.type not in LAYOUT and not is_docstring:
+            kind = tokenize.tok_name[token.type]
+            is_docstring = kind in ("STRING", "FSTRING_START") and before in LAYOUT
+            if token.type not in LAYOUT and not is_docstring and depth == 0:
                 tokens += 1
                 rows.add(token.start[0])
+            depth += (kind == "FSTRING_START") - (kind == "FSTRING_END")
             before = token.type
     return tokens, len(rows)
 
