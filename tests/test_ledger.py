@@ -20,6 +20,7 @@ from gpt2.ablate.evidence import (
     findable,
     half_width,
     is_hopeless,
+    least_pairs,
     level_at,
 )
 from gpt2.ablate.journal import append, read_ledger
@@ -136,6 +137,14 @@ def test_streams_of_ideas_keep_few_that_are_none():
     error = false.std() / math.sqrt(len(false))
     assert false.mean() < 0.1 + 4 * error
     assert found[2] > 0.7 and found[3] > 0.95
+
+
+@pytest.mark.parametrize("level", [0.1, 0.0122, 1e-4])
+def test_fewer_pairs_than_the_least_keep_nothing_however_large_the_gain(level):
+    least = least_pairs(level)
+    alike = np.linspace(0.0, 1e-7, least) - 1
+    found = evidence(alike)
+    assert found[least - 2] < 1 / level <= found[least - 1] * 1.001
 
 
 # Code with other options

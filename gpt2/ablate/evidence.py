@@ -66,6 +66,14 @@ def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
     return 2 * two_sided * scipy.special.stdtr(num, t)
 
 
+def least_pairs(level: float) -> int:
+    """Returns the fewest pairs whose evidence can reach 1 / `level`: E_n < 2 r^((n - 1) / 2)."""
+    pairs = 2
+    while 2 * (1 + pairs * _TAU**2) ** ((pairs - 1) / 2) < 1 / level:
+        pairs += 1
+    return pairs
+
+
 def half_width(differences: Array, level: float) -> float:
     """Returns that of an interval which holds the mean after every pair, but for `level`.
 

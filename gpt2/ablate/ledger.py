@@ -30,7 +30,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.ablate import arms, tables
 from gpt2.ablate.arms import Arm, check_out, is_on_top, make_arms, snapshot
-from gpt2.ablate.evidence import evidence, findable, is_hopeless
+from gpt2.ablate.evidence import evidence, findable, is_hopeless, least_pairs
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
 from gpt2.ablate.measure import measure, step_seconds
@@ -123,6 +123,12 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     number = len(ledger.ideas)
     if choose_score([best, arm]) != LOSS:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
+    least = least_pairs(ledger.level(number))
+    if least > FLAGS.pairs:
+        raise UserError(
+            f"no idea can be kept in {FLAGS.pairs} pairs by now",
+            f"Give --pairs={2 * least}, at least {least}",
+        )
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
@@ -265,6 +271,8 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
         )
         print(facts.to_json())  # null where there is no number
         return
+    if not FLAGS.idea:
+        print(f"{idea.text} is the best, commit {idea.arm.commit or 'none'}")
     print(
         f"{idea.answer or idea.text}: {tables.number(difference, '+.4f')}"
         f" {tables.interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
