@@ -95,6 +95,7 @@ def main() -> int:
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)
+    # Model, loss, optimizer and steps, as `make_program` names them above.
     program = make_program(config, devices)
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)

@@ -47,7 +47,8 @@ class Case:
         for setting in re.split(r",(?=[a-z]+\.\w+=)", text):
             name, _, value = setting.partition("=")
             options[name] = read_option(name, value)
-        return dataclasses.replace(self, config=with_options(self.config, options))
+        config = with_options(self.config, options)
+        return dataclasses.replace(self, config=config)
 
 
 class Player:
@@ -153,28 +154,28 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
                 # The first step after the others' turns takes memory back from the machine.
                 _, *times = player.ask(1 + steps[name])
                 turns[name].append(statistics.median(times))
-        rows = []
-        for name, player in players.items():
-            info = player.ask(0)
-            config = cases[name].config
-            step = statistics.median(turns[name])
-            tokens_per_second = config.tokens_per_step / step
-            flops = info.pop("flops_per_token", None)
-            peak = info.pop("peak_flops", None)
-            row = {
-                "name": name,
-                "device": player.device,
-                "turns": turns[name],  # seconds of the median step of each
-                "step_seconds": step,
-                "tokens_per_second": tokens_per_second,
-                "mfu": tokens_per_second * flops / peak if peak else None,
-                "ratio": ratio(turns[name], turns[OURS]),
-                "batch_size": config.data.batch_size,
-                "context_length": config.model.context_length,
-                "compute": config.precision.compute,
-            }
-            rows.append(row | info)
-        return rows
+        infos = [player.ask(0) for player in players.values()]
+    rows = []
+    for name, info in zip(players, infos, strict=True):
+        config = cases[name].config
+        step = statistics.median(turns[name])
+        tokens_per_second = config.tokens_per_step / step
+        flops = info.pop("flops_per_token", None)
+        peak = info.pop("peak_flops", None)
+        row = {
+            "name": name,
+            "device": players[name].device,
+            "turns": turns[name],  # seconds of the median step of each
+            "step_seconds": step,
+            "tokens_per_second": tokens_per_second,
+            "mfu": tokens_per_second * flops / peak if peak else None,
+            "ratio": ratio(turns[name], turns[OURS]),
+            "batch_size": config.data.batch_size,
+            "context_length": config.model.context_length,
+            "compute": config.precision.compute,
+        }
+        rows.append(row | info)
+    return rows
 
 
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
@@ -190,8 +191,8 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
                 f"{name} runs on {peer.device}, and {OURS} on {ours.device}",
                 "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
             )
-        question = "first losses"
-        wrong = compare(ours.ask(question), peer.ask(question), tolerance)
+        our_losses = ours.ask("first losses")
+        wrong = compare(our_losses, peer.ask("first losses"), tolerance)
         if wrong:
             raise UserError(
                 f"{name} does not compute what {OURS} computes: {wrong}",
@@ -219,9 +220,11 @@ def _start(name: str, case: Case, number: int) -> Player:
     On a GPU, JAX takes three quarters of the memory when it starts, and a second process would
     find none. So each gets its part of nine tenths, unless the user has said how much.
     """
-    side = "peers" if name in PEERS else "ours"
+    module = ["gpt2.benchmark.ours"]
+    if name in PEERS:
+        module = ["gpt2.benchmark.peers", name]
     config = json.dumps(case.config.to_dict())
-    command = [case.python, "-m", f"gpt2.benchmark.{side}", name, config]
+    command = [case.python, "-m", *module, config]
     environment = launch.environment_to_measure()
     environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{0.9 / number:.2f}")
     if case.xla_flags:

@@ -105,7 +105,7 @@ def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
 @exit_on_user_error()
 def main() -> None:
     """Serves steps of the config that the command line gives."""
-    config = Config.from_dict(json.loads(sys.argv[2]))
+    config = Config.from_dict(json.loads(sys.argv[1]))
     serve(Training(config))
 
 

@@ -150,12 +150,17 @@ def run_command(
 
 def describe_run(workdir: Path) -> list[Row]:
     """Returns a row of what a run logged last of its time, or none."""
-    rows: list[Row] = []
-    for record in read_metrics(workdir / "metrics.jsonl"):
-        if "perf/step_seconds" in record:
-            row = {name.removeprefix("perf/"): record[name] for name in record}
-            rows = [row | {"name": "train.py"}]
-    return rows
+    logged = [
+        record
+        for record in read_metrics(workdir / "metrics.jsonl")
+        if "perf/step_seconds" in record
+    ]
+    if not logged:
+        return []
+    row: Row = {"name": "train.py"}
+    for name, value in logged[-1].items():
+        row[name.removeprefix("perf/")] = value
+    return [row]
 
 
 def report(rows: list[Row]) -> str:
