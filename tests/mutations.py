@@ -321,17 +321,17 @@ all branches begin on one stream: ingredients/hyper_connections.py, switch_value
 a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.repeat(v, y.shape[2] // v.shape[2], axis=2)
     + jnp.tile(v, (1, 1, y.shape[2] // v.shape[2], 1))
-a derivative of the normaliser ignores what reads it: ops/cross_entropy.py, ops -k cross_entropy
-    - lambda kept, dy: (kept[0] * ((1.0 / kept[1]) * dy),)
-    + lambda kept, dy: (kept[0] * (1.0 / kept[1]),)
+a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k head_loss
+    - (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
+    + (jnp.exp(logits - highest) * (1.0 / total),)
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
-    - self.weight * log_normaliser**2
-    + self.weight * log_normaliser**2 / 2
-a term with numbers to learn is taken for one without: ops/cross_entropy.py, ops -k numbers_to_learn
-    - if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
-    + if False:
+    - self.options.z_loss * log_normaliser**2
+    + self.options.z_loss * log_normaliser**2 / 2
+a loss' numbers to learn get the last chunk's derivative: ops/head_loss.py, ops -k numbers_to_learn
+    - jax.tree.map(jnp.add, (found, dnumbers), (lost, more))
+    + jax.tree.map(jnp.add, found, lost), more
 an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
-    - objective += auxiliary
+    - lost += auxiliary
     + pass
 a term that blocks do not know is left out: ops/terms.py, ops -k scoring
     - [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]

@@ -214,8 +214,10 @@ def our_answers(directory: Path, name: str) -> dict:
 
     def loss(params):
         targets = jnp.asarray(ids[:, 1:, None], jnp.int32)
-        losses = GPT(cfg).apply({"params": params}, ids[:, :-1], targets, method="loss")
-        return losses.total / targets.size
+        lost, _ = GPT(cfg).apply(
+            {"params": params}, ids[:, :-1], targets, method="loss"
+        )
+        return lost / targets.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
     (generated,) = generate(

@@ -21,9 +21,9 @@ from gpt2.model.flops import count_compute_parameters
 from gpt2.model.ingredients.base import Ingredient
 from gpt2.model.kernels import ops_for
 from gpt2.model.layers import named_param
-from gpt2.ops import Objective, Ops, plain
-from gpt2.ops import cross_entropy as cross_entropy_module
-from gpt2.ops.cross_entropy import look_up_padded, pad_vocab
+from gpt2.ops import Ops, plain
+from gpt2.ops import head_loss as head_loss_module
+from gpt2.ops.head_loss import look_up_padded, pad_vocab
 from gpt2.optim.parameters import decay_mask
 from gpt2.parallel.kernels import choose_attention
 from gpt2.training.program import Program
@@ -54,18 +54,18 @@ def logits_of(config, params, tokens, segments=None):
     return GPT(config).apply({"params": params}, tokens, segments=segments)
 
 
-def mean_loss(model, params, tokens, key=None, objective=Objective()):
+def mean_loss(model, params, tokens, key=None, lose=plain.cross_entropy):
     """The mean loss of predicting each token from those before; with dropout if there is a key."""
-    losses = model.apply(
+    lost, _ = model.apply(
         {"params": params},
         tokens,
         jnp.roll(tokens, -1, axis=1)[..., None],
+        lose,
         method="loss",
-        objective=objective,
         deterministic=key is None,
         rngs={} if key is None else {"dropout": key},
     )
-    return losses.total / tokens.size
+    return lost / tokens.size
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -120,8 +120,8 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
         return str(jax.make_jaxpr(run)(params)), run(params)
 
     whole_jaxpr, whole = traced()
-    monkeypatch.setattr(cross_entropy_module, "CPU_ROWS", 10)
-    monkeypatch.setattr(cross_entropy_module, "CPU_LOGITS_BYTES", 0)
+    monkeypatch.setattr(head_loss_module, "CPU_ROWS", 10)
+    monkeypatch.setattr(head_loss_module, "CPU_LOGITS_BYTES", 0)
     chunked_jaxpr, chunked = traced()
     assert "f32[2,16,300]" in whole_jaxpr and "f32[2,4,300]" not in whole_jaxpr
     assert "f32[2,4,300]" in chunked_jaxpr and "f32[2,16,300]" not in chunked_jaxpr
@@ -329,14 +329,16 @@ def test_every_seam_is_asked_in_every_layer_and_changes_nothing_by_itself(
     assert asked == seams.keys()
 
 
-def test_a_term_of_the_logits_with_numbers_to_learn_is_the_formulas_in_kernels():
+def test_a_loss_with_numbers_to_learn_is_the_formulas_in_kernels():
     params, tokens = init(SMALL), tokens_of(1)
     scales = jnp.linspace(0.5, 2.0, SMALL.vocab_size)
 
     def step(model):
         def scaled(params, scales):
-            objective = Objective(logit_terms=(lambda logits: scales * logits,))
-            return mean_loss(model, params, tokens, objective=objective)
+            def lose(logits, targets):
+                return plain.cross_entropy(scales * logits, targets)
+
+            return mean_loss(model, params, tokens, lose=lose)
 
         return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1)))(params, scales)
 

@@ -1,6 +1,5 @@
 """Every kernel equals its formula, values and gradients, in the variant of every platform."""
 
-import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,12 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpt2.config import GPTConfig, LossConfig, ParallelConfig
+from gpt2.config import GPTConfig, ParallelConfig
 from gpt2.errors import UserError
 from gpt2.model.ingredients.alibi import alibi_slopes
-from gpt2.model.losses import Question, loss_ingredients
-from gpt2.ops import Objective, Scoring, plain
-from gpt2.ops.cross_entropy import cross_entropy
+from gpt2.ops import Scoring, plain
+from gpt2.ops.head_loss import head_loss, one_pass_log_sum_exp
 from gpt2.ops.linear import (
     activation,
     add_rows,
@@ -385,99 +383,79 @@ def test_attention_on_a_mesh_equals_its_formula(implementation, with_segments):
     assert_close(jax.jit(mapped)(scale, qkv, segments), expected)
 
 
-def objective_of(targets, vocab_size, dtype, softcap=0.0, weights=(), **options):
-    """Returns the objective that options of the loss ask for."""
-    question = Question(targets, Objective(weights=weights))
-    for extra in loss_ingredients(LossConfig(**options)):
-        question = extra.ask(question, None, None)
-    return question.objective._replace(
-        logit_terms=(SoftCap(softcap),) if softcap else (),
-        vocab_size=vocab_size,
-        dtype=jnp.dtype(dtype),
-    )
+def loss_of(vocab_size, log_sum_exp, softcap=0.0, z_loss=0.0, weights=(1.0,)):
+    """A loss with all that a loss may have: terms, several targets, padding, what is logged."""
+
+    def lose(logits, targets):
+        if softcap:
+            logits = SoftCap(softcap)(logits)
+        logits = plain.hide_padding(logits, vocab_size)
+        normaliser = log_sum_exp(logits)
+        losses = normaliser - plain.pick(logits, targets) + z_loss * normaliser**2
+        mean = logits[..., :vocab_size].mean(axis=-1, keepdims=True)
+        real = targets >= 0
+        sums = jnp.where(real, losses - 0.1 * mean, 0.0).sum((0, 1))
+        return sums @ jnp.array(weights), {"sums": sums, "count": real.sum((0, 1))}
+
+    return lose
 
 
 @pytest.mark.parametrize(
-    ("length", "chunk", "padding", "dtype", "softcap", "extra"),
+    ("length", "chunk", "padding", "dtype", "extra"),
     [
-        (9, 4, 0, "float32", 0.0, dict(z_loss=0.3)),
-        (7, 8, 5, "float32", 3.0, dict(z_loss=0.1, label_smoothing=0.2)),
-        (1, 2, 2, "bfloat16", 3.0, {}),
-        (9, 4, 2, "float32", 3.0, dict(z_loss=0.1, weights=(0.5, 0.25))),
-        (9, 4, 2, "float32", 0.0, dict(label_smoothing=0.1, weights=(0.5,))),
-        (9, 4, 2, "float32", 0.0, dict(weights=(0.5, 0.25))),
+        (9, 4, 0, "float32", dict(z_loss=0.3)),
+        (7, 8, 5, "float32", dict(softcap=3.0, z_loss=0.1)),
+        (1, 2, 2, "bfloat16", dict(softcap=3.0)),
+        (9, 4, 2, "float32", dict(softcap=3.0, z_loss=0.1, weights=(1.0, 0.5, 0.25))),
+        (9, 4, 2, "float32", dict(weights=(1.0, 0.5))),
     ],
 )
-def test_cross_entropy_equals_its_formula(
-    length, chunk, padding, dtype, softcap, extra, variants=CPU
+def test_head_loss_equals_its_formula(
+    length, chunk, padding, dtype, extra, variants=CPU
 ):
     vocab_size = 11
     hidden, table = normal(0, 2, length, 8), normal(1, vocab_size + padding, 8)
-    shape = 2, length, 1 + len(extra.get("weights", ()))
+    shape = 2, length, len(extra.get("weights", (1.0,)))
     targets = jax.random.randint(jax.random.key(2), shape, -1, vocab_size)
-    objective = objective_of(targets, vocab_size, dtype, softcap, **extra)
+    fast = partial(head_loss, variants=variants, rows=2 * chunk)
+    in_kernels = one_pass_log_sum_exp if variants.one_pass else plain.log_sum_exp
     results = []
-    for op in (
-        partial(cross_entropy, variants=variants, rows=2 * chunk),
-        plain.cross_entropy,
+    for op, log_sum_exp in (
+        (fast, in_kernels),
+        (plain.head_loss, plain.log_sum_exp),
     ):
+        lose = loss_of(vocab_size, log_sum_exp, **extra)
 
-        def loss(hidden, table, op=op):
-            losses = op(hidden, table, targets, objective)
-            return 3 * losses.total, losses
+        def loss(hidden, table, op=op, lose=lose):
+            lost, logged = op(lose, hidden, table, targets, dtype=dtype)
+            return 3 * lost + logged["sums"][0], logged  # which has no derivative
 
         results.append(jax.jit(jax.grad(loss, (0, 1), has_aux=True))(hidden, table))
     assert_close(*results, dtype)
 
 
-@dataclasses.dataclass
-class Colder:
-    """A term as people write one first: not frozen, and so without a hash."""
-
-    temperature: float
-
-    def __call__(self, logits):
-        return logits / self.temperature
-
-
-def test_a_term_that_cannot_be_compared_is_the_formulas():
+@pytest.mark.parametrize("jit", [jax.jit, lambda function: function])
+def test_a_loss_with_numbers_to_learn_equals_its_formula(jit):
     hidden, table = normal(0, 2, 9, 8), normal(1, 13, 8)
     targets = jax.random.randint(jax.random.key(2), (2, 9, 1), -1, 11)
-    objective = objective_of(targets, 11, "float32")
-    objective = objective._replace(logit_terms=(Colder(0.5),))
-    fast = partial(cross_entropy, variants=CPU, rows=8)
+
+    def gradients(op, hidden, table, temperatures, step):
+        def loss(hidden, table, temperatures):
+            def lose(logits, targets):
+                losses = loss_of(11, plain.log_sum_exp)(logits * temperatures, targets)
+                return jax.tree.map(lambda x: x * step, losses)
+
+            return op(lose, hidden, table, targets, dtype="float32")
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(hidden, table, temperatures)
+
+    args = hidden, table, jnp.linspace(0.5, 2.0, 13), jnp.int32(2)
+    fast = partial(head_loss, variants=CPU, rows=8)  # in three chunks
     found, expected = (
-        op(hidden, table, targets, objective) for op in (fast, plain.cross_entropy)
+        jit(partial(gradients, op))(*args) for op in (fast, plain.head_loss)
     )
     assert_close(found, expected)
-
-
-@pytest.mark.parametrize("place", ["logit_terms", "loss_terms"])
-def test_a_term_of_the_loss_with_numbers_to_learn_equals_its_formula(place):
-    hidden, table = normal(0, 2, 9, 8), normal(1, 13, 8)
-    targets = jax.random.randint(jax.random.key(2), (2, 9, 1), -1, 11)
-
-    def gradients(op, hidden, table, temperature):
-        def loss(hidden, table, temperature):
-            term = {
-                "logit_terms": lambda logits: logits * temperature,
-                "loss_terms": lambda logits, log_normaliser, at_targets: (
-                    temperature.sum() * log_normaliser * at_targets
-                ),
-            }[place]
-            objective = objective_of(targets, 11, "float32", z_loss=0.1)
-            terms = (*getattr(objective, place), term)
-            how = objective._replace(**{place: terms})
-            losses = op(hidden, table, targets, how)
-            return losses.total, losses
-
-        return jax.grad(loss, (0, 1, 2), has_aux=True)(hidden, table, temperature)
-
-    args = hidden, table, jnp.linspace(0.5, 2.0, 11)
-    fast = partial(cross_entropy, variants=CPU, rows=8)
-    found, expected = (gradients(op, *args) for op in (fast, plain.cross_entropy))
-    assert_close(found, expected)
-    assert jnp.abs(expected[0][2]).min() > 1e-3
+    assert jnp.abs(expected[0][2][:11]).min() > 1e-3
 
 
 def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
@@ -485,9 +463,17 @@ def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
     targets = jax.random.randint(jax.random.key(2), (2, 64, 1), 0, 500)
 
     def loss(hidden, table, targets, logits_dtype):
-        objective = objective_of(targets, 500, "bfloat16")
-        how = objective._replace(logits_dtype=jnp.dtype(logits_dtype))
-        return cross_entropy(hidden, table, targets, how, variants=CPU, rows=512).total
+        lost, _ = head_loss(
+            plain.cross_entropy,
+            hidden,
+            table,
+            targets,
+            dtype="bfloat16",
+            logits_dtype=logits_dtype,
+            variants=CPU,
+            rows=512,
+        )
+        return lost
 
     exact, rounded = (
         loss(hidden, embedding, targets, dtype) / 128
@@ -520,14 +506,20 @@ def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
 
     def program(variants):
         targets = jnp.zeros((2, 8, 1), int)
-        how = objective_of(targets, 3, dtype)
 
         def step(x, kernel):
             parts = make_parts(x, kernel, bias, dtype=dtype, variants=variants)
             table = kernel[:, :, 0, 0].T
-            return parts, cross_entropy(
-                x, table, targets, how, variants=variants, rows=16
+            lost, _ = head_loss(
+                plain.cross_entropy,
+                x,
+                table,
+                targets,
+                dtype=dtype,
+                variants=variants,
+                rows=16,
             )
+            return parts, lost
 
         return str(jax.make_jaxpr(step)(x, kernel))
 
@@ -550,12 +542,12 @@ def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
     huge = huge.at[..., -1].set(0.0)
     normed = norm(huge, jnp.ones(40), jnp.zeros(40), dtype="float32", variants=variants)
     assert jnp.isfinite(normed).all()
-    for softcap, extra in (
-        (0.0, {}),
-        (2.0, dict(z_loss=0.1, label_smoothing=0.1)),
-        (0.0, dict(z_loss=0.1, weights=(0.5,))),
+    for extra in (
+        {},
+        dict(softcap=2.0, z_loss=0.1),
+        dict(z_loss=0.1, weights=(1.0, 0.5)),
     ):
-        test_cross_entropy_equals_its_formula(7, 2, 2, dtype, softcap, extra, variants)
+        test_head_loss_equals_its_formula(7, 2, 2, dtype, extra, variants)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -17,8 +17,8 @@ from gpt2.config import SIZES, Config
 from gpt2.model import KVCache, layers, num_params
 from gpt2.model.attention import Attention
 from gpt2.model.ingredients import Flow, Heads, Ingredient
-from gpt2.ops import Objective, Ops
-from gpt2.ops.cross_entropy import cross_entropy
+from gpt2.ops import Ops, plain
+from gpt2.ops.head_loss import head_loss
 from gpt2.ops.linear import linear
 from gpt2.ops.norm import norm
 from gpt2.ops.variants import VARIANTS
@@ -149,9 +149,14 @@ def module(kind, *fields):
 
 
 CPU = VARIANTS["cpu"]
-score = partial(
-    cross_entropy, objective=Objective(vocab_size=11), variants=CPU, rows=512
-)
+
+
+def score(hidden, table, targets):
+    def lose(logits, targets):
+        return plain.cross_entropy(plain.hide_padding(logits, 11), targets)
+
+    how = dict(dtype="float32", variants=CPU, rows=512)
+    return head_loss(lose, hidden, table, targets, **how)
 
 
 def in_segments(params, tokens, segments):
@@ -219,7 +224,7 @@ BORDERS = {
         NOT_VECTOR,
         NOT_VECTOR,
     ),
-    "cross_entropy": (
+    "head_loss": (
         *(score, (X, TABLE, ints(2, 8, 1))),
         *(
             [*NOT_X, floats(8, 32)],

@@ -15,8 +15,6 @@ from gpt2.model import GPT, GPTConfig
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.model.losses.ahead import Ahead
-from gpt2.model.losses.base import Question
-from gpt2.ops import Objective
 from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
@@ -278,9 +276,8 @@ def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
 
 def test_losses_ahead_refuse_rows_that_end_before_them():
     ahead = Ahead(LossConfig(ahead="0.5,0.5"))
-    question = Question(jnp.zeros((1, 2, 1), jnp.int32), Objective())
     with pytest.raises(UserError, match="rows of 2 tokens"):
-        ahead.ask(question, None, jnp.int32(0))
+        ahead.targets(jnp.zeros((1, 2), jnp.int32), None, jnp.int32(0))
 
 
 def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():

@@ -36,7 +36,7 @@ class Training:
         number = 1 if kind == "cpu" else len(self._devices)
         self.device = f"{number} x {kind}"
         self._program = Program.from_config(config, self._devices)
-        self._batch = self._program.backend.put_batch(_batch(config))
+        self._batch = self._program.backend.put_batch(make_batch(config))
         self._state = self._program.init_state()
         self._compiled = self._program.compile_train(self._state, self._batch)
 
@@ -70,7 +70,7 @@ class Training:
         self._state = self._program.init_state(draw_params(cfg))
         losses = []
         for step in range(first_steps.STEPS):
-            drawn = _batch(self._config, step)
+            drawn = make_batch(self._config, step)
             batch = self._program.backend.put_batch(drawn)
             loss = self._run(batch)
             losses.append(float(loss))
@@ -93,7 +93,8 @@ def draw_params(cfg: GPTConfig) -> dict:
     return in_layout(params, scanned=cfg.scan_layers, stack=lambda *x: np.stack(x))
 
 
-def _batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
+def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
+    """Returns the batch of a step, int32 in host memory."""
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
     if config.data.document_mask:  # documents of 256 tokens in the mean, at random

@@ -53,9 +53,10 @@ def make_parts(output: Path) -> list[Part]:
 
     machine = ("-m", "gpt2.benchmark", "machine", f"--output={output}", "--json")
 
+    def run(name: str, *more: str) -> tuple[str, ...]:
+        return (f"{root}/train.py", f"--workdir={output / name}", *more)
+
     loop = (
-        f"{root}/train.py",
-        f"--workdir={output / 'loop'}",
         *options("124m", 12, 32),
         "--config.data.corpus=pystdlib",
         "--config.train.num_steps=100",
@@ -64,6 +65,7 @@ def make_parts(output: Path) -> list[Part]:
         "--config.logging.profile_start=50",
         "--config.logging.profile_steps=5",
     )
+    characters = f"--config={root}/configs/shakespeare_char.py"  # reads input.txt
     peers: tuple[str, ...] = ()
     if importlib.util.find_spec("torch"):
         peers = ("--peers=torch_compile",)
@@ -73,9 +75,13 @@ def make_parts(output: Path) -> list[Part]:
         Part("124m-32", 120, train("124m", 12, 32, *peers)),
         Part("1558m", 150, train("1558m", 48, 16)),
         Part("forms", 150, train("124m", 12, 32, *forms)),
-        Part("loop", 120, loop),
+        Part("loop", 120, run("loop", *loop)),
+        # Whether its losses are the same, bit for bit.
+        Part("again", 60, run("again", *loop)),
         Part("124m-8", 80, train("124m", 12, 8, *peers)),
         Part("124m-64", 60, train("124m", 12, 64)),
+        # The one published curve that fits: 1.4697 (nanoGPT).
+        Part("characters", 130, run("characters", characters)),
     ]
 
 

@@ -26,8 +26,8 @@ from gpt2.model.attention import Cache
 from gpt2.model.block import Block, Stream
 from gpt2.model.ingredients import Flow, ingredients_of
 from gpt2.model.layers import Embedding, Norm
-from gpt2.ops import Objective, Ops
-from gpt2.ops.plain import Losses, logits_of, rope_frequencies, rotation
+from gpt2.ops import Ops, plain
+from gpt2.ops.plain import Lose, logits_of, rope_frequencies, rotation
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Tree
@@ -124,14 +124,15 @@ class GPT(nn.Module):
         self,
         tokens: Array,
         targets: Array,
+        lose: Lose = plain.cross_entropy,
         *,
-        objective: Objective = Objective(),
         segments: Array | None = None,
         deterministic: bool = True,
-    ) -> Losses:
-        """Returns summed cross-entropies of targets in nats, and what the objective adds to them.
+    ) -> tuple[Array, Tree]:
+        """Returns `lose(logits, targets)`, by default summed cross-entropies in nats.
 
-        `targets` are `[B, T, K]` int32, K for each position, of which -1 leaves one out.
+        `targets` are `[B, T, K]` int32, K for each position, of which -1 leaves one out. Logits
+        after the vocabulary's are padding.
         """
         cfg = self.config
         ops = self.ops
@@ -139,18 +140,21 @@ class GPT(nn.Module):
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
         hidden, _ = self._hidden(table, _flow(tokens, segments, deterministic), None)
-        logit_terms = objective.logit_terms
-        for extra in ingredients_of(cfg):
-            logit_terms += extra.logit_terms()
-        objective = objective._replace(
-            vocab_size=cfg.vocab_size,
-            dtype=jnp.dtype(cfg.compute_dtype),
-            logits_dtype=jnp.dtype(cfg.logits_dtype),
-            logit_terms=logit_terms,
-        )
+
+        def lose_changed(logits: Array, targets: Array) -> tuple[Array, Tree]:
+            logits = _change_logits(cfg, logits)
+            return lose(plain.hide_padding(logits, cfg.vocab_size), targets)
+
         with jax.named_scope("head"):
             head = ops.constrain(head, "vocab", "embed")
-            return ops.cross_entropy(hidden, head, targets, objective)
+            return ops.head_loss(
+                lose_changed,
+                hidden,
+                head,
+                targets,
+                dtype=cfg.compute_dtype,
+                logits_dtype=cfg.logits_dtype,
+            )
 
     def extend(
         self, tokens: Array, num_new: Array, cache: KVCache
@@ -272,10 +276,7 @@ class GPT(nn.Module):
 
     def _logits(self, hidden: Array, head: Array) -> Array:
         logits = logits_of(hidden, head, self.config.compute_dtype)
-        for extra in ingredients_of(self.config):
-            for term in extra.logit_terms():
-                logits = term(logits)
-        return logits[..., : self.config.vocab_size]
+        return _change_logits(self.config, logits)[..., : self.config.vocab_size]
 
     @nn.nowrap
     def _plain(self) -> "GPT":
@@ -331,6 +332,13 @@ def _flow(tokens: Array, segments: Array | None, deterministic: bool) -> Flow:
         chex.assert_type(segments, int)
         positions = positions_within(segments)
     return Flow(tokens, positions, segments, deterministic=deterministic)
+
+
+def _change_logits(config: GPTConfig, logits: Array) -> Array:
+    """Returns what a model's ingredients make of logits."""
+    for extra in ingredients_of(config):
+        logits = extra.logits(logits)
+    return logits
 
 
 def positions_within(segments: Array) -> Array:

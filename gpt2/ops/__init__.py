@@ -4,5 +4,5 @@
 files hold a kernel each, whose docstring says what it computes, where it is faster and by how much.
 """
 
-from gpt2.ops.plain import Objective, Scoring
+from gpt2.ops.plain import Scoring
 from gpt2.ops.table import Ops

@@ -9,6 +9,7 @@ and losses are float32.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from gpt2.utils.remat import CORE_ATTENTION
+from gpt2.utils.trees import Tree
 
 # The logit of padding: its exponential is 0; finite, so that 0 times it is 0.
 IMPOSSIBLE = -1e9
@@ -25,10 +27,9 @@ Activation = Callable[[Array], Array]
 # From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
 # scores. It may append columns: keys that take weight and have no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
-# From logits [B, T, V] to logits, each from itself alone: the last may be padding.
-LogitTerm = Callable[[Array], Array]
-# From logits, log normalisers [B, T, 1] and the targets' logits [B, T, K] to losses [B, T, K].
-LossTerm = Callable[[Array, Array, Array], Array]
+# From logits [B, T, V] and targets [B, T, K] to what is lost, a scalar, and a tree of what is
+# logged, float32: sums over positions, so that those of parts add up to those of the whole.
+Lose = Callable[[Array, Array], tuple[Array, Tree]]
 
 
 class Scoring(NamedTuple):
@@ -40,29 +41,6 @@ class Scoring(NamedTuple):
     segments: Array | None = None  # [B, T] int32; a position sees only its own segment
     dropout: float = 0.0  # probability with which a weight is dropped
     dropout_key: Array | None = None
-
-
-class Objective(NamedTuple):
-    """What is lost, given hidden states and K targets for each position.
-
-    It is the first target's loss, and the others' by their weights. A loss gives the weights and
-    the terms it adds; the model fills in the rest.
-    """
-
-    weights: tuple[Array | float, ...] = ()  # of the targets 2 to K
-    loss_terms: tuple[LossTerm, ...] = ()  # what is added to each target's loss
-    logit_terms: tuple[LogitTerm, ...] = ()  # what happens to the logits, in order
-    vocab_size: int = 0  # rows of a table that are no padding; 0: all
-    dtype: DTypeLike = jnp.float32  # of the product's operands
-    logits_dtype: DTypeLike = jnp.float32  # in which a kernel may store logits
-
-
-class Losses(NamedTuple):
-    """Sums over all positions, float32."""
-
-    total: Array  # [], by the weights of the objective: what a step differentiates
-    sums: Array  # [K], of each target by itself
-    added: Array  # [terms, K], what each loss term added to them
 
 
 def linear(
@@ -266,53 +244,52 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
     return turned.astype(x.dtype)
 
 
+def head_loss(
+    lose: Lose,
+    hidden: Array,
+    table: Array,
+    targets: Array,
+    *,
+    dtype: DTypeLike,
+    logits_dtype: DTypeLike = jnp.float32,
+) -> tuple[Array, Tree]:
+    """Returns `lose(logits, targets)` of the logits `hidden table^T`.
+
+    `hidden` is `[B, T, D]`, `table` `[V, D]`, `targets` are `[B, T, K]` int32; the product's
+    operands have `dtype`. A kernel may store logits in `logits_dtype`. What is logged has no
+    derivative.
+    """
+    lost, logged = lose(logits_of(hidden, table, dtype), targets)
+    return lost, jax.lax.stop_gradient(logged)
+
+
 def log_sum_exp(logits: Array) -> Array:
     """Returns the log of softmax's normaliser, `[B, T, 1]`, of logits `[B, T, V]`."""
     return jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def cross_entropy(
-    hidden: Array, table: Array, targets: Array, objective: Objective
-) -> Losses:
-    """Sums `-log softmax(hidden table^T)` at the targets, in nats, over all positions.
+def pick(logits: Array, targets: Array) -> Array:
+    """Returns the logits `[B, T, K]` of targets, 0 where one is -1.
 
-    `hidden` is `[B, T, D]`, `table` `[V, D]`, and `targets` are `[B, T, K]` int32, K for each
-    position, of which -1 is none.
+    By a comparison in place of a gather: it joins a pass over the logits, and splits over V.
     """
-    table = table[: objective.vocab_size or None]
-    logits = logits_of(hidden, table, objective.dtype)
-    return sum_losses(logits, targets, objective)
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    return jnp.where(is_target, logits[:, :, None], 0.0).sum(-1)
 
 
-def sum_losses(
-    logits: Array,
-    targets: Array,
-    objective: Objective,
-    log_sum_exp: Callable[[Array], Array] = log_sum_exp,
-) -> Losses:
-    """Computes `cross_entropy` from logits `[B, T, V]`, by its formula for the normaliser."""
-    for change in objective.logit_terms:
-        logits = change(logits)
+def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Tree]:
+    """Sums `-log softmax(logits)` at targets `[B, T, K]`, in nats; -1 is no target."""
+    losses = log_sum_exp(logits) - pick(logits, targets)
+    return jnp.where(targets >= 0, losses, 0.0).sum(), ()
+
+
+def hide_padding(logits: Array, vocab_size: int) -> Array:
+    """Returns logits of which those from `vocab_size` on are impossible."""
+    chex.assert_axis_dimension_gteq(logits, -1, vocab_size)
     tokens = jnp.arange(logits.shape[-1])
-    size = objective.vocab_size or tokens.size
-    if size < tokens.size:  # the rest is padding
-        logits = jnp.where(tokens < size, logits, IMPOSSIBLE)
-    log_normaliser = log_sum_exp(logits)
-    # A comparison in place of a gather: it joins a pass over the logits, and splits over V.
-    is_target = tokens == targets[..., None]
-    at_targets = jnp.where(is_target, logits[:, :, None], 0.0).sum(-1)
-    parts = [log_normaliser - at_targets]
-    for term in objective.loss_terms:
-        part = term(logits[..., :size], log_normaliser, at_targets)
-        parts.append(jnp.broadcast_to(part, targets.shape))
-    each = jnp.where(targets >= 0, jnp.stack(parts), 0.0)
-    by_part = each.sum((1, 2))
-    sums = by_part.sum(0)
-    total = sums[0]
-    for k, weight in enumerate(objective.weights, 1):
-        total += weight * sums[k]
-    logged = jax.lax.stop_gradient((sums, by_part[1:]))
-    return Losses(total, *logged)
+    if vocab_size == tokens.size:
+        return logits
+    return jnp.where(tokens < vocab_size, logits, IMPOSSIBLE)
 
 
 def logits_of(hidden: Array, table: Array, dtype: DTypeLike) -> Array:

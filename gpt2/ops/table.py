@@ -17,16 +17,15 @@ from gpt2.ops import plain
 from gpt2.ops.plain import (
     Activation,
     Init,
-    Losses,
+    Lose,
     Names,
-    Objective,
     Scoring,
     Shape,
 )
+from gpt2.utils.trees import Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
 CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
-CrossEntropy = Callable[[Array, Array, Array, Objective], Losses]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
 Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
 
@@ -54,6 +53,21 @@ class LinearParts(Protocol):
     ) -> list[Array]: ...
 
 
+class HeadLoss(Protocol):
+    """See `plain.head_loss`."""
+
+    def __call__(  # noqa: D102
+        self,
+        lose: Lose,
+        hidden: Array,
+        table: Array,
+        targets: Array,
+        *,
+        dtype: DTypeLike,
+        logits_dtype: DTypeLike = "float32",
+    ) -> tuple[Array, Tree]: ...
+
+
 class Norm(Protocol):
     """See `plain.norm`."""
 
@@ -75,7 +89,7 @@ class Ops:
 
     Attributes:
         param: reads a parameter, for `whole`, `linear`, `linear_parts`, `look_up`,
-            `look_up_tokens`, `add_rows`, `pad_vocab` and `cross_entropy` of the same table: a
+            `look_up_tokens`, `add_rows`, `pad_vocab` and `head_loss` of the same table: a
             device may hold a part of it only.
         look_up_tokens: looks up in a table of tokens, padded by `pad_vocab` or not.
     """
@@ -92,6 +106,7 @@ class Ops:
     look_up_tokens: LookUp = plain.look_up
     add_rows: Callable[[Array, Array], Array] = plain.add_rows
     pad_vocab: Callable[[Array], Array] = plain.pad_vocab
-    cross_entropy: CrossEntropy = plain.cross_entropy
+    head_loss: HeadLoss = plain.head_loss
+    log_sum_exp: Callable[[Array], Array] = plain.log_sum_exp
     constrain: Callable[..., Array] = plain.constrain
     isolate: Callable[[Callable], Callable] = plain.isolate

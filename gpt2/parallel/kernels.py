@@ -17,14 +17,15 @@ from gpt2.config import GPTConfig
 from gpt2.errors import UserError
 from gpt2.ops import Ops, plain
 from gpt2.ops.blocked_attention import blocked_attention
-from gpt2.ops.cross_entropy import (
-    cross_entropy,
+from gpt2.ops.fsdp import look_up
+from gpt2.ops.fused_attention import library_attention, splash_attention
+from gpt2.ops.head_loss import (
+    head_loss,
     look_up_padded,
+    one_pass_log_sum_exp,
     pad_vocab,
     rows_at_once,
 )
-from gpt2.ops.fsdp import look_up
-from gpt2.ops.fused_attention import library_attention, splash_attention
 from gpt2.ops.linear import activation, add_rows, linear, linear_apart
 from gpt2.ops.norm import norm
 from gpt2.ops.table import Attention, LookUp
@@ -153,7 +154,8 @@ def make_ops(
         look_up_tokens=tokens,
         add_rows=add_rows,
         pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),  # type: ignore[arg-type]
-        cross_entropy=partial(cross_entropy, variants=variants, rows=rows),
+        head_loss=partial(head_loss, variants=variants, rows=rows),
+        log_sum_exp=one_pass_log_sum_exp if variants.one_pass else plain.log_sum_exp,
         constrain=by_axes,
     )
     if not gathers_by_layer or not rules:

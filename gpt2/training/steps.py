@@ -23,8 +23,8 @@ from jax import Array
 from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.model.gpt import Params
-from gpt2.model.losses import Question, loss_ingredients
-from gpt2.ops import Objective
+from gpt2.model.losses import loss_ingredients
+from gpt2.ops import plain
 from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
@@ -61,34 +61,55 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         if key is not None and model.config.dropout > 0:
             rngs["dropout"] = key
         segments = batch.get("segments")
-        question = Question(batch["targets"][..., None], Objective())
-        for extra in extras:
-            question = extra.ask(question, segments, step)
-        losses, variables = model.apply(
+        # By the name of a loss, its targets and its weight in the gradient.
+        asked: dict[str, tuple[Array, Array | float]] = {
+            "loss": (batch["targets"], 1.0)
+        }
+        if step is not None:
+            for extra in extras:
+                asked |= extra.targets(batch["targets"], segments, step)
+        targets = jnp.stack([each for each, _ in asked.values()], axis=2)
+
+        def lose(logits: Array, targets: Array) -> tuple[Array, Sums]:
+            """Returns what is differentiated, and what is logged."""
+            log_normaliser = model.ops.log_sum_exp(logits)
+            at_targets = plain.pick(logits, targets)
+            losses = log_normaliser - at_targets
+            is_real = targets >= 0
+            counts = is_real.sum((0, 1), dtype=jnp.float32)
+            found: Sums = {}
+            for extra in extras:
+                real_logits = logits[..., : model.config.vocab_size]
+                term = extra.term(real_logits, log_normaliser, at_targets)
+                if term is not None:
+                    losses += term
+                    each = jnp.where(is_real, term, 0.0)[..., 0]
+                    found[extra.option] = each.sum(), counts[0]
+            totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
+            lost = jnp.float32(0.0)
+            for k, (name, (_, weight)) in enumerate(asked.items()):
+                lost += weight * totals[k]
+                found[name] = totals[k], counts[k]
+            return lost, found
+
+        (lost, found), variables = model.apply(
             {"params": params},
             batch["tokens"],
-            question.targets,
+            targets,
+            lose,
             segments=segments,
             deterministic=key is None,
-            objective=question.objective,
             rngs=rngs,
             method="loss",
             mutable=[METRICS],
         )
-        counts = (question.targets >= 0).sum((0, 1), dtype=jnp.float32)
-        found = {
-            name: (losses.sums[k], counts[k]) for k, name in enumerate(question.names)
-        }
-        for index, name in enumerate(question.term_names):
-            found[name] = losses.added[index, 0], counts[0]
-        objective = losses.total
         if METRICS in variables:
             for name, each in reported(variables[METRICS]).items():
                 total, count, auxiliary = each
                 found[name] = total, count
-                objective += auxiliary
-        found["loss"] = with_derivative_of(losses.sums[0], objective), counts[0]
-        return found
+                lost += auxiliary
+        total, count = found["loss"]
+        return found | {"loss": (with_derivative_of(total, lost), count)}
 
     return loss
 

@@ -8,7 +8,7 @@ from flax import struct
 from jax import Array
 
 from gpt2.config import DEFAULTS, GPTConfig
-from gpt2.ops.plain import LogitTerm, Names, ScoreTerm
+from gpt2.ops.plain import Names, ScoreTerm
 
 if TYPE_CHECKING:
     from gpt2.model.layers import Linear
@@ -151,9 +151,12 @@ class Ingredient:
         """Changes the normalised output of the last layer, `[B, T, D]`, so a factor of logits."""
         return x
 
-    def logit_terms(self) -> tuple[LogitTerm, ...]:
-        """Returns what happens to the logits, without parameters; those act in `normed`."""
-        return ()
+    def logits(self, logits: Array) -> Array:
+        """Changes logits `[B, T, V]`, each by itself, for the last may be padding.
+
+        Parameters have no place here: they act in `normed`.
+        """
+        return logits
 
     def active_share(self, names: Names) -> float:
         """Returns the share of a parameter, whose axes have `names`, that computes a token."""

@@ -3,8 +3,9 @@
 A tanh for each logit.
 """
 
+from jax import Array
+
 from gpt2.model.ingredients.base import Ingredient
-from gpt2.ops.plain import LogitTerm
 from gpt2.ops.terms import SoftCap
 
 
@@ -13,6 +14,6 @@ class LogitSoftCap(Ingredient):
 
     option = "logit_softcap"
 
-    def logit_terms(self) -> tuple[LogitTerm, ...]:
-        """Returns the cap."""
-        return (SoftCap(self.config.logit_softcap),)
+    def logits(self, logits: Array) -> Array:
+        """Caps them."""
+        return SoftCap(self.config.logit_softcap)(logits)

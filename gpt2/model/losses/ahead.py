@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.errors import UserError
-from gpt2.model.losses.base import LossIngredient, Question
+from gpt2.model.losses.base import LossIngredient
 
 
 class Ahead(LossIngredient):
@@ -16,40 +16,35 @@ class Ahead(LossIngredient):
 
     option = "ahead"
 
-    def ask(
-        self, question: Question, segments: Array | None, step: Array | None
-    ) -> Question:
-        """Adds targets, in training alone."""
-        if step is None:
-            return question
+    def targets(
+        self, targets: Array, segments: Array | None, step: Array
+    ) -> dict[str, tuple[Array, Array | float]]:
+        """Returns the tokens 2, 3, ... on."""
         left: Array | float = 1.0
         if self.options.ahead_fade:
             left = jnp.maximum(1 - step / self.options.ahead_fade, 0.0)
         weights = [left * float(weight) for weight in self.options.ahead.split(",")]
-        length = question.targets.shape[1]
+        length = targets.shape[1]
         if length <= len(weights):
             raise UserError(f"loss.ahead looks past rows of {length} tokens")
-        names = [f"loss_ahead_{k + 2}" for k in range(len(weights))]
-        return question._replace(
-            targets=targets_ahead(question.targets[..., 0], segments, 1 + len(weights)),
-            objective=question.objective._replace(weights=tuple(weights)),
-            names=("loss", *names),
-        )
+        return {
+            f"loss_ahead_{distance + 1}": (
+                targets_ahead(targets, segments, distance),
+                weight,
+            )
+            for distance, weight in enumerate(weights, 1)
+        }
 
 
-def targets_ahead(targets: Array, segments: Array | None, number: int) -> Array:
-    """Returns each position's target and those of the next ones in its segment, [B, T, number].
+def targets_ahead(targets: Array, segments: Array | None, distance: int) -> Array:
+    """Returns the targets so many positions later in the same segment, `[B, T]`.
 
-    A position without a target of its own, -1, has no others.
+    A position without a target of its own, -1, has none.
     """
-    valid = targets >= 0
-    each = [targets]
-    for k in range(1, number):
-        seen = valid
-        if segments is not None:
-            seen = valid & (_later(segments, k) == segments)
-        each.append(jnp.where(seen, _later(targets, k), -1))
-    return jnp.stack(each, axis=2)
+    seen = targets >= 0
+    if segments is not None:
+        seen = seen & (_later(segments, distance) == segments)
+    return jnp.where(seen, _later(targets, distance), -1)
 
 
 def _later(x: Array, k: int) -> Array:

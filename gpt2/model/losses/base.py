@@ -1,25 +1,17 @@
 """Where an ingredient of the loss acts."""
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from jax import Array
 
 from gpt2.config import DEFAULTS, LossConfig
-from gpt2.ops import Objective
-from gpt2.ops.plain import LossTerm
-
-
-class Question(NamedTuple):
-    """What a model is asked, and how its answers are called in the log."""
-
-    targets: Array  # [B, T, K] int32; -1: none
-    objective: Objective
-    names: tuple[str, ...] = ("loss",)  # of the targets
-    term_names: tuple[str, ...] = ()  # of the objective's loss terms
 
 
 class LossIngredient:
-    """One thing that a training loss may have, asked for by an option of `loss.`."""
+    """One thing that a training loss may have, asked for by an option of `loss.`.
+
+    Each seam adds nothing, unless a file overrides it.
+    """
 
     option: ClassVar[str]
 
@@ -31,17 +23,21 @@ class LossIngredient:
         """Returns whether a run has it: whether its option differs from its default."""
         return getattr(options, cls.option) != getattr(DEFAULTS.loss, cls.option)
 
-    def ask(
-        self, question: Question, segments: Array | None, step: Array | None
-    ) -> Question:
-        """Changes what is asked at a step, None outside of training."""
-        raise NotImplementedError
+    def targets(
+        self, targets: Array, segments: Array | None, step: Array
+    ) -> dict[str, tuple[Array, Array | float]]:
+        """Returns more targets of a training step, `[B, T]` each, by the names of their losses.
 
+        With each goes the weight that its loss has in the gradient.
+        """
+        return {}
 
-def with_term(question: Question, name: str, term: LossTerm) -> Question:
-    """Returns a question with one more loss term, logged under a name."""
-    terms = (*question.objective.loss_terms, term)
-    return question._replace(
-        objective=question.objective._replace(loss_terms=terms),
-        term_names=(*question.term_names, name),
-    )
+    def term(
+        self, logits: Array, log_normaliser: Array, at_targets: Array
+    ) -> Array | None:
+        """Returns what is added to the losses `[B, T, K]`, logged under the option's name.
+
+        It follows from logits `[B, T, V]`, the logs of softmax's normalisers `[B, T, 1]`, and the
+        targets' logits `[B, T, K]`.
+        """
+        return None

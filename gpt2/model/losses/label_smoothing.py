@@ -3,11 +3,9 @@
 One more pass over the logits.
 """
 
-import dataclasses
-
 from jax import Array
 
-from gpt2.model.losses.base import LossIngredient, Question, with_term
+from gpt2.model.losses.base import LossIngredient
 
 
 class LabelSmoothing(LossIngredient):
@@ -15,20 +13,7 @@ class LabelSmoothing(LossIngredient):
 
     option = "label_smoothing"
 
-    def ask(
-        self, question: Question, segments: Array | None, step: Array | None
-    ) -> Question:
-        """Adds the term."""
-        return with_term(
-            question, "label_smoothing", _Smoothing(self.options.label_smoothing)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Smoothing:
-    share: float
-
-    def __call__(
-        self, logits: Array, log_normaliser: Array, target_logits: Array
-    ) -> Array:
-        return self.share * (target_logits - logits.mean(axis=-1, keepdims=True))
+    def term(self, logits: Array, log_normaliser: Array, at_targets: Array) -> Array:
+        """Returns how far targets are above the mean, times the share."""
+        share = self.options.label_smoothing
+        return share * (at_targets - logits.mean(axis=-1, keepdims=True))

@@ -3,11 +3,9 @@
 It keeps logits near 0: a number a row.
 """
 
-import dataclasses
-
 from jax import Array
 
-from gpt2.model.losses.base import LossIngredient, Question, with_term
+from gpt2.model.losses.base import LossIngredient
 
 
 class ZLoss(LossIngredient):
@@ -15,18 +13,6 @@ class ZLoss(LossIngredient):
 
     option = "z_loss"
 
-    def ask(
-        self, question: Question, segments: Array | None, step: Array | None
-    ) -> Question:
-        """Adds the term."""
-        return with_term(question, "z_loss", _ZTerm(self.options.z_loss))
-
-
-@dataclasses.dataclass(frozen=True)
-class _ZTerm:
-    weight: float
-
-    def __call__(
-        self, logits: Array, log_normaliser: Array, target_logits: Array
-    ) -> Array:
-        return self.weight * log_normaliser**2
+    def term(self, logits: Array, log_normaliser: Array, at_targets: Array) -> Array:
+        """Returns the weighted square."""
+        return self.options.z_loss * log_normaliser**2

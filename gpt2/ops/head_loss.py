@@ -1,12 +1,11 @@
-"""The output head and the cross-entropy loss as one operation, a chunk of positions at a time.
+"""The output head and a loss of its logits as one operation, a chunk of positions at a time.
 
 The logits `[B, T, V]` are the largest array of a training step. Here they exist for one chunk of
 positions, and both gradients come from each chunk in the same pass (1.0 GB in place of 6.2 for 30
 sequences of 1,024 tokens on a GPU; 124M on two cores takes a quarter longer without chunks).
 """
 
-import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,12 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from gpt2.ops import plain
-from gpt2.ops.fsdp import Shard, Shards, gather_parameter
+from gpt2.ops.fsdp import Shard, Shards
 from gpt2.ops.linear import dot
-from gpt2.ops.plain import Losses, Objective
+from gpt2.ops.plain import Lose
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
+from gpt2.utils.trees import Tree
 
 # Bytes of float32 logits that exist at a time: 42,000 tokens with GPT-2's vocabulary. A step of
 # 32,768 in four chunks takes 1.03 times as long on an H200, and holds 6.7 GiB less.
@@ -33,40 +32,34 @@ LARGE_TABLE_BYTES = 2**25  # which no cache holds: adding takes longer
 LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
 
 
-def cross_entropy(
+def head_loss(
+    lose: Lose,
     hidden: Array,
     table: Array | Shard,
     targets: Array,
-    objective: Objective,
     *,
+    dtype: DTypeLike,
+    logits_dtype: DTypeLike = jnp.float32,
     variants: Variants,
     rows: int,
-) -> Losses:
-    """Computes `plain.cross_entropy`, with the logits of so many `rows` at a time."""
+) -> tuple[Array, Tree]:
+    """Computes `plain.head_loss`, with the logits of so many `rows` at a time."""
     chex.assert_rank([hidden, targets], 3)
     chex.assert_type(targets, int)
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
     array, shards = table if isinstance(table, Shard) else (table, None)
-    chex.assert_axis_dimension_gteq(array, 0, objective.vocab_size)
-    terms = (*objective.logit_terms, *objective.loss_terms)
-    if terms and not all(_is_static(term) for term in terms):
-        whole = gather_parameter(array, shards, objective.dtype) if shards else array
-        return plain.cross_entropy(hidden, whole, targets, objective)
-    B, T, _ = targets.shape
+    B, T, _ = hidden.shape
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
-    static = objective._replace(weights=())
-    head = _Head(static, variants, chunk, shards)
-    hidden = hidden.astype(objective.dtype)
-    return _losses(hidden, array, targets, objective.weights, head)
-
-
-def _is_static(term: object) -> bool:
-    """Returns whether a term holds numbers alone: of arrays this kernel gives no derivative."""
-    if not (dataclasses.is_dataclass(term) and isinstance(term, Hashable)):
-        return False
-    return all(isinstance(value, float | int) for value in vars(term).values())
+    vocab_size = shards.whole_shape(array.shape)[0] if shards else len(array)
+    logits = jax.ShapeDtypeStruct((B, chunk, vocab_size), jnp.float32)
+    some = jax.ShapeDtypeStruct((B, chunk, targets.shape[2]), targets.dtype)
+    # Numbers to learn that the loss brings along become arguments, and get a derivative.
+    lose, numbers = jax.closure_convert(lose, logits, some)
+    dtype = jnp.dtype(dtype)
+    head = _Head(lose, dtype, jnp.dtype(logits_dtype), variants, chunk, shards)
+    return _loss(hidden.astype(dtype), array, targets, numbers, head)
 
 
 def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
@@ -79,102 +72,103 @@ def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> i
 
 
 class _Head(NamedTuple):
-    """What is computed of hidden states, a table and targets, without arrays."""
+    """How a loss follows from hidden states, a table and targets."""
 
-    objective: Objective
+    lose: Callable[..., tuple[Array, Tree]]  # of logits, targets and numbers
+    dtype: jnp.dtype  # of operands
+    logits_dtype: jnp.dtype
     variants: Variants
     chunk: int  # of T positions have logits at one time
     shards: Shards | None
 
     def whole(self, table: Array) -> Array:
         """Returns all rows of a table in the type of operands."""
-        table = table.astype(self.objective.dtype)
+        table = table.astype(self.dtype)
         if self.shards:
             table = self.shards.gather(table)
         # Or XLA:TPU casts in each product (v5e 5 %).
         return jax.lax.optimization_barrier(table)
 
     def logits(self, hidden: Array, table: Array) -> Array:
-        """Returns logits `[B, T, V]`, float32, before their terms."""
-        stored = dot(hidden, table, (2,), (1,), self.objective.logits_dtype)
+        """Returns logits `[B, T, V]`, float32."""
+        stored = dot(hidden, table, (2,), (1,), self.logits_dtype)
         return stored.astype(jnp.float32)
 
-    def losses(
-        self, logits: Array, targets: Array, weights: tuple[Array | float, ...]
-    ) -> Losses:
-        """Returns what logits lose."""
-        objective = self.objective._replace(weights=weights)
-        log_sum_exp = _kept_log_sum_exp
-        if self.variants.one_pass:
-            log_sum_exp = _one_pass_log_sum_exp
-        return plain.sum_losses(logits, targets, objective, log_sum_exp)
+    def nothing(
+        self, hidden: Array, table: Array, targets: Array, numbers: Tree
+    ) -> Tree:
+        """Returns zeros in place of what is lost and logged."""
 
-    def none(self, targets: Array) -> Losses:
-        """Returns the losses of no position."""
-        K = targets.shape[2]
-        added = jnp.zeros((len(self.objective.loss_terms), K))
-        return Losses(jnp.zeros(()), jnp.zeros(K), added)
+        def lose(hidden: Array, targets: Array) -> Tree:
+            return self.lose(self.logits(hidden, table), targets, *numbers)
+
+        some = slice(0, self.chunk)
+        found = jax.eval_shape(lose, hidden[:, some], targets[:, some])
+        return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), found)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _losses(
-    hidden: Array,
-    stored: Array,
-    targets: Array,
-    weights: tuple[Array | float, ...],
-    head: _Head,
-) -> Losses:
+def _loss(
+    hidden: Array, stored: Array, targets: Array, numbers: list[Array], head: _Head
+) -> tuple[Array, Tree]:
     table = head.whole(stored)
 
     def add_chunk(found, rows):
         hidden, targets = rows
-        losses = head.losses(head.logits(hidden, table), targets, weights)
-        return jax.tree.map(jnp.add, found, losses), None
+        lost = head.lose(head.logits(hidden, table), targets, *numbers)
+        return jax.tree.map(jnp.add, found, lost), None
 
-    return _scan(add_chunk, head.none(targets), hidden, targets, head.chunk)[0]
+    nothing = head.nothing(hidden, table, targets, numbers)
+    return _scan(add_chunk, nothing, hidden, targets, head.chunk)[0]
 
 
-def _losses_fwd(hidden, stored, targets, weights, head):
+def _loss_fwd(hidden, stored, targets, numbers, head):
     table = head.whole(stored)
-    dtype = table.dtype
-    result = dtype if head.variants.narrow_results else jnp.float32
+    result = head.dtype if head.variants.narrow_results else jnp.float32
     # XLA:CPU lacks it in 16 bits.
-    by_width = head.variants.head_by_width and dtype == jnp.float32
+    by_width = head.variants.head_by_width and head.dtype == jnp.float32
 
     def add_chunk(sums, rows):
-        found, dtable = sums
+        found, dtable, dnumbers = sums
         hidden, targets = rows
 
-        def lose(logits):
-            losses = head.losses(logits, targets, weights)
-            return losses.total, losses
+        def lose(logits, numbers):
+            return head.lose(logits, targets, *numbers)
 
-        dlogits, losses = jax.grad(lose, has_aux=True)(head.logits(hidden, table))
-        dlogits = dlogits.astype(dtype)
+        derive = jax.value_and_grad(lose, (0, 1), has_aux=True)
+        lost, (dlogits, more) = derive(head.logits(hidden, table), numbers)
+        dlogits = dlogits.astype(head.dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
         dhidden = dot(dlogits, table, (2,), (0,), result)
-        found = jax.tree.map(jnp.add, found, losses)
-        return (found, dtable), dhidden.astype(dtype)
+        found, dnumbers = jax.tree.map(jnp.add, (found, dnumbers), (lost, more))
+        return (found, dtable, dnumbers), dhidden.astype(head.dtype)
 
     shape = table.shape[::-1] if by_width else table.shape
-    sums = head.none(targets), jnp.zeros(shape, jnp.float32)
-    (losses, dtable), dhidden = _scan(add_chunk, sums, hidden, targets, head.chunk)
+    sums = (
+        head.nothing(hidden, table, targets, numbers),
+        jnp.zeros(shape, jnp.float32),
+        jax.tree.map(jnp.zeros_like, numbers),
+    )
+    sums, dhidden = _scan(add_chunk, sums, hidden, targets, head.chunk)
+    lost, dtable, dnumbers = sums
     # Without the barrier, XLA would transpose both factors of a single chunk.
     if by_width:
         dtable = jax.lax.optimization_barrier(dtable).T
     if head.shards:
         dtable = head.shards.scatter(dtable)
-    return losses, (dhidden, dtable.astype(stored.dtype))
+    return lost, (dhidden, dtable.astype(stored.dtype), dnumbers)
 
 
-def _losses_bwd(head, gradients, dlosses):
-    dhidden, dtable = ((x * dlosses.total).astype(x.dtype) for x in gradients)
+def _loss_bwd(head, gradients, dlost):
+    scale, _ = dlost
+    scaled = jax.tree.map(lambda x: (x * scale).astype(x.dtype), gradients)
+    dhidden, dtable, dnumbers = scaled
     # XLA:TPU would take twice as long over the product if the derivative of a norm joined it.
-    return jax.lax.optimization_barrier(dhidden), dtable, None, None
+    return jax.lax.optimization_barrier(dhidden), dtable, None, dnumbers
 
 
-_losses.defvjp(_losses_fwd, _losses_bwd)
+_loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _scan(add_chunk, sums, hidden, targets, chunk):
@@ -199,25 +193,7 @@ def _scan(add_chunk, sums, hidden, targets, chunk):
 
 
 @jax.custom_vjp
-def _kept_log_sum_exp(logits: Array) -> Array:
-    """Computes `plain.log_sum_exp`, and keeps the exponentials for its derivative."""
-    return _kept_fwd(logits)[0]
-
-
-def _kept_fwd(logits):
-    highest = logits.max(axis=-1, keepdims=True)
-    exponentials = jnp.exp(logits - highest)  # stored: XLA:CPU note 8
-    total = exponentials.sum(axis=-1, keepdims=True)
-    return highest + jnp.log(total), (exponentials, total)
-
-
-_kept_log_sum_exp.defvjp(
-    _kept_fwd, lambda kept, dy: (kept[0] * ((1.0 / kept[1]) * dy),)
-)
-
-
-@jax.custom_vjp
-def _one_pass_log_sum_exp(logits: Array) -> Array:
+def one_pass_log_sum_exp(logits: Array) -> Array:
     """Computes `plain.log_sum_exp`, and scales a sum when the maximum grows.
 
     Milakov and Gimelshein 2018, arXiv 1805.02867.
@@ -246,7 +222,7 @@ def _one_pass_bwd(kept, dy):
     return (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
 
 
-_one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
+one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 
 
 def pad_vocab(
