@@ -10,7 +10,7 @@ every name is divided once, at the end, and becomes the metric `train/NAME` or `
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -23,8 +23,9 @@ from jax import Array
 from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.model.gpt import Params
-from gpt2.model.losses import loss_ingredients
+from gpt2.model.losses import LossIngredient, Weight, loss_ingredients
 from gpt2.ops import plain
+from gpt2.ops.plain import Lose
 from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
@@ -62,41 +63,17 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
             rngs["dropout"] = key
         segments = batch.get("segments")
         # By the name of a loss, its targets and its weight in the gradient.
-        asked: dict[str, tuple[Array, Array | float]] = {
-            "loss": (batch["targets"], 1.0)
-        }
+        asked: dict[str, tuple[Array, Weight]] = {"loss": (batch["targets"], 1.0)}
         if step is not None:
             for extra in extras:
                 asked |= extra.targets(batch["targets"], segments, step)
         targets = jnp.stack([each for each, _ in asked.values()], axis=2)
-
-        def lose(logits: Array, targets: Array) -> tuple[Array, Sums]:
-            """Returns what is differentiated, and what is logged."""
-            log_normaliser = model.ops.log_sum_exp(logits)
-            at_targets = plain.pick(logits, targets)
-            losses = log_normaliser - at_targets
-            is_real = targets >= 0
-            counts = is_real.sum((0, 1), dtype=jnp.float32)
-            found: Sums = {}
-            for extra in extras:
-                real_logits = logits[..., : model.config.vocab_size]
-                term = extra.term(real_logits, log_normaliser, at_targets)
-                if term is not None:
-                    losses += term
-                    each = jnp.where(is_real, term, 0.0)[..., 0]
-                    found[extra.option] = each.sum(), counts[0]
-            totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
-            lost = jnp.float32(0.0)
-            for k, (name, (_, weight)) in enumerate(asked.items()):
-                lost += weight * totals[k]
-                found[name] = totals[k], counts[k]
-            return lost, found
-
+        weights = {name: weight for name, (_, weight) in asked.items()}
         (lost, found), variables = model.apply(
             {"params": params},
             batch["tokens"],
             targets,
-            lose,
+            _loss_of_logits(model, extras, weights),
             segments=segments,
             deterministic=key is None,
             rngs=rngs,
@@ -112,6 +89,38 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         return found | {"loss": (with_derivative_of(total, lost), count)}
 
     return loss
+
+
+def _loss_of_logits(
+    model: GPT, extras: Sequence[LossIngredient], weights: Mapping[str, Weight]
+) -> Lose:
+    """Returns `lose(logits, targets)`, for targets `[B, T, K]` whose losses have names and weights.
+
+    It gives what is differentiated, and what is logged, `{name: (sum, count)}`.
+    """
+
+    def lose(logits: Array, targets: Array) -> tuple[Array, Sums]:
+        log_normaliser = model.ops.log_sum_exp(logits)
+        at_targets = plain.pick(logits, targets)
+        losses = log_normaliser - at_targets
+        is_real = targets >= 0
+        counts = is_real.sum((0, 1), dtype=jnp.float32)
+        found: Sums = {}
+        for extra in extras:
+            real_logits = logits[..., : model.config.vocab_size]
+            term = extra.term(real_logits, log_normaliser, at_targets)
+            if term is not None:
+                losses += term
+                of_first = jnp.where(is_real, term, 0.0)[..., 0]
+                found[extra.option] = of_first.sum(), counts[0]
+        totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
+        lost = jnp.float32(0.0)
+        for k, (name, weight) in enumerate(weights.items()):
+            lost += weight * totals[k]
+            found[name] = totals[k], counts[k]
+        return lost, found
+
+    return lose
 
 
 @jax.custom_jvp

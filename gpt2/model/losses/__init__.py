@@ -5,7 +5,7 @@ Each is asked for by options of `loss.`; it goes by deleting its file, its row h
 
 from gpt2.config import LossConfig
 from gpt2.model.losses.ahead import Ahead
-from gpt2.model.losses.base import LossIngredient
+from gpt2.model.losses.base import LossIngredient, Weight
 from gpt2.model.losses.label_smoothing import LabelSmoothing
 from gpt2.model.losses.z_loss import ZLoss
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.errors import UserError
-from gpt2.model.losses.base import LossIngredient
+from gpt2.model.losses.base import LossIngredient, Weight
 
 
 class Ahead(LossIngredient):
@@ -18,9 +18,9 @@ class Ahead(LossIngredient):
 
     def targets(
         self, targets: Array, segments: Array | None, step: Array
-    ) -> dict[str, tuple[Array, Array | float]]:
+    ) -> dict[str, tuple[Array, Weight]]:
         """Returns the tokens 2, 3, ... on."""
-        left: Array | float = 1.0
+        left: Weight = 1.0
         if self.options.ahead_fade:
             left = jnp.maximum(1 - step / self.options.ahead_fade, 0.0)
         weights = [left * float(weight) for weight in self.options.ahead.split(",")]

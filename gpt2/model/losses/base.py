@@ -6,6 +6,8 @@ from jax import Array
 
 from gpt2.config import DEFAULTS, LossConfig
 
+Weight = Array | float
+
 
 class LossIngredient:
     """One thing that a training loss may have, asked for by an option of `loss.`.
@@ -25,7 +27,7 @@ class LossIngredient:
 
     def targets(
         self, targets: Array, segments: Array | None, step: Array
-    ) -> dict[str, tuple[Array, Array | float]]:
+    ) -> dict[str, tuple[Array, Weight]]:
         """Returns more targets of a training step, `[B, T]` each, by the names of their losses.
 
         With each goes the weight that its loss has in the gradient.
