@@ -13,9 +13,10 @@ import numpy as np
 from gpt2.config import Config
 
 STEPS = 5
-# The most by which a loss may differ, relative to itself, by `precision.compute`. A GPU multiplies
+# The most by which a loss may differ, relative to itself, by `precision.compute`. In bfloat16 the
+# peers' losses differ by 7e-3 from their own in float32, at the quickstart's rate. A GPU multiplies
 # float32 as TF32, which is as precise as float16.
-TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 5e-3}
+TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 
 
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
