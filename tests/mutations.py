@@ -268,11 +268,8 @@ another run's folder is believed: ablate/runs.py, ablate -k damaged
     - if found != value:
     + if found is None:
 equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
-    - config.shapes.tokens(config.train.num_steps)
-    + config.tokens_per_step * config.train.num_steps
-a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
-    - if own_text != text(run.config.data):
-    + if not text(run.config.data):
+    - config.shapes.tokens(steps) / steps
+    + config.tokens_per_step
 looks do not share the level: ablate/judge.py, ablate_verdicts -k looks_share
     - spent = (look**3 - before**3)
     + spent = look**3

@@ -34,7 +34,6 @@ from gpt2.ablate.terms import (
     choose_score,
     equalize,
     flops,
-    step_flops,
     with_length,
 )
 from gpt2.config import Config, with_options
@@ -201,8 +200,9 @@ def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
     pair = equal(arms("model.activation=swiglu"), "flops")
     first, other = (arm.config for arm in pair)
     assert other.train.num_steps < first.train.num_steps
-    wanted = first.train.num_steps * step_flops(first)
-    assert abs(other.train.num_steps * step_flops(other) - wanted) < step_flops(other)
+    wanted = flops(first, first.train.num_steps)
+    found = flops(other, other.train.num_steps)
+    assert abs(found - wanted) < flops(other, 1)
     assert other.optim.warmup_steps == round(100 * other.train.num_steps / 1000)
     muon = "optim.name=muon+optim.momentum_warmup=100+loss.ahead=0.5+loss.ahead_fade=50"
     half = equal(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
@@ -311,7 +311,7 @@ def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
     steps = np.arange(100, 1001, 100)
     np.testing.assert_allclose(curve.tokens, 2048 * steps)
     np.testing.assert_allclose(curve.seconds, 0.1 * steps)
-    np.testing.assert_allclose(curve.flops, step_flops(run.config) * steps)
+    np.testing.assert_allclose(curve.flops, flops(run.config, 1) * steps)
     assert len(read_curve(tmp_path / "missing", "eval/loss", *amounts).scores) == 0
 
 
