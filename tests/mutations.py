@@ -255,12 +255,6 @@ runs of different code are pooled: ablate/sweep.py, ablate -k different_code
 steps that a run no longer has count as its own: training/code.py, ablate -k different_code
     - starts = [each for each in starts if each["step"] < start["step"]]
     + starts = [each for each in starts if each["step"] != -1]
-a run of other code is taken over: ablate/takeover.py, ablate -k taken_over
-    - if _facts(starts) != here(
-    + if not here(
-a run on other devices is taken over: ablate/takeover.py, ablate -k not_taken_over
-    - "devices",
-    + "clean",
 a run that is cut short is scored: ablate/runs.py, ablate -k damaged
     - if step != steps or not
     + if not

@@ -34,7 +34,6 @@ from gpt2.ablate.measure import describe_runs, step_seconds
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
-from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, choose_score, equalize
 from gpt2.data import prepare
 from gpt2.utils import files
@@ -90,7 +89,6 @@ def main() -> int:
 
     def train(runs: Sequence[Run]) -> None:
         print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
-        take_over(runs, root, slots[0])
         groups = [[run] for run in runs]
         if FLAGS.together:
             groups = group_runs(runs, len(slots))

@@ -33,7 +33,6 @@ class Outcome(NamedTuple):
 
     state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
     error: str = ""  # the line that says why
-    taken_from: str = ""  # the folder of the same run, which a sweep beside has trained
 
 
 @dataclasses.dataclass(frozen=True)
