@@ -795,6 +795,8 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     assert "baseline: 0.1 seconds a step" in capsys.readouterr().out
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
     assert total.startswith("about 0:02:00 with --jobs=1")
+    *_, total = describe_runs(sweep, slots, together=True).splitlines()
+    assert total.startswith("about 0:02:00 if they trained apart,")
 
 
 def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):

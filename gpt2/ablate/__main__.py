@@ -84,7 +84,7 @@ def main() -> int:
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
         sweep = grow(continued(sweep).with_choices())
-        print(describe_runs(sweep, slots))
+        print(describe_runs(sweep, slots, together=FLAGS.together))
         return 0
 
     def train(runs: Sequence[Run]) -> None:
