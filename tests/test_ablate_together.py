@@ -208,6 +208,8 @@ def test_runs_that_differ_in_numbers_alone_train_together(tmp_path):
         assert group_runs(apart, 1) == [[each] for each in apart]
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     code = runs_of(*configs_of(changes), source=tmp_path)
+    (tmp_path / "other").symlink_to(tmp_path)
+    code += runs_of(BASE, source=tmp_path / "other")  # with the options of the first
     assert group_runs(code, 1) == [[each] for each in code]
 
 
