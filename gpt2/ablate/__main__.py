@@ -137,11 +137,10 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
 
 def _read_looks(seeds: Sequence[str]) -> list[int]:
     """Returns the numbers that `--seeds` gives, which ascend."""
-    looks = [int(each) for each in seeds if each.isdecimal()]
-    ascend = len(looks) == len(seeds) and looks == sorted(set(looks))
+    looks = sorted({int(each) for each in seeds if each.isdecimal()})
     least = 2 if len(looks) > 1 else 1
-    inside = [each for each in looks if least <= each <= CHOOSING_SEED]
-    if not looks or not ascend or inside != looks:
+    is_sorted = looks and [str(look) for look in looks] == seeds
+    if not is_sorted or looks[0] < least or looks[-1] > CHOOSING_SEED:
         raise UserError(f"--seeds={','.join(seeds)} cannot be", "Give 3, or 3,5,8")
     return looks
 

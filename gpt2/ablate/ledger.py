@@ -170,13 +170,15 @@ def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> N
     """Refuses code that says in configs/ what no run would read, since options are given to it."""
     how = "Give options beside the code: --idea=code=BRANCH+OPTION=VALUE"
     for path in changed:
-        if path.startswith("configs/") and path != "configs/default.py":
-            raise UserError(f"no run would read what {path} says now", how)
+        if path.startswith("configs/") and path in cli.config_file():
+            raise UserError(f"the code changes {path}, which no run reads", how)
     before = defaults_of(best.source(root))
     given = arm.options
     for name, value in defaults_of(arm.source(root)).items():
         if value not in (before.get(name, value), given.get(name)):
-            raise UserError(f"no run would read the default {name}={value}", how)
+            raise UserError(
+                f"the code changes the default of {name}, which no run reads", how
+            )
 
 
 def _enter(root: Path, slot: Slot) -> Idea:
@@ -189,7 +191,10 @@ def _enter(root: Path, slot: Slot) -> Idea:
         idea = _make_idea(root, ledger, slot)
         if idea.same(ledger.best):
             level = ledger.level(idea.number)
-            return replace(idea, answer="discard", why=_ITSELF, level=level)
+            number = ledger.best.number
+            return replace(
+                idea, number=number, answer="discard", why=_ITSELF, level=level
+            )
         for other in ledger.ideas:
             if other.best == idea.best and other.same(idea):
                 return other
