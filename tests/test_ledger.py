@@ -464,6 +464,43 @@ def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
         ideas("code=.")
 
 
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+def test_the_loop_of_the_docs_tells_answers_from_patches_without_one(tmp_path):
+    text = (ROOT / "docs" / "ledger.md").read_text()
+    loop = text.partition("```bash\n")[2].partition("```")[0]
+    project, patches = tmp_path / "project", tmp_path / "patches"
+    project.mkdir()
+    patches.mkdir()
+    (project / "train.py").write_text("1\n")
+    make_repository(project, "train.py", "2\n")
+    patch = subprocess.check_output(["git", "diff", "HEAD", "my/idea"], cwd=project)
+    (patches / "1-old.patch").write_bytes(patch.replace(b"-1", b"-0"))
+    (patches / "2-broken.patch").write_bytes(patch)
+    (patches / "3-good.patch").write_bytes(patch)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"  # a ledger that answers at once
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *broken*) exit 2;; esac\n'
+        'echo "{\\"asked\\": \\"$*\\", \\"commit\\": \\"$(git rev-parse HEAD)\\"}"\n'
+    )
+    python.chmod(0o755)
+    author = {"GIT_AUTHOR_NAME": "A", "GIT_AUTHOR_EMAIL": "a@b"}
+    author |= {"GIT_COMMITTER_NAME": "A", "GIT_COMMITTER_EMAIL": "a@b"}
+    path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-c", loop],
+        cwd=project,
+        env=os.environ | author | path,
+        check=True,
+        capture_output=True,
+    )
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert answer["asked"].endswith("--json --idea=code=3-good")
+    assert [path.name for path in (tmp_path / "tried").iterdir()] == ["3-good.patch"]
+    assert len(list((tmp_path / "refused").iterdir())) == 2
+
+
 # Real runs
 
 
