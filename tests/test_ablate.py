@@ -120,14 +120,13 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
         "optim.name=lion",
         "code=my_idea,optim.name=lion",
     ]
-    source = found[2].source(tmp_path / "sweep")
-    check_out(source)
+    source = check_out(found[2], tmp_path / "sweep")
     assert (source / "train.py").read_text() == "2" and (
         tmp_path / "train.py"
     ).read_text() == "1"
     (source / "train.py").write_text("3")
     with pytest.raises(UserError, match="is no clean worktree"):
-        check_out(source)
+        check_out(found[2], tmp_path / "sweep")
 
 
 def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from scipy import integrate, stats
 
 from configs import quickstart
 from gpt2.ablate import ledger as command
-from gpt2.ablate.arms import Arm, snapshot
+from gpt2.ablate.arms import Arm, check_out, snapshot
 from gpt2.ablate.evidence import (
     evidence,
     findable,
@@ -396,9 +396,9 @@ def test_the_working_tree_is_an_idea_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "project" / "train.py").write_text("3")
     edited = Arm("edited", BASE, commit=snapshot())
     assert edited.commit != head
-    command._prepare_code(tmp_path, edited)
+    source = check_out(edited, tmp_path)
     (tmp_path / "project" / "train.py").write_text("4")
-    assert (edited.source(tmp_path) / "train.py").read_text() == "3"
+    assert (source / "train.py").read_text() == "3"
 
 
 # Code as an idea

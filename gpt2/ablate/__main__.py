@@ -121,8 +121,8 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     for i, arm in enumerate(arms):
         config = arm.config.with_vocabulary(vocabulary(arm.config.data))
         arms[i] = replace(arm, config=config)
-    for source in {arm.source(root) for arm in arms if arm.commit}:
-        check_out(source)
+    for arm in arms:
+        check_out(arm, root)
     command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,

@@ -246,8 +246,11 @@ def snapshot() -> str:
     return taken or _git(SOURCE, "rev-parse", "HEAD")
 
 
-def check_out(source: Path) -> None:
-    """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
+def check_out(arm: Arm, root: Path) -> Path:
+    """Returns where the code of an arm lies, in a git worktree that is made if there is none."""
+    source = arm.source(root)
+    if not arm.commit:
+        return source
     # Several processes may do so at once.
     with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
@@ -258,6 +261,7 @@ def check_out(source: Path) -> None:
             raise UserError(
                 f"{source} is no clean worktree", "Remove it, and repeat the command"
             )
+    return source
 
 
 def _git(source: Path, *arguments: str) -> str:

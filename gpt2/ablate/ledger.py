@@ -106,7 +106,8 @@ def _begin(root: Path) -> Ledger:
             is_tree = _WORKING_TREE.match(FLAGS.idea)
             commit = find_commit("HEAD") if is_tree else snapshot()
             arm = Arm("000-start", config, commit=commit)
-            append_idea(root, Idea(0, "start", 0, arm, _prepare_code(root, arm)))
+            code = hash_code(check_out(arm, root))
+            append_idea(root, Idea(0, "start", 0, arm, code))
             return read_ledger(root)
     first = ledger.ideas[0].arm.config
     for name, (old, new) in arms.differences(first, config).items():
@@ -115,14 +116,6 @@ def _begin(root: Path) -> Ledger:
             "Give the options that it began with, or another --ledger",
         )
     return ledger
-
-
-def _prepare_code(root: Path, arm: Arm) -> str:
-    """Puts the code of an arm where its runs find it, and returns its hash."""
-    source = arm.source(root)
-    if arm.commit:
-        check_out(source)
-    return hash_code(source)
 
 
 def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
@@ -152,7 +145,7 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
         commit=arm.commit or best.commit,
         extra={**best.extra, **arm.extra},
     )
-    code = _prepare_code(root, arm)
+    code = hash_code(check_out(arm, root))
     if ledger.best.number and not is_on_top(arm, best):
         raise UserError(
             f"--idea={text} lacks what was kept, commit {best.commit}",
