@@ -506,7 +506,7 @@ def test_the_loop_of_the_docs_tells_answers_from_patches_without_one(tmp_path):
 
 def start_ledger(project, idea):
     few = ["--config.train.eval_batches=2", "--config.train.checkpoint_every=0"]
-    given = [*TINY, *few, "--ledger=../ideas", f"--idea={idea}", "--pairs=2", "--json"]
+    given = [*TINY, *few, "--ledger=../ideas", f"--idea={idea}", "--pairs=4", "--json"]
     return subprocess.Popen(
         [sys.executable, "-m", "gpt2.ablate.ledger", *given],
         cwd=project,
@@ -540,7 +540,15 @@ def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
     assert json.loads(said[1][0])["why"].startswith("diverged: the loss")
     assert json.loads(said[2][0])["why"] == "it is the best itself"
     tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
-    assert tried == {"start": 0, "optim.name=lion": 2, "optim.learning_rate=1e30": 0}
+    pairs = tried["optim.name=lion"]
+    assert 2 <= pairs <= 4
+    assert tried == {
+        "start": 0,
+        "optim.name=lion": pairs,
+        "optim.learning_rate=1e30": 0,
+    }
     starts = [path.read_text() for path in root.rglob("environment.jsonl")]
-    # Two seeds of the best and of one idea, one of the other, none twice.
-    assert len(starts) == 5 and all(text.count("\n") == 1 for text in starts)
+    # Seeds of the best and of one idea, one of the other, none twice.
+    assert len(starts) == 2 * pairs + 1 and all(
+        text.count("\n") == 1 for text in starts
+    )

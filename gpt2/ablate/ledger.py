@@ -132,12 +132,6 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     number = len(ledger.ideas)
     if choose_score([best, arm]) != LOSS:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
-    least = least_pairs(ledger.level(number))
-    if least > FLAGS.pairs:
-        raise UserError(
-            f"no idea can be kept in {FLAGS.pairs} pairs by now",
-            f"Give --pairs={2 * least}, at least {least}",
-        )
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
@@ -182,8 +176,8 @@ def _enter(root: Path, slot: Slot) -> Idea:
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         idea = _make_idea(root, ledger, slot)
+        level = ledger.level(idea.number)
         if idea.same(ledger.best):
-            level = ledger.level(idea.number)
             number = ledger.best.number
             return replace(
                 idea, number=number, answer="discard", why=_ITSELF, level=level
@@ -191,6 +185,12 @@ def _enter(root: Path, slot: Slot) -> Idea:
         for other in ledger.ideas:
             if other.best == idea.best and other.same(idea):
                 return other
+        least = least_pairs(level)
+        if least > FLAGS.pairs:
+            raise UserError(
+                f"no idea can be kept in {FLAGS.pairs} pairs by now",
+                f"Give --pairs={2 * least}, at least {least}",
+            )
         append_idea(root, idea)
         return idea
 
