@@ -125,9 +125,14 @@ def parse_config() -> Config:
     return Config.from_dict(flags.FLAGS["config"].value)
 
 
+def config_file() -> str:
+    """Returns the path of the config file, as it was given."""
+    return config_flags.get_config_filename(flags.FLAGS["config"])
+
+
 def config_name() -> str:
     """Returns the stem of the config file's name. All records of runs have the same one."""
-    path = Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+    path = Path(config_file())
     if path.suffix == ".json":
         raise UserError(f"--config={path} names no folder for a run", "Give --workdir")
     return path.stem

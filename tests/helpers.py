@@ -163,15 +163,16 @@ def copy_project(project):
     shutil.copy(ROOT / "train.py", project)
 
 
+def git(project, *commands):
+    """Runs commands of git in a directory."""
+    author = "-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"
+    for command in commands:
+        arguments = ["git", *author, *command.split()]
+        subprocess.run(arguments, cwd=project, check=True, capture_output=True)
+
+
 def make_repository(project, file, text):
     """Makes a git repository of a directory, with a branch `my/idea` that changes a file."""
-    author = "-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"
-
-    def git(*commands):
-        for command in commands:
-            arguments = ["git", *author, *command.split()]
-            subprocess.run(arguments, cwd=project, check=True, capture_output=True)
-
-    git("init", "add .", "commit -m first", "checkout -b my/idea")
+    git(project, "init", "add .", "commit -m first", "checkout -b my/idea")
     (project / file).write_text(text)
-    git("commit -am idea", "checkout -")
+    git(project, "commit -am idea", "checkout -")

@@ -255,12 +255,6 @@ runs of different code are pooled: ablate/sweep.py, ablate -k different_code
 steps that a run no longer has count as its own: training/code.py, ablate -k different_code
     - starts = [each for each in starts if each["step"] < start["step"]]
     + starts = [each for each in starts if each["step"] != -1]
-a run of other code is taken over: ablate/takeover.py, ablate -k taken_over
-    - if _facts(starts) != here(
-    + if not here(
-a run on other devices is taken over: ablate/takeover.py, ablate -k not_taken_over
-    - "devices",
-    + "clean",
 a run that is cut short is scored: ablate/runs.py, ablate -k damaged
     - if step != steps or not
     + if not
@@ -268,11 +262,8 @@ another run's folder is believed: ablate/runs.py, ablate -k damaged
     - if found != value:
     + if found is None:
 equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
-    - config.shapes.tokens(config.train.num_steps)
-    + config.tokens_per_step * config.train.num_steps
-a run on another text is taken over: ablate/takeover.py, ablate -k taken_over
-    - if own_text != text(run.config.data):
-    + if not text(run.config.data):
+    - config.shapes.tokens(steps) / steps
+    + config.tokens_per_step
 looks do not share the level: ablate/judge.py, ablate_verdicts -k looks_share
     - spent = (look**3 - before**3)
     + spent = look**3

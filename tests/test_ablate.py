@@ -14,14 +14,12 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from configs import quickstart
-from gpt2.ablate import takeover
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import make_slots
 from gpt2.ablate.judge import grow, judge
@@ -34,14 +32,12 @@ from gpt2.ablate.terms import (
     choose_score,
     equalize,
     flops,
-    step_flops,
     with_length,
 )
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
 from gpt2.training.code import hash_code
-from gpt2.utils.files import seal
 from tests.helpers import ROOT, TINY, copy_project, make_repository, write_run
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
@@ -124,14 +120,13 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
         "optim.name=lion",
         "code=my_idea,optim.name=lion",
     ]
-    source = found[2].source(tmp_path / "sweep")
-    check_out(source)
+    source = check_out(found[2], tmp_path / "sweep")
     assert (source / "train.py").read_text() == "2" and (
         tmp_path / "train.py"
     ).read_text() == "1"
     (source / "train.py").write_text("3")
     with pytest.raises(UserError, match="is no clean worktree"):
-        check_out(source)
+        check_out(found[2], tmp_path / "sweep")
 
 
 def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
@@ -201,8 +196,9 @@ def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
     pair = equal(arms("model.activation=swiglu"), "flops")
     first, other = (arm.config for arm in pair)
     assert other.train.num_steps < first.train.num_steps
-    wanted = first.train.num_steps * step_flops(first)
-    assert abs(other.train.num_steps * step_flops(other) - wanted) < step_flops(other)
+    wanted = flops(first, first.train.num_steps)
+    found = flops(other, other.train.num_steps)
+    assert abs(found - wanted) < flops(other, 1)
     assert other.optim.warmup_steps == round(100 * other.train.num_steps / 1000)
     muon = "optim.name=muon+optim.momentum_warmup=100+loss.ahead=0.5+loss.ahead_fade=50"
     half = equal(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
@@ -311,7 +307,7 @@ def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
     steps = np.arange(100, 1001, 100)
     np.testing.assert_allclose(curve.tokens, 2048 * steps)
     np.testing.assert_allclose(curve.seconds, 0.1 * steps)
-    np.testing.assert_allclose(curve.flops, step_flops(run.config) * steps)
+    np.testing.assert_allclose(curve.flops, flops(run.config, 1) * steps)
     assert len(read_curve(tmp_path / "missing", "eval/loss", *amounts).scores) == 0
 
 
@@ -732,77 +728,6 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
     sweep.check_runs()  # its steps are not compared
 
 
-def test_runs_of_a_sweep_beside_are_taken_over_if_nothing_differs(
-    tmp_path, monkeypatch, capsys
-):
-    text, facts = {"tokens": 7}, dict.fromkeys(takeover._ALIKE, "1")
-    monkeypatch.setattr(
-        takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text)
-    )
-    monkeypatch.setattr(takeover, "_describe", lambda *_: takeover._facts([facts]))
-    beside = sweep_in(tmp_path / "beside", "optim.name=lion", num_seeds=4)
-    for run in beside.runs():
-        write_run(run, 3.7 + 0.01 * run.config.seed)
-        begun = facts | {"step": 0, "commit": "abc", "code": "12"[run.config.seed == 1]}
-        (run.workdir / "environment.jsonl").write_text(json.dumps(begun))
-        data = seal(text if run.config.seed != 2 else {"tokens": 8})
-        (run.workdir / "data.json").write_text(json.dumps(data))
-        if run.config.seed == 3:
-            (run.folder / "outcome.json").unlink()
-
-    def take(name, *vary):
-        sweep = sweep_in(tmp_path / name, *vary, num_seeds=5)
-        takeover.take_over(sweep.runs(), sweep.root, make_slots(1)[0])
-        states = {run.label: run.outcome().state for run in sweep.runs()}
-        return sweep, [label for label, state in states.items() if state == "finished"]
-
-    baseline = beside.runs()[0]
-    whole = (baseline.workdir / "metrics.jsonl").read_text()
-    for damaged in (whole[:-200], whole.replace("eval/loss", "eval")):
-        (baseline.workdir / "metrics.jsonl").write_text(damaged)
-        assert take("damaged", "optim.name=muon")[1] == []
-    (baseline.workdir / "metrics.jsonl").write_text(whole)
-    cut(beside.runs()[1].folder / "config.json")
-    sweep, taken = take("new", "optim.name=muon")
-    assert taken == ["baseline seed 0"]
-    told = f"baseline: 1 run taken from {tmp_path / 'beside'}"
-    assert capsys.readouterr().out == f"{told}\n"
-    assert sweep.results().score[0] == beside.results().score[0]
-    assert "1 run of `beside` was taken over" in report_of(sweep)
-    (
-        beside.runs()[0].folder / "outcome.json"
-    ).unlink()  # what was taken stays, and is passed on
-    assert take("newer", "optim.name=adam")[1] == taken
-    assert told in capsys.readouterr().out
-
-
-FACTS = ("code", "jax", "jaxlib", "flax", "optax", "numpy")
-FACTS += ("device_kind", "devices", "processes")
-
-
-@pytest.mark.parametrize("fact", FACTS)
-def test_a_run_is_not_taken_over_from_other_code_versions_or_devices(
-    tmp_path, monkeypatch, fact
-):
-    text = {"tokens": 7}
-    here = dict.fromkeys(FACTS, 1)
-    monkeypatch.setattr(
-        takeover, "prepare", lambda _: SimpleNamespace(describe=lambda: text)
-    )
-    monkeypatch.setattr(takeover, "_describe", lambda *_: takeover._facts([here]))
-    beside = sweep_in(tmp_path / "beside", "optim.name=lion", num_seeds=1)
-    run = beside.runs()[0]
-    write_run(run, 3.7)
-    (run.workdir / "data.json").write_text(json.dumps(seal(text)))
-    sweep = sweep_in(tmp_path / "new", "optim.name=lion", num_seeds=1)
-    for start in (here | {fact: 2}, here):
-        line = json.dumps({"step": 0} | start)
-        (run.workdir / "environment.jsonl").write_text(line)
-        takeover.take_over(sweep.runs(), sweep.root, make_slots(1)[0])
-        taken = sweep.runs()[0].outcome().taken_from
-        assert bool(taken) == (start == here)
-
-
 @pytest.mark.parametrize(
     "room",
     ["config", "data", "model", "ops", "optim", "parallel", "training", "utils"],
@@ -869,6 +794,8 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     assert "baseline: 0.1 seconds a step" in capsys.readouterr().out
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
     assert total.startswith("about 0:02:00 with --jobs=1")
+    *_, total = describe_runs(sweep, slots, together=True).splitlines()
+    assert total.startswith("about 0:02:00 if they trained apart,")
 
 
 def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
@@ -965,8 +892,7 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     project, changed = tmp_path / "project", "gpt2/training/__init__.py"
     copy_project(project)
     make_repository(project, changed, (ROOT / changed).read_text() + UPHILL)
-    said = ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
-    assert "baseline: 1 run taken from ../sweep" in said
+    ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
     first, other = rows_of(tmp_path / "beside")
     assert first["code"] != other["code"] and first["eval/loss"] != other["eval/loss"]
     compare = [

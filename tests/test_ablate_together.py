@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 import train
 from configs import default
+from gpt2.ablate import __main__ as command
 from gpt2.ablate.groups import group_runs
 from gpt2.ablate.runs import Run
 from gpt2.ablate.together import Places
@@ -19,7 +22,15 @@ from gpt2.config import Config, with_options
 from gpt2.data import prepare
 from gpt2.training import Batches
 from tests.forks import environment, run_command
-from tests.helpers import ROOT, TINY, metrics_of, params_of, run, thorough
+from tests.helpers import (
+    ROOT,
+    TINY,
+    metrics_of,
+    params_of,
+    run,
+    thorough,
+    write_run,
+)
 from tests.test_ablate import ablate, rows_of, start_ablate
 
 BASE = with_options(
@@ -197,7 +208,60 @@ def test_runs_that_differ_in_numbers_alone_train_together(tmp_path):
         assert group_runs(apart, 1) == [[each] for each in apart]
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     code = runs_of(*configs_of(changes), source=tmp_path)
+    (tmp_path / "other").symlink_to(tmp_path)
+    code += runs_of(BASE, source=tmp_path / "other")  # with the options of the first
     assert group_runs(code, 1) == [[each] for each in code]
+
+
+def test_a_look_ends_an_arm_of_runs_together_and_the_report_is_that_of_runs_apart(
+    tmp_path, monkeypatch
+):
+    """Both have the same scores, by arm and seed."""
+    waiting = []
+
+    def train_all(groups, slots, score):
+        waiting.append([])
+        for group in groups:
+            begin = [each for each in group if each.outcome().state == "waiting"]
+            for each in begin:
+                loss = 3.7 if "0.0001" in each.arm else 3.8
+                noise = np.random.default_rng(zlib.crc32(each.label.encode()))
+                write_run(each, loss, noise=noise)
+            waiting[-1].append([each.label for each in begin])
+
+    vocabulary = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
+    monkeypatch.setattr(command, "prepare", lambda _: vocabulary)
+    monkeypatch.setattr(command, "train_all", train_all)
+    monkeypatch.setattr(command.cli, "parse_config", lambda: BASE)
+    monkeypatch.setattr(sys, "argv", ["ablate"])
+    texts = []
+    for together in (True, False):
+        root = tmp_path / str(together) / "sweep"
+        given = dict(
+            workdir=str(root),
+            vary=["optim.learning_rate=1e-4,2e-3"],
+            one_at_a_time=False,
+            seeds=["3", "5"],
+            tune=[],
+            equal="tokens",
+            jobs=1,
+            together=together,
+            dry_run=False,
+            report=False,
+        )
+        monkeypatch.setattr(command, "FLAGS", SimpleNamespace(**given))
+        assert command.main() == 0
+        names = ("report.md", "results.csv", "verdicts.json")
+        texts.append([(root / name).read_text() for name in names])
+    assert texts[0] == texts[1] and "| better |" in texts[0][0]
+    first, second, *apart = waiting
+    (three_seeds,) = first
+    (two_more,) = second
+    assert len(three_seeds) == 3 * 3
+    left = ["baseline", "optim.learning_rate=0.002"]
+    assert two_more == [f"{arm} seed {seed}" for seed in (3, 4) for arm in left]
+    alone = [label for groups in apart for group in groups for label in group]
+    assert alone == [*three_seeds, *two_more]
 
 
 def written(folder, *changes, **more):

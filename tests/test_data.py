@@ -150,11 +150,13 @@ def test_a_text_that_is_small_for_its_options_is_told_where_it_is_prepared(
         make(spec)
         assert capfd.readouterr().err == ""
     make(many[0], tokenizer="bpe:4096")
-    assert "is small: its vocabulary has" in capfd.readouterr().err
+    warned = capfd.readouterr().err
+    assert "is small: its vocabulary has" in warned and "held out" not in warned
     for told in ("1 of 4 documents", ""):
         make(f"jsonl:{four}")
         warned = capfd.readouterr().err
         assert told in warned and bool(warned) == bool(told)
+        assert "vocabulary" not in warned
 
 
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):

@@ -29,7 +29,7 @@ ROOMS = {
     "evals": 6.0,
     "hf": 6.0,
     "generate compare": 1.9,
-    "ablate": 23.3,
+    "ablate": 22.7,
     "plan": 4.8,
     "profile": 4.7,
     "benchmark": 6.0,

@@ -34,7 +34,6 @@ from gpt2.ablate.measure import describe_runs, step_seconds
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
-from gpt2.ablate.takeover import take_over
 from gpt2.ablate.terms import TERMS, choose_score, equalize
 from gpt2.data import prepare
 from gpt2.utils import files
@@ -85,12 +84,11 @@ def main() -> int:
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
         sweep = grow(continued(sweep).with_choices())
-        print(describe_runs(sweep, slots))
+        print(describe_runs(sweep, slots, together=FLAGS.together))
         return 0
 
     def train(runs: Sequence[Run]) -> None:
         print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
-        take_over(runs, root, slots[0])
         groups = [[run] for run in runs]
         if FLAGS.together:
             groups = group_runs(runs, len(slots))
@@ -123,8 +121,8 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     for i, arm in enumerate(arms):
         config = arm.config.with_vocabulary(vocabulary(arm.config.data))
         arms[i] = replace(arm, config=config)
-    for source in {arm.source(root) for arm in arms if arm.commit}:
-        check_out(source)
+    for arm in arms:
+        check_out(arm, root)
     command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
@@ -139,11 +137,10 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
 
 def _read_looks(seeds: Sequence[str]) -> list[int]:
     """Returns the numbers that `--seeds` gives, which ascend."""
-    looks = [int(each) for each in seeds if each.isdecimal()]
-    ascend = len(looks) == len(seeds) and looks == sorted(set(looks))
+    looks = sorted({int(each) for each in seeds if each.isdecimal()})
     least = 2 if len(looks) > 1 else 1
-    inside = [each for each in looks if least <= each <= CHOOSING_SEED]
-    if not looks or not ascend or inside != looks:
+    is_sorted = looks and [str(look) for look in looks] == seeds
+    if not is_sorted or looks[0] < least or looks[-1] > CHOOSING_SEED:
         raise UserError(f"--seeds={','.join(seeds)} cannot be", "Give 3, or 3,5,8")
     return looks
 

@@ -27,6 +27,7 @@ BASELINE = "baseline"
 _RECIPE = "recipe"
 _CODE = "code"
 _HERE = "."
+_SNAPSHOT = "the working tree, for a ledger"  # the subject of its commit
 _TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
 
 _KNOWN = flatten(Config.from_dict({}).to_dict()).keys()
@@ -188,7 +189,7 @@ def _apply(config: Config, values: Sequence[Settings], name: str) -> Arm:
             raise UserError(f"several --vary set {each}", "Use --one_at_a_time")
         options |= value
     try:
-        commit = _find_commit(str(options.pop(_CODE, _HERE)))
+        commit = find_commit(str(options.pop(_CODE, _HERE)))
         if _RECIPE in options:
             recipe = read_options(str(options.pop(_RECIPE)))
             # What the command line sets holds for all arms.
@@ -202,7 +203,8 @@ def _apply(config: Config, values: Sequence[Settings], name: str) -> Arm:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
 
 
-def _find_commit(name: str) -> str:
+def find_commit(name: str) -> str:
+    """Returns the commit of a branch, tag or commit; "" for the working tree."""
     if name == _HERE:
         return ""
     commit = _git(SOURCE, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
@@ -216,16 +218,21 @@ def diffstat(arm: Arm) -> str:
     return _git(SOURCE, "diff", "-R", "--shortstat", arm.commit, "--", "*.py")
 
 
-def diff(old: Arm, new: Arm) -> str:
+def diff(old: Arm, new: Arm, form: str = "--patch") -> str:
     """Returns what the code of an arm has unlike that of another."""
-    return _git(SOURCE, "diff", old.commit, new.commit, "--", "*.py")
+    return _git(SOURCE, "diff", form, old.commit, new.commit, "--", "*.py")
 
 
 def is_on_top(arm: Arm, best: Arm) -> bool:
-    """Returns whether the code of an arm has that of another in its history, or is as good as."""
-    base = _git(SOURCE, "merge-base", arm.commit, best.commit)
-    is_snapshot = _git(SOURCE, "log", "-1", "--format=%P", best.commit).count(" ") > 0
-    return base == best.commit or (is_snapshot and bool(base))
+    """Returns whether the code of an arm has that of another in its history.
+
+    No history has a snapshot: what begins where one was taken is believed to go on from it.
+    """
+    kept = best.commit
+    if _git(SOURCE, "log", "-1", "--format=%s", kept).endswith(_SNAPSHOT):
+        kept += "^"
+    base = _git(SOURCE, "merge-base", arm.commit, kept)
+    return base == _git(SOURCE, "rev-parse", kept)
 
 
 def snapshot() -> str:
@@ -235,11 +242,15 @@ def snapshot() -> str:
     new = _git(SOURCE, "ls-files", "--others", "--exclude-standard", "gpt2", "configs")
     if new:
         raise UserError(f"git does not know {new.split()[0]} yet", "Use git add")
-    return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
+    taken = _git(SOURCE, "stash", "create", _SNAPSHOT)
+    return taken or _git(SOURCE, "rev-parse", "HEAD")
 
 
-def check_out(source: Path) -> None:
-    """Makes a git worktree of the commit that `Arm.source` names, if there is none yet."""
+def check_out(arm: Arm, root: Path) -> Path:
+    """Returns where the code of an arm lies, in a git worktree that is made if there is none."""
+    source = arm.source(root)
+    if not arm.commit:
+        return source
     # Several processes may do so at once.
     with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
@@ -250,6 +261,7 @@ def check_out(source: Path) -> None:
             raise UserError(
                 f"{source} is no clean worktree", "Remove it, and repeat the command"
             )
+    return source
 
 
 def _git(source: Path, *arguments: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -28,7 +28,14 @@ from gpt2.utils.files import read_sealed
 from gpt2.utils.stores import fetch
 from gpt2.utils.text import format_count, format_duration
 
-Options = Mapping[str, Any]  # of a config.json, as JSON has them
+
+class Origin(NamedTuple):
+    """What a run was made of."""
+
+    tree: Mapping[str, Any]  # its config.json
+    options: dict[str, Any]  # by dotted name, with the hash of its code
+    tokenizer: str  # its hash, or its name where that is all that is known
+    text: str  # of its validation, whatever its tokens are
 
 
 def define_flags() -> None:
@@ -47,23 +54,11 @@ def main(*directories: str) -> None:
     workdirs: dict[str, list[Path]] = {}
     for place in directories:
         workdirs |= _find_workdirs(place)
-    options = {}
-    by_name = {}
-    tokenizers = {}
-    texts = {}
-    for name, members in workdirs.items():
-        workdir = members[0]
-        try:
-            options[name] = _read_options(workdir)
-            by_name[name] = _flatten(workdir, options[name])
-            tokenizers[name], texts[name] = _read_text(workdir, options[name])
-        except DAMAGE as error:
-            what = f"{workdir} cannot be read ({error})"
-            raise UserError(what, "Leave it out") from None
+    origins = {name: _read_origin(members[0]) for name, members in workdirs.items()}
     unit = "nats per token"
     reference = flags.FLAGS.reference
-    curves = _read_curves(workdirs, options, LOSS, unit)
-    if len({tokenizers[name] for name in curves}) > 1:
+    curves = _read_curves(workdirs, origins, LOSS, unit)
+    if len({origins[name].tokenizer for name in curves}) > 1:
         if reference:
             raise UserError(
                 "runs with different tokenizers compare in bits per byte, a reference in nats",
@@ -71,8 +66,14 @@ def main(*directories: str) -> None:
             )
         unit = "bits per byte"
         workdirs = {name: workdirs[name] for name in curves}
-        curves = _read_curves(workdirs, options, BITS_PER_BYTE, unit)
+        curves = _read_curves(workdirs, origins, BITS_PER_BYTE, unit)
     first, *others = curves
+    usual = origins[first]
+    tokenizer = usual.options["data.tokenizer"]
+    if reference and tokenizer != "gpt2":
+        warn(
+            f"{reference} compares only if its losses, too, are of the tokenizer {tokenizer}"
+        )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T
         nothing = np.full(len(points), np.nan)
@@ -82,17 +83,17 @@ def main(*directories: str) -> None:
     plot_curves(output, curves, unit)
     console = Console(markup=False, highlight=False)
     console.print(_make_table(curves, unit))
-    usual = by_name[first]
     for name in others:
-        if texts[name] != texts[first]:
+        own = origins[name]
+        if own.text != usual.text:
             warn(
                 f"{name} is validated on another text than {first}: they do not compare"
             )
-        own = by_name[name]
         unlike = []
-        for option in usual | own:
-            if usual.get(option) != own.get(option):
-                unlike.append(f"{option}={own.get(option)}")
+        for option in usual.options | own.options:
+            value = own.options.get(option)
+            if value != usual.options.get(option):
+                unlike.append(f"{option}={value}")
         console.print(f"{name}, unlike the first: {', '.join(unlike) or 'nothing'}")
     print(f"see {output}")
 
@@ -109,43 +110,41 @@ def _find_workdirs(place: str) -> dict[str, list[Path]]:
     return workdirs or {place: [folder]}
 
 
-def _read_options(workdir: Path) -> Options:
-    """Reads a config.json as it stands: a run of other code may have other options."""
+def _read_origin(workdir: Path) -> Origin:
+    """Reads what a run was made of, as it stands: other code may have other options."""
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
-    return json.loads(path.read_text("utf-8"))
-
-
-def _read_text(workdir: Path, options: Options) -> tuple[str, str]:
-    """Returns a run's tokenizer, and the text of its validation, whatever its tokens are."""
-    data = options["data"]
-    found = read_sealed(workdir / "data.json") or {}
-    tokenizer = found.get("tokenizer_sha256", data["tokenizer"])
-    # A mixture is told by its shares, too, and batches of one's own have no text.
-    text = data["corpus"]
-    if split := found.get("splits", {}).get("validation"):
-        text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
-    return tokenizer, text
-
-
-def _flatten(workdir: Path, options: Options) -> dict[str, Any]:
-    """Returns the options of a run by dotted name, and the hash of its code."""
-    starts = read_starts(workdir)
-    code = starts[-1].get("code") if starts else None
-    return flatten(options) | {"code": code}
+    try:
+        tree = json.loads(path.read_text("utf-8"))
+        found = read_sealed(workdir / "data.json") or {}
+        starts = read_starts(workdir)
+        code = starts[-1].get("code") if starts else None
+        data = tree["data"]
+        # A mixture is told by its shares, too, and batches of one's own have no text.
+        text = data["corpus"]
+        if split := found.get("splits", {}).get("validation"):
+            text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
+        return Origin(
+            tree=tree,
+            options=flatten(tree) | {"code": code},
+            tokenizer=found.get("tokenizer_sha256", data["tokenizer"]),
+            text=text,
+        )
+    except DAMAGE as error:
+        raise UserError(f"{workdir} cannot be read ({error})", "Leave it out") from None
 
 
 def _read_curves(
     workdirs: Mapping[str, Sequence[Path]],
-    options: Mapping[str, Options],
+    origins: Mapping[str, Origin],
     score: str,
     unit: str,
 ) -> dict[str, list[Curve]]:
     """Returns the curves of the runs that have validations, and tells of the others."""
     curves = {}
     for name, members in workdirs.items():
-        tokens, flops = _find_amounts(options[name])
+        tokens, flops = _find_amounts(origins[name].tree)
         found = [read_curve(workdir, score, tokens, flops) for workdir in members]
         found = [curve for curve in found if len(curve.scores)]
         if found:
@@ -157,7 +156,7 @@ def _read_curves(
     return curves
 
 
-def _find_amounts(options: Options) -> tuple[Amount, Amount]:
+def _find_amounts(options: Mapping[str, Any]) -> tuple[Amount, Amount]:
     """Returns the tokens and the FLOPs of so many steps, which are unknown for other code's."""
     try:
         config = Config.from_dict(options)

@@ -36,14 +36,14 @@ _ALONE = (
 
 def group_runs(runs: Sequence[Run], shares: int) -> list[list[Run]]:
     """Returns runs in groups that train together, each kind of run in up to so many shares."""
+    groups = list[list[Run]]()
     kinds: dict[str, list[Run]] = {}
     for run in runs:
-        options = flatten(run.options())
-        kind = options | dict.fromkeys((*NUMBERS, *_DRAWN))
         if not _may_share(run):
-            kind = options  # with its seed
+            groups.append([run])
+            continue
+        kind = flatten(run.options()) | dict.fromkeys((*NUMBERS, *_DRAWN))
         kinds.setdefault(json.dumps(kind), []).append(run)
-    groups = list[list[Run]]()
     for alike in kinds.values():
         parts = [alike[start::shares] for start in range(shares)]
         groups.extend(filter(None, parts))

@@ -83,7 +83,7 @@ def train_all(
             for group in groups:
                 taken = []
                 for run in group:
-                    if free and (lock := take(run)):
+                    if free and (lock := _take(run)):
                         taken.append((run, lock))
                 if not taken:
                     continue
@@ -121,7 +121,7 @@ def _has_ended(run: Run) -> bool:
     return state in ENDED
 
 
-def take(run: Run) -> TextIO | None:
+def _take(run: Run) -> TextIO | None:
     """Returns the lock of a run, or None if it has ended or another process trains it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  who takes it closes it

@@ -25,7 +25,7 @@ class Idea:
     """An arm that is tried against the best of its time."""
 
     number: int
-    text: str  # as `--idea` gave it
+    text: str  # as `--idea` gave it; of the working tree also what differs
     best: int  # the number of what it is tried against
     arm: Arm
     code: str  # the hash of its code
@@ -33,6 +33,7 @@ class Idea:
     pairs: dict[int, tuple[float, float]] = field(default_factory=dict)
     answer: str = ""  # "" until there is one
     why: str = ""
+    level: float = 0.0  # at which it was judged
     seconds: float = 0.0  # of all commands that tried it
 
     @property
@@ -102,6 +103,7 @@ def read_ledger(root: Path) -> Ledger:
         else:
             idea.answer = event["answer"]
             idea.why = event["why"]
+            idea.level = event["level"]
             idea.seconds += event["seconds"]
     return ledger
 

@@ -52,8 +52,7 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
         waits = False
         samples = {}
         for arm in sweep.arms:
-            seeds = ends.get(arm.name, look) if several else None
-            found = sample(results, arm, seeds)
+            found = sample(results, arm, ends.get(arm.name, look))
             samples[arm.name] = found
             if several and arm.name not in ends and found.num_runs < look:
                 waits = True

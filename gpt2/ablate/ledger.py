@@ -20,6 +20,7 @@ import math
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,14 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.ablate import arms, tables
-from gpt2.ablate.arms import Arm, check_out, is_on_top, make_arms, snapshot
+from gpt2.ablate.arms import (
+    Arm,
+    check_out,
+    find_commit,
+    is_on_top,
+    make_arms,
+    snapshot,
+)
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, least_pairs
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
@@ -37,6 +45,7 @@ from gpt2.ablate.measure import measure, step_seconds
 from gpt2.ablate.pictures import plot_ledger
 from gpt2.ablate.report import render, write_page
 from gpt2.ablate.results import read_results
+from gpt2.ablate.runs import defaults_of
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import LOSS, TERMS, choose_score, equalize
 from gpt2.data import prepare
@@ -48,6 +57,7 @@ FLAGS = flags.FLAGS
 EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
 _LOCK = ".ledger.lock"
 _ITSELF = "it is the best itself"
+_WORKING_TREE = re.compile(r"^code=\.(?=\+|$)")
 
 
 def define_flags() -> None:
@@ -92,8 +102,12 @@ def _begin(root: Path) -> Ledger:
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:
-            arm = Arm("000-start", config, commit=snapshot())
-            append_idea(root, Idea(0, "start", 0, arm, _prepare_code(root, arm)))
+            # An idea that is the working tree is tried against the last commit.
+            is_tree = _WORKING_TREE.match(FLAGS.idea)
+            commit = find_commit("HEAD") if is_tree else snapshot()
+            arm = Arm("000-start", config, commit=commit)
+            code = hash_code(check_out(arm, root))
+            append_idea(root, Idea(0, "start", 0, arm, code))
             return read_ledger(root)
     first = ledger.ideas[0].arm.config
     for name, (old, new) in arms.differences(first, config).items():
@@ -104,31 +118,20 @@ def _begin(root: Path) -> Ledger:
     return ledger
 
 
-def _prepare_code(root: Path, arm: Arm) -> str:
-    """Puts the code of an arm where its runs find it, and returns its hash."""
-    source = arm.source(root)
-    if arm.commit:
-        check_out(source)
-    return hash_code(source)
-
-
 def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     """Returns the idea of the command line, on top of the best so far."""
-    text = re.sub(r"^code=\.(?=\+|$)", f"code={snapshot()}", FLAGS.idea)
     best = ledger.best.arm
-    found = make_arms(best.config, [text], one_at_a_time=True)
+    text = FLAGS.idea
+    value = text
+    if _WORKING_TREE.match(text):
+        value = _WORKING_TREE.sub(f"code={snapshot()}", text)
+    found = make_arms(best.config, [value], one_at_a_time=True)
     if len(found) > 2:
         raise UserError(f"--idea={text} names several", "Try one after another")
     arm = found[-1]  # the best itself if there is no other
     number = len(ledger.ideas)
     if choose_score([best, arm]) != LOSS:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
-    least = least_pairs(ledger.level(number))
-    if least > FLAGS.pairs:
-        raise UserError(
-            f"no idea can be kept in {FLAGS.pairs} pairs by now",
-            f"Give --pairs={2 * least}, at least {least}",
-        )
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
@@ -136,14 +139,33 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
         commit=arm.commit or best.commit,
         extra={**best.extra, **arm.extra},
     )
-    code = _prepare_code(root, arm)
+    code = hash_code(check_out(arm, root))
     if ledger.best.number and not is_on_top(arm, best):
         raise UserError(
             f"--idea={text} lacks what was kept, commit {best.commit}",
             "Begin the branch there, or merge it",
         )
+    changed = arms.diff(best, arm, "--name-only").split()
+    _refuse_unread(root, best, arm, changed)
+    if value != text and changed:
+        text += f" ({', '.join(changed)})"
     _, arm = equalize([best, arm], FLAGS.equal, partial(step_seconds, root, slot))
     return Idea(number, text, ledger.best.number, arm, code)
+
+
+def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
+    """Refuses code that says in configs/ what no run would read, since options are given to it."""
+    how = "Give options beside the code: --idea=code=BRANCH+OPTION=VALUE"
+    for path in changed:
+        if path.startswith("configs/") and path in cli.config_file():
+            raise UserError(f"the code changes {path}, which no run reads", how)
+    before = defaults_of(best.source(root))
+    given = arm.options
+    for name, value in defaults_of(arm.source(root)).items():
+        if value not in (before.get(name, value), given.get(name)):
+            raise UserError(
+                f"the code changes the default of {name}, which no run reads", how
+            )
 
 
 def _enter(root: Path, slot: Slot) -> Idea:
@@ -154,11 +176,21 @@ def _enter(root: Path, slot: Slot) -> Idea:
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         idea = _make_idea(root, ledger, slot)
+        level = ledger.level(idea.number)
         if idea.same(ledger.best):
-            return replace(idea, answer="discard", why=_ITSELF)
+            number = ledger.best.number
+            return replace(
+                idea, number=number, answer="discard", why=_ITSELF, level=level
+            )
         for other in ledger.ideas:
             if other.best == idea.best and other.same(idea):
                 return other
+        least = least_pairs(level)
+        if least > FLAGS.pairs:
+            raise UserError(
+                f"no idea can be kept in {FLAGS.pairs} pairs by now",
+                f"Give --pairs={2 * least}, at least {least}",
+            )
         append_idea(root, idea)
         return idea
 
@@ -187,7 +219,12 @@ def _try_idea(root: Path, slot: Slot) -> Idea:
                 answer = "undecided"
                 why = f"{FLAGS.minutes:g} minutes are used up"
             if answer:
-                facts = {"answer": answer, "why": why, "seconds": now - began}
+                facts = {
+                    "answer": answer,
+                    "why": why,
+                    "level": ledger.level(idea.number),
+                    "seconds": now - began,
+                }
                 append(root, "answer", idea.number, facts)
                 return read_ledger(root).ideas[idea.number]
         answer, why = _train_pair(root, ledger, idea, slot)
@@ -249,7 +286,8 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
     pairs = len(idea.pairs)
     ideas = len(ledger.ideas) - 1
     kept = len(ledger.kept)
-    level = ledger.level(len(ledger.ideas))
+    next_level = ledger.level(len(ledger.ideas))
+    commit = ledger.best.arm.commit
     if FLAGS.json:
         facts = pd.Series(
             {
@@ -262,22 +300,27 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
                 "high": high,
                 "pairs": pairs,
                 "seconds": idea.seconds,
+                "level": idea.level,
                 "ideas": ideas,
                 "kept": kept,
-                "next_level": level,
+                "next_level": next_level,
                 "best": ledger.best.text,
-                "commit": ledger.best.arm.commit,
+                "commit": commit,
             }
         )
         print(facts.to_json())  # null where there is no number
         return
-    if not FLAGS.idea:
-        print(f"{idea.text} is the best, commit {idea.arm.commit or 'none'}")
+    told = f"{idea.text} is the best, commit {commit or 'none'}"
+    if FLAGS.idea:
+        told = (
+            f"{idea.answer}: {tables.number(difference, '+.4f')}"
+            f" {tables.interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
+            f" {format_duration(idea.seconds)}, {idea.why};"
+            f" level {idea.level:.2%}"
+        )
     print(
-        f"{idea.answer or idea.text}: {tables.number(difference, '+.4f')}"
-        f" {tables.interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
-        f" {format_duration(idea.seconds)}, {idea.why}; ledger"
-        f" {counted(ideas, 'idea')}, {kept} kept, the next at {level:.2%}"
+        f"{told}; ledger {counted(ideas, 'idea')}, {kept} kept,"
+        f" the next at {next_level:.2%}"
     )
 
 
@@ -298,17 +341,18 @@ def _describe_pairs(root: Path, ledger: Ledger, slot: Slot) -> str:
     seconds = 2 * (start + idea.arm.config.train.num_steps * step)
     level = ledger.level(idea.number)
     noise = ledger.noise()
+    unit = f"nats per token; by seed a difference varies by {noise:.4f}"
+    if not noise > 0:  # nan before an idea has two pairs
+        noise = 1.0
+        unit = "deviations of a difference by seed, known once an idea has two pairs"
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
     table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
-    half = noise * findable(FLAGS.pairs, level, 0.5)
-    most = noise * findable(FLAGS.pairs, level, 0.8)
-    table["kept in 1 of 2"] = -half - FLAGS.least
-    table["kept in 4 of 5"] = -most - FLAGS.least
-    text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="?")
+    for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
+        table[title] = -noise * findable(FLAGS.pairs, level, power)
+    text = table.to_string(index=False, float_format="{:.4f}".format)
     return (
-        f"{text}\n\nTrue differences that are kept, -inf where none is, at level"
-        f" {level:.2%}; by seed a difference varies by {noise:.4f}"
-        " (nan before the first idea has two pairs)"
+        f"{text}\n\nTrue differences, beyond --least, that are kept at level {level:.2%},"
+        f" -inf where none is, in {unit}"
     )
 
 

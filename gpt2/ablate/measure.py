@@ -74,8 +74,13 @@ def step_seconds(root: Path, slot: Slot, arm: Arm) -> float:
     return seconds
 
 
-def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
-    """Returns the list of a sweep's runs and what they would take, by measured steps."""
+def describe_runs(
+    sweep: Sweep, slots: Sequence[Slot], *, together: bool = False
+) -> str:
+    """Returns the list of a sweep's runs and what they would take, by measured steps.
+
+    What runs take together shows when they train: it is told as if they trained apart.
+    """
     seconds = {}
     for arm in sweep.arms:
         step, start = measure(sweep.root, arm, slots[0])
@@ -95,6 +100,6 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
             total += seeds * seconds[arm.name]
             lines.append(f"then {seeds} seeds of {arm.name} with the values it chooses")
     whole = format_duration(total / len(slots))
-    jobs = f"--jobs={len(slots)}"
-    lines.append(f"about {whole} with {jobs}, without validations and checkpoints")
+    how = "if they trained apart" if together else f"with --jobs={len(slots)}"
+    lines.append(f"about {whole} {how}, without validations and checkpoints")
     return "\n".join(lines)

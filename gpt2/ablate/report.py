@@ -40,15 +40,12 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     drawn = _draw(sweep, results, samples, verdicts)
     broken = results[results.state.isin(["diverged", "failed"])]
     states = results[results.purpose == "compare"].state
-    taken = results[results.taken_from != ""].taken_from
-    sweeps = taken.str.split("/").str[0]
     text = render(
         "report.j2",
         title=title,
         sweep=sweep,
         seeds=sorted({sweep.num_seeds(arm) for arm in sweep.arms}),
         states=states.value_counts().sort_index(),
-        taken=sweeps.value_counts(),
         pictures=drawn,
         verdicts=table,
         costs=tables.cost_table(sweep, results),

@@ -71,7 +71,6 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
                 "seed": run.config.seed,
                 "state": outcome.state,
                 "code": " ".join(sorted(run.codes())),
-                "taken_from": outcome.taken_from,
                 "parameters": run.parameters(),
                 "steps": steps,
                 "tokens": tokens(steps),

@@ -33,7 +33,6 @@ class Outcome(NamedTuple):
 
     state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
     error: str = ""  # the line that says why
-    taken_from: str = ""  # the folder of the same run, which a sweep beside has trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Run:
         tree = self.config.to_dict()
         if self.source != SOURCE:
             usual = flatten(Config().to_dict())
-            for name in usual.keys() - _options_of(self.source):
+            for name in usual.keys() - defaults_of(self.source).keys():
                 group, _, option = name.partition(".")
                 if tree[group].pop(option) != usual[name]:
                     raise UserError(f"the code in {self.source} has no option {name}")
@@ -147,10 +146,14 @@ class Run:
 
 
 @functools.cache
-def _options_of(source: Path) -> frozenset[str]:
-    """Returns the names of the options that the code in a folder has."""
-    code = runpy.run_path(str(source / "configs" / "default.py"))
-    return frozenset(flatten(code["get_config"]()))
+def defaults_of(source: Path) -> Settings:
+    """Returns the options that the code in a folder has, and their defaults."""
+    path = source / "configs" / "default.py"
+    try:
+        code = runpy.run_path(str(path))
+        return flatten(code["get_config"]())
+    except Exception as error:  # it is anyone's code
+        raise UserError(f"{path} does not work ({error})") from None
 
 
 def describe(settings: Settings) -> str:

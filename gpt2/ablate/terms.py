@@ -60,15 +60,16 @@ def equalize(
     """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps."""
     first, *others = arms
 
-    def cost(arm: Arm) -> float:
+    def cost(arm: Arm) -> float:  # of a step, the mean over the run
+        steps = arm.config.train.num_steps
         if terms == "tokens":
-            return step_tokens(arm.config)
+            return arm.config.shapes.tokens(steps) / steps
         if terms == "seconds":
             return step_seconds(arm)
         if arm.commit != first.commit:
             what = f"the FLOPs of {arm.name}, of other code, are not known"
             raise UserError(what, "Use --equal=tokens or --equal=seconds")
-        return step_flops(arm.config)
+        return flops(arm.config, steps) / steps
 
     budget = first.config.train.num_steps * cost(first)
     equal = [first]
@@ -94,21 +95,6 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
         if steps := option(arm.config, name):
             options[name] = max(1, round(steps * num_steps / before))
     return replace(arm, config=with_options(arm.config, options))
-
-
-def run_tokens(config: Config) -> int:
-    """Returns the tokens of a run."""
-    return config.shapes.tokens(config.train.num_steps)
-
-
-def step_tokens(config: Config) -> float:
-    """Returns the tokens of a step, the mean over the run."""
-    return run_tokens(config) / config.train.num_steps
-
-
-def step_flops(config: Config) -> float:
-    """Returns the model's FLOPs of a step, the mean over the run."""
-    return flops(config, config.train.num_steps) / config.train.num_steps
 
 
 def flops(config: Config, steps: int) -> float:

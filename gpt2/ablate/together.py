@@ -297,7 +297,7 @@ def train_wave(
             catch_up()  # while the devices compute
         step += 1
         late = metrics
-        stops = stop.requested is not None
+        stops = stop.reached(step)
         validates = options.is_due(step, options.eval_every)
         saves = stops or options.is_due(step, options.checkpoint_every)
         if not validates and not saves:

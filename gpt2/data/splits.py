@@ -176,10 +176,16 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
     held_out = splits["validation"].num_documents
     number = progress.sum("num_documents")
     holds_much = documents.many and held_out > 2 * data.val_fraction * number
-    if tokenizer.vocab_size < tokens_by_name(data.tokenizer) or holds_much:
+    asked = tokens_by_name(data.tokenizer)
+    if tokenizer.vocab_size < asked:
         warn(
-            f"{data.corpus} is small: its vocabulary has {tokenizer.vocab_size:,} tokens, and "
-            f"{held_out:,} of {number:,} documents are held out; README says what suits it"
+            f"{data.corpus} is small: its vocabulary has {tokenizer.vocab_size:,} tokens, not "
+            f"{asked:,}; README says what suits it"
+        )
+    if holds_much:
+        warn(
+            f"{held_out:,} of {number:,} documents of {data.corpus} are held out, which is more "
+            f"than data.val_fraction={data.val_fraction}: documents are not cut"
         )
     if damage := progress.find_damage(directory):
         (directory / PROGRESS).unlink(missing_ok=True)
