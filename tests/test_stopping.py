@@ -22,6 +22,7 @@ from tests.helpers import (
     patched,
     run,
     start,
+    thorough,
     wait_for_step,
 )
 from tests.test_telemetry import events
@@ -139,6 +140,70 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
     assert (
         code == 128 + number and "left at once" in told and "the same command" in told
     )
+
+
+WAITING = """
+import pathlib, time
+import numpy as np
+
+ROWS = np.arange(64).reshape(4, 16)
+
+def wait():
+    pathlib.Path("waits").touch()
+    time.sleep(1000)
+
+def documents():
+    wait()
+
+def batches(split, waits="train", after=3):
+    for number in range(100):
+        if split == waits and number == after:
+            wait()
+        yield {"tokens": ROWS, "targets": ROWS}
+
+def held_out(split):
+    return batches(split, "validation", 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "saved"),
+    [
+        ("batches", signal.SIGTERM, 3),
+        thorough("held_out", signal.SIGINT, 4),
+        thorough("documents", signal.SIGINT, None),
+    ],
+)
+def test_a_signal_ends_a_wait_for_text_and_the_state_is_saved(
+    function, number, saved, tmp_path
+):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    options = [*TINY, f"--config.data.corpus=python:waiting:{function}"]
+    options += ["--config.train.checkpoint_every=0", "--config.train.hang_seconds=0"]
+    options += [f"--config.data.data_dir={tmp_path}"]
+    process = start(tmp_path / "run", *options, cwd=tmp_path)
+    while process.poll() is None and not (tmp_path / "waits").exists():
+        time.sleep(0.1)
+    if saved:
+        wait_for_step(process, tmp_path / "run", saved - 2)  # lines come two steps late
+    process.send_signal(number)
+    code, _, told = finish(process, timeout=100)
+    assert code == 128 + number, told
+    assert latest_step(tmp_path / "run") == saved
+
+
+def test_a_second_sigterm_leaves_at_once_behind_an_ampersand():
+    mode = f"{LOOP}; signal.signal(signal.SIGTERM, lambda *_: 0)"
+    lines = BLOCKED.format(mode=mode, pauses=(0.5, 0.6)).splitlines()
+    lines = [line for line in lines if "default_int_handler" not in line]
+    code = "\n".join(lines).replace(
+        "getpid(), signal.SIGINT", "getpid(), signal.SIGTERM"
+    )
+    command = ["sh", "-c", '"$@" & wait $!', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    told = FINISHING.replace("SIGINT", "SIGTERM")
+    told += "left at once by a second SIGTERM; it continues\n"
+    assert (done.returncode, done.stderr) == (143, told)
 
 
 SLOW_STEPS = """
