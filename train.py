@@ -22,7 +22,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, tell
+from gpt2.errors import DivergedError, set_on_exit, tell
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
@@ -84,6 +84,7 @@ def main() -> int:
     leave_at_interrupt("the same command continues")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
+    distributed.only_first(set_on_exit)(config.logging.on_exit)
     mirror = folder.mirror(args.workdir or f"runs/{cli.config_name()}")
     workdir = mirror.folder
     folder.check_options(workdir, config)

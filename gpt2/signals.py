@@ -13,7 +13,7 @@ import time
 from types import FrameType
 from typing import Self, TypeVar
 
-from gpt2.errors import tell
+from gpt2.errors import run_on_exit, tell
 
 T = TypeVar("T")
 
@@ -164,5 +164,6 @@ def _leave(line: str, signum: signal.Signals) -> None:
     try:
         if _leaving.acquire(timeout=1):  # two threads may hear of one press
             os.write(2, f"{line}\n".encode())
+            run_on_exit(128 + signum, line)
     finally:  # nobody may read it
         os._exit(128 + signum)

@@ -206,6 +206,39 @@ def test_a_second_sigterm_leaves_at_once_behind_an_ampersand():
     assert (done.returncode, done.stderr) == (143, told)
 
 
+ENDS = {
+    "finished": ("lambda: None", 0),
+    "stopped by a signal": ("lambda: 143", 143),
+    "error: it is wrong. Mend it.": ("fail(UserError('it is wrong', 'Mend it', 3))", 3),
+    "ValueError: of the program": ("fail(ValueError('of the program'))", 1),
+    "stopped by SIGINT": ("fail(KeyboardInterrupt())", 130),
+    "error: it hangs": ("lambda: errors.leave('error: it hangs', 4)", 4),
+    "left": ("lambda: signals._leave('left', signal.SIGTERM)", 143),
+}
+ENDING = """
+import signal, sys
+from gpt2 import cli, errors, signals
+from gpt2.errors import UserError
+
+def fail(error):
+    def main():
+        raise error
+    return main
+
+errors.set_on_exit("echo $GPT2_EXIT_CODE $GPT2_EXIT_REASON; exit 7")
+cli.run({main})
+"""
+
+
+@pytest.mark.parametrize("reason", ENDS)
+def test_a_command_runs_once_at_every_end_and_changes_no_exit_code(reason):
+    main, code = ENDS[reason]
+    command = [sys.executable, "-c", ENDING.format(main=main)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, f"{code} {reason}\n")
+    assert "returned non-zero exit status 7" in done.stderr
+
+
 SLOW_STEPS = """
 import time
 from gpt2.data.loader import TrainLoader
