@@ -138,7 +138,9 @@ class GPT(nn.Module):
         chex.assert_equal_shape_prefix([tokens, targets], 2)
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
-        hidden, _ = self._hidden(table, _flow(tokens, segments, deterministic), None)
+        latest = jax.lax.cummax(targets.max(-1), axis=1, reverse=True)
+        flow = _flow(tokens, segments, deterministic).replace(is_text=latest >= 0)
+        hidden, _ = self._hidden(table, flow, None)
         logit_terms = objective.logit_terms
         for extra in ingredients_of(cfg):
             logit_terms += extra.logit_terms()
