@@ -22,7 +22,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, tell
+from gpt2.errors import DivergedError, set_on_exit, tell
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.model import GPT
@@ -81,8 +81,10 @@ def main() -> int:
         jax.config.update("jax_disable_most_optimizations", True)
     if plan.is_asked():
         return plan.run(config, cli.overrides())
+    leave_at_interrupt("the same command continues")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
+    distributed.only_first(set_on_exit)(config.logging.on_exit)
     mirror = folder.mirror(args.workdir or f"runs/{cli.config_name()}")
     workdir = mirror.folder
     folder.check_options(workdir, config)
@@ -91,7 +93,6 @@ def main() -> int:
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
-    leave_at_interrupt("the same command continues")
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)
@@ -192,8 +193,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                         reporter.write(step, tasks.score(state.eval_params))
                 if saves:
                     save(scores if validates else None)
-            if not scores:  # the run was killed after its last checkpoint
-                scores = score()
+            scores = scores or score()  # the run was killed after its last checkpoint
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
         except Exception:  # of what is no step: validation, tasks, reading

@@ -360,6 +360,9 @@ class Logging:
     profile_start: int = 0
     # Steps in the trace and on the page profile/profile.md; 0: none.
     profile_steps: int = 0
+    # A command of the shell that the first process runs when it ends, in whatever way it can tell
+    # of, with GPT2_EXIT_CODE and GPT2_EXIT_REASON in its environment; empty: none.
+    on_exit: str = ""
 
 
 @dataclass(frozen=True)

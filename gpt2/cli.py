@@ -20,7 +20,7 @@ from gpt2.config.options import (
     require_option,
 )
 from gpt2.config.run import Config, read_options
-from gpt2.errors import UserError, exit_on_user_error
+from gpt2.errors import UserError, exit_on_user_error, run_on_exit
 from gpt2.signals import leave_at_interrupt, raise_at_interrupt
 
 
@@ -58,8 +58,9 @@ def run(
     if len(arguments) > bool(commands) and not takes_files:
         what = f"{arguments[-1]} is not a flag"
         raise UserError(what, "Write options as --name=value")
-    code = main(*arguments)
+    code = main(*arguments) or 0
     leave_at_interrupt()
+    run_on_exit(code, "stopped by a signal" if code else "finished")
     sys.exit(code)
 
 

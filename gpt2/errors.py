@@ -5,9 +5,12 @@ import difflib
 import errno
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import NoReturn, TextIO
+
+_on_exit = ""  # a command of the shell
 
 
 class UserError(Exception):
@@ -45,17 +48,47 @@ def exit_on_user_error() -> Iterator[None]:
     except BrokenPipeError:
         _silence(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
-    except (UserError, OSError, KeyboardInterrupt, RuntimeError) as error:
+    except (Exception, KeyboardInterrupt) as error:
         end = describe_end(error)
         if end is None:
+            run_on_exit(1, f"{type(error).__name__}: {error}")
             raise
         message, code = end
-        tell(message)
         if isinstance(error, KeyboardInterrupt):
-            with unheard(sys.stdout):
-                sys.stdout.flush()
-            os._exit(code)  # the usual end crashes where XLA compiles in a thread
+            leave(message, code)  # the usual end crashes where XLA compiles in a thread
+        tell(message)
+        run_on_exit(code, message)
         sys.exit(code)
+
+
+def leave(message: str, code: int) -> NoReturn:
+    """Ends the process with a line, without waiting for its threads or for other processes."""
+    tell(message)
+    run_on_exit(code, message)
+    with unheard(sys.stdout):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def set_on_exit(command: str) -> None:
+    """Sets what `run_on_exit` runs."""
+    global _on_exit
+    _on_exit = command
+
+
+def run_on_exit(code: int, reason: str) -> None:
+    """Runs `logging.on_exit`, once. Its failure is told, and changes no exit code."""
+    command = _on_exit
+    set_on_exit("")
+    if not command:
+        return
+    about = {"GPT2_EXIT_CODE": str(code), "GPT2_EXIT_REASON": reason}
+    try:
+        subprocess.run(
+            command, shell=True, env=os.environ | about, check=True, timeout=60
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        warn(f"logging.on_exit: {error}")
 
 
 # What the system refuses because of a disk, or of a path that a person chose.

@@ -270,6 +270,15 @@ def test_options_of_another_type_are_refused_by_name(options, tmp_path):
         hf.load(source)
 
 
+@pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
+@pytest.mark.parametrize("value", [10**9, 10**30])
+def test_a_size_that_no_model_has_is_told_in_a_line(name, value, tmp_path):
+    source = peer.write_model(tmp_path, "tied")
+    peer.rewrite_config(source, **{name: value})
+    with pytest.raises(UserError, match=f"{name}={value} is more than any model has"):
+        hf.load(source)
+
+
 @pytest.mark.parametrize("text", ["[" * 99_999, '{"a":' * 99_999, "5", "null", "[[]]"])
 def test_a_config_that_is_no_object_is_told_in_a_line(text, tmp_path):
     source = peer.write_model(tmp_path, "tied")

@@ -159,14 +159,14 @@ def test_document_mask_without_documents_is_refused(make):
 
 
 def test_prefetch_yields_every_step_in_order():
-    batches = prefetch(lambda step: step * 10, range(3, 20))
+    batches = prefetch(10 * step for step in range(3, 20))
     assert list(batches) == [10 * step for step in range(3, 20)]
     assert list(batches) == []
 
 
 def test_prefetch_works_ahead_and_no_further():
     made = []
-    batches = prefetch(lambda step: made.append(step) or step, range(100), ahead=2)
+    batches = prefetch((made.append(step) or step for step in range(100)), ahead=2)
     assert next(batches) == 0
     deadline = time.perf_counter() + 10
     while len(made) < 3 and time.perf_counter() < deadline:
@@ -183,7 +183,7 @@ def test_errors_while_prefetching_reach_the_consumer():
             raise ValueError("broken record")
         return step
 
-    batches = prefetch(make, range(5))
+    batches = prefetch(map(make, range(5)))
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(ValueError, match="broken record"):
         next(batches)
@@ -197,4 +197,4 @@ def test_workers_that_the_thread_forks_end_well():
         worker.join()
         return worker.exitcode
 
-    assert list(prefetch(make, range(3))) == [0, 0, 0]
+    assert list(prefetch(map(make, range(3)))) == [0, 0, 0]

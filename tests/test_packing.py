@@ -283,6 +283,10 @@ WRONG = {
     "no rows": ({"tokens": 3}, r"shape \(\)"),
     "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers of 0 to 63"),
     "beyond 32 bits": ({"tokens": ROWS + 7 * 2**32}, "tokens .* numbers of 0 to 63"),
+    "masked by numpy": (
+        {"tokens": np.ma.masked_array(ROWS, mask=ROWS > 9)},
+        "tokens .* whole numbers",
+    ),
     "below 0": ({"tokens": ROWS - 1}, "tokens .* numbers of 0 to 63"),
     "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
     "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
@@ -312,6 +316,27 @@ def test_own_batches_that_cannot_be_meant_are_refused(change, message):
             continue  # a short last batch
         with pytest.raises(UserError, match=message):
             own.batch(1) if split == "train" else next(own.validation(4))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_segments_of_some_batches_alone_are_refused(step):
+    without = {"tokens": ROWS, "targets": ROWS}
+    batches = [without, without | {"segments": 0 * ROWS}]
+    train = {"validation": [without], "train": batches[2 - step :]}
+    own = OwnBatches("python:a:b", lambda split: train[split], (4, 16), 64)
+    next(own.validation(4))
+    for before in range(1, step):
+        own.batch(before)
+    with pytest.raises(UserError, match="segments with some batches alone"):
+        own.batch(step)
+
+
+@pytest.mark.parametrize("nothing", [None, 5])
+def test_a_function_that_returns_no_iterable_is_refused(nothing):
+    own = OwnBatches("python:a:b", lambda split: nothing, (4, 16), 64)
+    for take in (lambda: own.batch(1), lambda: next(own.validation(4))):
+        with pytest.raises(UserError, match=r"returns no batches .* is not iterable"):
+            take()
 
 
 def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():

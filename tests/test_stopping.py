@@ -22,6 +22,7 @@ from tests.helpers import (
     patched,
     run,
     start,
+    thorough,
     wait_for_step,
 )
 from tests.test_telemetry import events
@@ -139,6 +140,103 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
     assert (
         code == 128 + number and "left at once" in told and "the same command" in told
     )
+
+
+WAITING = """
+import pathlib, time
+import numpy as np
+
+ROWS = np.arange(64).reshape(4, 16)
+
+def wait():
+    pathlib.Path("waits").touch()
+    time.sleep(1000)
+
+def documents():
+    wait()
+
+def batches(split, waits="train", after=3):
+    for number in range(100):
+        if split == waits and number == after:
+            wait()
+        yield {"tokens": ROWS, "targets": ROWS}
+
+def held_out(split):
+    return batches(split, "validation", 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "number", "saved"),
+    [
+        ("batches", signal.SIGTERM, 3),
+        thorough("held_out", signal.SIGINT, 4),
+        thorough("documents", signal.SIGINT, None),
+    ],
+)
+def test_a_signal_ends_a_wait_for_text_and_the_state_is_saved(
+    function, number, saved, tmp_path
+):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    options = [*TINY, f"--config.data.corpus=python:waiting:{function}"]
+    options += ["--config.train.checkpoint_every=0", "--config.train.hang_seconds=0"]
+    options += [f"--config.data.data_dir={tmp_path}"]
+    process = start(tmp_path / "run", *options, cwd=tmp_path)
+    while process.poll() is None and not (tmp_path / "waits").exists():
+        time.sleep(0.1)
+    if saved:
+        wait_for_step(process, tmp_path / "run", saved - 2)  # lines come two steps late
+    process.send_signal(number)
+    code, _, told = finish(process, timeout=100)
+    assert code == 128 + number, told
+    assert latest_step(tmp_path / "run") == saved
+
+
+def test_a_second_sigterm_leaves_at_once_behind_an_ampersand():
+    mode = f"{LOOP}; signal.signal(signal.SIGTERM, lambda *_: 0)"
+    lines = BLOCKED.format(mode=mode, pauses=(0.5, 0.6)).splitlines()
+    lines = [line for line in lines if "default_int_handler" not in line]
+    code = "\n".join(lines).replace(
+        "getpid(), signal.SIGINT", "getpid(), signal.SIGTERM"
+    )
+    command = ["sh", "-c", '"$@" & wait $!', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    told = FINISHING.replace("SIGINT", "SIGTERM")
+    told += "left at once by a second SIGTERM; it continues\n"
+    assert (done.returncode, done.stderr) == (143, told)
+
+
+ENDS = {
+    "finished": ("lambda: None", 0),
+    "stopped by a signal": ("lambda: 143", 143),
+    "error: it is wrong. Mend it.": ("fail(UserError('it is wrong', 'Mend it', 3))", 3),
+    "ValueError: of the program": ("fail(ValueError('of the program'))", 1),
+    "stopped by SIGINT": ("fail(KeyboardInterrupt())", 130),
+    "error: it hangs": ("lambda: errors.leave('error: it hangs', 4)", 4),
+    "left": ("lambda: signals._leave('left', signal.SIGTERM)", 143),
+}
+ENDING = """
+import signal, sys
+from gpt2 import cli, errors, signals
+from gpt2.errors import UserError
+
+def fail(error):
+    def main():
+        raise error
+    return main
+
+errors.set_on_exit("echo $GPT2_EXIT_CODE $GPT2_EXIT_REASON; exit 7")
+cli.run({main})
+"""
+
+
+@pytest.mark.parametrize("reason", ENDS)
+def test_a_command_runs_once_at_every_end_and_changes_no_exit_code(reason):
+    main, code = ENDS[reason]
+    command = [sys.executable, "-c", ENDING.format(main=main)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, f"{code} {reason}\n")
+    assert "returned non-zero exit status 7" in done.stderr
 
 
 SLOW_STEPS = """

@@ -1,5 +1,6 @@
 """What every switch computes, held to a plain reference in numpy (tests/plain.py)."""
 
+import collections
 import dataclasses
 import itertools
 
@@ -141,6 +142,34 @@ def test_training_with_experts_is_that_of_plain_numpy(name):
     slope = (objective(ahead) - objective(back)) / (2 * step)
     along = jax.tree.map(lambda g, d: np.sum(g * d), gradient, direction)
     assert sum(jax.tree.leaves(along)) == pytest.approx(slope, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_padding_counts_in_no_figure_of_a_router(name):
+    model, params, tokens = model_of(name), params_of(name), tokens_of(5)
+    T = tokens.shape[1]
+    sizes = [T, T // 2 + 1]
+    targets = jnp.roll(tokens, -1, axis=1)
+    is_text = jnp.arange(T) < jnp.array(sizes * 9)[: len(tokens), None]
+    loss = next_token_loss(model)
+    batch = {"tokens": tokens, "targets": jnp.where(is_text, targets, -1)}
+    padded = loss(params, batch)
+    others = batch | {"tokens": jnp.where(is_text, tokens, 63 - tokens)}
+    wanted = collections.defaultdict(float)
+    for row in range(len(tokens)):
+        each = {key: batch[key][row : row + 1, : sizes[row % 2]] for key in batch}
+        for key, (total, count) in loss(params, each).items():
+            wanted[key] += np.array([total, count])
+    assert {"h_0/mlp/balance_loss", "h_1/mlp/z_loss", "loss"} <= wanted.keys()
+    for key, sums in wanted.items():
+        np.testing.assert_allclose(padded[key], sums, rtol=1e-5)
+        np.testing.assert_array_equal(loss(params, others)[key], padded[key])
+    # A row without any is one that fills a validation's last batch.
+    empty = {
+        key: jnp.concatenate([batch[key], 0 * tokens[:1] - (key == "targets")])
+        for key in batch
+    }
+    chex.assert_trees_all_close(loss(params, empty), padded, rtol=1e-6)
 
 
 @pytest.mark.skipif(not MIXTURES, reason="there are no experts")

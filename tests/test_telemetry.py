@@ -239,7 +239,11 @@ def barks_within(seconds, *step_times, least=0.2, current="step"):
     """Returns the exit codes of a watchdog that hears of steps at some times."""
     codes, times = [], list(step_times)
     clock = types.SimpleNamespace(current=current)
-    with contextlib.closing(Watchdog(clock, least, end=codes.append)) as watchdog:
+
+    def end(message, code):
+        codes.append(code)
+
+    with contextlib.closing(Watchdog(clock, least, end)) as watchdog:
         start = time.monotonic()
         while (now := time.monotonic() - start) < seconds:
             while times and times[0] <= now:

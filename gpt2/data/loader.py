@@ -5,23 +5,22 @@ each, -1 where there is none to predict; and with `document_mask` also `segments
 document's number within the row. Batches are counted 1, 2, 3, ..., as steps are.
 """
 
+import contextlib
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, thread
+import queue
+import threading
+from collections.abc import Generator, Iterable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
 
+from gpt2 import signals
 from gpt2.config.shapes import Shape, Shapes
 from gpt2.data.dataset import Dataset
 from gpt2.data.packing import PACKINGS, Rows, document_start, hashed
 from gpt2.errors import UserError
 
-# A worker that the thread of `prefetch` forks would join that thread at its end, and fail.
-os.register_at_fork(after_in_child=thread._threads_queues.clear)  # type: ignore[attr-defined]
 IGNORED = -1
 ALL_ROWS = slice(None)
 
@@ -165,21 +164,35 @@ class ValidationLoader:
         return assemble(windows, length, self._eot)
 
 
-def prefetch(
-    make: Callable[[int], T], steps: Iterable[int], ahead: int = 2
-) -> Generator[T, None, None]:
-    """Yields `make(step)` for each step; a thread makes up to `ahead` more meanwhile.
+def prefetch(batches: Iterable[T], ahead: int = 2) -> Generator[T, None, None]:
+    """Yields from `batches`; a thread takes up to `ahead` more meanwhile.
 
-    Errors are raised where a step is asked for.
+    Its errors are raised where a batch is asked for. The thread may wait for a text that never
+    comes: nobody waits for it for long, and a signal that stops the run is raised as `Stopped`.
     """
-    pool = ThreadPoolExecutor(1, "prefetch")
-    waiting = deque[Future[T]]()
+    ready = queue.Queue[T | BaseException | None](ahead - 1)  # one more is in its hand
+    is_closed = threading.Event()
+
+    def read() -> None:
+        end = None
+        try:
+            for batch in batches:
+                ready.put(batch)
+                if is_closed.is_set():
+                    return
+        except BaseException as error:
+            end = error
+        ready.put(end)
+
+    reader = threading.Thread(target=read, name="prefetch", daemon=True)
+    reader.start()
     try:
-        for step in steps:
-            waiting.append(pool.submit(make, step))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        while (batch := signals.take(ready)) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
     finally:
-        pool.shutdown(cancel_futures=True)
+        is_closed.set()
+        with contextlib.suppress(queue.Empty):
+            ready.get_nowait()  # for which the thread may wait to put another
+        reader.join(timeout=1)

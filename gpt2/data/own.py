@@ -55,6 +55,7 @@ class OwnBatches:
             "segments": (0, 2**31 - 1),
         }
         self._taken: int | None = None  # steps
+        self._has_segments: bool | None = None  # all batches, or none
         self._states = dict[int, str]()  # by the steps before them
         self.restored = ""  # a state, with which the first batch begins
 
@@ -85,7 +86,7 @@ class OwnBatches:
     def validation(self, num_rows: int) -> Iterator[Batch]:
         """Yields the batches held out, so many rows at a time."""
         is_empty = True
-        for found in self._make(split="validation"):
+        for found in self._iterate(self._make(split="validation")):
             is_empty = False
             batch = self._enter(found, may_be_short=True)
             for start in range(0, self._shape[0], num_rows):
@@ -94,11 +95,17 @@ class OwnBatches:
         if is_empty:
             raise UserError(f"{self._corpus} gives no batches for validation")
 
+    def _iterate(self, source: Iterable[object]) -> Iterator[object]:
+        try:
+            return iter(source)
+        except TypeError as error:
+            raise UserError(f"{self._corpus} returns no batches ({error})") from error
+
     def _begin(self, state: str = "") -> None:
         source = self._make(split="train")
         if state and hasattr(source, "load_state_dict"):
             source.load_state_dict(pickle.loads(base64.b64decode(state)))
-        self._iterator = iter(source)
+        self._iterator = self._iterate(source)
         if state and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(pickle.loads(base64.b64decode(state)))
         states = getattr(source, "state_dict", None)
@@ -134,6 +141,10 @@ class OwnBatches:
             targets[arrays.pop("mask") == 0] = IGNORED
         if np.all(targets == IGNORED):
             raise UserError(f"{self._corpus} gives a batch with nothing to predict")
+        has_segments = "segments" in arrays
+        if self._has_segments not in (None, has_segments):
+            raise UserError(f"{self._corpus} gives segments with some batches alone")
+        self._has_segments = has_segments
         return arrays
 
     def _enter_array(self, name: str, values: object) -> np.ndarray:
@@ -141,7 +152,8 @@ class OwnBatches:
         lowest, highest = self._ranges[name]
         with reading(f"{name} of {self._corpus}", "Give arrays"):
             array = np.asarray(values)
-        is_right = array.dtype.kind in "biuf"
+        # A mask of numpy's would be lost.
+        is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
         if is_right:
             # NaN is in no range.
             is_right = bool(np.all((lowest <= array) & (array <= highest)))

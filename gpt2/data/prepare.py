@@ -14,11 +14,13 @@ from gpt2 import cli
 from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
 from gpt2.errors import UserError
+from gpt2.signals import leave_at_interrupt
 
 
 def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
     config = cli.parse_config()
+    leave_at_interrupt("the same command continues")
     data = config.data
     dataset = prepare(data)
     if dataset.own:

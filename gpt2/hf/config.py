@@ -9,6 +9,9 @@ from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json
 
+_MOST = (
+    2**24
+)  # of any size: a model of more would fill the memory before its weights are looked at
 # By the rope_type of Hugging Face, the numbers that `model.rope_scaling` has fixed.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},
@@ -90,6 +93,8 @@ def _typed(path: Path, family: Family, config: Json) -> Json:
             value = float(value)
         if type(value) is not kind:
             raise UserError(f"{path}: {theirs}={value!r} is no {kind.__name__}")
+        if kind is int and value > _MOST:
+            raise UserError(f"{path}: {theirs}={value} is more than any model has")
         options[ours] = value
     options["activation"] = family.activation_names()[options["activation"]]
     return options

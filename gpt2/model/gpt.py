@@ -139,7 +139,10 @@ class GPT(nn.Module):
         chex.assert_equal_shape_prefix([tokens, targets], 2)
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
-        hidden, _ = self._hidden(table, _flow(tokens, segments, deterministic), None)
+        # Padding follows the last target of a row.
+        latest = jax.lax.cummax(targets.max(-1), axis=1, reverse=True)
+        flow = _flow(tokens, segments, deterministic).replace(is_text=latest >= 0)
+        hidden, _ = self._hidden(table, flow, None)
 
         def lose_changed(logits: Array, targets: Array) -> tuple[Array, Tree]:
             logits = _change_logits(cfg, logits)

@@ -12,7 +12,6 @@ import importlib.util
 import os
 import re
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2.errors import UserError, describe_end, tell, unheard
+from gpt2.errors import UserError, describe_end, leave, tell
 from gpt2.utils.cluster import ALONE
 
 P = ParamSpec("P")
@@ -90,11 +89,7 @@ def ends_together() -> Iterator[None]:
         told = "".join(traceback.format_exception(error))
         if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
             told = "error: another process of this run has ended; the same commands continue"
-        message, code = describe_end(error) or (told, 1)
-        tell(message)
-        with unheard(sys.stdout):
-            sys.stdout.flush()
-        os._exit(code)
+        leave(*(describe_end(error) or (told, 1)))
 
 
 def _find_launcher() -> str | None:

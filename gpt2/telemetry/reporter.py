@@ -2,7 +2,6 @@
 
 import faulthandler
 import math
-import os
 import statistics
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import jax
 
 from gpt2.config import Config, TrainConfig
-from gpt2.errors import DivergedError, tell, warn
+from gpt2.errors import DivergedError, leave, warn
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
@@ -159,9 +158,7 @@ class Watchdog(Writer):
     EXIT_CODE = 4
     FIRST_SECONDS = 1800.0  # before the first step, while other processes may compile
 
-    def __init__(
-        self, clock: StepClock, least_seconds: float, end: Callable = os._exit
-    ):
+    def __init__(self, clock: StepClock, least_seconds: float, end: Callable = leave):
         self._clock = clock
         self._least = least_seconds
         self._end = end
@@ -192,7 +189,5 @@ class Watchdog(Writer):
                 allowed = self.FIRST_SECONDS
             if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
-                tell(
-                    "error: the run hangs: no step came in time; the same command continues"
-                )
-                return self._end(self.EXIT_CODE)
+                told = "error: the run hangs: no step came in time; the same command continues"
+                return self._end(told, self.EXIT_CODE)

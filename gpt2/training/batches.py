@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -83,13 +83,11 @@ class Batches:
                     "Start as many",
                 )
             self._train.restored = position[jax.process_index()]
-        return self._ahead(self._read, range(start + 1, stop + 1))
+        return self._ahead(map(self._read, range(start + 1, stop + 1)))
 
-    def _ahead(
-        self, read: Callable[[int], Batch], numbers: Iterable[int]
-    ) -> Generator[Placed, None, None]:
+    def _ahead(self, read: Iterable[Batch]) -> Generator[Placed, None, None]:
         """Reads in a thread, and places in this one, so that a step's first run is alone."""
-        with closing(prefetch(read, numbers)) as batches:
+        with closing(prefetch(read)) as batches:
             for batch in batches:
                 yield self._put(batch)
 
@@ -106,15 +104,14 @@ class Batches:
             num_rows = self._eval_rows.stop - self._eval_rows.start
             batches = self._train.validation(num_rows)
             most = number or self._eval_batches or None
-            return {"": (1.0, map(self._put, itertools.islice(batches, most)))}, None
+            batches = itertools.islice(batches, most)
+            return {"": (1.0, self._ahead(batches))}, None
         held_out = HeldOut()
         is_whole = not number
         for name, (share, loader) in self._held_out.items():
             numbers = range(1, 1 + (number or len(loader)))
-            held_out[name] = (
-                share,
-                self._ahead(partial(loader.batch, rows=self._eval_rows), numbers),
-            )
+            read = partial(loader.batch, rows=self._eval_rows)
+            held_out[name] = share, self._ahead(map(read, numbers))
             is_whole = is_whole and loader.is_whole
         return held_out, self.dataset.targets_per_byte if is_whole else None
 

@@ -40,7 +40,7 @@ class Experts(Ingredient):
     def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
         """Puts several in the MLP's place."""
         is_training = not flow.deterministic
-        return partial(Mixture, mlp=mlp, drops=is_training)
+        return partial(Mixture, mlp=mlp, drops=is_training, is_text=flow.is_text)
 
     def active_share(self, names: Names) -> float:
         """Returns the share of the experts that compute a token."""
@@ -57,12 +57,14 @@ class Mixture(nn.Module):
         ops: what they compute with.
         mlp: makes one.
         drops: whether an expert takes no more tokens of a row than its capacity.
+        is_text: `[B, T]`, the tokens that losses and metrics count; None: all.
     """
 
     config: GPTConfig
     ops: Ops
     mlp: MakeModule
     drops: bool
+    is_text: Array | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -81,14 +83,18 @@ class Mixture(nn.Module):
         if K > 1:
             weights /= weights.sum(-1, keepdims=True)
         is_chosen = jax.nn.one_hot(chosen, E).sum(2)  # [B, T, E]
-        self._report_losses(logits, shares, is_chosen)
+        counts = jnp.ones((B, T, 1))
+        if self.is_text is not None:
+            counts *= self.is_text[..., None]
+        self._report_losses(logits, shares, is_chosen, counts)
 
         capacity = T
         before = jnp.cumsum(is_chosen, axis=1) - is_chosen
         place = jnp.take_along_axis(before, chosen, axis=2).astype(jnp.int32)
         if self.drops and cfg.expert_capacity:
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
-            report(self, "dropped", (place >= capacity).sum(), place.size)
+            dropped = counts * (place >= capacity)
+            report(self, "dropped", dropped.sum(), counts.sum() * K)
         nowhere = E * capacity
         slots = jnp.where(place < capacity, chosen * capacity + place, nowhere)
 
@@ -116,19 +122,23 @@ class Mixture(nn.Module):
         return combine(y, slots, weights).astype(x.dtype)
 
     @nn.nowrap
-    def _report_losses(self, logits: Array, shares: Array, is_chosen: Array) -> None:
-        """Adds the losses of the router, sums over tokens.
+    def _report_losses(
+        self, logits: Array, shares: Array, is_chosen: Array, counts: Array
+    ) -> None:
+        """Adds the losses of the router, sums over the tokens that count: `counts` `[B, T, 1]`.
 
         The balance loss, Switch Transformer's equation 4, is 1 if all experts are chosen alike, or
         all are as probable. The z-loss keeps logits small: ST-MoE, Zoph et al. 2022, arXiv
         2202.08906, equation 5.
         """
         cfg = self.config
-        num_tokens = logits[..., 0].size
-        chosen = is_chosen.mean(1) / cfg.experts_per_token  # [B, E]
-        balance = cfg.num_experts * (chosen * shares.mean(1)).sum(-1)
-        balance = balance.mean() * num_tokens
-        z = jnp.square(jax.nn.logsumexp(logits, axis=-1)).sum()
+        sizes = counts.sum(1)  # of rows, [B, 1]
+        wholes = jnp.maximum(sizes, 1)
+        chosen = (counts * is_chosen).sum(1) / wholes / cfg.experts_per_token  # [B, E]
+        probable = (counts * shares).sum(1) / wholes
+        balance = cfg.num_experts * (sizes * chosen * probable).sum()
+        z = (counts[..., 0] * jnp.square(jax.nn.logsumexp(logits, axis=-1))).sum()
+        num_tokens = counts.sum()
         weight = cfg.expert_balance_loss
         report(self, "balance_loss", balance, num_tokens, weight=weight)
         report(self, "z_loss", z, num_tokens, weight=cfg.expert_z_loss)
