@@ -173,20 +173,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
             f"data.corpus={data.corpus!r} empty: it holds {progress.sum('num_bytes')} bytes",
             "Choose a longer text, more documents that differ, or another fraction",
         )
-    held_out = splits["validation"].num_documents
-    number = progress.sum("num_documents")
-    holds_much = documents.many and held_out > 2 * data.val_fraction * number
-    asked = tokens_by_name(data.tokenizer)
-    if tokenizer.vocab_size < asked:
-        warn(
-            f"{data.corpus} is small: its vocabulary has {tokenizer.vocab_size:,} tokens, not "
-            f"{asked:,}; README says what suits it"
-        )
-    if holds_much:
-        warn(
-            f"{held_out:,} of {number:,} documents of {data.corpus} are held out, which is more "
-            f"than data.val_fraction={data.val_fraction}: documents are not cut"
-        )
+    _warn_of_small_text(data, tokenizer, progress, many_documents=documents.many)
     if damage := progress.find_damage(directory):
         (directory / PROGRESS).unlink(missing_ok=True)
         raise UserError(
@@ -194,6 +181,25 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
             "Repeat the command, or name another disk by --config.data.data_dir",
         )
     return Dataset(directory, tokenizer, splits, progress.dtype)
+
+
+def _warn_of_small_text(
+    data: DataConfig, tokenizer: Tokenizer, progress: Progress, *, many_documents: bool
+) -> None:
+    """Warns where a text gives fewer tokens, or holds out more, than was asked for."""
+    asked = tokens_by_name(data.tokenizer)
+    if tokenizer.vocab_size < asked:
+        warn(
+            f"{data.corpus} is small: its vocabulary has {tokenizer.vocab_size:,} tokens, not "
+            f"{asked:,}; README says what suits it"
+        )
+    held_out = progress.splits["validation"].num_documents
+    number = progress.sum("num_documents")
+    if many_documents and held_out > 2 * data.val_fraction * number:
+        warn(
+            f"{held_out:,} of {number:,} documents of {data.corpus} are held out, which is more "
+            f"than data.val_fraction={data.val_fraction}: documents are not cut"
+        )
 
 
 def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator[Part]]:
