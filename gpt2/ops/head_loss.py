@@ -57,9 +57,11 @@ def head_loss(
     some = jax.ShapeDtypeStruct((B, chunk, targets.shape[2]), targets.dtype)
     # Numbers to learn that the loss brings along become arguments, and get a derivative.
     lose, numbers = jax.closure_convert(lose, logits, some)
+    sums = jax.eval_shape(lose, logits, some, *numbers)
+    nothing = jax.tree.map(jnp.zeros_like, sums)
     dtype = jnp.dtype(dtype)
     head = _Head(lose, dtype, jnp.dtype(logits_dtype), variants, chunk, shards)
-    return _loss(hidden.astype(dtype), array, targets, numbers, head)
+    return _loss(hidden.astype(dtype), array, targets, numbers, nothing, head)
 
 
 def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
@@ -94,22 +96,15 @@ class _Head(NamedTuple):
         stored = dot(hidden, table, (2,), (1,), self.logits_dtype)
         return stored.astype(jnp.float32)
 
-    def nothing(
-        self, hidden: Array, table: Array, targets: Array, numbers: Tree
-    ) -> Tree:
-        """Returns zeros in place of what is lost and logged."""
 
-        def lose(hidden: Array, targets: Array) -> Tree:
-            return self.lose(self.logits(hidden, table), targets, *numbers)
-
-        some = slice(0, self.chunk)
-        found = jax.eval_shape(lose, hidden[:, some], targets[:, some])
-        return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), found)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _loss(
-    hidden: Array, stored: Array, targets: Array, numbers: list[Array], head: _Head
+    hidden: Array,
+    stored: Array,
+    targets: Array,
+    numbers: list[Array],
+    nothing: tuple[Array, Tree],
+    head: _Head,
 ) -> tuple[Array, Tree]:
     table = head.whole(stored)
 
@@ -118,11 +113,10 @@ def _loss(
         lost = head.lose(head.logits(hidden, table), targets, *numbers)
         return jax.tree.map(jnp.add, found, lost), None
 
-    nothing = head.nothing(hidden, table, targets, numbers)
     return _scan(add_chunk, nothing, hidden, targets, head.chunk)[0]
 
 
-def _loss_fwd(hidden, stored, targets, numbers, head):
+def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
     table = head.whole(stored)
     result = head.dtype if head.variants.narrow_results else jnp.float32
     # XLA:CPU lacks it in 16 bits.
@@ -146,7 +140,7 @@ def _loss_fwd(hidden, stored, targets, numbers, head):
 
     shape = table.shape[::-1] if by_width else table.shape
     sums = (
-        head.nothing(hidden, table, targets, numbers),
+        nothing,
         jnp.zeros(shape, jnp.float32),
         jax.tree.map(jnp.zeros_like, numbers),
     )
@@ -165,7 +159,7 @@ def _loss_bwd(head, gradients, dlost):
     scaled = jax.tree.map(lambda x: (x * scale).astype(x.dtype), gradients)
     dhidden, dtable, dnumbers = scaled
     # XLA:TPU would take twice as long over the product if the derivative of a norm joined it.
-    return jax.lax.optimization_barrier(dhidden), dtable, None, dnumbers
+    return jax.lax.optimization_barrier(dhidden), dtable, None, dnumbers, None
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
