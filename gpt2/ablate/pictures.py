@@ -115,11 +115,21 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
                 difference, low, _ = np.nan_to_num(idea.interval, neginf=np.nan)
                 place = gains[idea.best] + difference
                 places.append((idea.number, place, difference - low))
-                if idea.number in gains:
-                    axes.text(idea.number, place, f"  {idea.text}", va="top")
+                if idea.number in gains:  # below the line nothing else is drawn
+                    axes.text(
+                        idea.number,
+                        place,
+                        f"{idea.text}  ",
+                        ha="right",
+                        va="top",
+                        rotation=30,
+                        rotation_mode="anchor",
+                    )
         if places:
             x, y, error = np.transpose(places)
             axes.errorbar(x, y, yerr=error, fmt="o", color=color, label=answer)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.4 * (high - low), high)  # room for names
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("idea")
     axes.set_ylabel("nats per token, from the start")
