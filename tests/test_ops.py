@@ -210,6 +210,7 @@ SINKS = jnp.array([-1.0, 0.0, 2.0, 9.0])
 
 def nearer_first(scores, query, key):
     """A term that no kernel knows: keys an odd distance away weigh less."""
+    assert query.shape == (scores.shape[2], 1) and key.ndim == 1
     return scores - 0.5 * ((query - key) % 2)
 
 
@@ -432,6 +433,25 @@ def test_head_loss_equals_its_formula(
 
         results.append(jax.jit(jax.grad(loss, (0, 1), has_aux=True))(hidden, table))
     assert_close(*results, dtype)
+
+
+def test_small_derivatives_of_the_head_survive_float16():
+    hidden = 1 + normal(0, 1, 64, 16) / 16
+    table = (normal(1, 64, 16) / 64).at[0].set(14 / 16)
+    targets = jnp.zeros((1, 64, 1), jnp.int32)  # others have e^-14, below 2^-14
+
+    def gradient(op, dtype):
+        def loss(table):
+            lost, _ = op(plain.cross_entropy, hidden, table, targets, dtype=dtype)
+            return lost / 64
+
+        return jax.grad(loss)(table)[1:]
+
+    fast = partial(head_loss, variants=CPU, rows=64)
+    found = gradient(fast, "float16")
+    expected = gradient(plain.head_loss, "float32")
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert error < 2**-9  # of float16, 2^-11 for each of a few roundings
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda function: function])

@@ -16,10 +16,12 @@ import pytest
 from gpt2.config import OptimConfig, ParallelConfig
 from gpt2.model import GPT, GPTConfig, with_kernels
 from gpt2.model.layers import MLP
+from gpt2.ops import plain
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import make_backend
 from gpt2.training.state import LossScale, TrainState
 from gpt2.training.steps import (
+    apply_loss,
     evaluation_loss,
     make_eval_step,
     make_train_step,
@@ -340,16 +342,81 @@ def with_auxiliary_loss(model):
 
 
 def with_its_sum(model):
-    """The same as a sum that is written out."""
+    """The same as a sum that is written out, for layers that are not scanned."""
 
     def loss(*arguments):
-        with nn.intercept_methods(report_size):
+        squares = []
+
+        def keep(next_method, args, kwargs, context):
+            y = next_method(*args, **kwargs)
+            if isinstance(context.module, MLP) and context.method_name == "__call__":
+                squares.append(jnp.sum(jnp.square(y.astype(jnp.float32))))
+            return y
+
+        with nn.intercept_methods(keep):
             sums = next_token_loss(model)(*arguments)
         total, count = sums["loss"]
-        total += 30.0 * sum(sums[f"h_{layer}/mlp/size"][0] for layer in range(2))
-        return sums | {"loss": (total, count)}
+        return sums | {"loss": (total + 30.0 * sum(squares), count)}
 
     return loss
+
+
+def focal(model):
+    """A loss as a person writes one: of the logits alone."""
+
+    def lose(logits, targets):
+        nats = plain.log_sum_exp(logits) - plain.pick(logits, targets)
+        losses = jnp.where(targets >= 0, (1 - jnp.exp(-nats)) ** 2 * nats, 0.0).sum()
+        return losses, {"loss": (losses, (targets >= 0).sum(dtype=jnp.float32))}
+
+    def loss(params, batch, key=None, step=None):
+        return apply_loss(model, params, batch, batch["targets"][..., None], lose, key)
+
+    return loss
+
+
+def test_a_loss_of_ones_own_trains_and_brings_what_modules_report():
+    batch = make_batch(0)
+    state, own = setup(loss=focal)
+    found = own(state, batch)[1]
+    assert found["train/grad_norm"] > 0.01
+    assert found["train/loss"] < setup()[1](state, batch)[1]["train/loss"]
+    with nn.intercept_methods(partial(report_size, weight=30.0)):
+        moved = setup.__wrapped__(loss=focal)[1](state, batch)[1]
+    assert "train/h_0/mlp/size" in moved and moved["train/loss"] == found["train/loss"]
+    assert moved["train/grad_norm"] > found["train/grad_norm"] + 0.01
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_what_is_only_logged_gives_no_gradient(scan_layers):
+    def root(next_method, args, kwargs, context):
+        y = next_method(*args, **kwargs)
+        if isinstance(context.module, MLP) and context.method_name == "__call__":
+            report(context.module, "root", jnp.sqrt(jnp.sum(0.0 * y)))  # of 0
+        return y
+
+    config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers)
+    state, step = setup(config)
+    expected = step(state, make_batch(0))[1]["train/grad_norm"]
+    with nn.intercept_methods(root):
+        metrics = setup.__wrapped__(config)[1](state, make_batch(0))[1]
+    assert metrics["train/h_1/mlp/root"] == 0
+    assert metrics["train/grad_norm"] == expected
+
+
+def test_a_module_that_reports_a_name_twice_is_told():
+    def twice(next_method, args, kwargs, context):
+        if isinstance(context.module, MLP) and context.method_name == "__call__":
+            report(context.module, "size", jnp.float32(1.0))
+            report(context.module, "size", jnp.float32(2.0))
+        return next_method(*args, **kwargs)
+
+    state, step = setup.__wrapped__()
+    with (
+        nn.intercept_methods(twice),
+        pytest.raises(ValueError, match="mlp reports size twice"),
+    ):
+        step(state, make_batch(0))
 
 
 @pytest.mark.parametrize(
@@ -363,8 +430,9 @@ def test_an_auxiliary_loss_of_a_module_is_in_the_gradient_and_not_in_the_loss(
     batch = make_batch(0, ignored=[(0, 1), (7, 5)])
     state, step = setup(config, loss=with_auxiliary_loss, **how)
     found = step(state, batch)[1]
+    unrolled = dataclasses.replace(config, scan_layers=False)
     written, without = (
-        setup(config, loss=loss)[1](state, batch)[1]
+        setup(unrolled, loss=loss)[1](setup(unrolled)[0], batch)[1]
         for loss in (with_its_sum, next_token_loss)
     )
     for name in written.keys() - {"train/loss"}:

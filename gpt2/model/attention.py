@@ -13,7 +13,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.ingredients import Flow, Heads, ingredients_of
 from gpt2.model.layers import Linear
 from gpt2.ops import Ops, Scoring
-from gpt2.ops.plain import ScoreTerm, rope
+from gpt2.ops.plain import ScoreTerm, attention_cached, rope
 from gpt2.utils.scan import by_layer
 
 # Keys and values of the positions so far, [B, K, S, H] each.
@@ -67,7 +67,7 @@ class Attention(nn.Module):
         def attend(window: int) -> Array:
             how = scoring._replace(window=window)
             if cache is not None:
-                return ops.attention_cached(q, *cache, flow.positions[:, -1] + 1, how)
+                return attention_cached(q, *cache, flow.positions[:, -1] + 1, how)
             return ops.attention(q, k, v, how)
 
         if isinstance(flow.layer, int):

@@ -117,8 +117,8 @@ class GPT(nn.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
-        head = self.ops.constrain(self.ops.pad_vocab(self._head()), "vocab", "embed")
-        return self._logits(hidden, head)
+        head = self.ops.whole(self.ops.pad_vocab(self._head()))
+        return self._logits(hidden, self.ops.constrain(head, "vocab", "embed"))
 
     def loss(
         self,

@@ -21,7 +21,8 @@ from gpt2.ops.plain import Scoring
 from gpt2.ops.terms import KnownTerms, Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
-BLOCK = 256  # queries in a block, if that makes 2 to 8 blocks: a layer of 124M takes 44.5 ms, 51 with 128
+# Queries in a block, if that makes 2 to 8 blocks: a layer of 124M takes 44.5 ms, 51 with 128.
+BLOCK = 256
 # At a time, if one head has no more: 2 MB, the second-level caches of two cores.
 SCORES = 2**19
 NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN

@@ -91,6 +91,11 @@ class _Head(NamedTuple):
         # Or XLA:TPU casts in each product (v5e 5 %).
         return jax.lax.optimization_barrier(table)
 
+    @property
+    def boost(self) -> float:
+        """By how much derivatives are larger than they are: float16 has no small numbers."""
+        return 1024.0 if self.dtype == jnp.float16 else 1.0
+
     def logits(self, hidden: Array, table: Array) -> Array:
         """Returns logits `[B, T, V]`, float32."""
         stored = dot(hidden, table, (2,), (1,), self.logits_dtype)
@@ -131,7 +136,7 @@ def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
 
         derive = jax.value_and_grad(lose, (0, 1), has_aux=True)
         lost, (dlogits, more) = derive(head.logits(hidden, table), numbers)
-        dlogits = dlogits.astype(head.dtype)
+        dlogits = (head.boost * dlogits).astype(head.dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
         dhidden = dot(dlogits, table, (2,), (0,), result)
@@ -151,13 +156,15 @@ def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
         dtable = jax.lax.optimization_barrier(dtable).T
     if head.shards:
         dtable = head.shards.scatter(dtable)
-    return lost, (dhidden, dtable.astype(stored.dtype), dnumbers)
+    dtable = (dtable / head.boost).astype(stored.dtype)
+    return lost, (dhidden, dtable, dnumbers)
 
 
 def _loss_bwd(head, gradients, dlost):
     scale, _ = dlost
-    scaled = jax.tree.map(lambda x: (x * scale).astype(x.dtype), gradients)
-    dhidden, dtable, dnumbers = scaled
+    dhidden, *others = gradients
+    dhidden = (dhidden * (scale / head.boost)).astype(dhidden.dtype)
+    dtable, dnumbers = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)
     # XLA:TPU would take twice as long over the product if the derivative of a norm joined it.
     return jax.lax.optimization_barrier(dhidden), dtable, None, dnumbers, None
 

@@ -24,8 +24,8 @@ from gpt2.utils.trees import Tree
 IMPOSSIBLE = -1e9
 
 Activation = Callable[[Array], Array]
-# From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] (or [B, 1, T, 1]), to
-# scores. It may append columns: keys that take weight and have no value.
+# From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] to scores. It may append
+# columns: keys that take weight and have no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
 # From logits [B, T, V] and targets [B, T, K] to what is lost, a scalar, and a tree of what is
 # logged, float32: sums over positions, so that those of parts add up to those of the whole.
@@ -188,7 +188,11 @@ def attention_cached(
     )
     scores = scores.reshape(B, N, T, S) * scoring.scale
     for term in scoring.terms:
-        scores = term(scores, query, key)
+        # Each sequence has its own positions.
+        def of_one(scores: Array, query: Array, term: ScoreTerm = term) -> Array:
+            return term(scores[None], query, key)[0]
+
+        scores = jax.vmap(of_one)(scores, query[:, 0])
     weights = masked_softmax(scores, sees(query, key, scoring.window)).astype(q.dtype)
     weights = weights.reshape(B, K, -1, S)
     out = jnp.einsum(

@@ -25,7 +25,6 @@ from gpt2.ops.plain import (
 from gpt2.utils.trees import Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
-CachedAttention = Callable[[Array, Array, Array, Array, Scoring], Array]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
 Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
 
@@ -101,7 +100,6 @@ class Ops:
     norm: Norm = plain.norm
     activation: Callable[[str], Activation] = plain.activation
     attention: Attention = plain.attention
-    attention_cached: CachedAttention = plain.attention_cached
     look_up: LookUp = plain.look_up
     look_up_tokens: LookUp = plain.look_up
     add_rows: Callable[[Array, Array], Array] = plain.add_rows

@@ -6,7 +6,8 @@ which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` 
 batch, and adds up the results once, across all devices. Both are trees of arrays.
 
 What is summed is what the loss returns: `{name: (sum, count)}`. `sums["loss"]` is differentiated,
-every name is divided once, at the end, and becomes the metric `train/NAME` or `eval/NAME`.
+with the derivative of all that is lost; every name is divided once, at the end, and becomes the
+metric `train/NAME` or `eval/NAME`.
 """
 
 import dataclasses
@@ -58,37 +59,52 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
-        rngs = {}
-        if key is not None and model.config.dropout > 0:
-            rngs["dropout"] = key
-        segments = batch.get("segments")
         # By the name of a loss, its targets and its weight in the gradient.
         asked: dict[str, tuple[Array, Weight]] = {"loss": (batch["targets"], 1.0)}
         if step is not None:
             for extra in extras:
-                asked |= extra.targets(batch["targets"], segments, step)
+                asked |= extra.targets(batch["targets"], batch.get("segments"), step)
         targets = jnp.stack([each for each, _ in asked.values()], axis=2)
         weights = {name: weight for name, (_, weight) in asked.items()}
-        (lost, found), variables = model.apply(
-            {"params": params},
-            batch["tokens"],
-            targets,
-            _loss_of_logits(model, extras, weights),
-            segments=segments,
-            deterministic=key is None,
-            rngs=rngs,
-            method="loss",
-            mutable=[METRICS],
-        )
-        if METRICS in variables:
-            for name, each in reported(variables[METRICS]).items():
-                total, count, auxiliary = each
-                found[name] = total, count
-                lost += auxiliary
-        total, count = found["loss"]
-        return found | {"loss": (with_derivative_of(total, lost), count)}
+        lose = _loss_of_logits(model, extras, weights)
+        return apply_loss(model, params, batch, targets, lose, key)
 
     return loss
+
+
+def apply_loss(
+    model: GPT,
+    params: Params,
+    batch: Batch,
+    targets: Array,
+    lose: Lose,
+    key: Array | None = None,
+) -> Sums:
+    """Returns what a batch loses by `lose`, and what modules report: `{name: (sum, count)}`.
+
+    `lose(logits, targets)` takes float32 logits `[B, T, V]`, V with padding, and int32 targets
+    `[B, T, K]`, a part of the positions at a time. It returns what is differentiated, and sums by
+    name, of which "loss" is one. Auxiliary losses of modules join the gradient. With a key there is
+    dropout.
+    """
+    (lost, found), variables = model.apply(
+        {"params": params},
+        batch["tokens"],
+        targets,
+        lose,
+        segments=batch.get("segments"),
+        deterministic=key is None,
+        rngs={} if key is None else {"dropout": key},
+        method="loss",
+        mutable=[METRICS],
+    )
+    if METRICS in variables:
+        for name, each in reported(variables[METRICS]).items():
+            total, count, auxiliary = each
+            found[name] = total, count
+            lost += auxiliary
+    total, count = found["loss"]
+    return found | {"loss": (with_derivative_of(total, lost), count)}
 
 
 def _loss_of_logits(
