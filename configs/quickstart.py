@@ -3,8 +3,8 @@
     python train.py
 
 Data: the source of the running Python's standard library; no download.
-Expect: validation loss 4.22, or 1.79 bits per byte, after 2 min 5 s on two cores of an AMD EPYC
-without AVX-512 (measured here). The text differs a little between versions of Python.
+Expect: validation loss 4.04, or 1.61 bits per byte, with the text of Python 3.13, in a minute or
+two on two cores of an AMD EPYC (measured here); 4.22 with that of 3.11.
 """
 
 from ml_collections import ConfigDict

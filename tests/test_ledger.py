@@ -423,11 +423,15 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     assert read_ledger(ideas.root).best.text == "code=. (train.py)"
     assert "clear; level 2.54%; ledger 1 idea, 1 kept" in capsys.readouterr().out
     # Who goes on in it loses nothing of what was kept, committed or not.
-    (project / "train.py").write_text("BETTER = 1\nmore = 1\n")
+    more = project / "configs" / "modern.py"
+    more.write_text("more = 1\n")
     assert ideas("code=.+optim.beta2=0.97")[0] != "keep"
     git(project, "commit -am more")
-    (project / "train.py").write_text("BETTER = 1\nmore = 2\n")
+    more.write_text("more = 2\n")
     assert ideas("code=.")[0] != "keep"
+    (project / "train.py").write_text("start = 1\n")  # which undoes it
+    with pytest.raises(UserError, match="lacks what was kept, commit"):
+        ideas("code=.")
 
 
 def test_code_has_to_begin_at_what_was_kept(ideas, project):

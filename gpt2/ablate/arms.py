@@ -27,7 +27,6 @@ BASELINE = "baseline"
 _RECIPE = "recipe"
 _CODE = "code"
 _HERE = "."
-_SNAPSHOT = "the working tree, for a ledger"  # the subject of its commit
 _TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
 
 _KNOWN = flatten(Config.from_dict({}).to_dict()).keys()
@@ -224,15 +223,12 @@ def diff(old: Arm, new: Arm, form: str = "--patch") -> str:
 
 
 def is_on_top(arm: Arm, best: Arm) -> bool:
-    """Returns whether the code of an arm has that of another in its history.
+    """Returns whether the code of an arm has that of another: merging it changes nothing.
 
-    No history has a snapshot: what begins where one was taken is believed to go on from it.
+    No history has a snapshot of a working tree, and what was kept may have been undone.
     """
-    kept = best.commit
-    if _git(SOURCE, "log", "-1", "--format=%s", kept).endswith(_SNAPSHOT):
-        kept += "^"
-    base = _git(SOURCE, "merge-base", arm.commit, kept)
-    return base == _git(SOURCE, "rev-parse", kept)
+    merged = _git(SOURCE, "merge-tree", "--write-tree", arm.commit, best.commit)
+    return merged == _git(SOURCE, "rev-parse", f"{arm.commit}^{{tree}}")
 
 
 def snapshot() -> str:
@@ -242,8 +238,7 @@ def snapshot() -> str:
     new = _git(SOURCE, "ls-files", "--others", "--exclude-standard", "gpt2", "configs")
     if new:
         raise UserError(f"git does not know {new.split()[0]} yet", "Use git add")
-    taken = _git(SOURCE, "stash", "create", _SNAPSHOT)
-    return taken or _git(SOURCE, "rev-parse", "HEAD")
+    return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
 
 
 def check_out(arm: Arm, root: Path) -> Path:

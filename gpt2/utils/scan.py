@@ -69,16 +69,17 @@ def report(
     batches of a validation; their quotient is logged. An auxiliary loss has a `weight`: so many
     times its total, summed over tokens, is differentiated with the loss, and not logged in it.
     """
-
-    def only(before: Tree, sums: Tree) -> Tree:
-        if before is not None:
-            raise ValueError(f"{'/'.join(module.path)} reports {name} twice")
-        return sums
-
     # What is only logged gives no gradient: 0 times that of a root at 0 is NaN.
     auxiliary = jnp.float32(weight * total if weight else 0.0)
     logged = jax.lax.stop_gradient((jnp.float32(total), jnp.float32(count)))
-    module.sow(METRICS, name, (*logged, auxiliary), only, lambda: None)
+
+    def nothing() -> Tree:
+        return jax.tree.map(jnp.zeros_like, (*logged, auxiliary))
+
+    def add(before: Tree, sums: Tree) -> Tree:  # of a module that is called twice
+        return jax.tree.map(jnp.add, before, sums)
+
+    module.sow(METRICS, name, (*logged, auxiliary), add, nothing)
 
 
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
