@@ -96,8 +96,7 @@ def main() -> int:
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)
-    # Model, loss, optimizer and steps, as `make_program` names them above.
-    program = make_program(config, devices)
+    program = make_program(config, devices)  # model, loss, optimizer and steps: above
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
@@ -193,7 +192,8 @@ def train(run: Run, state: TrainState, start: int) -> int:
                         reporter.write(step, tasks.score(state.eval_params))
                 if saves:
                     save(scores if validates else None)
-            scores = scores or score()  # the run was killed after its last checkpoint
+            if not scores:  # the run was killed after its last checkpoint
+                scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
         except Exception:  # of what is no step: validation, tasks, reading

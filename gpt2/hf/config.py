@@ -9,9 +9,8 @@ from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json
 
-_MOST = (
-    2**24
-)  # of any size: a model of more would fill the memory before its weights are looked at
+# Of any size: more would fill the memory before weights are looked at.
+_MOST = 2**24
 # By the rope_type of Hugging Face, the numbers that `model.rope_scaling` has fixed.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},

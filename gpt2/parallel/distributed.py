@@ -89,7 +89,8 @@ def ends_together() -> Iterator[None]:
         told = "".join(traceback.format_exception(error))
         if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
             told = "error: another process of this run has ended; the same commands continue"
-        leave(*(describe_end(error) or (told, 1)))
+        message, code = describe_end(error) or (told, 1)
+        leave(message, code)
 
 
 def _find_launcher() -> str | None:
