@@ -1,7 +1,7 @@
 """Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
 Each block gives products that are large enough for all threads (docs/performance.md, XLA:CPU note
-10), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
+8), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
 computes the scores again, as FlashAttention does (Dao et al. 2022, algorithm 4). The formula takes
 a quarter of a step of 124M on two cores, half of it for scores above the diagonal.
 
@@ -178,7 +178,7 @@ def _backward(groups, by_head, *, blocks, how):
     """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`, and sinks `[g]`.
 
     Scores, masks and the queries' gradient are transposed, keys by queries: products then take
-    their operands as they lie in memory (docs/performance.md, XLA:CPU notes 9 and 10).
+    their operands as they lie in memory (docs/performance.md, XLA:CPU notes 7 and 8).
     """
     q, k, k_transposed, v, out, dout, log_normaliser = groups
     dtype = dout.dtype

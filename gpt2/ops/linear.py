@@ -1,7 +1,7 @@
 """The linear map, and the nonlinearity before it, with their own backward rules.
 
 y = x w, dx = dy w^T and dw = x^T dy are direct products, so that each result has the layout in
-which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 4): one
+which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 3): one
 of the gradients that JAX derives is, which takes a third of a step of 124M on two cores.
 """
 
@@ -171,7 +171,7 @@ def _linear_bwd(how, residuals, dy):
     dy = dy.reshape(*x.shape[: len(rows)], *kernel.shape[contracted:])
     outputs = range(len(rows), dy.ndim)
     if how.activation and kept is None:
-        # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 5).
+        # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 4).
         # It stands before the product, which XLA:TPU lets compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dot(dy, kernel, outputs, range(contracted, kernel.ndim), how.result)

@@ -67,7 +67,7 @@ def _moments(x):
 
 def _norm_bwd(center, eps, dtype, variants, residuals, dy):
     x, scale, bias, mean, inverse = residuals
-    # The barrier makes XLA compute the normalised rows again (XLA:CPU note 5).
+    # The barrier makes XLA compute the normalised rows again (XLA:CPU note 4).
     if variants.norm_joins:
         x = jax.lax.optimization_barrier(x)
     else:

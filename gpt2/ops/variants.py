@@ -16,7 +16,7 @@ class Variants:
     flat: bool = False
     # Queries, keys and values are a product each: none is copied (v5e 17 %, H200 2 %).
     apart: bool = False
-    # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 6), by which
+    # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 5), by which
     # unrolled layers keep 6 % less. XLA:TPU would join a sum, or one row, with what else could join
     # the product before (v5e 6 %).
     ones_for_bias: int = 0
