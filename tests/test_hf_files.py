@@ -121,6 +121,8 @@ def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path)
     hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
     for file in (tmp_path / "out").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    # The umask's, also of what safetensors writes.
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
     with pytest.raises(UserError, match="no place for 3 of"):
         hf.save(tmp_path / "more", cfg, params | {"gate": np.zeros(3)})
 

@@ -229,6 +229,14 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
         resume(data | {"tokenizer": f"{tmp_path}/2.json"})
 
 
+def test_another_text_is_no_other_tokenizer_though_it_makes_one(tmp_path, begun):
+    begin, resume = begun
+    begin(data_at(tmp_path / "here", tokenizer="char"))
+    other = data_at(tmp_path / "other", [*DOCUMENTS, "~"], tokenizer="char")
+    with pytest.raises(UserError, match=r"text that data\.corpus names"):
+        resume(other)
+
+
 ENDLESS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]
 
 

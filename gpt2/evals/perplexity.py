@@ -22,7 +22,8 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
     """Scores the validation split of a corpus, just as training does, of a mixture by part."""
     dataset = prepare(data)
     if dataset.own:
-        raise UserError(f"{data.corpus} gives batches, and no text to score")
+        how = "Name a text, --corpus=text:FILE, or other --tasks"
+        raise UserError(f"{data.corpus} gives batches, and no text to score", how)
     if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
         raise UserError(
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"

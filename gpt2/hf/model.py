@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,7 +130,10 @@ def save(
         files.write_json(partial / "config.json", config)
         if tokenizer is not None:
             save_tokenizer(partial, tokenizer, cfg.context_length)
-        save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
+        weights = partial / "model.safetensors"
+        save_file(arrays, weights, metadata={"format": "pt"})
+        # It would be for its owner alone, whatever the umask.
+        shutil.copymode(partial / "config.json", weights)
 
 
 def require_new(directory: Path) -> None:

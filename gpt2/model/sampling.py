@@ -41,7 +41,9 @@ class Sampling:
     def __post_init__(self):
         is_warm = 0 <= self.temperature < math.inf
         if not is_warm or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(f"{self} draws no token")
+            given = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
+            how = "Give 0 or more, and top_p above 0 and up to 1"
+            raise UserError(f"{given} draws no token", how)
 
     def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
         """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
