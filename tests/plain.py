@@ -347,7 +347,8 @@ def losses_ahead(logits, targets, options, segments=None):
         for k in range(min(len(sums), len(targets) - t)):
             same = segments is None or segments[t + k] == segments[t]
             if targets[t] >= 0 and targets[t + k] >= 0 and same:
-                terms = options.z_loss, options.label_smoothing
+                z_loss = options.z_loss if k == 0 else 0.0  # of a position
+                terms = z_loss, options.label_smoothing
                 sums[k] += loss(logits[t], targets[t + k], *terms)
     return sums
 

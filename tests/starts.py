@@ -60,10 +60,13 @@ def measure(arguments, environment):
     """Returns the seconds at which each stage of one start ended."""
     with tempfile.TemporaryDirectory() as workdir:
         command = [sys.executable, "-m", "tests.starts", "run", *arguments]
+        inherited = dict(os.environ)
+        # It would compile all of Python's code at each start.
+        inherited.pop("PYTHONDONTWRITEBYTECODE", None)
         began = time.time()
         process = subprocess.Popen(
-            [*command, f"--workdir={workdir}/run", "--config.logging.log_every=1"],
-            env=os.environ | environment | {BEGAN: str(began)},
+            [*command, f"--workdir={workdir}/run", "--config.train.log_every=1"],
+            env=inherited | environment | {BEGAN: str(began)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -77,6 +80,7 @@ def measure(arguments, environment):
                 break
         process.kill()
         process.wait()
+    assert "first step" in ends, "the run ended before its first step"
     return ends
 
 

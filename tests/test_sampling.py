@@ -12,7 +12,7 @@ import pytest
 from gpt2 import generate as command
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig
+from gpt2.model import GPT, GPTConfig, KVCache
 from gpt2.model import sampling as sampling_module
 from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel.kernels import make_ops
@@ -90,6 +90,21 @@ class Halved(GPT):
 
     def _logits(self, hidden, head):
         return -super()._logits(hidden, head)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_sequence_that_outgrows_its_cache_gets_no_number(scanned):
+    config = dataclasses.replace(CFG, scan_layers=scanned)
+    model = GPT(config)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    cache = KVCache.create(config, 2, max_length=9)
+    extend = functools.partial(model.apply, params, method="extend")
+    lengths = jnp.array([8, 5])
+    for fits in (True, True), (True, True), (False, True):
+        width = 8 if cache.length[0] == 0 else 1
+        tokens = jnp.ones((2, width), jnp.int32)
+        logits, cache = extend(tokens, jnp.minimum(lengths, width), cache)
+        assert tuple(np.isfinite(logits).all(axis=1)) == fits
 
 
 def test_a_model_of_ones_own_is_what_is_sampled():

@@ -318,11 +318,10 @@ def test_losses_ahead_refuse_rows_that_end_before_them():
 
 
 def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
-    model, params, options = (
-        model_of("ahead"),
-        params_of("ahead"),
-        config_of("ahead").loss,
-    )
+    model = model_of("ahead")
+    params = params_of("ahead")
+    plain_ahead = config_of("ahead").loss
+    options = dataclasses.replace(plain_ahead, z_loss=0.1)  # counts once a position
     tokens, segments = (
         tokens_of(6),
         np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16],
@@ -337,6 +336,7 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     rows = zip(logits, np.array(targets), [options] * 2, segments, strict=True)
     wanted = np.sum([plain.losses_ahead(*row) for row in rows], axis=0)
     found = sums(params, step=jnp.int32(6))
+    found.pop("z_loss")
     assert list(found) == ["loss", "loss_ahead_2", "loss_ahead_3"]
     np.testing.assert_allclose(
         [total for total, _ in found.values()], wanted, rtol=1e-6
@@ -347,11 +347,15 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     for b, t, k in itertools.product(range(2), range(16), (1, 2)):
         if t + k < 16 and targets[b, t] >= 0 and segments[b, t] == segments[b, t + k]:
             further[k][b, t] = targets[b, t + k]
-    each = [jax.grad(lambda p, f=f: sums(p, f)["loss"][0])(params) for f in further]
+    each = [
+        jax.grad(lambda p, x=x: sums(p, *x)["loss"][0])(params)
+        for x in zip(further, [options, plain_ahead, plain_ahead], strict=True)
+    ]
     weighted = jax.tree.map(lambda a, b, c: a + b / 8 + c / 16, *each)
     gradient = jax.grad(lambda p: sums(p, step=jnp.int32(6))["loss"][0])(params)
     chex.assert_trees_all_close(gradient, weighted, rtol=1e-5, atol=1e-5)
-    assert sums(params)["loss"] == found["loss"] and len(sums(params)) == 1
+    assert sums(params)["loss"] == found["loss"]
+    assert set(sums(params)) == {"loss", "z_loss"}
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,15 @@ class GPT(nn.Module):
         Args:
             tokens: [B, T] int32, padded on the right.
             num_new: [B] int32, how many of the T are real, at least 1.
-            cache: what came before.
+            cache: what came before, with room for T more.
 
         Returns:
-            The logits [B, V] after each sequence's last real token, and the longer cache.
+            The logits [B, V] after each sequence's last real token, NaN where there was no room,
+            and the longer cache.
         """
         chex.assert_shape([num_new, cache.length], (tokens.shape[0],))
+        capacity = jax.tree.leaves(cache.layers)[0].shape[-2]
+        has_room = cache.length + tokens.shape[1] <= capacity
         flow = _flow(tokens, None, True)
         positions = flow.positions + cache.length[:, None]
         flow = flow.replace(positions=positions, cached=cache.last)
@@ -186,7 +189,8 @@ class GPT(nn.Module):
         )
         # The head unpadded: padding would copy it at every token.
         hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)
-        return self._logits(hidden, self._head())[:, 0], cache
+        logits = self._logits(hidden, self._head())[:, 0]
+        return jnp.where(has_room[:, None], logits, jnp.nan), cache
 
     @nn.compact
     def _hidden(

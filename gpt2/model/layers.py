@@ -111,28 +111,26 @@ class Norm(nn.Module):
     Attributes:
         config: gives the kind, and the types.
         ops: what it computes with.
-        axis: name of the axis that is normalised.
         kind: `layernorm` or `rmsnorm`, if not that of `config`.
+        axis: name of the parameters' axis.
     """
 
     config: GPTConfig
     ops: Ops
-    axis: str = "norm"
     kind: str = ""
+    axis: str = "norm"
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of `x` `[..., D]`; returns it in the compute type."""
         cfg = self.config
-        width = cfg.embed_dim if self.axis == "norm" else cfg.head_size
-        chex.assert_axis_dimension(x, -1, width)
+        shape = x.shape[-1:]
+        axes = (self.axis,)
         center = (self.kind or cfg.norm) == "layernorm"
-        scale = named_param(self, "scale", nn.initializers.ones, (width,), (self.axis,))
+        scale = named_param(self, "scale", nn.initializers.ones, shape, axes)
         bias = None
         if center and cfg.bias:
-            bias = named_param(
-                self, "bias", nn.initializers.zeros, (width,), (self.axis,)
-            )
+            bias = named_param(self, "bias", nn.initializers.zeros, shape, axes)
         return self.ops.norm(
             x, scale, bias, center=center, eps=cfg.norm_eps, dtype=cfg.compute_dtype
         )

@@ -126,8 +126,10 @@ def _loss_of_logits(
             real_logits = logits[..., : model.config.vocab_size]
             term = extra.term(real_logits, log_normaliser, at_targets)
             if term is not None:
-                losses += term
-                of_first = jnp.where(is_real, term, 0.0)[..., 0]
+                # A term of the position counts once, with its first target.
+                missing = targets.shape[2] - term.shape[2]
+                losses += jnp.pad(term, ((0, 0), (0, 0), (0, missing)))
+                of_first = jnp.where(is_real[..., 0], term[..., 0], 0.0)
                 found[extra.option] = of_first.sum(), counts[0]
         totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
         lost = jnp.float32(0.0)

@@ -18,6 +18,6 @@ class QKNorm(Ingredient):
         """Normalises both."""
         cfg = self.config
         ops = attention.ops
-        q = Norm(cfg, ops, "head_size", "rmsnorm", name="q_norm")(heads.q)
-        k = Norm(cfg, ops, "head_size", "rmsnorm", name="k_norm")(heads.k)
+        q = Norm(cfg, ops, "rmsnorm", "head_size", name="q_norm")(heads.q)
+        k = Norm(cfg, ops, "rmsnorm", "head_size", name="k_norm")(heads.k)
         return heads._replace(q=q, k=k)
