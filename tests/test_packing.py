@@ -331,14 +331,6 @@ def test_segments_of_some_batches_alone_are_refused(step):
         own.batch(step)
 
 
-@pytest.mark.parametrize("nothing", [None, 5])
-def test_a_function_that_returns_no_iterable_is_refused(nothing):
-    own = OwnBatches("python:a:b", lambda split: nothing, (4, 16), 64)
-    for take in (lambda: own.batch(1), lambda: next(own.validation(4))):
-        with pytest.raises(UserError, match=r"returns no batches .* is not iterable"):
-            take()
-
-
 def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
     mask = ROWS > 20
     for kind in (np.uint8, np.int64, np.uint64, np.float32):

@@ -14,11 +14,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from gpt2.data.foreign import File, find_files, fingerprint, reading, total_size
+from gpt2.data.foreign import File, find_files, fingerprint, total_size
 from gpt2.errors import UserError, warn
+from gpt2.utils.files import reading
 from gpt2.utils.stores import at_hand
 
 if TYPE_CHECKING:
@@ -86,9 +88,9 @@ def _pystdlib(_: str) -> Corpus:
     # site-packages may hold ten times as many files.
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files: list[Path] = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, _names in os.walk(root):
         folders[:] = set(folders) - excluded
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
+        files += Path(folder).glob("*.py")
     files.sort()
 
     def documents() -> Iterator[str]:
@@ -165,71 +167,61 @@ def _python(argument: str) -> Corpus:
     return Corpus(fingerprint([source], "python", argument), documents)
 
 
-def _jsonl(argument: str) -> Corpus:
-    """Each line of *.jsonl, also as .gz or .zst, is an object whose FIELD is a document."""
+def _files(
+    argument: str, kind: str, read: Callable[[str, Path, str], Iterator[str]]
+) -> Corpus:
+    """What `read` finds under FIELD in each file of `GLOB#FIELD`."""
     pattern, field = _place_and_field(argument)
     files = find_files(pattern)
-    how = "Each line must be an object with text: jsonl:GLOB#FIELD"
 
     def documents() -> Iterator[str]:
-        import pyarrow
-
         for file in files:
-            with reading(file):
-                # It is decompressed as its name tells.
-                stream = pyarrow.input_stream(str(at_hand(file)), buffer_size=1 << 20)
-                for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
-                    if not line.strip():
-                        continue
-                    with reading(f"{file}:{number}", how):
-                        text = json.loads(line)[field]
-                        if not isinstance(text, str):
-                            raise TypeError(f"{field!r} is no text")
-                    yield text
+            yield from read(str(file), at_hand(file), field)
 
-    return Corpus(fingerprint(files, "jsonl", field), documents, total_size(files))
+    return Corpus(fingerprint(files, kind, field), documents, total_size(files))
 
 
-def _parquet(argument: str) -> Corpus:
-    """Each row's COLUMN is a document."""
-    pattern, column = _place_and_field(argument)
-    files = find_files(pattern)
+def _json_texts(name: str, path: Path, field: str) -> Iterator[str]:
+    """Each line of *.jsonl, also as .gz or .zst, is an object whose FIELD is a document."""
+    import pyarrow
 
-    def documents() -> Iterator[str]:
-        opened = ((str(file), at_hand(file)) for file in files)
-        return _parquet_texts(opened, column)
+    how = "Each line must be an object with text: jsonl:GLOB#FIELD"
+    with reading(name):
+        stream = pyarrow.input_stream(str(path))  # decompressed as its name tells
+        for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
+            if not line.strip():
+                continue
+            with reading(f"{name}:{number}", how):
+                text = json.loads(line)[field]
+                if not isinstance(text, str):
+                    raise TypeError(f"{field!r} is no text")
+            yield text
 
-    return Corpus(fingerprint(files, "parquet", column), documents, total_size(files))
 
-
-def _parquet_texts(
-    files: Iterable[tuple[str, Path | IO[bytes]]], column: str
-) -> Iterator[str]:
-    """Yields a column of Parquet files, (name, file). Rows that are null are empty texts."""
+def _parquet_texts(name: str, file: Path | IO[bytes], column: str) -> Iterator[str]:
+    """Each row's COLUMN of a Parquet file is a document. Rows that are null are empty texts."""
     import pyarrow.parquet
 
-    for name, file in files:
-        with reading(name, "Give Parquet files"):
-            table = pyarrow.parquet.ParquetFile(file)
-            if column not in table.schema_arrow.names:
-                names = ", ".join(table.schema_arrow.names)
-                raise UserError(
-                    f"{name} has no column {column!r}", f"Write one behind #: {names}"
-                )
-            missing = 0
-            for batch in table.iter_batches(batch_size=1024, columns=[column]):
-                texts = batch.column(0)
-                missing += texts.null_count
-                for text in texts.to_pylist():
-                    if not isinstance(text, str | None):
-                        raise UserError(
-                            f"column {column!r} of {name} holds no text",
-                            "Choose another",
-                        )
-                    yield text or ""
-            if missing:
-                rows = f"{missing:,} of {table.metadata.num_rows:,} rows of {name}"
-                _warn_once(f"{rows} are null in {column!r}, and left out")
+    with reading(name, "Give Parquet files"):
+        table = pyarrow.parquet.ParquetFile(file)
+        if column not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            raise UserError(
+                f"{name} has no column {column!r}", f"Write one behind #: {names}"
+            )
+        missing = 0
+        for batch in table.iter_batches(batch_size=1024, columns=[column]):
+            texts = batch.column(0)
+            missing += texts.null_count
+            for text in texts.to_pylist():
+                if not isinstance(text, str | None):
+                    raise UserError(
+                        f"column {column!r} of {name} holds no text", "Choose another"
+                    )
+                yield text or ""
+        if missing:
+            rows = f"{missing:,} of {table.metadata.num_rows:,} rows of {name}"
+            _warn_once(f"{rows} are null in {column!r}, and left out")
 
 
 def _hugging_face(argument: str) -> Corpus:
@@ -242,9 +234,8 @@ def _hugging_face(argument: str) -> Corpus:
         with reading(f"hf:{name}", _OFFLINE):
             hub = HfFileSystem()
             folder = _hub_folder(hub, name, column)
-            paths = sorted(map(str, hub.ls(folder, detail=False)))
-            opened = ((path, hub.open(path)) for path in paths)
-            yield from _parquet_texts(opened, column)
+            for path in sorted(map(str, hub.ls(folder, detail=False))):
+                yield from _parquet_texts(path, hub.open(path), column)
 
     return Corpus(f"hf-{name}-{column}", documents)
 
@@ -261,10 +252,8 @@ def _hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
     subset = "/".join(parts[2:])
     root = f"datasets/{repository}@refs/convert/parquet"
     subsets = [name for name in names_in(root) if not name.startswith(".")]
-    if not subset and len(subsets) == 1:
-        (subset,) = subsets
-    if not subset and "default" in subsets:
-        subset = "default"
+    if not subset:
+        subset = subsets[0] if len(subsets) == 1 else "default"
     if subset not in subsets:
         told = f"{len(subsets)} subsets: {', '.join(subsets[:20])}"
         how = f"Name one of them: hf:{repository}/SUBSET#{column}"
@@ -334,8 +323,11 @@ READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
     "pystdlib": ("pystdlib", _pystdlib),
     "sotu": ("sotu", _sotu),
     "text": ("text:GLOB", _text),
-    "jsonl": ("jsonl:GLOB#FIELD", _jsonl),
-    "parquet": ("parquet:GLOB#COLUMN", _parquet),
+    "jsonl": ("jsonl:GLOB#FIELD", partial(_files, kind="jsonl", read=_json_texts)),
+    "parquet": (
+        "parquet:GLOB#COLUMN",
+        partial(_files, kind="parquet", read=_parquet_texts),
+    ),
     "tfds": ("tfds:NAME#FEATURE", _tfds),
     "hf": ("hf:OWNER/NAME[/SUBSET]#COLUMN", _hugging_face),
     "python": ("python:MODULE:FUNCTION", _python),

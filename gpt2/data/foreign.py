@@ -1,37 +1,20 @@
-"""Files that others have made: how they are found, told apart by their content, and read."""
+"""Files that others have made: how they are found, and told apart by their content."""
 
-import contextlib
 import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpt2.errors import UserError
+from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote, find, is_url
 
 # Files of up to this size in all are hashed at every start; of more, size and time count.
 _HASHED_BYTES = 1 << 26
 
 File = Path | Remote
-
-
-@contextlib.contextmanager
-def reading(
-    what: object, how: str = "Leave it out, mend it or convert it to UTF-8"
-) -> Iterator[None]:
-    """Tells in one line what goes wrong while `what` is read.
-
-    Libraries raise all kinds of errors at a damaged file, so that every kind is caught.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise UserError(f"{what} cannot be read ({told})", how) from error
 
 
 def find_files(pattern: str) -> Sequence[File]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from gpt2.data.corpus import import_function
-from gpt2.data.foreign import reading
 from gpt2.data.loader import ALL_ROWS, IGNORED, Batch
 from gpt2.errors import UserError
+from gpt2.utils.files import reading
 
 KEPT = 16  # states, which is more than batches are read ahead
 
@@ -86,7 +86,7 @@ class OwnBatches:
     def validation(self, num_rows: int) -> Iterator[Batch]:
         """Yields the batches held out, so many rows at a time."""
         is_empty = True
-        for found in self._iterate(self._make(split="validation")):
+        for found in self._make(split="validation"):
             is_empty = False
             batch = self._enter(found, may_be_short=True)
             for start in range(0, self._shape[0], num_rows):
@@ -95,17 +95,11 @@ class OwnBatches:
         if is_empty:
             raise UserError(f"{self._corpus} gives no batches for validation")
 
-    def _iterate(self, source: Iterable[object]) -> Iterator[object]:
-        try:
-            return iter(source)
-        except TypeError as error:
-            raise UserError(f"{self._corpus} returns no batches ({error})") from error
-
     def _begin(self, state: str = "") -> None:
         source = self._make(split="train")
         if state and hasattr(source, "load_state_dict"):
             source.load_state_dict(pickle.loads(base64.b64decode(state)))
-        self._iterator = self._iterate(source)
+        self._iterator = iter(source)
         if state and hasattr(self._iterator, "set_state"):
             self._iterator.set_state(pickle.loads(base64.b64decode(state)))
         states = getattr(source, "state_dict", None)

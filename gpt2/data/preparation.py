@@ -166,6 +166,13 @@ def write(wanted: Wanted) -> Dataset:
             dataset = index(source, data, partial)
         else:
             dataset = write_splits(source, data, partial)
+        for name in data.splits:
+            if dataset.splits[name].num_tokens < 2:
+                raise UserError(
+                    f"data.val_fraction={data.val_fraction} leaves no token to predict in the "
+                    f"{name} split of data.corpus={data.corpus}",
+                    "Choose another fraction, or a longer text",
+                )
         if resolve(data).place != wanted.place:
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(
@@ -189,9 +196,7 @@ def _seal(dataset: Dataset) -> None:
     # A kill leaves these.
     for name in (PROGRESS, FACTS):
         digests.pop(name, None)
-    splits = dict[str, dict]()
-    for name, split in dataset.splits.items():
-        splits[name] = dataclasses.asdict(split)
+    splits = {name: dataclasses.asdict(each) for name, each in dataset.splits.items()}
     facts = {"dtype": dataset.dtype, "splits": splits, "files": digests}
     files.write_json(directory / FACTS, files.seal(facts))
     files.sync_tree(directory)

@@ -12,11 +12,12 @@ import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.dataset import Dataset
-from gpt2.data.foreign import File, find_files, fingerprint, reading
+from gpt2.data.foreign import File, find_files, fingerprint
 from gpt2.data.tokenizer import build, is_path
 from gpt2.data.tokens import Shard, Split, TokenStream
 from gpt2.errors import UserError
-from gpt2.utils.stores import at_hand, find, is_url
+from gpt2.utils.files import reading
+from gpt2.utils.stores import at_hand, find
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
@@ -87,11 +88,6 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
     splits = dict[str, Split]()
     for name, shards in ready.shards.items():
         stream = TokenStream(shards, ready.dtype)
-        if name in data.splits and len(stream) < 2:
-            raise UserError(
-                f"the {name} split of data.corpus has no token to predict",
-                "Choose another --config.data.val_fraction",
-            )
         split = Split(num_tokens=len(stream), crc32=stream.crc32(), shards=shards)
         for _, tokens in stream.chunks():
             largest = int(tokens.view(np.uint32).max())
@@ -115,8 +111,7 @@ def _refuse_characters(files: Sequence[File]) -> None:
     """Refuses nanoGPT's tokens that are characters, which a file beside them tells."""
     for place in {str(file).rpartition("/")[0] for file in files}:
         meta = f"{place}/meta.pkl"
-        exists = find(meta) if is_url(meta) else Path(meta).exists()
-        if exists:
+        if find(meta):
             raise UserError(
                 f"{meta} gives the tokens beside it another meaning",
                 f"Use text:{place}/input.txt and --config.data.tokenizer=char",

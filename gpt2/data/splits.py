@@ -17,15 +17,14 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from gpt2.config import DataConfig
-from gpt2.config.run import tokens_by_name
 from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
-from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import Split, TokenStream, TokenWriter, load_splits
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 from gpt2.utils.cluster import open_pool
+from gpt2.utils.files import reading
 from gpt2.utils.stores import at_hand
 from gpt2.utils.text import format_count
 
@@ -47,76 +46,11 @@ class Part(NamedTuple):
 
     split: str
     text: str
-    document: int  # its number in the corpus
     starts_document: bool
 
 
-class Measured(NamedTuple):
-    """A document with text."""
-
-    number: int  # in the corpus
-    document: Document
-    position: float  # in [0, 1), by a hash of its content
-    size: int  # bytes
-
-
+# With its tokens, and the bytes of it that they do not give back.
 Encoded = tuple[Part, np.ndarray, int]
-
-
-@dataclasses.dataclass
-class Progress:
-    """How far a preparation is: after so many parts of a document."""
-
-    splits: dict[str, Split]
-    document: int = 0  # its number
-    parts: int = 0
-    text_crc32: int = 0  # of the last part's text
-    tokenizer_crc32: int = 0  # of its file
-    dtype: str = ""  # of stored tokens
-
-    @classmethod
-    def load(cls, directory: Path) -> "Progress | None":
-        """Returns what a directory tells of a preparation that was cut, if it does."""
-        tree = files.read_sealed(directory / PROGRESS)
-        if tree is None:
-            return None
-        return cls(**tree | {"splits": load_splits(tree["splits"])})
-
-    def save(self, directory: Path) -> None:
-        """Brings all that is written to the disk, and then what says that it is there."""
-        files.sync_tree(directory)
-        files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
-
-    def sum(self, count: str) -> int:
-        """Returns a count of both splits."""
-        return sum(getattr(split, count) for split in self.splits.values())
-
-    def find_damage(self, directory: Path) -> str:
-        """Says what a directory does not hold as it was written, or nothing."""
-        try:
-            tokenizer = (directory / TOKENIZER).read_bytes()
-            if zlib.crc32(tokenizer) != self.tokenizer_crc32:
-                return f"{TOKENIZER} was altered"
-            for name, split in self.splits.items():
-                stream = TokenStream(split.shards, self.dtype, directory)
-                if stream.crc32() != split.crc32:
-                    return f"tokens of {name} were altered"
-        except (OSError, UserError) as error:
-            return str(error)
-        return ""
-
-    def add(self, part: Part, num_lost: int) -> None:
-        """Counts a part whose tokens have been written."""
-        text = part.text.encode("utf-8")
-        split = self.splits[part.split]
-        split.num_bytes += len(text)
-        split.num_documents += part.starts_document
-        split.num_lost += num_lost
-        if part.document != self.document:
-            self.document = part.document
-            self.parts = 0
-        self.parts += 1
-        self.text_crc32 = zlib.crc32(text)
 
 
 def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
@@ -166,40 +100,69 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
                 share = progress.sum("num_bytes") / corpus.num_bytes
                 line += f", {share:.0%} of the text"
             tell(line, sys.stdout)
-    splits = progress.splits
-    if min(splits[name].num_tokens for name in data.splits) < 2:
-        raise UserError(
-            f"data.val_fraction={data.val_fraction} leaves a split of "
-            f"data.corpus={data.corpus!r} empty: it holds {progress.sum('num_bytes')} bytes",
-            "Choose a longer text, more documents that differ, or another fraction",
-        )
-    _warn_of_small_text(data, tokenizer, progress, many_documents=documents.many)
     if damage := progress.find_damage(directory):
         (directory / PROGRESS).unlink(missing_ok=True)
         raise UserError(
             f"{directory} does not hold what was written ({damage})",
             "Repeat the command, or name another disk by --config.data.data_dir",
         )
-    return Dataset(directory, tokenizer, splits, progress.dtype)
+    return Dataset(directory, tokenizer, progress.splits, progress.dtype)
 
 
-def _warn_of_small_text(
-    data: DataConfig, tokenizer: Tokenizer, progress: Progress, *, many_documents: bool
-) -> None:
-    """Warns where a text gives fewer tokens, or holds out more, than was asked for."""
-    asked = tokens_by_name(data.tokenizer)
-    if tokenizer.vocab_size < asked:
-        warn(
-            f"{data.corpus} is small: its vocabulary has {tokenizer.vocab_size:,} tokens, not "
-            f"{asked:,}; README says what suits it"
-        )
-    held_out = progress.splits["validation"].num_documents
-    number = progress.sum("num_documents")
-    if many_documents and held_out > 2 * data.val_fraction * number:
-        warn(
-            f"{held_out:,} of {number:,} documents of {data.corpus} are held out, which is more "
-            f"than data.val_fraction={data.val_fraction}: documents are not cut"
-        )
+# How far it is: a preparation that was cut goes on
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a preparation is: after so many parts of all documents."""
+
+    splits: dict[str, Split]
+    parts: int = 0
+    text_crc32: int = 0  # of the last part's text
+    tokenizer_crc32: int = 0  # of its file
+    dtype: str = ""  # of stored tokens
+
+    @classmethod
+    def load(cls, directory: Path) -> "Progress | None":
+        """Returns what a directory tells of a preparation that was cut, if it does."""
+        tree = files.read_sealed(directory / PROGRESS)
+        if tree is None:
+            return None
+        splits = load_splits(tree["splits"])
+        return cls(**tree | {"splits": splits})
+
+    def save(self, directory: Path) -> None:
+        """Brings all that is written to the disk, and then what says that it is there."""
+        files.sync_tree(directory)
+        files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
+
+    def sum(self, count: str) -> int:
+        """Returns a count of both splits."""
+        return sum(getattr(split, count) for split in self.splits.values())
+
+    def find_damage(self, directory: Path) -> str:
+        """Says what a directory does not hold as it was written, or nothing."""
+        try:
+            tokenizer = (directory / TOKENIZER).read_bytes()
+            if zlib.crc32(tokenizer) != self.tokenizer_crc32:
+                return f"{TOKENIZER} was altered"
+            for name, split in self.splits.items():
+                stream = TokenStream(split.shards, self.dtype, directory)
+                if stream.crc32() != split.crc32:
+                    return f"tokens of {name} were altered"
+        except (OSError, UserError) as error:
+            return str(error)
+        return ""
+
+    def add(self, part: Part, num_lost: int) -> None:
+        """Counts a part whose tokens have been written."""
+        text = part.text.encode("utf-8")
+        split = self.splits[part.split]
+        split.num_bytes += len(text)
+        split.num_documents += part.starts_document
+        split.num_lost += num_lost
+        self.parts += 1
+        self.text_crc32 = zlib.crc32(text)
 
 
 def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator[Part]]:
@@ -210,11 +173,12 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
     if damage:
         warn(f"{directory} is damaged ({damage}), and is begun anew")
     elif progress:
-        parts = documents.parts(progress.document)
+        parts = documents.parts()
         for part in itertools.islice(parts, progress.parts):
             text = part.text
         if zlib.crc32(text.encode()) == progress.text_crc32:
-            tell(f"going on after document {progress.document:,}", sys.stdout)
+            number = progress.sum("num_documents")
+            tell(f"going on after document {number:,}", sys.stdout)
             return progress, parts
     for path in directory.iterdir():
         path.unlink()
@@ -222,11 +186,15 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
     return Progress(splits), documents.parts()
 
 
-def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:
-    """Yields what a vocabulary is made from. Validation may lack no character of `char`."""
-    for part in parts:
-        if part.split == "train" or tokenizer == "char":
-            yield part.text
+# Documents -> parts
+
+
+class Measured(NamedTuple):
+    """A document with text."""
+
+    document: Document
+    position: float  # in [0, 1), by a hash of its content
+    size: int  # bytes
 
 
 class Documents:
@@ -246,35 +214,102 @@ class Documents:
         if self.many and corpus.num_bytes:
             self._held_out = _weigh(self._read(), data.val_fraction)
 
-    def parts(self, start: int = 0) -> Iterator[Part]:
-        """Yields the parts of all documents from number `start` on."""
+    def parts(self) -> Iterator[Part]:
+        """Yields the parts of all documents."""
         if not self.many:
             yield from _split_text(self._first, self._data.val_fraction)
             return
-        for number, document, position, _ in self._read(start):
+        for document, position, _ in self._read():
             is_held_out = position < self._data.val_fraction
             if self._held_out:
                 is_held_out = position in self._held_out
             split = "validation" if is_held_out else "train"
             for index, text in enumerate(read_parts(document)):
-                yield Part(split, text, number, starts_document=index == 0)
+                yield Part(split, text, starts_document=index == 0)
 
-    def _read(self, start: int = 0) -> Iterator[Measured]:
-        unique = self._data.unique
-        first = 0 if unique else start
+    def _read(self) -> Iterator[Measured]:
         seen = set[bytes]()  # takes a hundred bytes for each document
-        documents = itertools.islice(self._corpus.documents(), first, None)
-        for number, document in enumerate(documents, first):
+        for document in self._corpus.documents():
             digest, size = _measure(document)
-            if not size:
+            if not size or digest in seen:
                 continue
-            if digest in seen:
-                continue
-            if unique:
+            if self._data.unique:
                 seen.add(digest)
-            if number >= start:
-                position = int.from_bytes(digest[:6]) / 2**48
-                yield Measured(number, document, position, size)
+            position = int.from_bytes(digest[:6]) / 2**48
+            yield Measured(document, position, size)
+
+
+def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
+    """Returns the positions of the documents that make up `val_fraction` of all bytes.
+
+    It takes documents in order of position, as far as they fit, the smallest if none fits. A share
+    of the documents is any share of the bytes where they are few; many give an empty set.
+    """
+    sizes = defaultdict[float, int](int)  # of equal documents, their sum
+    for count, each in enumerate(documents, 1):
+        if count > WEIGHED:
+            return set()
+        sizes[each.position] += each.size
+    left = val_fraction * sum(sizes.values())
+    chosen = set[float]()
+    for position in sorted(sizes):
+        if sizes[position] <= left:
+            chosen.add(position)
+            left -= sizes[position]
+    # The first of the smallest ones.
+    return chosen or {min(sorted(sizes), key=sizes.__getitem__)}
+
+
+def _measure(document: Document) -> tuple[bytes, int]:
+    """Returns the SHA-256 of a document's text, and its bytes."""
+    digest = hashlib.sha256()
+    size = 0
+    for text in read_parts(document):
+        content = text.encode("utf-8")
+        digest.update(content)
+        size += len(content)
+    return digest.digest(), size
+
+
+def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
+    """Splits as nanoGPT does: the first characters for training, the last ones for validation."""
+    num_characters = sum(len(text) for text in read_parts(document))
+    num_train = int(num_characters * (1 - val_fraction))
+    position = 0
+    for text in read_parts(document):
+        cut = max(num_train - position, 0)
+        if text[:cut]:
+            yield Part("train", text[:cut], starts_document=position == 0)
+        if text[cut:]:
+            starts = position <= num_train
+            yield Part("validation", text[cut:], starts_document=starts)
+        position += len(text)
+
+
+def read_parts(document: Document) -> Iterator[str]:
+    """Yields a document's text in parts whose tokens, joined, are the document's."""
+    left = ""
+    with reading(document), _open_text(document) as stream:
+        while chunk := stream.read(PART_CHARACTERS):
+            left += chunk
+            if len(left) >= PART_CHARACTERS:
+                found = PART_END.match(left)
+                end = found.end() if found else len(left)
+                yield left[:end]
+                left = left[end:]
+    if left:
+        yield left
+
+
+def _open_text(document: Document) -> TextIO:
+    if isinstance(document, str):
+        # JSON and Python can spell half a surrogate pair, which UTF-8 cannot.
+        text = document.encode("utf-8", "replace").decode("utf-8")
+        return io.StringIO(text, newline="")
+    return open(at_hand(document), encoding="utf-8-sig", newline="")
+
+
+# Parts -> tokens
 
 
 def encode_in_parallel(
@@ -301,33 +336,6 @@ def encode_in_parallel(
             yield from waiting.popleft().result()
 
 
-def read_parts(document: Document) -> Iterator[str]:
-    """Yields a document's text in parts whose tokens, joined, are the document's."""
-    if isinstance(document, str):
-        # JSON and Python can spell half a surrogate pair, which UTF-8 cannot.
-        text = document.encode("utf-8", "replace").decode("utf-8")
-        yield from _cut(io.StringIO(text, newline=""))
-        return
-    with (
-        reading(document),
-        open(at_hand(document), encoding="utf-8-sig", newline="") as stream,
-    ):
-        yield from _cut(stream)
-
-
-def _cut(stream: TextIO) -> Iterator[str]:
-    left = ""
-    while chunk := stream.read(PART_CHARACTERS):
-        left += chunk
-        if len(left) >= PART_CHARACTERS:
-            found = PART_END.match(left)
-            end = found.end() if found else len(left)
-            yield left[:end]
-            left = left[end:]
-    if left:
-        yield left
-
-
 def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
     group = list[Part]()
     size = 0
@@ -341,48 +349,8 @@ def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
     yield group
 
 
-def _measure(document: Document) -> tuple[bytes, int]:
-    """Returns the SHA-256 of a document's text, and its bytes."""
-    digest = hashlib.sha256()
-    size = 0
-    for text in read_parts(document):
-        content = text.encode("utf-8")
-        digest.update(content)
-        size += len(content)
-    return digest.digest(), size
-
-
-def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
-    """Returns the positions of the documents that make up `val_fraction` of all bytes.
-
-    It takes documents in order of position, as far as they fit, the smallest if none fits. A share
-    of the documents is any share of the bytes where they are few; many give an empty set.
-    """
-    sizes = defaultdict[float, int](int)  # of equal documents, their sum
-    for count, each in enumerate(documents, 1):
-        if count > WEIGHED:
-            return set()
-        sizes[each.position] += each.size
-    left = val_fraction * sum(sizes.values())
-    chosen = set[float]()
-    for position in sorted(sizes):
-        if sizes[position] <= left:
-            chosen.add(position)
-            left -= sizes[position]
-    # The first of the smallest ones.
-    return chosen or {min(sorted(sizes), key=sizes.__getitem__)}
-
-
-def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:
-    """Splits as nanoGPT does: the first characters for training, the last ones for validation."""
-    num_characters = sum(len(text) for text in read_parts(document))
-    num_train = int(num_characters * (1 - val_fraction))
-    position = 0
-    for text in read_parts(document):
-        cut = max(num_train - position, 0)
-        if text[:cut]:
-            yield Part("train", text[:cut], 0, starts_document=position == 0)
-        if text[cut:]:
-            starts = position <= num_train
-            yield Part("validation", text[cut:], 0, starts_document=starts)
-        position += len(text)
+def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:
+    """Yields what a vocabulary is made from. Validation may lack no character of `char`."""
+    for part in parts:
+        if part.split == "train" or tokenizer == "char":
+            yield part.text

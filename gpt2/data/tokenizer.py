@@ -20,9 +20,9 @@ import tiktoken
 
 from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
-from gpt2.data.foreign import reading
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.utils import files
+from gpt2.utils.files import reading
 from gpt2.utils.stores import fetch_file
 
 # Characters that a `bpe:SIZE` vocabulary is trained on, at most
@@ -34,10 +34,8 @@ GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
     r"""|\s++$|\s+(?!\S)|\s"""
 )
-GPT2_FILES = {
-    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-}
+_VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
+_ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 GPT2_END_OF_TEXT = 50256
 # Of tokenizer.json files.
 END_OF_TEXTS = (
@@ -121,26 +119,23 @@ class CharTokenizer(Tokenizer):
     def __init__(self, characters: str, has_eot: bool):
         if not characters or [*characters] != sorted({*characters}):
             raise ValueError("its characters are not in order")
+        characters.encode()  # half a surrogate pair is no character
         self._characters = characters
-        self._code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
+        self._ids = {character: i for i, character in enumerate(characters)}
         self.eot = len(characters) if has_eot else None
         self.vocab_size = len(characters) + has_eot
         self.saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
 
     def encode(self, text: str) -> np.ndarray:
         """Returns a token id for each character, int32 [num_characters]; all must be known."""
-        characters = text.encode("utf-32-le", "surrogatepass")
-        code_points = np.frombuffer(characters, np.uint32)
-        ids = np.searchsorted(self._code_points, code_points)
-        found = self._code_points.take(ids, mode="clip")
-        unseen = {text[i] for i in np.flatnonzero(found != code_points)}
+        unseen = set(text) - self._ids.keys()
         if unseen:
             some = "".join(sorted(unseen))[:20]
             raise UserError(
                 f"The char tokenizer does not know {some!r}: its corpus lacks them",
                 "Use only characters of the training text, or the byte tokenizer",
             )
-        return ids.astype(np.int32)
+        return np.array([self._ids[character] for character in text], np.int32)
 
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes of the ids' characters."""
@@ -222,13 +217,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
         with reading(f"a text by {self.name}", "Give one that knows all characters"):
-            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+            (encoding,) = backend.encode_batch([text], add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         is_special = np.isin(ids, self._special)
         if not is_special.any():
             return ids
         # The model's own vocabulary holds the spelling, as Unigram's does: it is cut in two.
-        (encoding,) = backend.encode_batch([text], add_special_tokens=False)
         pieces = list[np.ndarray]()
         begin = 0
         for number in np.flatnonzero(is_special):
@@ -284,8 +278,8 @@ def gpt2_tokenizer() -> BytePairTokenizer:
         ranks = data_gym_to_mergeable_bpe_ranks(
             f"{folder}/vocab.bpe",
             f"{folder}/encoder.json",
-            GPT2_FILES["vocab.bpe"],
-            GPT2_FILES["encoder.json"],
+            _VOCAB_SHA256,
+            _ENCODER_SHA256,
         )
     return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
 
@@ -314,6 +308,8 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
     ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
+    if eot < size - 1:
+        warn(f"the text is small: its vocabulary has {eot + 1:,} tokens, not {size:,}")
     return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
 
 
@@ -335,13 +331,10 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     """Returns a string that changes whenever the tokenizer that `spec` names does."""
     if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
         return spec
-    path = fetch_file(spec)
-    if not path.is_file():
-        raise UserError(
-            f"data.tokenizer={spec!r} is neither a tokenizer nor a file",
-            "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json",
-        )
-    content = hashlib.sha256(path.read_bytes()).hexdigest()
+    how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
+    with reading(f"data.tokenizer={spec}", how):
+        path = fetch_file(spec)
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
     return f"{content} {end_of_text} {_eos_beside(path)}"
 
 
@@ -368,7 +361,6 @@ def build(
     `many_documents`, `char` has an end-of-text token between them. `end_of_text` spells that of a
     tokenizer.json.
     """
-    check_spec(spec, end_of_text)
     if spec == "gpt2":
         return gpt2_tokenizer()
     if spec == "byte":
@@ -387,10 +379,8 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
     with reading(path, how):
         match json.loads(path.read_text("utf-8")):
-            case {"kind": "gpt2"}:
-                return gpt2_tokenizer()
-            case {"kind": "byte"}:
-                return ByteTokenizer()
+            case {"kind": "gpt2" | "byte" as kind}:
+                return build(kind)
             case {"kind": "char", "characters": characters, "has_eot": has_eot}:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}} as tree:

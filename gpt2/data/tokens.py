@@ -10,7 +10,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from gpt2.data.foreign import reading
+from gpt2.utils.files import reading
 
 SHARD_TOKENS = 2**26  # in a file
 CHUNK = 2**20  # tokens read at a time
@@ -35,14 +35,13 @@ class Split:
     crc32: int = 0  # of the tokens, as stored
     shards: list[Shard] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.shards = [Shard(*shard) for shard in self.shards]  # JSON gives lists
+
 
 def load_splits(tree: dict[str, dict]) -> dict[str, Split]:
     """Returns splits of which JSON holds what `dataclasses.asdict` gave."""
-    splits = dict[str, Split]()
-    for name, facts in tree.items():
-        splits[name] = Split(**facts)
-        splits[name].shards = [Shard(*shard) for shard in facts["shards"]]
-    return splits
+    return {name: Split(**facts) for name, facts in tree.items()}
 
 
 class TokenWriter:

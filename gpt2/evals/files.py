@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from gpt2.data import foreign
 from gpt2.errors import UserError
+from gpt2.utils import files
 
 Example = TypeVar("Example")
 _HOW = "docs/evaluation.md says what the file holds"
-reading = partial(foreign.reading, how=_HOW)
+reading = partial(files.reading, how=_HOW)
 
 
 def read_text(path: Path) -> str:

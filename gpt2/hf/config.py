@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 from gpt2.config import GPTConfig
-from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json
+from gpt2.utils.files import reading
 
 # Of any size: more would fill the memory before weights are looked at.
 _MOST = 2**24

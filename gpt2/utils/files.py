@@ -10,9 +10,30 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from gpt2.errors import UserError
+
+
+@contextlib.contextmanager
+def reading(
+    what: object,
+    how: str = "Leave it out, mend it or convert it to UTF-8",
+    failed: str = "cannot be read",
+) -> Iterator[None]:
+    """Tells in one line what goes wrong while `what` is read.
+
+    Libraries raise all kinds of errors at a damaged file, so that every kind is caught.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UserError(f"{what} {failed} ({told})", how) from error
 
 
 def write_bytes(path: Path, parts: Iterable[bytes]) -> None:
@@ -102,6 +123,10 @@ def digest_folder(folder: Path) -> Digests:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             names.append(str(path.relative_to(folder)))
+    return _digest_files(folder, names)
+
+
+def _digest_files(folder: Path, names: Collection[str]) -> Digests:
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(_digest, (folder / name for name in names))
         return dict(zip(names, digests, strict=True))
@@ -112,7 +137,6 @@ def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
 
     Unless files are `read`, only their sizes are compared.
     """
-    name = ""
     try:
         for name, (size, _) in digests.items():  # before anything is read
             found = (folder / name).stat().st_size
@@ -120,13 +144,11 @@ def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
                 return f"{name} has {found} bytes, not {size}"
         if not read:
             return ""
-        with ThreadPoolExecutor(4) as pool:
-            found_digests = pool.map(_digest, (folder / each for each in digests))
-            for name, digest in zip(digests, found_digests, strict=True):
-                if digest != digests[name]:
-                    return f"{name} was altered"
+        for name, digest in _digest_files(folder, digests).items():
+            if digest != digests[name]:
+                return f"{name} was altered"
     except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+        return str(error)
     return ""
 
 
