@@ -18,7 +18,6 @@ import secrets
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import NamedTuple
 import fsspec
 from fsspec import AbstractFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.utils import tokenize
 
 from gpt2.errors import UserError, warn
 from gpt2.utils import files
@@ -39,7 +39,7 @@ _SAMPLES = "samples.txt"
 _STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
-_HIDDEN = re.compile(r"damaged/|(.*/)?(\.|.*(\.tmp$|\.orbax-checkpoint-tmp))")
+_HIDDEN = re.compile(r"damaged/|(.*/)?(\.|.*(/$|\.tmp$|\.orbax-checkpoint-tmp))")
 
 
 def is_url(place: object) -> bool:
@@ -55,7 +55,7 @@ class Remote(NamedTuple):
 
     url: str
     size: int
-    version: int  # differs whenever the content may
+    version: str  # differs whenever the content may
 
     def __str__(self) -> str:
         return self.url
@@ -137,8 +137,12 @@ class _Record:
     """What a store held at the last exchange with a working copy."""
 
     url: str
-    versions: dict[str, int]  # of its files, by name
-    times: dict[str, int]  # ns, of the same files in the working copy
+    versions: dict[str, str]  # of its files, by name
+    times: dict[str, int]  # ns, of the files in the working copy
+
+    def holds(self, name: str, time_ns: int) -> bool:
+        """Returns whether the store held a file of the working copy as it was at a time."""
+        return name in self.versions and self.times.get(name) == time_ns
 
 
 def copy_of(place: str | Path) -> Path:
@@ -165,14 +169,10 @@ def fetch(place: str | Path, only: str = "") -> Path:
         return folder
     with _exchange(str(place), folder) as (store, record):
         theirs = _list_store(store)
-        is_ours = False
-        with contextlib.suppress(FileNotFoundError):
-            is_ours = _is_ours(store, folder)
+        is_ours = store.exists(_OWNER) and _is_ours(store, folder)
         if theirs != record.versions and not is_ours:
             _make_way(folder, record, theirs)
         record.versions = theirs
-        for name in record.times.keys() - theirs.keys():
-            del record.times[name]
         wanted = set[str]()
         for name in theirs:
             is_whole = _mark(name) in theirs
@@ -191,7 +191,7 @@ def _is_ours(store: AbstractFileSystem, folder: Path) -> bool:
     return mine.exists() and mine.read_bytes() == store.cat_file(_OWNER)
 
 
-def _make_way(folder: Path, record: _Record, theirs: Mapping[str, int]) -> None:
+def _make_way(folder: Path, record: _Record, theirs: Mapping[str, str]) -> None:
     """Removes from a working copy what another run has replaced in the store."""
     step = _newest_step(record.versions)
     newest = _newest_step(theirs)
@@ -202,9 +202,8 @@ def _make_way(folder: Path, record: _Record, theirs: Mapping[str, int]) -> None:
         raise UserError(what, f"Copy that to {record.url}, or move it elsewhere")
     outdated = {folder / _OWNER}
     for name, mtime in _list_copy(folder).items():
-        is_sent = record.times.get(name) == mtime
         is_superseded = 0 <= _step(name) < newest
-        if not is_sent or not (name in theirs or is_superseded):
+        if not record.holds(name, mtime) or not (name in theirs or is_superseded):
             aside = folder.with_name(f"{folder.name}-{time.time_ns()}")
             folder.rename(aside)
             record.times.clear()
@@ -236,7 +235,10 @@ def push(place: str | Path, folder: Path) -> None:
     record = _read_record(folder)
     here = _list_copy(folder)
     newest = _newest_step(here)
-    changed = {name for name in here if record.times.get(name) != here[name]}
+    changed = set[str]()
+    for name, mtime in here.items():
+        if not record.holds(name, mtime):
+            changed.add(name)
     gone = set[str]()
     for name in record.versions.keys() - here.keys():
         is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
@@ -263,8 +265,7 @@ def push(place: str | Path, folder: Path) -> None:
         _in_order(changed, lambda name: _put(store, kept / name, name))
         _in_order(gone, lambda name: _remove(store, name), marks_first=True)
         record.versions = _list_store(store)
-        both = here.keys() & record.versions.keys()
-        record.times = {name: here[name] for name in both}
+        record.times = here
         shutil.rmtree(kept, ignore_errors=True)
 
 
@@ -296,16 +297,10 @@ def _cache(kind: str, url: str) -> Path:
 @contextlib.contextmanager
 def _reaching(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """Yields a URL's file system and its path there, and tells what fails there in one line."""
-    try:
+    # Of each driver's own kinds; a missing one names its package.
+    with files.reading(url, "Mend that, and repeat", failed="cannot be reached"):
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
         yield store, root.rstrip("/")
-    except UserError:
-        raise
-    # Of each driver's own kinds; a missing one names its package.
-    except Exception as error:
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        what = f"{url} cannot be reached ({told})"
-        raise UserError(what, "Mend that, and repeat") from error
 
 
 @contextlib.contextmanager
@@ -326,19 +321,17 @@ def _read_record(folder: Path) -> _Record:
     return _Record(**json.loads(path.read_text()))
 
 
-def _version(info: Mapping[str, object]) -> int:
-    """Returns a number for what a store tells of a file; the URL that it redirects to may vary."""
-    told = sorted((name, str(value)) for name, value in info.items() if name != "url")
-    return zlib.crc32(str(told).encode())
+def _version(info: Mapping[str, object]) -> str:
+    """Returns a hash of what a store tells of a file; the URL that it redirects to may vary."""
+    return tokenize({**info, "url": ""})
 
 
-def _list_store(store: AbstractFileSystem) -> dict[str, int]:
+def _list_store(store: AbstractFileSystem) -> dict[str, str]:
     """Returns the version of each file of a folder in a store."""
     store.invalidate_cache()
-    found = dict[str, int]()
+    found = dict[str, str]()
     for name, info in store.find("", detail=True).items():
-        is_folder = name.endswith("/")
-        if not is_folder and not _HIDDEN.match(name):
+        if not _HIDDEN.match(name):
             found[name] = _version(info)
     return found
 
