@@ -42,16 +42,12 @@ def prepare_process() -> None:
     if "JPY_PARENT_PID" in os.environ:  # a notebook would keep every drawing of a bar
         os.environ.setdefault("TTY_INTERACTIVE", "0")  # as rich calls it
 
-    has_plugins = _is_installed("jax_plugins")
-    has_libtpu = _is_installed("libtpu")
     tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
-    is_alone = has_libtpu and not has_plugins
-    if is_alone and not tpus:  # it prints what looks like failures
+    has_tpu = _is_installed("libtpu") and bool(tpus)
+    if not has_tpu and not _is_installed("jax_plugins"):
+        # Without a TPU, libtpu prints what looks like failures.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    platform = os.environ.get("JAX_PLATFORMS")
-    if not platform and not has_plugins and not has_libtpu:
-        platform = "cpu"
-    if platform == "cpu":
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
         lacks_tunables = "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux"
         if lacks_tunables and not is_second and "jax" not in sys.modules:
             os.environ["GLIBC_TUNABLES"] = _TUNABLES

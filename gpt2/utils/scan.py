@@ -110,23 +110,25 @@ def in_layout(
     if (stacked is not None) == scanned:
         return tree
 
+    first = "h_0" if scanned else "h"
+
     def holds_layers(node: Tree) -> bool:
-        names = node if isinstance(node, dict) else ()
-        return any(_LAYER.fullmatch(name) if scanned else name == "h" for name in names)
+        return isinstance(node, dict) and first in node
 
     def convert(node: Tree) -> Tree:
         if not holds_layers(node):
             return node
+        new = dict(node)
         if scanned:
-            old = sorted(filter(_LAYER.fullmatch, node), key=lambda name: int(name[2:]))
-            new = {"h": jax.tree.map(stack, *(node[name] for name in old))}
+            layers = list[Tree]()
+            while (name := f"h_{len(layers)}") in new:
+                layers.append(new.pop(name))
+            new["h"] = jax.tree.map(stack, *layers)
         else:
-            old = ["h"]
-            new = {
-                f"h_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], node["h"])
-                for i in range(stacked.shape[0])
-            }
-        return {name: node[name] for name in node if name not in old} | new
+            layers = new.pop("h")
+            for i in range(stacked.shape[0]):
+                new[f"h_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
+        return new
 
     return jax.tree.map(convert, tree, is_leaf=holds_layers)
 
