@@ -4,7 +4,7 @@
     state_shardings(state)   -> shardings       of a state of arrays or shapes
     local_rows(batch_size)   -> slice           this process's rows of a global batch
     put_batch(host_batch)    -> device arrays   from this process's rows
-    batch_shapes(shape, names)                  the same without values
+    batch_shape(size, length), batch_sharding   of these arrays
     make_ops(cfg, terms)     -> Ops            what the model computes with in a step
     matrices                 -> Matrices       where optimizers compute whole matrices
     layout                   -> text            mesh, and when parameters are gathered
@@ -25,12 +25,7 @@ from gpt2.parallel.mesh import check_layout, find_devices, make_mesh, split_cpu
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
 from gpt2.parallel.rules import Rules
-from gpt2.parallel.state import (
-    abstract_state,
-    bytes_per_device,
-    gather_whole,
-    state_bytes,
-)
+from gpt2.parallel.state import abstract_state, bytes_per_device, gather_whole
 
 Backend = PjitBackend | PmapBackend
 

@@ -52,11 +52,6 @@ def initialize(
     place = "deactivate" if coordinator else _find_launcher()
     if not place:
         return
-    missing = place == "mpi4py" and importlib.util.find_spec("mpi4py") is None
-    if missing:
-        raise UserError(
-            "Open MPI 5 needs the package mpi4py", "Run `pip install mpi4py`"
-        )
     # The runtime crashes where the port is taken.
     if coordinator and process_index == 0:
         socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()

@@ -67,9 +67,9 @@ def choose_attention(
         for option, kind in terms.items():
             if kind not in TERMS[name]:
                 return f"cannot compute {option}"
-        if PREFERRED.get(platform) != name and name in ("cudnn", "splash"):
-            return f"does not run on this device ({platform})"
-        if name in ("cudnn", "splash") and is_older(device):
+        if name in ("cudnn", "splash") and (
+            PREFERRED.get(platform) != name or is_older(device)
+        ):
             return f"does not run on this device ({device.device_kind})"
         if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
             return f"needs bfloat16 or float16, and precision.compute is {cfg.compute_dtype}"

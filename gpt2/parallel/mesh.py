@@ -63,13 +63,14 @@ def check_layout(config: Config, num_devices: int) -> None:
     sizes = mesh_sizes(config.parallel, num_devices)
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
     shapes = config.shapes.pieces.values()
-    for size in (shape.batch_size for shape in shapes if shape.batch_size % shards):
-        raise UserError(
-            f"data.batch_size={size} does not split over parallel.data="
-            f"{sizes['data']} x parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
-            f"{config.train.accumulate_steps}",
-            f"Use a multiple of {shards}",
-        )
+    for shape in shapes:
+        if shape.batch_size % shards:
+            raise UserError(
+                f"data.batch_size={shape.batch_size} does not split over parallel.data="
+                f"{sizes['data']} x parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
+                f"{config.train.accumulate_steps}",
+                f"Use a multiple of {shards}",
+            )
     rules = Rules.from_config(config.parallel)
     model = config.model
     table = {**rules.optimizer, "sequence": rules.activations["sequence"]}
@@ -98,13 +99,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
     """Returns the rows of the global batch that this process's devices hold, one after another."""
-    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    parts = sorted(
-        {index[0].indices(batch_size)[:2] for index in indices if index is not None}
-    )
-    start = parts[0][0]
-    stop = parts[-1][1]
-    if sum(last - first for first, last in parts) != stop - start:
+    held = set[int]()
+    for index in sharding.addressable_devices_indices_map((batch_size,)).values():
+        if index is not None:
+            held.update(range(batch_size)[index[0]])
+    start = min(held)
+    stop = max(held) + 1
+    if len(held) != stop - start:
         raise UserError(
             f"process {jax.process_index()} holds rows of the batch that are not neighbours",
             "Use other sizes of --config.parallel.data, fsdp and tensor",

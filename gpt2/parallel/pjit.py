@@ -13,7 +13,7 @@ Gradients cross the data axis once, after the last micro-batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -51,7 +51,7 @@ class PjitBackend:
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
-        self._batch_sharding = batch_sharding(mesh)
+        self.batch_sharding = batch_sharding(mesh)
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
         self._batch_axes = tuple(
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
@@ -115,53 +115,41 @@ class PjitBackend:
 
     def local_rows(self, batch_size: int) -> slice:
         """Returns which rows of a global batch this process has to provide."""
-        return local_rows(self._batch_sharding, batch_size)
+        return local_rows(self.batch_sharding, batch_size)
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
         """Places this process's rows [B local, T] of a global batch on its devices."""
         return {
-            name: jax.make_array_from_process_local_data(self._batch_sharding, rows)
+            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
             for name, rows in batch.items()
         }
 
-    def batch_shapes(
-        self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Tree]:
-        """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
-        whole = jax.ShapeDtypeStruct(shape, "int32", sharding=self._batch_sharding)
-        return dict.fromkeys(names, whole)
+    def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
+        """Returns the shape of what `put_batch` returns for arrays [B, T]."""
+        return size, length
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the jitted `(state, batch) -> (state, metrics)`; the state is donated."""
-        spread = self._spread(step, with_gradients=True)
 
         def train_step(state, batch):
-            state, metrics = spread(state, batch)
-            return jax.lax.with_sharding_constraint(
-                state, self.state_shardings(state)
-            ), metrics
+            state, metrics = step(state, batch, self._map_sum)
+            shardings = self.state_shardings(state)
+            return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return jax.jit(train_step, donate_argnums=0)
 
     def compile_watch(self, step: Callable) -> Callable:
         """Returns the jitted `(state, batch) -> norms`, whole on every device."""
         whole = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(self._spread(step, with_gradients=True), out_shardings=whole)
+        watch_step = partial(step, map_sum=self._map_sum)
+        return jax.jit(watch_step, out_shardings=whole)
 
     def compile_eval(self, step: Callable) -> Callable:
         """Returns the jitted `(params, batch) -> {name: (sum, count)}`."""
-        return jax.jit(self._spread(step, with_gradients=False))
+        map_sum = partial(self._map_sum, with_gradients=False)
+        return jax.jit(partial(step, map_sum=map_sum))
 
-    def _spread(self, step: Callable, with_gradients: bool) -> Callable:
-        """Returns a step that sums over this mesh."""
-        map_sum = partial(self._map_sum, with_gradients=with_gradients)
-
-        def spread(state, batch):
-            return step(state, batch, map_sum)
-
-        return spread
-
-    def _map_sum(self, function: Callable, with_gradients: bool) -> Callable:
+    def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
         """The `map_sum` of `gpt2.training.steps`: each device's rows, then one sum over devices.
 
         What `tensor` splits stays with XLA's partitioner.
@@ -184,24 +172,23 @@ class PjitBackend:
         def mapped(params, batch):
             if self.num_shards == 1:
                 return function(params, batch, 0)
-            params = jax.lax.with_sharding_constraint(
-                params, self.gradient_shardings(params)
-            )
-            in_specs, out_specs = (
-                jax.tree.map(f, self._leaves) for f in (_Leaf.in_spec, _Leaf.out_spec)
-            )
-            sums, grads = jax.shard_map(
+            shardings = self.gradient_shardings(params)
+            params = jax.lax.with_sharding_constraint(params, shardings)
+            in_specs = jax.tree.map(_Leaf.in_spec, self._leaves)
+            out_specs = None
+            if with_gradients:
+                out_specs = jax.tree.map(_Leaf.out_spec, self._leaves)
+            on_devices = jax.shard_map(
                 on_device,
                 mesh=mesh,
                 in_specs=(in_specs, PartitionSpec(rules.BATCH_AXES)),
-                out_specs=(PartitionSpec(), out_specs if with_gradients else None),
+                out_specs=(PartitionSpec(), out_specs),
                 axis_names=manual,
                 check_vma=False,
-            )(params, batch)
+            )
+            sums, grads = on_devices(params, batch)
             if with_gradients:
-                grads = jax.tree.map(
-                    lambda grad, param: grad.reshape(param.shape), grads, params
-                )
+                grads = jax.tree.map(lambda g, p: g.reshape(p.shape), grads, params)
             return sums, grads
 
         return mapped
@@ -233,8 +220,8 @@ class PjitBackend:
         if leaf.dim < 0:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
-            dim = leaf.dim + (leaf.tensor > 1)
-            grad = Shards(dim, rules.fsdp_stages(self.mesh)).scatter(grad)
+            shards = Shards(leaf.dim_apart, rules.fsdp_stages(self.mesh))
+            grad = shards.scatter(grad)
         return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
 
     def _on_mesh(self, specs: Tree) -> Tree:
@@ -260,17 +247,20 @@ class _Leaf:
 
     def in_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split what a device is given."""
-        return (
-            PartitionSpec(*[None] * self.dim, "fsdp")
-            if self.by_layer
-            else PartitionSpec()
-        )
+        if not self.by_layer:
+            return PartitionSpec()
+        return PartitionSpec(*[None] * self.dim, "fsdp")
 
     def out_spec(self) -> PartitionSpec:
         """Returns the axes of the batch that split the sum of gradients."""
         if self.dim < 0:
             return PartitionSpec()
-        return PartitionSpec(*[None] * (self.dim + (self.tensor > 1)), "fsdp")
+        return PartitionSpec(*[None] * self.dim_apart, "fsdp")
+
+    @property
+    def dim_apart(self) -> int:
+        """The axis `dim` of what `set_apart` returns."""
+        return self.dim + (self.tensor > 1)
 
     def set_apart(self, grad: Array) -> Array:
         """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""

@@ -5,7 +5,7 @@ adds up gradients and counts. The state has no device axis (`in_axes=(None, 0)`)
 checkpoints are those of the pjit backend.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ class PmapBackend:
         self.mesh = Mesh(np.array(devices), (AXIS,))
         self.num_shards = len(devices)
         self._devices = devices
-        self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
         """Returns what a model computes with on one device."""
@@ -61,25 +61,21 @@ class PmapBackend:
 
     def local_rows(self, batch_size: int) -> slice:
         """Returns which rows of a global batch this process has to provide."""
-        return local_rows(self._batch_sharding, batch_size)
+        return local_rows(self.batch_sharding, batch_size)
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
         """Places this process's rows [B local, T] as [devices, B / devices, T]."""
         num_local = len(self.mesh.local_devices)
         return {
             name: jax.make_array_from_process_local_data(
-                self._batch_sharding, rows.reshape(num_local, -1, *rows.shape[1:])
+                self.batch_sharding, rows.reshape(num_local, -1, *rows.shape[1:])
             )
             for name, rows in batch.items()
         }
 
-    def batch_shapes(
-        self, shape: tuple[int, int], names: Iterable[str]
-    ) -> dict[str, Tree]:
-        """Returns what `put_batch` returns for arrays [B, T] of int32, without their values."""
-        split = (self.num_shards, shape[0] // self.num_shards, shape[1])
-        whole = jax.ShapeDtypeStruct(split, "int32", sharding=self._batch_sharding)
-        return dict.fromkeys(names, whole)
+    def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
+        """Returns the shape of what `put_batch` returns for arrays [B, T]."""
+        return self.num_shards, size // self.num_shards, length
 
     def compile_train(self, step: Callable) -> Callable:
         """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""

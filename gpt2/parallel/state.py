@@ -51,17 +51,6 @@ def bytes_per_device(tree: Tree) -> int:
     )
 
 
-def state_bytes(backend: "Backend", state: Tree) -> dict[str, int]:
-    """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
-    gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
-    parts = {
-        "parameters": state.params,
-        "optimizer": state.opt_state,
-        "gradients": gradients,
-    }
-    return {name: bytes_per_device(tree) for name, tree in parts.items()}
-
-
 def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) -> Tree:
     """Returns a PartitionSpec for every leaf of an optimizer's state.
 

@@ -16,10 +16,12 @@ import jax
 from gpt2.config import Config
 from gpt2.config.run import tokens_by_name
 from gpt2.model.flops import model_flops_per_token
-from gpt2.parallel import state_bytes
+from gpt2.parallel import Backend, bytes_per_device
+from gpt2.parallel.state import with_shardings
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS
 from gpt2.training.program import Program
+from gpt2.training.state import TrainState
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
@@ -105,6 +107,17 @@ def compile_plan(program: Program) -> Plan:
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
     return Plan(program, memory, text, collectives(text), compiled.compile_seconds)
+
+
+def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
+    """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
+    gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
+    parts = {
+        "parameters": state.params,
+        "optimizer": state.opt_state,
+        "gradients": gradients,
+    }
+    return {name: bytes_per_device(tree) for name, tree in parts.items()}
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:

@@ -24,7 +24,7 @@ from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, abstract_state, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.kernels import choose_attention
-from gpt2.parallel.mesh import check_layout, mesh_sizes
+from gpt2.parallel.mesh import check_layout
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
@@ -158,10 +158,15 @@ class Program:
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of the largest batch, int32."""
         size, length, _ = self.config.shapes.largest
+        whole = jax.ShapeDtypeStruct(
+            self.backend.batch_shape(size, length),
+            jnp.int32,
+            sharding=self.backend.batch_sharding,
+        )
         names = ["tokens", "targets"]
         if self.config.data.document_mask:
             names.append("segments")
-        return self.backend.batch_shapes((size, length), names)
+        return dict.fromkeys(names, whole)
 
     @property
     def num_params(self) -> int:
@@ -273,17 +278,12 @@ def draw_params(model: GPT, key: Array) -> Tree:
 def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
-    """Returns when parameters are gathered over `fsdp`: by `layer` or by `step`."""
-    if config.parallel.fsdp_gather != "auto":
-        return config.parallel.fsdp_gather
-    sizes = mesh_sizes(config.parallel, len(devices))
-    if sizes["fsdp"] == 1 or sizes["tensor"] > 1 or config.parallel.strategy == "zero1":
-        return "step"
+    """Returns by what `fsdp_gather=auto` gathers parameters that may be gathered by layer."""
     # It holds less, and sends no more: two gathers in 16 bits are one in 32.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
     # `step` sends less, and holds parameters and gradients, 8 bytes each.
     name = board_name(devices[0].device_kind)
-    return (
-        "layer" if name and 8 * num_params > 0.5 * 1e9 * BOARDS[name].memory else "step"
-    )
+    if name and 8 * num_params > 0.5 * 1e9 * BOARDS[name].memory:
+        return "layer"
+    return "step"
