@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from gpt2.config import ParallelConfig
-from gpt2.parallel.mesh import check_layout, find_devices, make_mesh, split_cpu
+from gpt2.parallel.mesh import check_layout, find_devices, make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
 from gpt2.parallel.rules import Rules

@@ -1,7 +1,7 @@
 """Compile once, ahead of the loop; a second compilation is an error that names what changed."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -86,7 +86,7 @@ Steps = dict[Any, tuple[CompiledStep, Callable]]
 
 
 def compile_once(
-    function: Any, *arguments: Any, options: Mapping[str, str] | None = None
+    function: Any, *arguments: Any, options: dict[str, str] | None = None
 ) -> CompiledStep:
     """Traces a jitted or pmapped function for these arguments or shapes, and starts to compile it.
 
@@ -96,7 +96,7 @@ def compile_once(
     lowered = None if jit_is_off() else function.lower(*arguments)
 
     def finish() -> tuple[Any, float]:
-        compiled = lowered.compile(dict(options or {})) if lowered else function
+        compiled = lowered.compile(options) if lowered else function
         launch.release_free_memory()  # hundreds of megabytes that the compiler used
         return compiled, time.perf_counter() - began
 

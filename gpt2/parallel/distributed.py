@@ -37,9 +37,7 @@ _LOST_PEER = re.compile(
 
 
 def initialize(
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_index: int | None = None,
+    coordinator: str | None, num_processes: int | None, process_index: int | None
 ) -> None:
     """Joins the run's other processes, before JAX has devices.
 

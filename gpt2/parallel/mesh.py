@@ -13,16 +13,13 @@ from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, Rules
 
 def find_devices(config: Config) -> list[jax.Device]:
     """Returns all devices of a run. Refuses a config that does not divide over them."""
-    split_cpu(config.parallel.cpu_devices)
-    check_layout(config, jax.device_count())
-    return jax.devices()
-
-
-def split_cpu(number: int) -> None:
-    """Splits a CPU into so many devices, unless XLA_FLAGS does. JAX must not have shown any yet."""
+    # Unless XLA_FLAGS splits a CPU already. JAX has shown no devices yet.
+    number = config.parallel.cpu_devices
     flag = "xla_force_host_platform_device_count"
     if number > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
+    check_layout(config, jax.device_count())
+    return jax.devices()
 
 
 def make_mesh(
@@ -71,9 +68,8 @@ def check_layout(config: Config, num_devices: int) -> None:
                 f"{config.train.accumulate_steps}",
                 f"Use a multiple of {shards}",
             )
-    rules = Rules.from_config(config.parallel)
+    table = Rules.from_config(config.parallel).optimizer
     model = config.model
-    table = {**rules.optimizer, "sequence": rules.activations["sequence"]}
     for axis, name, size in (
         ("heads", "model.num_heads", model.num_heads),
         ("heads", "model.num_kv_heads", model.kv_heads),

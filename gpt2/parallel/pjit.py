@@ -46,6 +46,7 @@ class PjitBackend:
         self.mesh = mesh
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._tensor = mesh.shape["tensor"]
         # Unless the rules leave nothing that layers gather: see below
         self.gather_by = gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
@@ -73,9 +74,7 @@ class PjitBackend:
         if self.gather_by == "layer" and found is not None:
             return _Leaf(reduced, split[0], by_layer=True)
         is_shared = "tensor" in jax.tree.leaves(reduced[split[0]])
-        return _Leaf(
-            compute, split[0], tensor=self.mesh.shape["tensor"] if is_shared else 1
-        )
+        return _Leaf(compute, split[0], tensor=self._tensor if is_shared else 1)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
         """Returns what a model computes with within `map_sum`."""
@@ -91,7 +90,9 @@ class PjitBackend:
     def layout(self) -> str:
         """The backend, its mesh, what is split and when it is gathered, as text for people."""
         strategy = self.rules.strategy
-        parts = ["pjit", describe_mesh(self.mesh)] + [strategy] * (strategy != "auto")
+        parts = ["pjit", describe_mesh(self.mesh)]
+        if strategy != "auto":
+            parts.append(strategy)
         if self.mesh.shape["fsdp"] > 1 and strategy != "zero1":
             parts.append(f"parameters gathered by {self.gather_by}")
         return ", ".join(parts)
@@ -154,14 +155,12 @@ class PjitBackend:
 
         What `tensor` splits stays with XLA's partitioner.
         """
-        mesh = self.mesh
-        manual = (
-            set(mesh.axis_names) if mesh.shape["tensor"] == 1 else set(rules.BATCH_AXES)
-        )
+        manual = rules.MESH_AXES if self._tensor == 1 else rules.BATCH_AXES
 
         def on_device(params, rows):
-            if mesh.shape["tensor"] > 1:
-                spread = jax.tree.map(partial(rules.on_trace, mesh), self._compute)
+            if self._tensor > 1:
+                on_trace = partial(rules.on_trace, self.mesh)
+                spread = jax.tree.map(on_trace, self._compute)
                 params = jax.lax.with_sharding_constraint(params, spread)
             device = jax.lax.axis_index(rules.BATCH_AXES)
             sums, grads = function(params, rows, device)
@@ -180,10 +179,10 @@ class PjitBackend:
                 out_specs = jax.tree.map(_Leaf.out_spec, self._leaves)
             on_devices = jax.shard_map(
                 on_device,
-                mesh=mesh,
+                mesh=self.mesh,
                 in_specs=(in_specs, PartitionSpec(rules.BATCH_AXES)),
                 out_specs=(PartitionSpec(), out_specs),
-                axis_names=manual,
+                axis_names={*manual},
                 check_vma=False,
             )
             sums, grads = on_devices(params, batch)
@@ -204,7 +203,7 @@ class PjitBackend:
         def sum_all(grads):
             return jax.tree.map(self._sum_gradient, leaves, grads)
 
-        if self.mesh.shape["tensor"] == 1:
+        if self._tensor == 1:
             return sum_all(grads)
         specs = jax.tree.map(_Leaf.apart_spec, leaves, self._compute)
         return jax.shard_map(  # so that each device sums its own part

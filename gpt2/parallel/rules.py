@@ -57,18 +57,15 @@ class Rules:
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> "Rules":
         """Returns the rules that the options ask for."""
-        names = sorted(
-            {each.name for each in dataclasses.fields(RulesConfig)} - {"sequence"}
-        )
-        table = dict.fromkeys(WHOLE, ()) | {
-            name: parallel.rules.axes(name) for name in names
-        }
+        table: dict[str, tuple[str, ...]] = dict.fromkeys(WHOLE, ())
+        for field in dataclasses.fields(RulesConfig):
+            table[field.name] = parallel.rules.axes(field.name)
+        if parallel.strategy == "megatron":
+            table["sequence"] = ("tensor",)
         rules = cls.from_table(table, parallel.strategy)
-        is_megatron = parallel.strategy == "megatron"
         activations = {
             "batch": (),
             "length": (),
-            "sequence": ("tensor",) if is_megatron else parallel.rules.axes("sequence"),
             "embed": (),
             "vocab": ("tensor",),
             "rows": rules.compute["vocab"],

@@ -1,9 +1,9 @@
 """How a training state is spread over devices, and what it takes of their memory."""
 
+import itertools
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 from jax import Array
@@ -56,19 +56,17 @@ def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) ->
 
     State is spread as `storage` says of the parameter whose path its own path ends with.
     """
-    name = partial(jax.tree_util.keystr, simple=True, separator="/")
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(params),
         jax.tree.leaves(storage),
         strict=True,
     )
-    by_name = {name(path): (param.shape, spec) for (path, param), spec in leaves}
+    by_path = {path: (param.shape, spec) for (path, param), spec in leaves}
 
     def find(path: Tree, leaf: Tree) -> PartitionSpec:
         for start in range(len(path)):
-            tail = name(path[start:])
-            if tail in by_name:
-                param_shape, spec = by_name[tail]
+            if path[start:] in by_path:
+                param_shape, spec = by_path[path[start:]]
                 return _spec(leaf.shape, param_shape, spec, mesh)
         return PartitionSpec()
 
@@ -91,14 +89,13 @@ def _spec(
     """
     if shape != param_shape and len(shape) > 1 and shape[-2] == shape[-1] > 1:
         return matrix_spec(shape, mesh)
-    entries = (*param_spec, *[None] * (len(param_shape) - len(param_spec)))
-    axes = iter(zip(param_shape, entries, strict=True))
-    kept = [
-        next((axis for axis in axes if size in (1, axis[0])), None) for size in shape
-    ]
-    if None in kept:
-        return PartitionSpec()
-    pairs = zip(shape, cast(list, kept), strict=True)
-    return PartitionSpec(
-        *(entry if size == full else None for size, (full, entry) in pairs)
-    )
+    axes = [*itertools.zip_longest(param_shape, param_spec)]
+    entries = []
+    for size in shape:
+        while axes and size not in (1, axes[0][0]):
+            del axes[0]
+        if not axes:
+            return PartitionSpec()
+        full, entry = axes.pop(0)
+        entries.append(entry if size == full else None)
+    return PartitionSpec(*entries)
