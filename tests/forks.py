@@ -82,7 +82,7 @@ def environment(devices: int = 1) -> dict[str, str]:
 def _serve() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     _import_all()
-    importlib.import_module("gpt2.training.code").hash_code()  # which children remember
+    importlib.import_module("gpt2.utils.code").hash_code()  # which children remember
     gc.collect()
     gc.freeze()  # else a child copies every page that the collector looks at
     for line in sys.stdin:

@@ -37,7 +37,7 @@ from gpt2.ablate.terms import (
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.optim import make_schedule
-from gpt2.training.code import hash_code
+from gpt2.utils.code import hash_code
 from tests.helpers import ROOT, TINY, copy_project, make_repository, write_run
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)

@@ -19,7 +19,7 @@ from gpt2.config import (
     with_options,
 )
 from gpt2.errors import UserError
-from gpt2.training.code import SOURCE, git
+from gpt2.utils.code import SOURCE, git
 from gpt2.utils.files import locked
 
 BASELINE = "baseline"

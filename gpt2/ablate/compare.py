@@ -22,8 +22,8 @@ from gpt2.ablate.terms import BITS_PER_BYTE, LOSS, flops
 from gpt2.config import Config, flatten
 from gpt2.errors import UserError, warn
 from gpt2.telemetry.reference import read_reference
-from gpt2.training.code import read_starts
 from gpt2.utils import launch
+from gpt2.utils.code import read_starts
 from gpt2.utils.files import read_sealed
 from gpt2.utils.stores import fetch
 from gpt2.utils.text import format_count, format_duration

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpt2.ablate.runs import Run
 from gpt2.config import Config, ParallelConfig, flatten, option
-from gpt2.training.code import SOURCE
+from gpt2.utils.code import SOURCE
 
 # Options that a step only computes with: their values may be arguments of a program. Others choose
 # what is computed, or fast kernels hold them as constants (`loss.`).

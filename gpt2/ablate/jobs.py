@@ -15,8 +15,8 @@ from typing import TextIO
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import ENDED, Outcome, Run
 from gpt2.errors import UserError
-from gpt2.training.code import hash_code
 from gpt2.utils.cluster import Slot, start
+from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
 
 _POLL_SECONDS = 0.2

@@ -49,8 +49,8 @@ from gpt2.ablate.runs import defaults_of
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import LOSS, TERMS, choose_score, equalize
 from gpt2.data import prepare
-from gpt2.training.code import hash_code
 from gpt2.utils import files
+from gpt2.utils.code import hash_code
 from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS

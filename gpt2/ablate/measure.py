@@ -14,7 +14,7 @@ from gpt2.ablate.terms import LOSS
 from gpt2.config import with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
-from gpt2.training.code import hash_code
+from gpt2.utils.code import hash_code
 from gpt2.utils.text import format_duration
 
 _STEPS = 40

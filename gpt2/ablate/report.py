@@ -16,7 +16,7 @@ from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
-from gpt2.training.code import read_starts
+from gpt2.utils.code import read_starts
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 

@@ -12,7 +12,7 @@ import pandas as pd
 from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import flops
 from gpt2.telemetry.metrics import read_metrics
-from gpt2.training.code import SOURCE
+from gpt2.utils.code import SOURCE
 from gpt2.utils.files import write_text
 
 Amount = Callable[[int], float]  # of so many steps

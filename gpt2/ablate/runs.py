@@ -18,7 +18,7 @@ from gpt2.config import Config, flatten
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.training.code import SOURCE, read_starts
+from gpt2.utils.code import SOURCE, read_starts
 from gpt2.utils.files import write_json
 
 Setting = bool | int | float | str  # the value of an option

@@ -16,7 +16,7 @@ from gpt2.ablate.runs import DAMAGE, ENDED, Run, Setting, Settings, describe, un
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import DataConfig, with_options
 from gpt2.errors import UserError
-from gpt2.training.code import SOURCE, hash_code
+from gpt2.utils.code import SOURCE, hash_code
 from gpt2.utils.files import locked, write_json
 
 # The seed of runs that choose values is that far above those of runs that are compared.
