@@ -49,15 +49,16 @@ def run(
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     is_given = any(re.match("--?config(=|$)", each) for each in sys.argv)
     if "config" in flags.FLAGS and not is_given:
-        path = Path(__file__).parents[1] / "configs" / "quickstart.py"
-        sys.argv.insert(1, f"--config={path}")  # where ml_collections looks, too
+        # Where ml_collections looks, too.
+        sys.argv.insert(1, "--config=configs/quickstart.py")
 
     _, *arguments = parse_flags(sys.argv)
     if commands and (not arguments or arguments[0] not in commands):
         raise UserError(f"a command is missing: one of {', '.join(commands)}")
     if len(arguments) > bool(commands) and not takes_files:
-        what = f"{arguments[-1]} is not a flag"
-        raise UserError(what, "Write options as --name=value")
+        raise UserError(
+            f"{arguments[-1]} is not a flag", "Write options as --name=value"
+        )
     code = main(*arguments) or 0
     leave_at_interrupt()
     run_on_exit(code, "stopped by a signal" if code else "finished")

@@ -108,8 +108,6 @@ def describe_end(error: BaseException) -> tuple[str, int] | None:
         if error.filename:
             told += f" ({os.fsdecode(error.filename)})"
         error = UserError(told)
-    if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
-        error = UserError(str(error).splitlines()[0])  # of JAX, for JAX_PLATFORMS
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -1,8 +1,7 @@
 """The shape of a model, and the sizes that OpenAI released."""
 
 import inspect
-import itertools
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
@@ -65,27 +64,6 @@ class ModelConfig(default.Model):
                 "hyper_connections two"
             )
 
-    def canonical(self) -> Self:
-        """Returns the same architecture with its sizes written in one way: 0 where that can be."""
-        kv_heads = self.kv_heads
-        head_dim = self.head_dim
-        ratio, rest = divmod(self.hidden_dim, self.embed_dim)
-        mlp_dim = 0
-        if kv_heads == self.num_heads:
-            kv_heads = 0
-        if self.head_size * self.num_heads == self.embed_dim:
-            head_dim = 0
-        if rest:
-            ratio = default.Model.mlp_ratio
-            mlp_dim = self.hidden_dim
-        return replace(
-            self,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            mlp_ratio=ratio,
-            mlp_dim=mlp_dim,
-        )
-
     @cached_property
     def head_size(self) -> int:
         """Width of one attention head (H)."""
@@ -115,8 +93,8 @@ class ModelConfig(default.Model):
     def windows(self) -> tuple[int, ...]:
         """For each layer, how many tokens a position sees, itself included; 0: all."""
         widths = {"S": self.window, "L": 0}
-        letters = itertools.cycle(self.window_pattern)
-        return tuple(widths[next(letters)] for _ in range(self.num_layers))
+        letters = self.window_pattern * self.num_layers
+        return tuple(widths[letter] for letter in letters[: self.num_layers])
 
 
 # Fields of GPTConfig, and the options that they are in a run.

@@ -151,8 +151,9 @@ def read_option(name: str, text: str) -> Value:
         return flags.BooleanParser().parse(text) if kind is bool else kind(text)
     except ValueError:
         example = f"For example, {name}={flatten(DEFAULTS)[name]}"
-        what = f"{name}={text} is not of type {kind.__name__}"
-        raise UserError(what, example) from None
+        raise UserError(
+            f"{name}={text} is not of type {kind.__name__}", example
+        ) from None
 
 
 def read_factor(text: str) -> float:
@@ -172,8 +173,9 @@ def read_items(
     try:
         return [read(item) for item in text.split(",")]
     except (ValueError, re.error) as error:
-        how = f"For example, use {example}"
-        raise UserError(f"{option} cannot be read ({error})", how) from None
+        raise UserError(
+            f"{option} cannot be read ({error})", f"For example, use {example}"
+        ) from None
 
 
 def check_value(name: str, value: object) -> Value:

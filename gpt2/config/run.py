@@ -221,15 +221,12 @@ class Config(default.Options):
             )
         if data.packing != "concat" and train.context_schedule:
             raise UserError(f"data.packing={data.packing} keeps its lengths")
-        self._check_memory()
-        self._check_shapes()
-
-    def _check_memory(self) -> None:
         memory = self.memory
         if memory.scan_unroll > 1 and not memory.scan_layers:
             raise UserError("memory.scan_unroll is ignored without memory.scan_layers")
         if self.model.num_layers % memory.scan_unroll:
             raise UserError("memory.scan_unroll does not divide model.num_layers")
+        self._check_shapes()
 
     def _check_shapes(self) -> None:
         pieces = self.shapes.pieces
@@ -346,8 +343,9 @@ def read_options(name: str) -> Options:
     if not path.is_file():
         path = Path(__file__).parents[2] / path
     if not path.is_file():
-        how = "See configs/ for those there are"
-        raise UserError(f"--config={name} is no file", how)
+        raise UserError(
+            f"--config={name} is no file", "See configs/ for those there are"
+        )
     try:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
@@ -360,8 +358,9 @@ def read_options(name: str) -> Options:
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:  # a config file is code of any kind
-        what = f"{name} cannot be read ({type(error).__name__}: {error})"
-        raise UserError(what) from error
+        raise UserError(
+            f"{name} cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def load_config(workdir: Path) -> Config:

@@ -6,7 +6,7 @@ from pathlib import Path
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
 from gpt2.hf.families import FAMILIES, TITLES, family_for
-from gpt2.hf.family import SCALED_ROPE, Family, Json
+from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
 # Of any size: more would fill the memory before weights are looked at.
@@ -35,7 +35,7 @@ def read_config(directory: Path) -> GPTConfig:
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)
         options = _typed(path, family, config)
-        return GPTConfig(**options, **family.switches).canonical()
+        return canonical(GPTConfig(**options, **family.switches))
 
 
 def _with_flat_rope(config: Json, family: Family) -> Json:

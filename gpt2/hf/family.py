@@ -36,6 +36,28 @@ _FUNCTIONS = {
 }
 
 
+def canonical(cfg: GPTConfig) -> GPTConfig:
+    """Returns the same architecture with its sizes written in one way: 0 where that can be."""
+    kv_heads = cfg.kv_heads
+    head_dim = cfg.head_dim
+    ratio, rest = divmod(cfg.hidden_dim, cfg.embed_dim)
+    mlp_dim = 0
+    if kv_heads == cfg.num_heads:
+        kv_heads = 0
+    if cfg.head_size * cfg.num_heads == cfg.embed_dim:
+        head_dim = 0
+    if rest:
+        ratio = GPTConfig.mlp_ratio
+        mlp_dim = cfg.hidden_dim
+    return dataclasses.replace(
+        cfg,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_ratio=ratio,
+        mlp_dim=mlp_dim,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A tensor, and the parameter that it holds.
@@ -186,7 +208,7 @@ class Family:
 
     def lacks(self, cfg: GPTConfig) -> list[str]:
         """Returns the fields of `cfg` for whose value the family has no option."""
-        cfg = cfg.canonical()
+        cfg = canonical(cfg)
         held = {*self.options, *FREE, "mlp_ratio", "activation"}
         if "rope_base" in self.options:
             held.update(SCALED_ROPE)

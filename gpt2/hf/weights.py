@@ -11,7 +11,7 @@ from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
-from gpt2.hf.family import FREE, SCALED_ROPE
+from gpt2.hf.family import FREE, SCALED_ROPE, canonical
 from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer, load_params
@@ -90,8 +90,8 @@ def load_initial_params(
             f"the weights of {source} were learnt with another tokenizer than the data's",
             f"Use --config.data.tokenizer={directory}/tokenizer.json",
         )
-    found = found.canonical()
-    wanted = cfg.canonical()
+    found = canonical(found)
+    wanted = canonical(cfg)
     free = {*FREE}
     if found.context_length >= cfg.context_length or cfg.position != "learned":
         free.add("context_length")
