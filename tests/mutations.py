@@ -247,12 +247,12 @@ small programs are compiled at every start: utils/launch.py, train -k second_sta
     - "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"
     + "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "9"
 a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
-    - if not leaves and name not in _MAY_CHANGE:
+    - if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_BY_GROUP):
     + if name.startswith("model."):
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code
     - pools = len(labels) > len(
     + pools = len(labels) > 1 + len(
-steps that a run no longer has count as its own: training/code.py, ablate -k different_code
+steps that a run no longer has count as its own: utils/code.py, ablate -k different_code
     - starts = [each for each in starts if each["step"] < start["step"]]
     + starts = [each for each in starts if each["step"] != -1]
 a run that is cut short is scored: ablate/runs.py, ablate -k damaged

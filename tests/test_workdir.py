@@ -24,8 +24,8 @@ from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.training import workdir as run_files
-from gpt2.training.code import hash_code, read_starts
 from gpt2.utils import files
+from gpt2.utils.code import hash_code, read_starts
 from tests.helpers import TINY, make_repository, run, start, wait_for_step
 
 TINY_MODEL = dict(
@@ -266,7 +266,7 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
     run_files.lock(tmp_path, start=0)
-    monkeypatch.setattr(run_files, "newest_whole_step", lambda workdir, after: 4)
+    monkeypatch.setattr(run_files, "newest_whole_step", lambda workdir, after: (4, []))
     with pytest.raises(
         UserError, match="another process"
     ):  # which began and ended meanwhile

@@ -30,7 +30,6 @@ class Batches:
         self._put = backend.put_batch
         self._local_rows = functools.cache(backend.local_rows)
         self._shapes = config.shapes
-        self._num_steps = config.train.num_steps
         self._eval_rows = self._local_rows(config.micro_batch_size)
         self._eval_batches = config.train.eval_batches
         self._held_out = dict[str, tuple[float, ValidationLoader]]()
@@ -121,11 +120,8 @@ class Batches:
         _, first = next(iter(held_out.values()))
         example = next(iter(first))
         examples = dict[Shape, Placed]()
-        begins = [
-            begin for begin in self._shapes.pieces if start < begin < self._num_steps
-        ]
-        for begin in (start, *begins):
-            shape = self._shapes.at(begin + 1)
+        for begin in self._shapes.pieces:
+            shape = self._shapes.at(max(begin, start) + 1)
             rows = self._local_rows(shape.batch_size)
             size = (rows.stop - rows.start, shape.context_length)
             zeros = np.zeros(size, np.int32)

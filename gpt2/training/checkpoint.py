@@ -73,8 +73,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             best_fn=score,
             best_mode="min",
             read_only=read_only,
-            create=not read_only,
-            cleanup_tmp_directories=not read_only,
+            cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(
                 barrier_sync_fn=self._wait_for_others if several else None,
                 # Or a read-only disk is tried for minutes.
@@ -166,20 +165,14 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def restore(self, step: int, program: Program) -> TrainState:
         """Restores a state, in whatever layout it was saved, to that of a program."""
-        layout = self._layout(step)
-        shapes = program.state_shapes
-        saved = _as_saved(program, layout["scan_layers"])
-        # A run may gain a guard, lose it, or lower its limit when it continues.
-        if not layout["guard"]:
-            saved = saved.replace(guard=None)
-        parts = _parts(saved)
+        parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
         )
+        shapes = program.state_shapes
+        guard = jax.tree.map(_zeros, shapes.guard)
         if "guard" in parts:
             guard = items["guard"].capped()
-        else:
-            guard = jax.tree.map(_zeros, shapes.guard)
         rest = items["rest"] | {"params": items["params"], "guard": guard}
         return _in_layout_of(shapes, TrainState(**rest))
 
@@ -191,15 +184,26 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def restore_params(self, step: int, program: Program) -> Tree:
         """Restores the parameters alone, otherwise as `restore`."""
-        layout = self._layout(step)
-        saved = _as_saved(program, layout["scan_layers"])
-        args = ocp.args.StandardRestore(saved.params)
-        items = self._read(step, params=args)
+        saved = self._as_saved(step, program)
+        items = self._read(step, params=ocp.args.StandardRestore(saved.params))
         return _in_layout_of(program.state_shapes.params, items["params"])
 
+    def _as_saved(self, step: int, program: Program) -> TrainState:
+        """Returns the shapes and shardings of a program's state as it was saved.
+
+        Layers may be stacked when a run continues, or not. It may gain a guard, or lose it.
+        """
+        layout = self._layout(step)
+        saved = program.state_shapes
+        scanned = layout["scan_layers"]
+        if is_scanned(saved) != scanned:
+            options = {"memory.scan_layers": scanned, "memory.scan_unroll": 1}
+            config = with_options(program.config, options)
+            saved = program.with_config(config).state_shapes
+        return saved if layout["guard"] else saved.replace(guard=None)
+
     def _layout(self, step: int) -> dict[str, Any]:
-        items = self._read(step, layout=ocp.args.JsonRestore())
-        return items["layout"]
+        return self._read(step, layout=ocp.args.JsonRestore())["layout"]
 
     def _read(self, step: int, **items: ocp.args.CheckpointArgs) -> Mapping[str, Any]:
         try:
@@ -207,9 +211,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             return self._manager.restore(step, args=args)
         except Exception as error:  # Orbax and TensorStore raise many kinds
             place = self._directory / str(step)
-            what = f"checkpoint {place} cannot be read ({_first_line(error)})"
-            how = "Use the code that saved it, or another checkpoint"
-            raise UserError(what, how) from error
+            raise UserError(
+                f"checkpoint {place} cannot be read ({_first_line(error)})",
+                "Use the code that saved it, or another checkpoint",
+            ) from error
 
     def wait(self) -> None:
         """Returns once everything saved is on disk, or has failed."""
@@ -226,8 +231,9 @@ class Checkpointer(contextlib.AbstractContextManager):
     def raise_failure(self) -> None:
         """Ends a run whose last state is not saved."""
         if self.failure:
-            how = "Mend that, and repeat the command"
-            raise UserError(self.failure, how, exit_code=5)
+            raise UserError(
+                self.failure, "Mend that, and repeat the command", exit_code=5
+            )
 
     def close(self) -> None:
         """Waits until everything saved is on disk, and ends the saving threads."""
@@ -249,9 +255,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         with contextlib.suppress(Exception):
             self._manager.close()
         self._open()  # which removes what the save left
-        if step in self.all_steps():  # what failed was to remove an older one
-            self.failure = ""
-        else:
+        self.failure = ""
+        if step not in self.all_steps():  # else an older one could not be removed
             self.failure = told
             warn(f"{told}; the run goes on")
 
@@ -263,8 +268,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Returns what ends all processes after a save that failed in this one."""
         if isinstance(error, jax.errors.JaxRuntimeError):  # another one has ended
             return error
-        how = "Mend that, and start all processes again"
-        return UserError(self._describe(error), how, exit_code=5)
+        return UserError(
+            self._describe(error),
+            "Mend that, and start all processes again",
+            exit_code=5,
+        )
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
@@ -279,23 +287,24 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     config = dataclasses.replace(config, parallel=ParallelConfig())
     saved = saved_steps(workdir)
     if not saved:
-        what = f"{workdir} holds no checkpoint yet"
-        raise UserError(what, "Train for longer, or wait")
+        raise UserError(
+            f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
+        )
     for each in saved:
         if damage := find_damage(workdir, each, ("metrics",)):
             raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
     program = Program.from_config(config, [device])
     with Checkpointer(workdir, read_only=True) as checkpointer:
-        steps = {str(step): step for step in checkpointer.all_steps()}
-        latest = max(steps.values(), default=None)
+        steps = {str(step): step for step in saved}
         best = checkpointer.best()
-        steps["latest"] = latest
-        steps["best"] = best[0] if best else latest
+        steps["latest"] = saved[-1]
+        steps["best"] = best[0] if best else saved[-1]
         step = steps.get(str(which))
         if step is None:
-            what = f"{workdir} has no checkpoint {which}"
-            raise UserError(what, f"Use {', '.join(steps)}")
+            raise UserError(
+                f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}"
+            )
         # For an average, the optimizer's state is read whole.
         averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
@@ -307,19 +316,18 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
 def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Returns what saves and restores each part, in the order in which they are finalized."""
-    arrays = ocp.args.StandardSave, ocp.args.StandardRestore
-    texts = ocp.args.JsonSave, ocp.args.JsonRestore
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for name, handler, kinds in (
-        ("params", ocp.StandardCheckpointHandler(), arrays),
-        ("rest", ocp.StandardCheckpointHandler(), arrays),
-        ("guard", ocp.StandardCheckpointHandler(), arrays),
-        ("layout", ocp.JsonCheckpointHandler(), texts),
-        ("metrics", ocp.JsonCheckpointHandler("metrics"), texts),
-        ("digests", _DigestHandler("digests"), texts),
+    for name in ("params", "rest", "guard"):
+        arrays = ocp.StandardCheckpointHandler()
+        registry.add(name, ocp.args.StandardSave, arrays)
+        registry.add(name, ocp.args.StandardRestore, arrays)
+    for name, texts in (
+        ("layout", ocp.JsonCheckpointHandler()),
+        ("metrics", ocp.JsonCheckpointHandler("metrics")),
+        ("digests", _DigestHandler("digests")),
     ):
-        for kind in kinds:
-            registry.add(name, kind, handler)
+        registry.add(name, ocp.args.JsonSave, texts)
+        registry.add(name, ocp.args.JsonRestore, texts)
     return registry
 
 
@@ -343,7 +351,7 @@ def _gathered(leaf: jax.Array) -> np.ndarray:
 
 
 def _zeros(leaf: Shape) -> jax.Array:
-    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+    return jnp.zeros_like(leaf, device=leaf.sharding)
 
 
 def _first_line(error: Exception) -> str:
@@ -357,17 +365,6 @@ def _parts(state: TrainState) -> dict[str, Tree]:
     guard = rest.pop("guard")
     parts = {"params": state.params, "rest": rest}
     return parts | {"guard": guard} if guard else parts
-
-
-def _as_saved(program: Program, scanned: bool) -> TrainState:
-    """Returns the shapes and shardings of a program's state with its layers as they were saved."""
-    if is_scanned(program.state_shapes) == scanned:
-        return program.state_shapes
-    memory = dataclasses.replace(
-        program.config.memory, scan_layers=scanned, scan_unroll=1, remat="none"
-    )
-    config = dataclasses.replace(program.config, memory=memory)
-    return program.with_config(config).state_shapes
 
 
 def _in_layout_of(target: Tree, restored: Tree) -> Tree:

@@ -28,14 +28,20 @@ def latest_step(workdir: Path) -> int | None:
     return max(saved_steps(workdir), default=None)
 
 
-def newest_whole_step(workdir: Path, after: int = -1) -> int | None:
-    """Returns the newest step beyond `after` whose checkpoint is whole, or None."""
+def newest_whole_step(workdir: Path, after: int = 0) -> tuple[int, list[str]]:
+    """Returns the newest step beyond `after` whose checkpoint is whole, or 0.
+
+    Also what is wrong with those that are newer.
+    """
+    damage = list[str]()
     for step in reversed(saved_steps(workdir)):
         if step <= after:
             break
-        if not find_damage(workdir, step):
-            return step
-    return None
+        found = find_damage(workdir, step)
+        if not found:
+            return step, damage
+        damage.append(found)
+    return 0, damage
 
 
 def find_damage(workdir: Path, step: int, items: Sequence[str] = ITEMS) -> str:

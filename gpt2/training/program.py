@@ -77,15 +77,7 @@ class Program:
     ) -> "Program":
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
-        gpt = model(config.gpt())
-        shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
-        backend = make_backend(
-            config.parallel,
-            gpt.logical_axes(),
-            list(devices),
-            gather_by=choose_gather(config, devices, num_params(shapes)),
-        )
-        gpt = gpt.clone(ops=backend.make_ops(gpt.config, score_terms(gpt.config)))
+        gpt, backend = spread_model(model(config.gpt()), config, devices)
         rates = schedule(config.optim, config.train.num_steps)
         chain = optimizer(
             config.optim,
@@ -178,12 +170,15 @@ class Program:
         return model_flops_per_token(self.model.config, shape)
 
     @property
+    def _device(self) -> jax.Device:
+        """One of those it is for, which are all of one kind."""
+        return self.backend.mesh.devices.flat[0]
+
+    @property
     def attention(self) -> str:
         """How attention is computed, as text for people."""
-        device = self.backend.mesh.devices.flat[0]
-        name, why = choose_attention(
-            self.model.config, device, score_terms(self.model.config)
-        )
+        cfg = self.model.config
+        name, why = choose_attention(cfg, self._device, score_terms(cfg))
         if why:
             return f"by its formula: {why}"
         if self.config.model.dropout and name != "plain":
@@ -198,7 +193,7 @@ class Program:
         sizes = " to ".join(dict.fromkeys(f"{shape.tokens:,}" for shape in ends))
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
-        kind = self.backend.mesh.devices.flat[0].device_kind
+        kind = self._device.device_kind
         rows = {
             "model": f"{format_count(self.num_params)} parameters, attention {self.attention}",
             "data": batches.describe(num_steps),
@@ -244,9 +239,10 @@ class Program:
     def compile(self, step: Tree, state: Tree, batch: Tree) -> CompiledStep:
         """Compiles a jitted or pmapped step of two arguments with the options of the model."""
         cfg = self.model.config
-        platform = platform_of(self.backend.mesh.devices.flat[0])
         options = compiler_options(
-            cfg.remat, looped=cfg.loops_over_layers, platform=platform
+            cfg.remat,
+            looped=cfg.loops_over_layers,
+            platform=platform_of(self._device),
         )
         return compile_once(step, state, batch, options=options)
 
@@ -273,6 +269,21 @@ class Program:
 def draw_params(model: GPT, key: Array) -> Tree:
     """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def spread_model(
+    gpt: GPT, config: Config, devices: Sequence[jax.Device]
+) -> tuple[GPT, Backend]:
+    """Returns a model that computes by the table of the backend that spreads it, and the backend."""
+    shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
+    backend = make_backend(
+        config.parallel,
+        gpt.logical_axes(),
+        list(devices),
+        gather_by=choose_gather(config, devices, num_params(shapes)),
+    )
+    ops = backend.make_ops(gpt.config, score_terms(gpt.config))
+    return gpt.clone(ops=ops), backend
 
 
 def choose_gather(

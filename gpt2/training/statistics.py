@@ -12,11 +12,11 @@ from jax import Array
 
 from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.training.state import TrainState
-from gpt2.training.steps import Batch, MapSum, Metrics, Update, on_one_device
+from gpt2.training.steps import Batch, MapSum, Metrics, UpdateFn, on_one_device
 
 
 def make_watch_step(
-    update: Callable[[TrainState, Batch, MapSum], Update],
+    update: UpdateFn,
 ) -> Callable[[TrainState, Batch, MapSum], Metrics]:
     """Returns `watch_step(state, batch, map_sum=on_one_device) -> norms`, float32 scalars.
 

@@ -174,6 +174,9 @@ class Update(NamedTuple):
     updates: Tree  # what the optimizer adds to the parameters
 
 
+UpdateFn = Callable[[TrainState, Batch, MapSum], Update]
+
+
 def make_update(
     loss: LossFn,
     optimizer: optax.GradientTransformation,
@@ -183,7 +186,7 @@ def make_update(
     accumulate_steps: int = 1,
     norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
-) -> Callable[[TrainState, Batch, MapSum], Update]:
+) -> UpdateFn:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
@@ -205,12 +208,9 @@ def make_update(
                 sums = loss(params, micro_batch, key, state.step)
                 return sums["loss"][0] * scale, sums
 
-            def sums_and_gradients(micro_batch, index):
-                gradients = jax.value_and_grad(scaled_loss, has_aux=True)
-                (_, sums), grads = gradients(params, micro_batch, index)
-                return sums, grads
-
-            return accumulate(sums_and_gradients, rows, accumulate_steps)
+            gradients = partial(jax.grad(scaled_loss, has_aux=True), params)
+            grads, sums = accumulate(gradients, rows, accumulate_steps)
+            return sums, grads
 
         sums, grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
@@ -221,14 +221,14 @@ def make_update(
             grad_norm = norm(grads)
             keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
 
-            def take() -> tuple[Params, optax.OptState, Params]:
+            def take():
                 # Within a branch, XLA would not see that a clip takes the norm again.
                 updates, opt_state = optimizer.update(
                     grads, state.opt_state, state.params, grad_norm=grad_norm
                 )
                 return optax.apply_updates(state.params, updates), opt_state, updates
 
-            def skip() -> tuple[Params, optax.OptState, Params]:
+            def skip():
                 none = jax.tree.map(jnp.zeros_like, state.params)
                 return state.params, state.opt_state, none
 
@@ -246,7 +246,7 @@ def make_update(
 
 
 def make_train_step(
-    update: Callable[[TrainState, Batch, MapSum], Update],
+    update: UpdateFn,
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
     """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
@@ -304,9 +304,10 @@ def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
     """Returns `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
 
     def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
-        return map_sum(lambda params, rows, device: (loss(params, rows), None))(
-            params, batch
-        )[0]
+        def sums(params, rows, device):
+            return loss(params, rows), None
+
+        return map_sum(sums)(params, batch)[0]
 
     return eval_step
 

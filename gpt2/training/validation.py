@@ -14,6 +14,10 @@ from gpt2.training.steps import Batch, Sums
 MOST_AHEAD = 32
 
 
+def _add_up(*values: float) -> float:
+    return math.fsum(values)
+
+
 def validate(
     eval_step: Callable[[Mapping, Batch], Sums],
     params: Mapping,
@@ -36,13 +40,9 @@ def validate(
             if len(sums) > MOST_AHEAD:
                 jax.block_until_ready(sums[-MOST_AHEAD])
         sums = jax.device_get(sums)
-        num_targets = sum(each["loss"][1] for each in sums)
-        if not num_targets:
+        if not any(each["loss"][1] for each in sums):
             raise UserError("the validation split has no token to predict")
-        for name in sums[0]:
-            totals, counts = zip(*(each[name] for each in sums), strict=True)
-            total = math.fsum(totals)
-            count = math.fsum(counts)
+        for name, (total, count) in jax.tree.map(_add_up, *sums).items():
             mean = total / count if count else total
             scores[f"eval/{name}"] += share * mean
             if part and name == "loss":

@@ -40,34 +40,35 @@ from gpt2.training.checkpoint_files import (
     newest_whole_step,
     saved_steps,
 )
-from gpt2.training.code import SOURCE, git, hash_code
 from gpt2.training.program import Program
 from gpt2.utils import files, stores
+from gpt2.utils.code import SOURCE, git, hash_code
 from gpt2.utils.mirror import Mirror
 from gpt2.utils.text import format_duration
 
 _LOCK = ".lock"
 _DATA = "data.json"
 
-# Options that leave what the model learns as it is, but for rounding. A name that ends in "." or
-# "_" stands for all that begin with it.
-_LEAVE_WEIGHTS = (
+# Options that may change when a run continues, since they leave what the model learns as it is, but
+# for rounding: all that begin so, and some.
+_MAY_CHANGE_BY_GROUP = (
     "parallel.",
     "memory.",
     "logging.",
+    "train.keep_",
+    "train.eval_",
+)
+_MAY_CHANGE = (
     "model.attention",
     "data.data_dir",
-    "train.keep_",
     "train.accumulate_steps",
     "train.log_every",
-    "train.eval_",
     "train.checkpoint_every",
     "train.hang_seconds",
+    # The end of the schedule moves, and a run that diverged may skip steps.
+    "train.num_steps",
+    "train.skip_bad_steps",
 )
-_GROUPS = tuple(name for name in _LEAVE_WEIGHTS if name[-1] in "._")
-# Options that decide what the model learns, and may change when a run continues all the same: the
-# end of the schedule moves, and a run that diverged may skip steps.
-_MAY_CHANGE = ("train.num_steps", "train.skip_bad_steps")
 
 
 def mirror(place: str) -> Mirror:
@@ -85,13 +86,15 @@ def check_options(workdir: Path, config: Config) -> None:
         nearest = nearest.parent
     is_writable = os.access(nearest, os.W_OK)
     if not (nearest.is_dir() and is_writable):
-        what = f"nothing can be written in {workdir}"
-        raise UserError(what, "Give another --workdir")
+        raise UserError(
+            f"nothing can be written in {workdir}", "Give another --workdir"
+        )
     # Which refuses what cannot be drawn at the end.
     read_reference(config.logging.reference)
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        what = "logging.wandb needs the package wandb"
-        raise UserError(what, "Run `pip install wandb`")
+        raise UserError(
+            "logging.wandb needs the package wandb", "Run `pip install wandb`"
+        )
     if not (workdir / "config.json").exists():
         _refuse_other_files(
             workdir, stores.copy_of(data_place(config.data.data_dir)).resolve()
@@ -99,12 +102,15 @@ def check_options(workdir: Path, config: Config) -> None:
         return
     if saved_steps(workdir) == [0]:
         place = stores.place_of(workdir)
-        what = f"{place} holds imported weights, not a run to continue"
-        how = f"Give another --workdir and --config.train.init_from=run:{place}"
-        raise UserError(what, how)
+        raise UserError(
+            f"{place} holds imported weights, not a run to continue",
+            f"Give another --workdir and --config.train.init_from=run:{place}",
+        )
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
-        what = f"{workdir} holds a finished run without checkpoints to continue from"
-        raise UserError(what, "Give another --workdir")
+        raise UserError(
+            f"{workdir} holds a finished run without checkpoints to continue from",
+            "Give another --workdir",
+        )
     refuse_changes(workdir, config)
 
 
@@ -114,8 +120,9 @@ def _refuse_other_files(workdir: Path, data: Path) -> None:
         if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
             continue
         if not data.is_relative_to(path.resolve()):
-            what = f"{workdir} holds {path.name}, and no run"
-            raise UserError(what, "Give another --workdir")
+            raise UserError(
+                f"{workdir} holds {path.name}, and no run", "Give another --workdir"
+            )
 
 
 def refuse_changes(workdir: Path, config: Config) -> None:
@@ -137,21 +144,24 @@ def refuse_changes(workdir: Path, config: Config) -> None:
             changed.append(f"{name}={value}, not {now[name]}")
     place = stores.place_of(workdir)
     if changed:
-        what = f"{place} holds a run with {'; '.join(changed)}"
-        raise UserError(what, "Give another --workdir, or the run's value")
+        raise UserError(
+            f"{place} holds a run with {'; '.join(changed)}",
+            "Give another --workdir, or the run's value",
+        )
     latest = latest_step(workdir) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
-        what = f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}"
-        raise UserError(what, "Give another --workdir, or as many steps")
+        raise UserError(
+            f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}",
+            "Give another --workdir, or as many steps",
+        )
 
 
 def deciding_options(config: Config) -> dict[str, Any]:
     """Returns the options that a run keeps when it continues, by dotted name."""
     found = dict[str, Any]()
     for name, value in flatten(config.to_dict()).items():
-        leaves = name in _LEAVE_WEIGHTS or name.startswith(_GROUPS)
-        if not leaves and name not in _MAY_CHANGE:
+        if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_BY_GROUP):
             found[name] = value
     if config.model.dropout > 0:  # which draws its masks by micro-batch
         found["train.accumulate_steps"] = config.train.accumulate_steps
@@ -182,18 +192,15 @@ def _find_start(workdir: Path) -> int:
     place = stores.place_of(workdir)
     stores.fetch(place)  # another run may have saved while this one prepared
     stores.push(place, workdir)  # what a kill left unsent
-    damage = list[str]()
-    for step in reversed(saved_steps(workdir)):
-        found = find_damage(workdir, step)
-        if not found:
-            for each in damage:
-                warn(f"{each}; the run continues from step {step}")
-            return step
-        damage.append(found)
-    if damage:
-        what = f"{damage[0]}, and there is no whole one"
-        raise UserError(what, "Restore one from a copy, or start anew")
-    return 0
+    step, damage = newest_whole_step(workdir)
+    if damage and not step:
+        raise UserError(
+            f"{damage[0]}, and there is no whole one",
+            "Restore one from a copy, or start anew",
+        )
+    for each in damage:
+        warn(f"{each}; the run continues from step {step}")
+    return step
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
@@ -292,9 +299,12 @@ def lock(workdir: Path, start: int) -> None:
     workdir.mkdir(parents=True, exist_ok=True)
     is_locked = files.lock_for_good(workdir / _LOCK)
     # Another may have trained and ended since this one has found the newest whole step.
-    if not is_locked or newest_whole_step(workdir, after=start):
-        what = f"another process is training in {stores.place_of(workdir)}"
-        raise UserError(what, "Wait for it or stop it, or give another --workdir")
+    newest, _ = newest_whole_step(workdir, after=start)
+    if newest or not is_locked:
+        raise UserError(
+            f"another process is training in {stores.place_of(workdir)}",
+            "Wait for it or stop it, or give another --workdir",
+        )
 
 
 def describe_start(step: int) -> dict[str, Any]:
@@ -304,11 +314,11 @@ def describe_start(step: int) -> dict[str, Any]:
     `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
     """
     # Code that pip has installed below someone's checkout is no part of that checkout.
-    is_tracked = (
-        git(SOURCE, "ls-files", "--error-unmatch", "gpt2/__init__.py") is not None
-    )
-    commit = git(SOURCE, "rev-parse", "HEAD") if is_tracked else None
-    changed = git(SOURCE, "status", "--porcelain", "*.py") if is_tracked else None
+    commit = None
+    changed = None
+    if git(SOURCE, "ls-files", "gpt2/__init__.py"):
+        commit = git(SOURCE, "rev-parse", "HEAD")
+        changed = git(SOURCE, "status", "--porcelain", "*.py")
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "step": step,
