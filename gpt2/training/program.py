@@ -274,7 +274,7 @@ def draw_params(model: GPT, key: Array) -> Tree:
 def spread_model(
     gpt: GPT, config: Config, devices: Sequence[jax.Device]
 ) -> tuple[GPT, Backend]:
-    """Returns a model that computes by the table of the backend that spreads it, and the backend."""
+    """Returns a model that computes by the table of its backend, and that backend."""
     shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
     backend = make_backend(
         config.parallel,
