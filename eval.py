@@ -21,14 +21,14 @@ from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, find_task, run_task, validation_data
-from gpt2.hf.weights import load_model
+from gpt2.hf.weights import define_source, load_model
 from gpt2.model import GPT
 from gpt2.utils.stores import writing
 
 
 def define_flags() -> None:
     """Defines the flags of this command."""
-    cli.define_source()
+    define_source()
     names = (
         f"validation, or any of {', '.join(TASKS)} with its files' directory: NAME:DIR."
     )

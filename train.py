@@ -160,8 +160,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     stops = False
     scores = {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    traced = partial(program.traced_text, steps, start)
-    profiler = Profiler(workdir / "profile", config.logging, traced)
+    profiler = Profiler(workdir / "profile", config.logging)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
@@ -172,7 +171,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
                 train_step, watch = steps[config.shapes.at(step + 1)]
-                profiler.step(step, state)
+                profiler.step(step, state, train_step.text)
                 norms = watch(step + 1, state, batch)
                 state, metrics = train_step(state, batch)
                 step += 1

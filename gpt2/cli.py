@@ -176,13 +176,3 @@ def define_run() -> None:
         ),
         "there is no such process, since they count from 0",
     )
-
-
-def define_source() -> None:
-    """Defines the flags of commands that load a model."""
-    flags.DEFINE_string("workdir", None, "Directory of a run.")
-    flags.DEFINE_string(
-        "hf", None, "Directory of a Hugging Face model, in place of --workdir."
-    )
-    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
-    flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
-from gpt2.hf.weights import load_model
+from gpt2.hf.weights import define_source, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
 
@@ -36,7 +36,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "seed", 0, "Of random numbers.", lower_bound=0, upper_bound=2**32 - 1
     )
-    cli.define_source()
+    define_source()
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from gpt2 import cli
 from gpt2.benchmark.measure import ratio
 from gpt2.benchmark.ours import make_batch
-from gpt2.config.run import tokens_by_name
+from gpt2.data.tokenizer import tokens_by_name
 from gpt2.ops import Ops
 from gpt2.ops.variants import VARIANTS, Variants
 from gpt2.parallel import kernels, pjit

@@ -181,9 +181,9 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
     options = LoggingConfig(profile_start=first, profile_steps=steps)
-    profile = Profiler(tmp_path, options, text=step.as_text)
+    profile = Profiler(tmp_path, options)
     for number in range(1, 8):
-        profile.step(number, x)
+        profile.step(number, x, step.as_text)
         x = step(x)
         float(x[0, 0])
     profile.close(x)  # the second case ends with the run

@@ -32,7 +32,7 @@ from gpt2 import cli
 from gpt2.benchmark import measure, suite
 from gpt2.benchmark.tables import Row, table
 from gpt2.config import Config, with_options
-from gpt2.config.run import tokens_by_name
+from gpt2.data.tokenizer import tokens_by_name
 from gpt2.errors import UserError, require_choice
 
 COMMANDS = ("train", "suite", "machine")

@@ -34,18 +34,7 @@ SCHEDULES = {
 }
 
 
-@dataclass(frozen=True)
-class DataConfig(default.Data):
-    """The `data.` options."""
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The splits that hold text: a model that is only scored may be given all of it."""
-        if self.val_fraction == 1.0:
-            return ("validation",)
-        return ("train", "validation")
-
-
+DataConfig = default.Data
 LossConfig = default.Loss
 
 
@@ -178,16 +167,9 @@ class ParallelConfig(default.Parallel):
         axis = takes_all.get(self.strategy)
         if axis and sizes[axis] == 1:
             sizes[axis] = -1
-            sizes["data"] = 1 if self.data == -1 else self.data
+            if self.data == -1:
+                sizes["data"] = 1
         return sizes
-
-
-def tokens_by_name(spec: str) -> int:
-    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
-    name, _, size = spec.partition(":")
-    if name == "bpe" and size.isdecimal():
-        return int(size)
-    return {"gpt2": 50257, "byte": 257}.get(name, 0)
 
 
 @dataclass(frozen=True)
@@ -195,7 +177,6 @@ class Config(default.Options):
     """Every option of a run, checked together."""
 
     model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -365,7 +346,7 @@ def read_options(name: str) -> Options:
 
 def load_config(workdir: Path) -> Config:
     """Reads the options of a run from its config.json."""
-    path = Path(workdir) / "config.json"
+    path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
     return Config.from_dict(read_options(str(path)))

@@ -67,7 +67,7 @@ class Shapes:
     @property
     def last(self) -> Shape:
         """The shape of the last steps."""
-        return [*self.pieces.values()][-1]
+        return self.pieces[max(self.pieces)]
 
     @property
     def largest(self) -> Shape:

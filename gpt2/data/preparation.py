@@ -166,8 +166,10 @@ def write(wanted: Wanted) -> Dataset:
             dataset = index(source, data, partial)
         else:
             dataset = write_splits(source, data, partial)
-        for name in data.splits:
-            if dataset.splits[name].num_tokens < 2:
+        for name, split in dataset.splits.items():
+            # A model that is only scored may be given all of the text.
+            is_read = name == "validation" or data.val_fraction < 1
+            if is_read and split.num_tokens < 2:
                 raise UserError(
                     f"data.val_fraction={data.val_fraction} leaves no token to predict in the "
                     f"{name} split of data.corpus={data.corpus}",

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from gpt2.config.run import tokens_by_name
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
 from gpt2.errors import UserError, warn
 from gpt2.utils import files
@@ -320,6 +319,14 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
+
+
+def tokens_by_name(spec: str) -> int:
+    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
+    name, _, size = spec.partition(":")
+    if name == "bpe" and size.isdecimal():
+        return int(size)
+    return {"gpt2": 50257, "byte": 257}.get(name, 0)
 
 
 def is_path(spec: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig, load_config
 from gpt2.data import tokenizer as tokenizers
@@ -45,6 +46,15 @@ def export_run(
     """Writes a run's weights (of its `best`, `latest` or numbered checkpoint) and its tokenizer."""
     with stores.writing(place) as directory:
         save(directory, *load_model(workdir, None, checkpoint))
+
+
+def define_source() -> None:
+    """Defines the flags that tell `load_model` where the model is."""
+    flags.DEFINE_string("workdir", None, "Directory of a run.")
+    flags.DEFINE_string(
+        "hf", None, "Directory of a Hugging Face model, in place of --workdir."
+    )
+    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
 
 
 def load_model(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 
 from gpt2.config import Config
-from gpt2.config.run import tokens_by_name
+from gpt2.data.tokenizer import tokens_by_name
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import Backend, bytes_per_device
 from gpt2.parallel.state import with_shardings

@@ -18,14 +18,11 @@ from gpt2.profile.trace import STEP
 class Profiler:
     """Traces `profile_steps` steps from `profile_start` on, until it is closed.
 
-    `logdir` takes the trace and its page, for which `text` returns the compiled step as HLO.
+    `logdir` takes the trace and its page.
     """
 
-    def __init__(
-        self, logdir: Path | str, options: LoggingConfig, text: Callable[[], str]
-    ):
+    def __init__(self, logdir: Path | str, options: LoggingConfig):
         self._logdir = Path(logdir)
-        self._text = text
         start = options.profile_start
         self._steps = range(start, start + options.profile_steps)
         self._tracing = False
@@ -33,10 +30,13 @@ class Profiler:
         self._trace = contextlib.ExitStack()
         self._annotation = contextlib.ExitStack()  # of a step
 
-    def step(self, step: int, in_flight: chex.ArrayTree) -> None:
+    def step(
+        self, step: int, in_flight: chex.ArrayTree, text: Callable[[], str]
+    ) -> None:
         """Begins or ends the trace where `step`, the next to be dispatched, is its first or last.
 
-        It then waits for the arrays `in_flight` of earlier steps: a trace holds whole steps.
+        It then waits for the arrays `in_flight` of earlier steps: a trace holds whole steps. `text`
+        returns the compiled step as HLO, which the page needs of the first one.
         """
         self._annotation.close()
         is_traced = step in self._steps
@@ -44,6 +44,7 @@ class Profiler:
             jax.block_until_ready(in_flight)
             self._tracing = is_traced
             if is_traced:
+                self._text = text
                 self._start()
             else:
                 self._trace.close()

@@ -223,12 +223,6 @@ class Program:
             )
         return steps
 
-    def traced_text(self, steps: Steps, start: int) -> str:
-        """Returns the HLO of the step after `logging.profile_start`, or after a later `start`."""
-        first = max(start, self.config.logging.profile_start)
-        compiled, _ = steps[self.config.shapes.at(first + 1)]
-        return compiled.text()
-
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
         """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
