@@ -102,9 +102,9 @@ scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and sch
 ademamix's slow average does not warm up: optim/optimizers.py, optim -k formulas
     - return optim.alpha * progress(count)
     + return optim.alpha + 0.0 * progress(count)
-a cautious mask takes one share for all stacked layers: optim/parameters.py, optim -k formulas
-    - tuple(range(int(is_stacked(path)), leaf.ndim))
-    + tuple(range(leaf.ndim))
+a cautious mask takes one share for all stacked layers: optim/transforms.py, optim -k formulas
+    - tuple(range(int(is_stacked(path)), update.ndim))
+    + tuple(range(update.ndim))
 muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
     - optax.scale(factor)
     + optax.identity()
@@ -220,8 +220,8 @@ muon's momentum warms up a step early: optim/muon.py, optim_matrices -k 'formula
     - momentum(state.count)
     + momentum(state.count + 1)
 soap does not turn its second moment with the basis: optim/soap.py, optim_matrices -k formula
-    - jnp.take_along_axis(nu, columns[:, None, :], axis=2)
-    + nu
+    - jnp.take_along_axis(turned, column_order[:, None, :], axis=2)
+    + turned
 rope turns a part by the whole's wavelengths: model/gpt.py, switch_values -k rope_share
     - rope_frequencies(self.config.rope_size, self.config.rope_base)
     + rope_frequencies(self.config.rope_size, self.config.rope_base**self.config.rope_share)

@@ -11,66 +11,54 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from gpt2.optim.parameters import Path, map_parameters
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
-
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """Which axes of a kernel, counted from the last, are those of its matrices; others count."""
-
-    inputs: tuple[int, ...]  # those that are contracted
-    outputs: tuple[int, ...]  # new ones, which follow them
-    # Whether the outputs are the model's width, and not the inputs
-    to_width: bool = False
-
-
-_PLAIN = Axes((-2,), (-1,))
-_HEADS = Axes((-3,), (-2, -1))
-_SEVERAL = Axes((-4,), (-2, -1))  # axis -3 counts queries, keys and values
-
-# A kernel's module, with the module around it where that matters. Scanned layers and experts add
-# leading axes, which count.
+# What each of a kernel's last axes is: `r`, the rows of its matrices, which are the model's width;
+# `c`, their columns; `k` counts matrices, as do axes before these: of scanned layers, of experts.
+# A matrix's inputs come first, its outputs last. By the kernel's module, with the one around it
+# where that matters.
 AXES = {
-    "attn/c_attn": _SEVERAL,
-    "attn/c_q": _HEADS,
-    "attn/c_kv": _SEVERAL,
-    "attn/c_proj": Axes((-3, -2), (-1,), to_width=True),
-    "c_proj": Axes((-2,), (-1,), to_width=True),
+    "attn/c_attn": "rkcc",  # queries, keys and values
+    "attn/c_q": "rcc",
+    "attn/c_kv": "rkcc",
+    "attn/c_proj": "ccr",
+    "c_proj": "cr",
 }
-
-
-def axes_for(path: Path) -> Axes:
-    """Returns which axes of a kernel are a matrix's. One that `AXES` lacks is `[..., in, out]`."""
-    return AXES.get("/".join(path[-3:-1])) or AXES.get(path[-2], _PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The matrices of one kernel."""
+    """The matrices of one kernel, whose `axes` are letters of `AXES`, one for each."""
 
     shape: tuple[int, ...]
-    axes: Axes
+    axes: str
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The shape of the axes that count matrices: the layer's first, where it is scanned."""
-        num_sides = len(self.axes.inputs) + len(self.axes.outputs)
-        return tuple(self.shape[axis] for axis in self._order[:-num_sides])
+    @classmethod
+    def of(cls, path: Path, leaf: Array) -> "Kernel":
+        """Returns the kernel that a parameter is. One that `AXES` lacks is `[..., in, out]`."""
+        name = "/".join(path[-3:-1])
+        axes = AXES.get(name) or AXES.get(path[-2], "rc")
+        return cls(leaf.shape, axes.rjust(leaf.ndim, "k"))
 
-    @property
-    def fan_out(self) -> int:
-        """The number of outputs of each matrix."""
-        return math.prod(self.shape[axis] for axis in self.axes.outputs)
+    def sizes(self, letter: str) -> list[int]:
+        """Returns the sizes of the axes of a letter; of counts, the layers' first."""
+        pairs = zip(self.axes, self.shape, strict=True)
+        return [size for axis, size in pairs if axis == letter]
 
     @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of each matrix."""
-        sides = math.prod(self.shape[axis] for axis in self.axes.inputs), self.fan_out
-        return sides[::-1] if self.axes.to_width else sides
+        return math.prod(self.sizes("r")), math.prod(self.sizes("c"))
+
+    @property
+    def outputs(self) -> int:
+        """Which of `sides` has the outputs."""
+        return "rc".index(self.axes[-1])
 
     def to_matrices(self, x: Array) -> Array:
         """Returns the kernel `x` as matrices `[k, rows, columns]`."""
@@ -79,24 +67,19 @@ class Kernel:
     def from_matrices(self, matrices: Array) -> Array:
         """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
         ordered = matrices.reshape([self.shape[axis] for axis in self._order])
-        return ordered.transpose(
-            [self._order.index(axis) for axis in range(len(self.shape))]
-        )
+        return ordered.transpose(np.argsort(self._order))
 
     @property
-    def _order(self) -> tuple[int, ...]:
+    def _order(self) -> list[int]:
         """The kernel's axes: those that count, those of rows, those of columns."""
-        inputs = tuple(axis % len(self.shape) for axis in self.axes.inputs)
-        outputs = tuple(axis % len(self.shape) for axis in self.axes.outputs)
-        counts = tuple(
-            axis for axis in range(len(self.shape)) if axis not in inputs + outputs
+        return sorted(
+            range(len(self.axes)), key=lambda axis: "krc".index(self.axes[axis])
         )
-        return counts + (outputs + inputs if self.axes.to_width else inputs + outputs)
 
 
 def kernels(tree: Tree) -> Tree:
     """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
-    return map_parameters(lambda path, leaf: Kernel(leaf.shape, axes_for(path)), tree)
+    return map_parameters(Kernel.of, tree)
 
 
 def to_matrices(tree: Tree) -> Tree:

@@ -58,13 +58,11 @@ def scale_by_muon(
     """
 
     def init(params: Tree) -> MuonState:
-        squares = jax.tree.map(
-            lambda kernel, x: jnp.zeros((*kernel.counts, kernel.fan_out), x.dtype),
-            kernels(params),
-            params,
-        )
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return MuonState(jnp.int32(0), zeros, squares if neurons else None)
+        squares = None
+        if neurons:
+            squares = jax.tree.map(_zeros, kernels(params), params)
+        return MuonState(jnp.int32(0), zeros, squares)
 
     def update(
         updates: Tree, state: MuonState, params: Tree = None
@@ -78,17 +76,15 @@ def scale_by_muon(
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         operands = to_matrices(ahead if nesterov else mean)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
-        orthogonalize = partial(_orthogonalize, method=method, measure=neurons)
+        orthogonalize = partial(_orthogonalize, method=method)
         orthogonal, *squares = map_stacks(matrices, orthogonalize, (operands,))
         orthogonal = jax.tree.map(
             lambda x, like: x.astype(like.dtype), orthogonal, updates
         )
         if neurons:
-            squares = jax.tree.map(_by_neuron, shapes, *squares)
-            running = jax.tree.map(
-                lambda v, x: _lerp(v, x, 1 - beta2), state.neurons, squares
-            )
-            scaled = jax.tree.map(_normalize, shapes, orthogonal, squares, running)
+            mean_square = partial(_mean_square, beta2=beta2)
+            running = jax.tree.map(mean_square, shapes, state.neurons, *squares)
+            scaled = jax.tree.map(_normalize, shapes, orthogonal, running, *squares)
         else:
             running = None  # orthogonal: root mean squares follow from the sides (lemma 1 there)
             scaled = jax.tree.map(
@@ -126,13 +122,12 @@ def orthogonalized(matrices: Array, method: str) -> Array:
     return x.astype(dtype)
 
 
-def _orthogonalize(
-    stacks: tuple[Array], method: str, measure: bool
-) -> tuple[Array, ...]:
-    """Returns matrices, and maybe the mean squares of rows [S, m, 1] and columns [S, 1, n]."""
+def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
+    """Returns matrices, and the mean squares of their rows [S, m, 1] and columns [S, 1, n].
+
+    XLA leaves out what is not used.
+    """
     x = orthogonalized(*stacks, method)
-    if not measure:
-        return (x,)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     square = jnp.square(x.astype(dtype))
     rows = square.mean(axis=2, keepdims=True)
@@ -140,26 +135,31 @@ def _orthogonalize(
     return x, rows, columns
 
 
-def _by_neuron(kernel: Kernel, rows: Array, columns: Array) -> Array:
-    """Returns the mean squares of outputs, [..., outputs]."""
-    squares = rows if kernel.axes.to_width else columns
-    return squares.reshape(*kernel.counts, kernel.fan_out)
+def _zeros(kernel: Kernel, x: Array) -> Array:
+    """Returns the state of a kernel's neurons."""
+    number = kernel.sides[kernel.outputs]
+    return jnp.zeros((*kernel.sizes("k"), number), x.dtype)
+
+
+def _mean_square(kernel: Kernel, old: Array, *squares: Array, beta2: float) -> Array:
+    """Returns running means of the squares of outputs, those of rows or those of columns."""
+    square = squares[kernel.outputs]
+    return _lerp(old, square.reshape(old.shape), 1 - beta2)
 
 
 def _normalize(
-    kernel: Kernel, matrices: Array, squares: Array, running: Array
+    kernel: Kernel, matrices: Array, running: Array, *squares: Array
 ) -> Array:
     """Divides each neuron's update by its running root mean square, and sets the matrix's own.
 
     Its mean squares follow from those of the update, so that no device needs all of a matrix.
     """
+    square = squares[kernel.outputs]
     # As the authors' code; an unused neuron's update is 0.
-    divisor = jnp.sqrt(running) + 1e-10
-    square = jnp.mean(squares / jnp.square(divisor), axis=-1, keepdims=True)
-    rms = jnp.sqrt(jnp.maximum(square, 1e-30))
-    factor = UPDATE_RMS / (divisor * rms)
-    sides = (-1, kernel.fan_out, 1) if kernel.axes.to_width else (-1, 1, kernel.fan_out)
-    return matrices * factor.reshape(sides)
+    divisor = jnp.sqrt(running).reshape(square.shape) + 1e-10
+    mean = jnp.mean(square / jnp.square(divisor), axis=(1, 2), keepdims=True)
+    rms = jnp.sqrt(jnp.maximum(mean, 1e-30))
+    return matrices * (UPDATE_RMS / (divisor * rms))
 
 
 def _lerp(x: Array, y: Array, weight: jax.typing.ArrayLike) -> Array:

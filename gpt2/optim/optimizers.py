@@ -88,13 +88,11 @@ def num_updates(opt_state: optax.OptState) -> Array | None:
 
     That is fewer times than steps if some were skipped; None if the state has no schedule.
     """
-
-    def is_schedule(node: object) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    nodes = jax.tree.leaves(opt_state, is_leaf=is_schedule)
-    counts = [node.count for node in nodes if is_schedule(node)]
-    return counts[-1] if counts else None
+    found = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
+    if not found:
+        return None
+    _, last = found[-1]
+    return last.count
 
 
 def _decay(
@@ -141,19 +139,19 @@ def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
+    rates = [*optim.rates, ("", 1.0)]  # whose last pattern matches any name
 
-    def first_match(name: str) -> int | None:
-        for place, (pattern, _) in enumerate(optim.rates):
-            if re.search(pattern, name):
-                return place
-        return None
+    def first_match(name: str) -> int:
+        place = 0
+        while not re.search(rates[place][0], name):
+            place += 1
+        return place
 
-    def first_matches(path: Path, leaf: Array) -> list[int | None]:
+    def first_matches(path: Path, leaf: Array) -> list[int]:
         return [first_match(name) for name in unrolled_names(path, leaf)]
 
     def scale(path: Path, update: Array) -> Array:
-        matches = first_matches(path, update)
-        factors = [1.0 if i is None else optim.rates[i][1] for i in matches]
+        factors = [rates[place][1] for place in first_matches(path, update)]
         return update * np.array(factors, update.dtype).reshape(
             -1, *[1] * (update.ndim - 1)
         )

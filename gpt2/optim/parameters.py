@@ -44,11 +44,6 @@ def is_stacked(path: Path) -> bool:
     return "h" in path
 
 
-def tensor_axes(path: Path, leaf: Array) -> tuple[int, ...]:
-    """Returns the axes of a single layer's tensor."""
-    return tuple(range(int(is_stacked(path)), leaf.ndim))
-
-
 def unrolled_names(path: Path, leaf: Array) -> list[str]:
     """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
     if not is_stacked(path):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from gpt2.optim.matrices import kernels, map_stacks, to_matrices
+from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
@@ -42,18 +42,19 @@ def scale_by_soap(
     step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
 
     def init(params: Tree) -> SoapState:
-        def squares(side: int) -> Tree:
-            return jax.tree.map(
-                lambda kernel, x: jnp.zeros(
-                    (*kernel.counts, *2 * (kernel.sides[side],)), x.dtype
-                ),
-                kernels(params),
-                params,
-            )
+        shapes = kernels(params)
 
-        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        def squares(side: int) -> Tree:
+            return jax.tree.map(partial(_square, side=side), shapes, params)
+
         return SoapState(
-            jnp.int32(0), mu, nu, squares(0), squares(1), squares(0), squares(1)
+            jnp.int32(0),
+            jax.tree.map(jnp.zeros_like, params),
+            jax.tree.map(jnp.zeros_like, params),
+            squares(0),
+            squares(1),
+            squares(0),
+            squares(1),
         )
 
     def update(
@@ -78,57 +79,58 @@ def scale_by_soap(
     return optax.GradientTransformation(init, update)
 
 
-def _step(stacks: tuple[Array, ...], count: Array, **options: float) -> tuple:
+def _square(kernel: Kernel, x: Array, side: int) -> Array:
+    """Returns zeros in the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
+    size = kernel.sides[side]
+    return jnp.zeros((*kernel.sizes("k"), size, size), x.dtype)
+
+
+def _step(
+    stacks: tuple[Array, ...],
+    count: Array,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    every: int,
+) -> tuple[Array, ...]:
     """Maps gradients and state, as in `SoapState`, to directions and the next state."""
-    with jax.default_matmul_precision("highest"):
-        return jax.lax.cond(
-            count == 0,
-            partial(_start, **options),
-            partial(_advance, **options),
-            count,
-            *stacks,
-        )
+    grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
 
+    def start() -> tuple[Array, ...]:
+        rank = min(grads.shape[1:])
+        rows = _eigenvectors(row_gram, rank)
+        columns = _eigenvectors(column_gram, rank)
+        return jnp.zeros_like(grads), mu, nu, rows, columns
 
-def _start(
-    count, grads, mu, nu, row_gram, column_gram, row_basis, column_basis, **options
-):
-    row_gram, column_gram = _grams(grads, row_gram, column_gram, options["beta2"])
-    rank = min(grads.shape[1:])
-    bases = _eigenvectors(row_gram, rank), _eigenvectors(column_gram, rank)
-    return jnp.zeros_like(grads), mu, nu, row_gram, column_gram, *bases
-
-
-def _advance(count, grads, mu, nu, *grams_and_bases, beta1, beta2, eps, every):
-    row_gram, column_gram, row_basis, column_basis = grams_and_bases
-
-    def project(x):
+    def project(x: Array) -> Array:
         return row_basis.mT @ x @ column_basis
 
-    mu = beta1 * mu + (1 - beta1) * grads
-    nu = beta2 * nu + (1 - beta2) * jnp.square(project(grads))
-    adam = project(mu) / (jnp.sqrt(nu) + eps)
-    correction = jnp.sqrt(1 - beta2**count) / (1 - beta1**count)
-    direction = correction * (row_basis @ adam @ column_basis.mT)
-    row_gram, column_gram = _grams(grads, row_gram, column_gram, beta2)
+    def advance() -> tuple[Array, ...]:
+        mean = beta1 * mu + (1 - beta1) * grads
+        square = beta2 * nu + (1 - beta2) * jnp.square(project(grads))
+        adam = project(mean) / (jnp.sqrt(square) + eps)
+        correction = jnp.sqrt(1 - beta2**count) / (1 - beta1**count)
+        direction = correction * (row_basis @ adam @ column_basis.mT)
 
-    def refresh(row_basis, column_basis, nu):
-        row_basis, rows = _power_iteration(row_gram, row_basis)
-        column_basis, columns = _power_iteration(column_gram, column_basis)
-        nu = jnp.take_along_axis(nu, rows[:, :, None], axis=1)
-        nu = jnp.take_along_axis(nu, columns[:, None, :], axis=2)
-        return row_basis, column_basis, nu
+        def refresh() -> tuple[Array, ...]:
+            rows, row_order = _power_iteration(row_gram, row_basis)
+            columns, column_order = _power_iteration(column_gram, column_basis)
+            turned = jnp.take_along_axis(square, row_order[:, :, None], axis=1)
+            turned = jnp.take_along_axis(turned, column_order[:, None, :], axis=2)
+            return turned, rows, columns
 
-    row_basis, column_basis, nu = jax.lax.cond(
-        count % every == 0, refresh, lambda *same: same, row_basis, column_basis, nu
-    )
-    return direction, mu, nu, row_gram, column_gram, row_basis, column_basis
+        def keep() -> tuple[Array, ...]:
+            return square, row_basis, column_basis
 
+        refreshed = jax.lax.cond(count % every == 0, refresh, keep)
+        return direction, mean, *refreshed
 
-def _grams(grads, row_gram, column_gram, beta2):
-    rows = beta2 * row_gram + (1 - beta2) * (grads @ grads.mT)
-    columns = beta2 * column_gram + (1 - beta2) * (grads.mT @ grads)
-    return rows, columns
+    with jax.default_matmul_precision("highest"):
+        row_gram = beta2 * row_gram + (1 - beta2) * (grads @ grads.mT)
+        column_gram = beta2 * column_gram + (1 - beta2) * (grads.mT @ grads)
+        direction, mu, nu, *bases = jax.lax.cond(count == 0, start, advance)
+    return direction, mu, nu, row_gram, column_gram, *bases
 
 
 def _eigenvectors(gram: Array, rank: int) -> Array:

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from optax.contrib import ScheduleFreeState, schedule_free_eval_params
+from optax.contrib import schedule_free_eval_params
 
-from gpt2.optim.parameters import map_parameters, tensor_axes
+from gpt2.optim.parameters import is_stacked, map_parameters
 from gpt2.utils.trees import Tree
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
@@ -49,7 +49,7 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
 
     def mask(path: tuple[str, ...], update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
-        axes = tensor_axes(path, update)
+        axes = tuple(range(int(is_stacked(path)), update.ndim))  # of one layer's tensor
         asked = jnp.sum(grad != 0, axes, keepdims=True, dtype=update.dtype)
         agreed = jnp.sum(agrees, axes, keepdims=True)
         share = agreed / jnp.maximum(asked, 1)
@@ -109,14 +109,11 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
 
 def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
     """Returns the parameters that are validated and exported: the optimizer's average, if any."""
-    kinds = (AverageState, ScheduleFreeState)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kinds))
-    for node in nodes:
-        if isinstance(node, AverageState):
-            return node.average
-        if isinstance(node, ScheduleFreeState):
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-            return jax.jit(schedule_free_eval_params, out_shardings=shardings)(
-                node, params
-            )
+    averaged = optax.tree.get(opt_state, "AverageState")
+    if averaged:
+        return averaged.average
+    free = optax.tree.get(opt_state, "ScheduleFreeState")
+    if free:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+        return jax.jit(schedule_free_eval_params, out_shardings=shardings)(free, params)
     return params
