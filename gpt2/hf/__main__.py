@@ -29,10 +29,10 @@ def define_flags() -> None:
 
 def main(command: str) -> None:
     """Runs `import` or `export`, and says what it wrote."""
-    for name in _DIRECTORIES[command]:
-        if not flags.FLAGS[name].value:
-            raise UserError(f"--{name} is missing", f"Give --{name}=DIR")
-    source, target = (str(flags.FLAGS[name].value) for name in _DIRECTORIES[command])
+    names = _DIRECTORIES[command]
+    source, target = (flags.FLAGS[name].value for name in names)
+    if not (source and target):
+        raise UserError(f"{command} needs --{names[0]}=DIR and --{names[1]}=DIR")
     if command == "import":
         import_run(source, target)
     else:

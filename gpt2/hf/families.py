@@ -4,8 +4,6 @@ Names are those in transformers' configuration_*.py and modeling_*.py. A new fam
 gpt2/hf/family.py says what it holds.
 """
 
-import dataclasses
-
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
 from gpt2.hf.family import Family, Row
@@ -68,23 +66,22 @@ GPT2 = Family(
         Row("transformer.wpe.weight", "wpe/embedding", "TD", "T D"),
     ),
     rows=(
-        Row("ln_1.weight", "ln_1/scale", "D", "D"),
-        Row("ln_1.bias", "ln_1/bias", "D", "D"),
-        Row("ln_2.weight", "ln_2/scale", "D", "D"),
-        Row("ln_2.bias", "ln_2/bias", "D", "D"),
+        Row("ln_1.weight", "ln_1/scale", "D"),
+        Row("ln_1.bias", "ln_1/bias", "D"),
+        Row("ln_2.weight", "ln_2/scale", "D"),
+        Row("ln_2.bias", "ln_2/bias", "D"),
         Row("attn.c_attn.weight", "attn/c_attn/kernel", "DCNH", "D CNH"),
-        Row("attn.c_attn.bias", "attn/c_attn/bias", "CNH", "CNH"),
+        Row("attn.c_attn.bias", "attn/c_attn/bias", "CNH"),
         Row("attn.c_proj.weight", "attn/c_proj/kernel", "NHD", "NH D"),
-        Row("attn.c_proj.bias", "attn/c_proj/bias", "D", "D"),
+        Row("attn.c_proj.bias", "attn/c_proj/bias", "D"),
         Row("mlp.c_fc.weight", "mlp/c_fc/kernel", "DF", "D F"),
-        Row("mlp.c_fc.bias", "mlp/c_fc/bias", "F", "F"),
+        Row("mlp.c_fc.bias", "mlp/c_fc/bias", "F"),
         Row("mlp.c_proj.weight", "mlp/c_proj/kernel", "FD", "F D"),
-        Row("mlp.c_proj.bias", "mlp/c_proj/bias", "D", "D"),
+        Row("mlp.c_proj.bias", "mlp/c_proj/bias", "D"),
     ),
     last=(
-        Row("transformer.ln_f.weight", "ln_f/scale", "D", "D"),
-        Row("transformer.ln_f.bias", "ln_f/bias", "D", "D"),
-        Row("lm_head.weight", "lm_head/embedding", "VD", "V D", "untied"),
+        Row("transformer.ln_f.weight", "ln_f/scale", "D"),
+        Row("transformer.ln_f.bias", "ln_f/bias", "D"),
     ),
 )
 
@@ -115,8 +112,8 @@ LLAMA = Family(
     layer="layers.{}.",
     first=(Row("model.embed_tokens.weight", "wte/embedding", "VD", "V D"),),
     rows=(
-        Row("input_layernorm.weight", "ln_1/scale", "D", "D"),
-        Row("post_attention_layernorm.weight", "ln_2/scale", "D", "D"),
+        Row("input_layernorm.weight", "ln_1/scale", "D"),
+        Row("post_attention_layernorm.weight", "ln_2/scale", "D"),
         Row(
             "self_attn.q_proj.weight",
             "attn/c_attn/kernel",
@@ -146,14 +143,10 @@ LLAMA = Family(
         Row("mlp.up_proj.weight", "mlp/c_fc/kernel", "DF", "F D"),
         Row("mlp.down_proj.weight", "mlp/c_proj/kernel", "FD", "D F"),
     ),
-    last=(
-        Row("model.norm.weight", "ln_f/scale", "D", "D"),
-        Row("lm_head.weight", "lm_head/embedding", "VD", "V D", "untied"),
-    ),
+    last=(Row("model.norm.weight", "ln_f/scale", "D"),),
 )
 
-QWEN3 = dataclasses.replace(
-    LLAMA,
+QWEN3 = LLAMA._replace(
     title="Qwen 3",
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
@@ -162,8 +155,8 @@ QWEN3 = dataclasses.replace(
     fixed={"attention_bias": False, "use_sliding_window": False},
     rows=(
         *LLAMA.rows,
-        Row("self_attn.q_norm.weight", "attn/q_norm/scale", "H", "H"),
-        Row("self_attn.k_norm.weight", "attn/k_norm/scale", "H", "H"),
+        Row("self_attn.q_norm.weight", "attn/q_norm/scale", "H"),
+        Row("self_attn.k_norm.weight", "attn/k_norm/scale", "H"),
     ),
 )
 
@@ -193,23 +186,22 @@ GPT_NEOX = Family(
     layer="layers.{}.",
     first=(Row("gpt_neox.embed_in.weight", "wte/embedding", "VD", "V D"),),
     rows=(
-        Row("input_layernorm.weight", "ln_1/scale", "D", "D"),
-        Row("input_layernorm.bias", "ln_1/bias", "D", "D"),
-        Row("post_attention_layernorm.weight", "ln_2/scale", "D", "D"),
-        Row("post_attention_layernorm.bias", "ln_2/bias", "D", "D"),
+        Row("input_layernorm.weight", "ln_1/scale", "D"),
+        Row("input_layernorm.bias", "ln_1/bias", "D"),
+        Row("post_attention_layernorm.weight", "ln_2/scale", "D"),
+        Row("post_attention_layernorm.bias", "ln_2/bias", "D"),
         Row("attention.query_key_value.weight", "attn/c_attn/kernel", "DCNH", "NCH D"),
         Row("attention.query_key_value.bias", "attn/c_attn/bias", "CNH", "NCH"),
         Row("attention.dense.weight", "attn/c_proj/kernel", "NHD", "D NH"),
-        Row("attention.dense.bias", "attn/c_proj/bias", "D", "D"),
+        Row("attention.dense.bias", "attn/c_proj/bias", "D"),
         Row("mlp.dense_h_to_4h.weight", "mlp/c_fc/kernel", "DF", "F D"),
-        Row("mlp.dense_h_to_4h.bias", "mlp/c_fc/bias", "F", "F"),
+        Row("mlp.dense_h_to_4h.bias", "mlp/c_fc/bias", "F"),
         Row("mlp.dense_4h_to_h.weight", "mlp/c_proj/kernel", "FD", "D F"),
-        Row("mlp.dense_4h_to_h.bias", "mlp/c_proj/bias", "D", "D"),
+        Row("mlp.dense_4h_to_h.bias", "mlp/c_proj/bias", "D"),
     ),
     last=(
-        Row("gpt_neox.final_layer_norm.weight", "ln_f/scale", "D", "D"),
-        Row("gpt_neox.final_layer_norm.bias", "ln_f/bias", "D", "D"),
-        Row("embed_out.weight", "lm_head/embedding", "VD", "V D", "untied"),
+        Row("gpt_neox.final_layer_norm.weight", "ln_f/scale", "D"),
+        Row("gpt_neox.final_layer_norm.bias", "ln_f/bias", "D"),
     ),
 )
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,7 @@ def canonical(cfg: GPTConfig) -> GPTConfig:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A tensor, and the parameter that it holds.
 
     Attributes:
@@ -68,36 +67,38 @@ class Row:
         axes: of the parameter, a letter each, as gpt2/model/gpt.py names them; K: heads of keys and
             values, C: queries, keys and values. A digit is an index: the tensor is that part.
         stored: the letters as Hugging Face orders them. Letters without a space between them are
-            one axis there.
+            one axis there. Empty: `axes`.
         when: the models that have the tensor, as `Family.tensors` names them.
     """
 
     name: str
     path: str
     axes: str
-    stored: str
+    stored: str = ""
     when: str = "any"
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor of a model of known size: its row of the family's table, and the letters' sizes."""
+class Tensor(NamedTuple):
+    """A tensor of a model of known size: what its `Row` says, and the letters' sizes."""
 
     name: str
     path: tuple[str, ...]
-    row: Row
+    axes: str
+    stored: str
     sizes: Mapping[str, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the tensor in the file."""
-        words = self.row.stored.split()
-        return tuple(math.prod(self.sizes[letter] for letter in word) for word in words)
+        return tuple(
+            math.prod(self.sizes[letter] for letter in axis)
+            for axis in self.stored.split()
+        )
 
     @property
     def part(self) -> tuple[int, int] | None:
         """Which axis of the parameter the tensor is a part of, and which part."""
-        for axis, letter in enumerate(self.row.axes):
+        for axis, letter in enumerate(self.axes):
             if letter.isdigit():
                 return axis, int(letter)
         return None
@@ -107,32 +108,25 @@ class Tensor:
         array = np.asarray(parameter, np.float32)
         if self.part:
             axis, index = self.part
-            array = np.moveaxis(array, axis, 0)[index]
-        order = [self._ours.index(axis) for axis in self._theirs]
-        array = array.transpose(order)
+            array = np.take(array, index, axis)
+        array = np.einsum(f"{self._ours}->{self.stored}", array)
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the parameter, or its `part`, float32, from the tensor of the file."""
         array = tensor.astype(np.float32, copy=False)
-        shape = [self.sizes[axis] for axis in self._theirs]
-        order = [self._theirs.index(axis) for axis in self._ours]
-        array = array.reshape(shape).transpose(order)
+        whole = [self.sizes[axis] for axis in self.stored.replace(" ", "")]
+        array = array.reshape(whole)
+        array = np.einsum(f"{self.stored}->{self._ours}", array)
         return np.ascontiguousarray(array)
 
     @property
     def _ours(self) -> str:
         """The axes of the parameter, or of its part."""
-        return "".join(filter(str.isalpha, self.row.axes))
-
-    @property
-    def _theirs(self) -> str:
-        """The axes of the file, whole ones."""
-        return self.row.stored.replace(" ", "")
+        return "".join(filter(str.isalpha, self.axes))
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """What Hugging Face calls a kind of model, and all that it contains: a table to fill in.
 
     Attributes:
@@ -145,9 +139,9 @@ class Family:
             the switches can express.
         prefix: of the names of all tensors but the head's.
         layer: the name of a layer, after the prefix.
-        first, rows, last: tensors before the layers, of a layer, and after the layers.
+        first, rows, last: tensors before the layers, of a layer, and after the layers but the head.
         dropout: options that `model.dropout` becomes.
-        head: the name of the output embedding.
+        head: the name of the output embedding, which a model has that ties it to no other.
     """
 
     title: str
@@ -181,7 +175,6 @@ class Family:
         is_grouped = cfg.kv_heads < cfg.num_heads
         exists = {
             "any": True,
-            "untied": not cfg.tie_embeddings,
             "grouped": is_grouped,
             "multi-head": not is_grouped,
         }
@@ -189,11 +182,15 @@ class Family:
         for i in range(cfg.num_layers):
             places.append((self.prefix + self.layer.format(i), f"h_{i}/", self.rows))
         places.append(("", "", self.last))
+        if not cfg.tie_embeddings:
+            head = Row(self.head, "lm_head/embedding", "VD", "V D")
+            places.append(("", "", (head,)))
         for name, path, rows in places:
             for row in rows:
                 if exists[row.when]:
                     parts = tuple((path + row.path).split("/"))
-                    yield Tensor(name + row.name, parts, row, sizes)
+                    stored = row.stored or row.axes
+                    yield Tensor(name + row.name, parts, row.axes, stored, sizes)
 
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""

