@@ -10,7 +10,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gpt2.benchmark import first_steps
 from gpt2.benchmark.measure import serve
@@ -19,8 +18,9 @@ from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
 from gpt2.model.flops import model_flops_per_token
+from gpt2.optim.parameters import map_parameters
 from gpt2.parallel import find_devices
-from gpt2.telemetry.chips import find_chip
+from gpt2.telemetry.chips import total_peak_flops
 from gpt2.training.program import Program
 from gpt2.utils.scan import in_layout
 
@@ -30,27 +30,24 @@ class Training:
 
     def __init__(self, config: Config):
         self._config = config
-        self._devices = find_devices(config)
-        kind = self._devices[0].device_kind
+        devices = find_devices(config)
+        kind = devices[0].device_kind
         # Devices of a CPU are parts of it.
-        number = 1 if kind == "cpu" else len(self._devices)
+        number = 1 if kind == "cpu" else len(devices)
         self.device = f"{number} x {kind}"
-        self._program = Program.from_config(config, self._devices)
+        self._program = Program.from_config(config, devices)
         self._batch = self._program.backend.put_batch(make_batch(config))
         self._state = self._program.init_state()
         self._compiled = self._program.compile_train(self._state, self._batch)
 
     def info(self) -> Row:
         """Returns what there is to report beside times."""
-        compute = self._config.precision.compute
-        device = self._devices[0]
-        chip = find_chip(device.device_kind)
         peak = None
         # The sheet has no peak of float32 that is multiplied at another precision.
-        if chip and not os.environ.get("JAX_DEFAULT_MATMUL_PRECISION"):
-            peak = chip.peak_flops(compute) * len(self._devices)
+        if not os.environ.get("JAX_DEFAULT_MATMUL_PRECISION"):
+            peak = total_peak_flops(self._config.precision.compute)
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        statistics = device.memory_stats() or {}  # None on a CPU
+        statistics = jax.devices()[0].memory_stats() or {}  # None on a CPU
         return {
             "flops_per_token": model_flops_per_token(self._config.gpt()),
             "peak_flops": peak,
@@ -86,10 +83,10 @@ def draw_params(cfg: GPTConfig) -> dict:
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    drawn = flatten_dict(shapes["params"], sep="/")
-    for name, leaf in drawn.items():
-        drawn[name] = first_steps.draw_weight(name, leaf.shape)
-    params = unflatten_dict(drawn, sep="/")
+    params = map_parameters(
+        lambda path, leaf: first_steps.draw_weight("/".join(path), leaf.shape),
+        shapes["params"],
+    )
     return in_layout(params, scanned=cfg.scan_layers, stack=lambda *x: np.stack(x))
 
 

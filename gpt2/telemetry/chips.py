@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+import jax
+
 
 class Chip(NamedTuple):
     """One JAX device: its name, TFLOP/s of dense products, and what else is known."""
@@ -84,6 +86,12 @@ def find_chip(kind: str) -> Chip | None:
         if re.search(rf"\b{name}(?!\d)", kind, re.I):
             return chip
     return None
+
+
+def total_peak_flops(dtype: str) -> float | None:
+    """Returns the FLOP/s that all devices reach in products of `dtype`, by data sheets, or None."""
+    chips = [find_chip(device.device_kind) for device in jax.devices()]
+    return sum(c.peak_flops(dtype) for c in chips if c) if all(chips) else None
 
 
 def board_name(kind: str) -> str | None:

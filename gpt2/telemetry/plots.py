@@ -70,11 +70,8 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         within = losses[~is_before & ~is_beyond]
         shown += within.tolist()
     low = min(shown)
-    span = max(shown) - low
-    margin = 0.08 * span + 0.01
-    bottom = low - margin
-    top = low + 1.5 * span + margin
-    axes.set_ylim(bottom, top)
+    span = max(shown) - low + 0.1
+    axes.set_ylim(low - 0.1 * span, low + 1.6 * span)
     axes.set_xlim(limits)
     axes.legend(frameon=False, loc="upper right")
     figure.savefig(workdir / "loss.png")

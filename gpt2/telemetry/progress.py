@@ -40,7 +40,6 @@ class Progress(Writer):
         self._began = time.perf_counter()
         self._work = work
         self._names = names
-        self._missing = set(names)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
@@ -53,13 +52,8 @@ class Progress(Writer):
         for name, value in metrics.items():
             _, _, short = name.partition("/")
             is_asked = name in self._names or short in self._names
-            self._missing -= {name, short}
             if short and (is_tasks or is_asked):
                 shown.append(f"{short} {value:.4g}")
-        if is_validation and self._missing:
-            told = ", ".join(sorted(self._missing))
-            self.say(f"warning: logging.screen finds no {told} so far")
-            self._missing.clear()
         if not shown:
             return
         if step > self._start and not is_validation:

@@ -135,8 +135,7 @@ class Reporter(AbstractContextManager):
 
 
 def _fetch(scalars: Scalars) -> dict[str, float]:
-    fetched = jax.device_get(scalars)
-    return {name: float(fetched[name]) for name in fetched}
+    return jax.tree.map(float, jax.device_get(scalars))
 
 
 def _peak_memory() -> dict[str, float]:

@@ -10,7 +10,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
-from gpt2.telemetry.flops import total_peak_flops
+from gpt2.telemetry.chips import total_peak_flops
 from gpt2.utils import launch
 
 
@@ -112,12 +112,10 @@ class StepClock:
         """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
         total = self.total_seconds
         shares = dict[str, float]()
-        longest_first = sorted(
-            self._seconds, key=self._seconds.__getitem__, reverse=True
-        )
-        for name in longest_first:
+        longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
+        for name, seconds in longest_first:
             label = "goodput" if name == "step" else name
-            shares[label] = self._seconds[name] / total
+            shares[label] = seconds / total
         return shares
 
     def _switch(self, name: str) -> None:
