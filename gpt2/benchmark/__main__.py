@@ -20,7 +20,6 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import dataclasses
 import json
 import math
 import sys
@@ -83,7 +82,7 @@ def measure_cases() -> list[Row]:
     case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}
     for peer in args.peers:
-        cases[peer] = dataclasses.replace(case, python=args.peer_python)
+        cases[peer] = case._replace(python=args.peer_python)
     for text in args.vary:
         cases[text] = case.varied(text)
     return measure.measure(cases, rounds=args.rounds, seconds=args.seconds)

@@ -5,7 +5,6 @@ runs under the same load, heat and clocks, so that ratios compare what ran secon
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import scipy.stats
@@ -30,8 +29,7 @@ OURS = "jax"
 PEERS = ("torch", "torch_compile")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """What a side trains: a config whose vocabulary is resolved."""
 
     config: Config
@@ -42,13 +40,13 @@ class Case:
         """Returns the case with `OPTION=VALUE,...` of the config, or XLA_FLAGS, set."""
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
-            return dataclasses.replace(self, xla_flags=flags)
+            return self._replace(xla_flags=flags)
         options = {}
         for setting in re.split(r",(?=[a-z]+\.\w+=)", text):
             name, _, value = setting.partition("=")
             options[name] = read_option(name, value)
         config = with_options(self.config, options)
-        return dataclasses.replace(self, config=config)
+        return self._replace(config=config)
 
 
 class Player:
@@ -162,6 +160,9 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
         tokens_per_second = config.tokens_per_step / step
         flops = info.pop("flops_per_token", None)
         peak = info.pop("peak_flops", None)
+        compared = None
+        if name != OURS:
+            compared = ratio(turns[name], turns[OURS])
         row = {
             "name": name,
             "device": players[name].device,
@@ -169,7 +170,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             "step_seconds": step,
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second * flops / peak if peak else None,
-            "ratio": ratio(turns[name], turns[OURS]),
+            "ratio": compared,
             "batch_size": config.data.batch_size,
             "context_length": config.model.context_length,
             "compute": config.precision.compute,

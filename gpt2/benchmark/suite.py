@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt2.benchmark.tables import Row, table
-from gpt2.errors import UserError
+from gpt2.errors import require_choice
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
 from gpt2.utils.files import write_text
@@ -47,15 +47,11 @@ def make_parts(output: Path) -> list[Part]:
             f"--config.memory.scan_unroll={layers}",
         )
 
-    def train(size: str, layers: int, rows: int, *more: str) -> tuple[str, ...]:
-        chosen = options(size, layers, rows)
-        return ("-m", "gpt2.benchmark", "train", *chosen, *more, "--json")
-
-    machine = ("-m", "gpt2.benchmark", "machine", f"--output={output}", "--json")
-
     def run(name: str, *more: str) -> tuple[str, ...]:
         return (f"{root}/train.py", f"--workdir={output / name}", *more)
 
+    benchmark = ("-m", "gpt2.benchmark")
+    step = (*benchmark, "train", "--json")
     loop = (
         *options("124m", 12, 32),
         "--config.data.corpus=pystdlib",
@@ -71,15 +67,15 @@ def make_parts(output: Path) -> list[Part]:
         peers = ("--peers=torch_compile",)
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
-        Part("machine", 30, machine),
-        Part("124m-32", 120, train("124m", 12, 32, *peers)),
-        Part("1558m", 150, train("1558m", 48, 16)),
-        Part("forms", 150, train("124m", 12, 32, *forms)),
+        Part("machine", 30, (*benchmark, "machine", "--json", f"--output={output}")),
+        Part("124m-32", 120, (*step, *options("124m", 12, 32), *peers)),
+        Part("1558m", 150, (*step, *options("1558m", 48, 16))),
+        Part("forms", 150, (*step, *options("124m", 12, 32), *forms)),
         Part("loop", 120, run("loop", *loop)),
         # Whether its losses are the same, bit for bit.
         Part("again", 60, run("again", *loop)),
-        Part("124m-8", 80, train("124m", 12, 8, *peers)),
-        Part("124m-64", 60, train("124m", 12, 64)),
+        Part("124m-8", 80, (*step, *options("124m", 12, 8), *peers)),
+        Part("124m-64", 60, (*step, *options("124m", 12, 64))),
         # The one published curve that fits: 1.4697 (nanoGPT).
         Part("characters", 130, run("characters", characters)),
     ]
@@ -92,10 +88,7 @@ def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -
     """
     parts = {part.name: part for part in make_parts(output)}
     for name in names:
-        if name not in parts:
-            raise UserError(
-                f"--parts={name} is no part", f"Choose of {', '.join(parts)}"
-            )
+        require_choice("--parts", name, tuple(parts))
     results = output / "results.jsonl"
     logs = output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -156,17 +149,11 @@ def run_command(
 
 def describe_run(workdir: Path) -> list[Row]:
     """Returns a row of what a run logged last of its time, or none."""
-    logged = [
-        record
-        for record in read_metrics(workdir / "metrics.jsonl")
-        if "perf/step_seconds" in record
-    ]
-    if not logged:
-        return []
-    row: Row = {"name": "train.py"}
-    for name, value in logged[-1].items():
-        row[name.removeprefix("perf/")] = value
-    return [row]
+    rows: list[Row] = []
+    for record in read_metrics(workdir / "metrics.jsonl"):
+        if "perf/step_seconds" in record:
+            rows = [{name.removeprefix("perf/"): record[name] for name in record}]
+    return [row | {"name": "train.py"} for row in rows]
 
 
 def report(rows: list[Row]) -> str:

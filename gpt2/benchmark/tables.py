@@ -8,39 +8,25 @@ from gpt2.utils.text import format_count
 Row = dict[str, Any]  # figures by name, as JSON has them
 
 
-def _ratio(row: Row) -> str:
-    if row["name"] == "jax":
-        return ""
-    middle, *interval = row["ratio"]
+def _ratio(interval: Sequence[float]) -> str:
+    middle, *ends = interval
     text = f"{middle:.2f}"
-    if interval:
-        text += " ({:.2f} to {:.2f})".format(*interval)
+    if ends:
+        text += " ({:.2f} to {:.2f})".format(*ends)
     return text
 
 
-# A column's title, the figure that a row must have, and what the row writes there.
-_COLUMNS: tuple[tuple[str, str, Callable[[Row], str]], ...] = (
-    ("part", "part", lambda row: row["part"]),
-    ("", "name", lambda row: row["name"]),
-    ("step", "step_seconds", lambda row: f"{1e3 * row['step_seconds']:,.2f} ms"),
-    (
-        "tokens/s",
-        "tokens_per_second",
-        lambda row: format_count(row["tokens_per_second"]),
-    ),
-    ("MFU", "mfu", lambda row: f"{100 * row['mfu']:.1f} %"),
-    (
-        "memory",
-        "peak_memory_bytes",
-        lambda row: f"{row['peak_memory_bytes'] / 1e9:.2f} GB",
-    ),
-    (
-        "waits for data",
-        "data_wait_seconds",
-        lambda row: f"{1e3 * row['data_wait_seconds']:.2f} ms",
-    ),
+# A column's title, the figure that it has of a row, and how that is written.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("part", "part", str),
+    ("", "name", str),
+    ("step", "step_seconds", lambda seconds: f"{1e3 * seconds:,.2f} ms"),
+    ("tokens/s", "tokens_per_second", format_count),
+    ("MFU", "mfu", lambda share: f"{100 * share:.1f} %"),
+    ("memory", "peak_memory_bytes", lambda size: f"{size / 1e9:.2f} GB"),
+    ("waits for data", "data_wait_seconds", lambda wait: f"{1e3 * wait:.2f} ms"),
     ("jax is faster by (95 %)", "ratio", _ratio),
-    ("attention", "attention", lambda row: row["attention"]),
+    ("attention", "attention", str),
 )
 
 
@@ -50,7 +36,7 @@ def table(rows: Sequence[Row]) -> str:
     for title, name, write in _COLUMNS:
         texts = []
         for row in rows:
-            text = "" if row.get(name) is None else write(row)
+            text = "" if row.get(name) is None else write(row[name])
             texts.append(text.replace("|", "/"))
         if any(texts):
             width = max(map(len, [title, *texts]))
