@@ -168,7 +168,7 @@ def test_a_trace_of_a_gpu_is_read_by_its_streams(tmp_path):
     file.write_bytes(ProfileData.text_proto_to_serialized_xspace(graph))
     assert {*break_down(read_trace(file), ProgramText(TEXT)).operations} == {"mm.7"}
     file.write_bytes(b"\x0a\xff\xff")
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match="cannot be read"):
         read_trace(file)
 
 

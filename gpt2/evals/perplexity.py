@@ -78,10 +78,9 @@ def wikitext(
     """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
     text = read_text(path)
     plain = detokenize(text)
-    requests = _windows(scorer, tokenizer, text, stride)
-    by_token = perplexity(scorer.score(requests, "wikitext tokens"))
-    requests = _windows(scorer, tokenizer, plain, stride)
-    scores = scorer.score(requests, "wikitext words")
+    scores = _score(scorer, tokenizer, text, stride, "wikitext tokens")
+    by_token = perplexity(scores)
+    scores = _score(scorer, tokenizer, plain, stride, "wikitext words")
     by_word = perplexity(scores, _shares(scores, len(text.split())))
     context = f"windows of {scorer.context_length} tokens, stride {stride}"
     token = f"text as it is; {context}"
@@ -109,8 +108,7 @@ def compression(
         raise UserError(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
-    requests = _windows(scorer, tokenizer, text, stride)
-    scores = scorer.score(requests, task)
+    scores = _score(scorer, tokenizer, text, stride, task)
     losses = [-score.log_prob / math.log(2.0) for score in scores]
     bits = ratio(losses, _shares(scores, len(text.encode())))
     convention = (
@@ -125,10 +123,10 @@ def _shares(scores: Sequence[Score], total: int) -> np.ndarray:
     return total * counts / counts.sum()
 
 
-def _windows(
-    scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int
-) -> list[Request]:
-    """Returns windows over a text. An end-of-text token, if there is one, comes before it.
+def _score(
+    scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int, label: str
+) -> list[Score]:
+    """Scores windows over a text. An end-of-text token, if there is one, comes before it.
 
     Every token of the text is then scored.
     """
@@ -137,7 +135,8 @@ def _windows(
         tokens.insert(0, tokenizer.eot)
     if len(tokens) < 2:
         raise UserError(f"a text of {len(text)} characters holds no token to predict")
-    return windows(tokens, scorer.context_length, stride)
+    requests = windows(tokens, scorer.context_length, stride)
+    return scorer.score(requests, label)
 
 
 # WikiText's tokenisation undone, in this order: pattern -> replacement.

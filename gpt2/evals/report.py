@@ -1,6 +1,5 @@
 """The figures of an evaluation, each with its convention, as a table and as JSON."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,7 @@ from gpt2.evals.scoring import Score
 from gpt2.utils import files
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A number, its standard error over examples, and how it was scored, in words."""
 
     task: str
@@ -91,7 +89,7 @@ def print_table(figures: Sequence[Figure]) -> None:
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:
     """Writes the figures as a JSON list of objects, with null for an error that is not known."""
-    rows = [dataclasses.asdict(figure) for figure in figures]
+    rows = [figure._asdict() for figure in figures]
     for row in rows:
         if math.isnan(row["stderr"]):
             row["stderr"] = None

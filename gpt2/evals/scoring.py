@@ -5,7 +5,6 @@ a batch of fixed shape at a time. Causal attention keeps the padding out of ever
 are most of the work for a small model, and are computed for scored tokens only.
 """
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -41,12 +40,11 @@ class Request(NamedTuple):
     segments: np.ndarray | None = None  # tokens see only those of their own segment
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """The model's score of a request."""
 
     log_prob: float  # of all scored tokens, in nats
-    count: int  # how many those are
+    count: int  # type: ignore[assignment] # how many those are
     greedy: bool  # whether each of them was the likeliest
 
 

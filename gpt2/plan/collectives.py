@@ -1,9 +1,9 @@
 """What a compiled step sends over the network, read from its text (HLO)."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ KINDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective instruction."""
 
     kind: str
@@ -63,8 +62,10 @@ def collectives(text: str) -> list[Collective]:
     def walk(name: str, times: int, loop_unknown: bool, after: list[str]) -> None:
         lines = hlo.computations[name]
         for i, line in enumerate(lines):
-            if _CHAIN in line and not _starts_chain(lines):
-                continue  # a part of a collective that has been counted
+            # Of a TPU's collective in several fusions, the first counts: it returns a tuple of
+            # what it has begun.
+            if _CHAIN in line and not re.search(r"= \(.*\) custom-call\(", root(lines)):
+                continue
             rest = lines[i + 1 :]
             match = _INSTRUCTION.search(line)
             if match:
@@ -144,14 +145,6 @@ def _has_product(hlo: Hlo, line: str, depth: int = 3) -> bool:
     if not depth:
         return False
     return any(_has_product(hlo, inner, depth - 1) for inner in hlo.inside(line))
-
-
-def _starts_chain(lines: list[str]) -> bool:
-    """Returns whether a fusion of a TPU starts a collective that others, which name it, continue.
-
-    It returns a tuple of what it has begun.
-    """
-    return re.search(r"= \(.*\) custom-call\(", root(lines)) is not None
 
 
 def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:

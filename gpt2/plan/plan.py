@@ -5,11 +5,11 @@ that is not here. A simulated plan has the state and gradients of a run on chips
 space.
 """
 
-import dataclasses
 import math
 import os
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -37,8 +37,7 @@ class OutOfMemory(Exception):
     """The compiler's word that a step does not fit a device."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one training step takes."""
 
     program: Program

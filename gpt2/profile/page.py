@@ -114,11 +114,4 @@ def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    milliseconds = 1e3 * seconds
-    if not seconds:
-        return ""
-    digits = 3
-    for least, fewer in ((0.1, 2), (10, 1), (100, 0)):
-        if milliseconds >= least:
-            digits = fewer
-    return f"{milliseconds:,.{digits}f} ms"
+    return f"{1e3 * seconds:,.3f} ms" if seconds else ""

@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 from jax.profiler import ProfileData, ProfilePlane
 
+from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.profile.sampler import LINE
 
@@ -70,12 +71,8 @@ def find_trace(path: Path) -> Path:
 
 def read_trace(path: Path) -> Trace:
     """Reads a file `*.xplane.pb`, as JAX's profiler writes it for CPUs and GPUs."""
-    try:
+    with reading(path, "Trace the run again"):
         planes = list(ProfileData.from_file(str(path)).planes)
-    except Exception as error:  # which type, the versions of JAX differ in
-        raise UserError(
-            f"{path} is no trace, or damaged", "Trace the run again"
-        ) from error
     by_name = {plane.name: plane for plane in planes}
     host = by_name.get("/host:CPU")
     chips = [name for name in by_name if re.match(r"/device:(GPU|TPU)", name)]
