@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from gpt2.config import GPTConfig
-from gpt2.data.foreign import reading
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config, to_hf_config
@@ -153,11 +152,11 @@ def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     names = ["model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        with reading(index, how):
+        with files.reading(index, how):
             found = json.loads(index.read_text("utf-8"))["weight_map"].values()
             names = sorted(set(found))
     for name in names:
         path = directory / name
-        with reading(path, how), safe_open(path, framework="np") as file:
+        with files.reading(path, how), safe_open(path, framework="np") as file:
             for tensor in file.keys():  # noqa: SIM118
                 yield tensor, file.get_tensor(tensor)

@@ -8,9 +8,9 @@ from urllib.parse import unquote
 
 from jax.profiler import ProfileData, ProfilePlane
 
-from gpt2.data.foreign import reading
 from gpt2.errors import UserError
 from gpt2.profile.sampler import LINE
+from gpt2.utils.files import reading
 
 STEP = "train"  # the annotation of a step
 # Of `StepClock`, where devices may wait.

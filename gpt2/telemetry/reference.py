@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2.errors import UserError
+from gpt2.utils.files import reading
 
 PLACE = Path(__file__).parents[2] / "configs" / "reference"
 
@@ -21,15 +21,11 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
 
     published = PLACE / f"{name}.csv"
     path = published if published.is_file() else Path(name)
-    try:
+    with reading(name, "Name one of configs/reference/, or a table of tokens,loss"):
         table = pd.read_csv(path, comment="#")
         if "name" not in table:
             table["name"] = path.stem
         table = table.astype({"tokens": float, "loss": float}).sort_values("tokens")
-    except (OSError, ValueError, KeyError) as error:
-        what = f"{name} holds no published losses ({error})"
-        how = "Name one of configs/reference/, or a table of tokens,loss"
-        raise UserError(what, how) from None
     curves = dict[str, np.ndarray]()
     for curve, points in table.groupby("name", sort=False):
         curves[str(curve)] = points[["tokens", "loss"]].to_numpy()
