@@ -55,6 +55,7 @@ def define_source() -> None:
         "hf", None, "Directory of a Hugging Face model, in place of --workdir."
     )
     flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
+    flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)
 
 
 def load_model(
