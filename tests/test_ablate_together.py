@@ -73,22 +73,16 @@ def on_one_device(monkeypatch):
     monkeypatch.setattr("gpt2.ablate.together.platform_of", lambda device: "gpu")
 
 
-def starts_of(configs, dataset, programs):
-    states, batches = [], []
-    for config, program in zip(configs, programs, strict=True):
-        states.append(train.first_state(program, dataset))
-        own = Batches(config, dataset, program.backend)
-        batches.append(own.train(0, config.train.num_steps))
-    return states, batches
+def batches_of(config, dataset, program):
+    return Batches(config, dataset, program.backend).train(0, config.train.num_steps)
 
 
 def train_together(configs, devices, steps=100):
     """Returns each metric [places, steps], and the places."""
     dataset = prepare(configs[0].data)
     places = Places(configs, jax.devices()[:devices], dataset)
-    programs = [places.program.with_config(config) for config in configs]
-    states, batches = starts_of(configs, dataset, programs)
-    places.begin(configs, states)
+    batches = [batches_of(config, dataset, places.program) for config in configs]
+    places.begin(configs, [places.first_state(config) for config in configs])
     found = []
     for _ in range(steps):
         given = dict(enumerate(map(next, batches)))
@@ -102,9 +96,9 @@ def train_alone(config, steps=100):
     """Returns each metric [steps] of a run of train.py on one device."""
     dataset = prepare(config.data)
     program = train.make_program(config, jax.devices()[:1])
-    (state,), (batches,) = starts_of([config], dataset, [program])
+    state = train.first_state(program, dataset)
     found = []
-    for batch in batches:
+    for batch in batches_of(config, dataset, program):
         if not found:
             step = program.compile_train(state, batch)
         state, metrics = step(state, batch)
@@ -155,6 +149,27 @@ def test_every_optimizer_takes_its_numbers_from_outside(name):
         np.testing.assert_allclose(losses, alone["train/loss"], rtol=rtol)
 
 
+def test_first_states_are_those_of_runs_alone_and_one_program_draws_all_of_a_model(
+    monkeypatch,
+):
+    configs = configs_of([*ADAM, {"model.init_std": 0.04, "seed": 1}])
+    dataset = prepare(BASE.data)
+    places = Places(configs, jax.devices()[:1], dataset)
+    programs = [train.make_program(each, jax.devices()[:1]) for each in configs]
+    alone = [train.first_state(program, dataset) for program in programs]
+    drawn = []
+    first_state = train.first_state
+
+    def draw(program, dataset):
+        drawn.append(program)
+        return first_state(program, dataset)
+
+    monkeypatch.setattr(train, "first_state", draw)
+    for config, known in zip(configs, alone, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, places.first_state(config), known)
+    assert len(drawn) == 2
+
+
 @pytest.mark.parametrize("devices", [3, 1])
 def test_no_bit_of_a_run_changes_when_its_neighbours_do(devices, request):
     if devices == 1:
@@ -164,13 +179,19 @@ def test_no_bit_of_a_run_changes_when_its_neighbours_do(devices, request):
         [{"optim.learning_rate": 1e30}, {"optim.beta2": 0.5}],
     )
     losses = []
+    states = []
     for first, last in others:
         configs = configs_of([first, {"seed": 1}, last], model__dropout=0.1)
         found, places = train_together(configs, devices, steps=20)
         assert places.number == 3
         losses.append(found["train/loss"])
+        states.append([places.state(place).params for place in range(3)])
     assert (losses[0][0] != losses[1][0]).any() and not np.isfinite(losses[1][0]).all()
     np.testing.assert_array_equal(losses[0][1], losses[1][1])
+    before, after = states
+    jax.tree.map(np.testing.assert_array_equal, before[1], after[1])
+    tables = [np.asarray(each["wte"]["embedding"]) for each in before]
+    assert (tables[0] != tables[1]).any() and (tables[1] != tables[2]).any()
 
 
 def test_memory_decides_how_many_runs_an_accelerator_holds(on_one_device, monkeypatch):

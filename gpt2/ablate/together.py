@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, redirect_stdout
@@ -29,7 +30,7 @@ import train
 from gpt2 import cli
 from gpt2.ablate.groups import NUMBERS
 from gpt2.ablate.runs import Outcome
-from gpt2.config import Config, load_config, option
+from gpt2.config import Config, ModelConfig, load_config, option
 from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, tell
 from gpt2.parallel import find_devices
@@ -90,10 +91,12 @@ class Places:
         self, configs: Sequence[Config], devices: Sequence[jax.Device], dataset: Dataset
     ):
         self._first = configs[0]
+        self._dataset = dataset
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._each = NamedSharding(self._mesh, PartitionSpec(AXIS))
         self.program = train.make_program(self._first, devices[:1])
         self._batches = Batches(self._first, dataset, self.program.backend)
+        self._draw = dict[ModelConfig, Callable]()
         memory = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
         is_cpu = platform_of(devices[0]) == "cpu"
         width = 1 if is_cpu else math.ceil(len(configs) / len(devices))
@@ -135,6 +138,18 @@ class Places:
         stacked = jax.tree.map(lambda *x: np.stack(x), *each)
         return jax.device_put(stacked, self._each)
 
+    def first_state(self, config: Config) -> TrainState:
+        """Returns the state of a run before its first step. Runs of a model share what draws it."""
+
+        def draw(numbers: Mapping[str, jax.Array]) -> TrainState:
+            program = self.program.with_config(with_numbers(config, numbers))
+            return train.first_state(program, self._dataset)
+
+        if config.train.init_from:  # which a program would hold as constants
+            return draw({})
+        compiled = self._draw.setdefault(config.model, jax.jit(draw))
+        return compiled(numbers_of(config))
+
     def begin(self, configs: Sequence[Config], states: Sequence[TrainState]) -> None:
         """Gives the first places to runs."""
         self._numbers = self._stack([numbers_of(config) for config in configs])
@@ -142,8 +157,10 @@ class Places:
 
     def state(self, place: int) -> TrainState:
         """Returns the state of a place, on the first device."""
-        found = jax.device_get(_at(place, self._states))
-        return jax.device_put(found, self._mesh.devices[0])
+        states = jax.device_get(
+            self._states
+        )  # of all places: arrays keep what they gave
+        return jax.device_put(_at(place, states), self._mesh.devices[0])
 
     def step(self, batches: Mapping[int, Batch]) -> Metrics:
         """Takes a step in all places, of which some have a run's batch."""
@@ -182,7 +199,8 @@ class Member:
         self._path = path
         self._dataset = dataset
         self._workdir = workdir = path / "run"
-        self._program = program = places.program.with_config(config)
+        # Of other numbers, which only the step and the samples take.
+        self._program = program = dataclasses.replace(places.program, config=config)
         options = config.train
         folder.check_options(workdir, config)
         folder.check_data(workdir, dataset)
@@ -199,11 +217,11 @@ class Member:
         )
         self.reporter = enter(Reporter.for_run(config, self.clock, workdir, start))
         steps = {config.shapes.last: (places.train_step, lambda *_: None)}
-        tell(program.describe(batches, steps, start), self.log)
+        tell(places.program.describe(batches, steps, start), self.log)
         if start:
-            state = self.checkpointer.restore(start, program)
+            state = self.checkpointer.restore(start, places.program)
         else:
-            state = train.first_state(program, dataset)
+            state = places.first_state(config)
         self.first_state = jax.device_get(state)  # a device has no room for all twice
 
     def keep(
@@ -334,16 +352,15 @@ def main(*paths: str) -> int:
     places = Places(list(configs.values()), devices, dataset)
     starts = {path: folder.find_start(path / "run") for path in folders}
     with StopSignal() as stop:
-        while starts:
-            start = min(starts.values())
-            alike = [path for path in starts if starts[path] == start]
-            wave = []
-            for path in alike[: places.number]:
-                del starts[path]
-                wave.append(Member(path, configs[path], dataset, places))
-            code = train_wave(places, wave, start, stop)
-            if code:
-                return code
+        for start in sorted(set(starts.values())):
+            alike = [path for path in folders if starts[path] == start]
+            for begin in range(0, len(alike), places.number):
+                wave = []
+                for path in alike[begin : begin + places.number]:
+                    wave.append(Member(path, configs[path], dataset, places))
+                code = train_wave(places, wave, start, stop)
+                if code:
+                    return code
     return 0
 
 
