@@ -84,7 +84,7 @@ def main() -> int:
     sweep = _read_sweep(root, slots[0])
     if FLAGS.dry_run:
         sweep = grow(continued(sweep).with_choices())
-        print(describe_runs(sweep, slots, together=FLAGS.together))
+        print(describe_runs(sweep, slots))
         return 0
 
     def train(runs: Sequence[Run]) -> None:
@@ -152,7 +152,7 @@ def _report(sweep: Sweep) -> int:
         table = write_report(sweep)
     print(table.to_string(index=False))
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
-    states = [run.outcome().state for run in sweep.needed_runs()]
+    states = [run.outcome().state for run in sweep.all_runs()]
     broken = states.count("failed")
     waiting = states.count("waiting")
     print(f"{broken} runs failed, {waiting} are still to come")

@@ -66,12 +66,10 @@ def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
     return 2 * two_sided * scipy.special.stdtr(num, t)
 
 
-def least_pairs(level: float) -> int:
-    """Returns the fewest pairs whose evidence can reach 1 / `level`: E_n < 2 r^((n - 1) / 2)."""
-    pairs = 2
-    while 2 * (1 + pairs * _TAU**2) ** ((pairs - 1) / 2) < 1 / level:
-        pairs += 1
-    return pairs
+def most_evidence(pairs: int) -> float:
+    """Returns what the evidence of so many pairs is always below: 2 r^((n - 1) / 2)."""
+    r = 1 + pairs * _TAU**2
+    return 2 * r ** ((pairs - 1) / 2)
 
 
 def half_width(differences: Array, level: float) -> float:

@@ -59,17 +59,13 @@ def _visible_gpus() -> list[str]:
 
 
 def train_all(
-    groups: Sequence[Sequence[Run]],
-    slots: Sequence[Slot],
-    score: str,
-    *,
-    tells: bool = True,
+    groups: Sequence[Sequence[Run]], slots: Sequence[Slot], score: str
 ) -> None:
     """Trains the runs that have not ended yet, beside other processes that do the same.
 
     Those of a group train together, in one process. A run that was interrupted continues. One that
     failed before this process began is tried again; one that diverged would diverge again. Each run
-    that ends is told with its score, if `tells`. SIGTERM saves what still trains.
+    that ends is told with its score. SIGTERM saves what still trains.
     """
     runs = list(itertools.chain(*groups))
     free = list(slots)
@@ -103,8 +99,7 @@ def train_all(
                 free.append(each.slot)
                 for run, told in each.end(code, score):
                     done = sum(map(_has_ended, runs))
-                    if tells:
-                        print(f"{done}/{len(runs)}  {run.label}  {told}", flush=True)
+                    print(f"{done}/{len(runs)}  {run.label}  {told}", flush=True)
             time.sleep(_POLL_SECONDS)
     finally:
         for each in training:

@@ -38,7 +38,7 @@ from gpt2.ablate.arms import (
     make_arms,
     snapshot,
 )
-from gpt2.ablate.evidence import evidence, findable, is_hopeless, least_pairs
+from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
 from gpt2.ablate.measure import measure, step_seconds
@@ -185,12 +185,9 @@ def _enter(root: Path, slot: Slot) -> Idea:
         for other in ledger.ideas:
             if other.best == idea.best and other.same(idea):
                 return other
-        least = least_pairs(level)
-        if least > FLAGS.pairs:
-            raise UserError(
-                f"no idea can be kept in {FLAGS.pairs} pairs by now",
-                f"Give --pairs={2 * least}, at least {least}",
-            )
+        if most_evidence(FLAGS.pairs) < 1 / level:
+            what = f"no idea can be kept in {FLAGS.pairs} pairs by now"
+            raise UserError(what, "Give more --pairs")
         append_idea(root, idea)
         return idea
 

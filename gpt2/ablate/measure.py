@@ -52,7 +52,7 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     They are those of a short run, which is trained once and kept.
     """
     run = make_measuring_run(root, arm)
-    train_all([[run]], [slot], LOSS, tells=False)
+    train_all([[run]], [slot], LOSS)
     if run.outcome().state != "finished":
         raise UserError(
             f"{arm.name} cannot be measured", f"See {run.folder / 'log.txt'}"
@@ -74,13 +74,8 @@ def step_seconds(root: Path, slot: Slot, arm: Arm) -> float:
     return seconds
 
 
-def describe_runs(
-    sweep: Sweep, slots: Sequence[Slot], *, together: bool = False
-) -> str:
-    """Returns the list of a sweep's runs and what they would take, by measured steps.
-
-    What runs take together shows when they train: it is told as if they trained apart.
-    """
+def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
+    """Returns the list of a sweep's runs and what they would take apart, by measured steps."""
     seconds = {}
     for arm in sweep.arms:
         step, start = measure(sweep.root, arm, slots[0])
@@ -88,7 +83,7 @@ def describe_runs(
         seconds[arm.name] = start + arm.config.train.num_steps * step
     lines = []
     total = 0.0
-    for run in sweep.needed_runs():
+    for run in sweep.all_runs():
         told = run.outcome().state
         if told not in ENDED:
             total += seconds[run.arm]
@@ -100,6 +95,6 @@ def describe_runs(
             total += seeds * seconds[arm.name]
             lines.append(f"then {seeds} seeds of {arm.name} with the values it chooses")
     whole = format_duration(total / len(slots))
-    how = "if they trained apart" if together else f"with --jobs={len(slots)}"
-    lines.append(f"about {whole} {how}, without validations and checkpoints")
+    how = f"with --jobs={len(slots)}, apart, without validations and checkpoints"
+    lines.append(f"about {whole} {how}")
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The pictures of a sweep: differences with intervals, and curves."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,17 +73,17 @@ def plot_curves(
 ) -> None:
     """Draws the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
-    Curves are by name, the baseline first, one for each seed. A single validation is
-    a dot. A curve without tokens is a level.
+    Curves are by name, the baseline first, one for each seed, with validations. A single one is a
+    dot. A curve without tokens is a level.
     """
     from matplotlib.ticker import EngFormatter
 
     height = 4.6 + 0.12 * len(curves)
     figure, panels = _figure(height, width=14, columns=3)
+    styles = [("-", _BASELINE), *itertools.product(_LINES, _COLORS)]
     for axes, amount in zip(panels, AMOUNTS, strict=True):
         for i, (name, members) in enumerate(curves.items()):
-            style = _style(i)
-            _plot_mean(axes, amount, name, members, style)
+            _plot_mean(axes, amount, name, members, styles[i % len(styles)])
         axes.set_xlabel(AMOUNTS[amount])
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What lies high at first would leave little room for the rest.
@@ -109,25 +110,23 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
     losses = [*gains.values(), min(gains.values())]
     axes.step(numbers, losses, where="post", color=_BASELINE, label="the best so far")
     for answer, color in _ANSWERS.items():
-        places = []
-        for idea in ideas:
-            if idea.answer == answer:
-                difference, low, _ = np.nan_to_num(idea.interval, neginf=np.nan)
-                place = gains[idea.best] + difference
-                places.append((idea.number, place, difference - low))
-                if idea.number in gains:  # below the line nothing else is drawn
-                    axes.text(
-                        idea.number,
-                        place,
-                        f"{idea.text}  ",
-                        ha="right",
-                        va="top",
-                        rotation=30,
-                        rotation_mode="anchor",
-                    )
-        if places:
-            x, y, error = np.transpose(places)
-            axes.errorbar(x, y, yerr=error, fmt="o", color=color, label=answer)
+        axes.plot([], [], "o", color=color, label=answer)
+    for idea in ideas:
+        difference, low, _ = np.nan_to_num(idea.interval, neginf=np.nan)
+        place = gains[idea.best] + difference
+        color = _ANSWERS.get(idea.answer, _BASELINE)  # of one that is open
+        half_width = difference - low
+        axes.errorbar(idea.number, place, yerr=half_width, fmt="o", color=color)
+        if idea.number in gains:  # below the line nothing else is drawn
+            axes.text(
+                idea.number,
+                place,
+                f"{idea.text}  ",
+                ha="right",
+                va="top",
+                rotation=30,
+                rotation_mode="anchor",
+            )
     low, high = axes.get_ylim()
     axes.set_ylim(low - 0.4 * (high - low), high)  # room for names
     axes.locator_params(axis="x", integer=True)
@@ -144,39 +143,19 @@ def _plot_mean(
     style: tuple[str, str],
 ) -> None:
     """Draws the mean of curves, and their range, over one of `AMOUNTS`."""
-    color, line = style
+    line, color = style
     is_level = any(np.isnan(curve.tokens).any() for curve in members)
     if is_level:
         level = members[0].scores[0]
         axes.axhline(level, label=name, color=color, linestyle=line)
         return
-    places = []
-    scores = []
-    for curve in members:
-        spent = getattr(curve, amount)
-        if len(spent) and np.isfinite(spent).all():
-            places.append(spent)
-            scores.append(curve.scores)
-    if not scores:
-        return
     # Curves of one arm are validated at the same steps; a shorter one has not come as far.
-    number = min(map(len, scores))
-    x = np.mean([each[:number] for each in places], axis=0)
-    y = np.array([each[:number] for each in scores])
+    number = min(len(curve.scores) for curve in members)
+    x = np.mean([getattr(curve, amount)[:number] for curve in members], axis=0)
+    y = np.array([curve.scores[:number] for curve in members])
     marker = "o" if number == 1 else ""
-    middle = y.mean(0)
-    axes.plot(x, middle, marker=marker, label=name, color=color, linestyle=line)
-    low = y.min(0)
-    high = y.max(0)
-    axes.fill_between(x, low, high, color=color, alpha=0.18)
-
-
-def _style(arm: int) -> tuple[str, str]:
-    """Returns the color and the pattern of an arm's line; arm 0 is the baseline."""
-    if not arm:
-        return _BASELINE, "-"
-    turn, color = divmod(arm - 1, len(_COLORS))
-    return _COLORS[color], _LINES[turn % len(_LINES)]
+    axes.plot(x, y.mean(0), marker=marker, label=name, color=color, linestyle=line)
+    axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
 
 
 def _figure(

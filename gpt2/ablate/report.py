@@ -11,7 +11,7 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from gpt2.ablate import pictures, tables
-from gpt2.ablate.arms import Differences, differences, diffstat
+from gpt2.ablate.arms import differences, diffstat
 from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
@@ -20,7 +20,7 @@ from gpt2.utils.code import read_starts
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted, format_count
 
-_MADE_WITH = ("code", "commit", "clean", "jax", "device_kind", "devices")
+_MADE_WITH = ["code", "commit", "clean", "jax", "device_kind", "devices"]
 
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
@@ -51,7 +51,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         costs=tables.cost_table(sweep, results),
         metrics=tables.metrics_table(sweep, results),
         reach=tables.reach_table(sweep, results),
-        tuning=tables.tuning_table(sweep),
+        tuning=tables.tuning_table(sweep, results),
         broken=broken[["run", "state", "steps", "error"]],
         options=_list_options(sweep),
         made_with=_made_with(results),
@@ -84,9 +84,9 @@ def render(template: str, **context: object) -> str:
     return environment.get_template(template).render(context)
 
 
-def _list_options(sweep: Sweep) -> dict[str, Differences]:
+def _list_options(sweep: Sweep) -> pd.DataFrame:
     """Returns what each arm has in place of what the baseline has."""
-    options = {}
+    rows = []
     first, *arms = sweep.arms
     for arm in arms:
         changed = differences(first.config, arm.config)
@@ -94,20 +94,18 @@ def _list_options(sweep: Sweep) -> dict[str, Differences]:
             changed["code"] = (diffstat(arm), arm.commit)
         for name, value in arm.extra.items():
             changed[name] = ("none", value)
-        options[arm.name] = changed
-    return options
+        for name, (old, new) in changed.items():
+            rows.append((arm.name, name, str(new), str(old)))
+    return pd.DataFrame(rows, columns=["arm", "option", "value", "of the baseline"])
 
 
-def _made_with(results: pd.DataFrame) -> dict[str, list[str]]:
-    """Returns the values that the starts of all runs have of each of `_MADE_WITH`."""
+def _made_with(results: pd.DataFrame) -> pd.DataFrame:
+    """Returns what runs were made with, a row for each kind of start."""
     starts = []
     for folder in results.folder:
         starts += read_starts(folder / "run")
-    found = {}
-    for name in _MADE_WITH:
-        values = {str(start.get(name)) for start in starts}
-        found[name] = sorted(values)
-    return found
+    table = pd.DataFrame(starts, columns=_MADE_WITH).astype(str)
+    return table.drop_duplicates()
 
 
 def _draw(
@@ -126,7 +124,10 @@ def _draw(
     curves = {}
     for arm in sweep.arms:
         dots[arm.name] = samples[arm.name].values - first
-        curves[arm.name] = list(compared(results, arm).curve)
+        found = compared(results, arm).curve
+        validated = [curve for curve in found if len(curve.scores)]
+        if validated:
+            curves[arm.name] = validated
     pictures.plot_differences(root / "differences.png", verdicts, dots, sweep.unit)
     pictures.plot_curves(root / "curves.png", curves, sweep.unit)
     return ["differences.png", "curves.png"]

@@ -1,10 +1,10 @@
 """What the runs of a sweep gave: final scores, curves, and results.csv."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -24,8 +24,7 @@ AMOUNTS = {  # of a curve, by their names in pictures and tables
 METRICS = ("train/", "eval/")  # what the names of metrics in results begin with
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """The validations of a run, oldest first; arrays `[number of validations]`, float64."""
 
     tokens: np.ndarray  # read by training so far

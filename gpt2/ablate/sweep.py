@@ -3,11 +3,10 @@
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from gpt2.ablate.arms import Arm, differences
@@ -21,15 +20,6 @@ from gpt2.utils.files import locked, write_json
 
 # The seed of runs that choose values is that far above those of runs that are compared.
 CHOOSING_SEED = 1000
-# Fields that are decided before the first run, for all runs.
-_DECIDED = ("equal", "tune")
-
-
-class Tried(NamedTuple):
-    """What an arm's runs with a choice of values gave."""
-
-    choice: Settings
-    score: float  # nan where the run has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +47,20 @@ class Sweep:
         """The unit of the score."""
         return "nats per token" if self.score == LOSS else "bits per byte"
 
-    def choices(self) -> list[dict[str, Setting]]:
-        """Returns every choice of values for the options that are tuned; none if none is."""
-        choices = []
-        if self.tune:
+    def choosing_runs(self) -> list[Run]:
+        """Returns the runs that choose between the values of options that are tuned.
+
+        Each arm tries every combination. Their seed is not used again.
+        """
+        runs = list[Run]()
+        if not self.tune:
+            return runs
+        for arm in self.arms:
             for values in itertools.product(*self.tune.values()):
                 choice = dict(zip(self.tune, values, strict=True))
-                choices.append(choice)
-        return choices
-
-    def choosing_runs(self) -> list[Run]:
-        """Returns the runs that choose between values, whose seed is not used again."""
-        runs = []
-        for arm, choice in itertools.product(self.arms, self.choices()):
-            folder = self.root / "tune" / arm.name / describe(choice)
-            run = self._run(arm, CHOOSING_SEED, choice, folder)
-            runs.append(dataclasses.replace(run, chooses=True))
+                folder = self.root / "tune" / arm.name / describe(choice)
+                run = self._run(arm, CHOOSING_SEED, choice, folder)
+                runs.append(dataclasses.replace(run, chooses=True))
         return runs
 
     def undecided_runs(self) -> list[Run]:
@@ -109,23 +97,9 @@ class Sweep:
             extra=arm.extra,
         )
 
-    def needed_runs(self) -> list[Run]:
-        """Returns the runs that are compared, and before them those that still have to choose."""
-        return [*self.undecided_runs(), *self.runs()]
-
     def all_runs(self) -> list[Run]:
         """Returns the runs that choose, and those that are compared."""
         return [*self.choosing_runs(), *self.runs()]
-
-    def tuning(self) -> dict[str, list[Tried]]:
-        """Returns each arm's choices and what they gave."""
-        tuning: dict[str, list[Tried]] = {}
-        runs = self.choosing_runs()
-        results = read_results(runs, self.score)
-        for i, run in enumerate(runs):
-            tried = tuning.setdefault(run.arm, [])
-            tried.append(Tried(run.tuned, results.score[i]))
-        return tuning
 
     def with_choices(self) -> "Sweep":
         """Returns the sweep with the choices of those arms whose choosing runs have all ended.
@@ -135,16 +109,13 @@ class Sweep:
         chosen = dict(self.chosen)
         if not self.tune:
             chosen = {arm.name: {} for arm in self.arms}
-        open_arms = set()
-        for run in self.undecided_runs():
-            if run.outcome().state not in ENDED:
-                open_arms.add(run.arm)
-        for name, tried in self.tuning().items():
-            if name in chosen or name in open_arms:
-                continue
-            scored = [each for each in tried if math.isfinite(each.score)]
-            best = min(scored or tried[:1], key=lambda each: each.score)
-            chosen[name] = best.choice
+        runs = self.undecided_runs()
+        scores = read_results(runs, self.score)
+        for arm in dict.fromkeys(run.arm for run in runs):
+            rows = scores[scores.arm == arm]
+            if rows.state.isin(ENDED).all():
+                best = rows.score.fillna(np.inf).idxmin()
+                chosen[arm] = runs[best].tuned
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
@@ -156,36 +127,31 @@ class Sweep:
 
         Runs to come are left out where `now` is "", the hash of the working tree.
         """
-        texts: dict[DataConfig, tuple[bytes, Run]] = {}
-        labels: dict[tuple[Path, str], list[str]] = {}  # of the runs of each code
+        texts: dict[DataConfig, tuple[bytes, Run]] = {}  # and who has it first
+        codes: dict[Path, tuple[str, Run]] = {}
         for run in self.all_runs():
             run.check(self.score)
             code = now
             if now and run.source != SOURCE:
                 code = hash_code(run.source)
-            for each in run.codes(code):
-                alike = labels.setdefault((run.source, each), [])
-                alike.append(run.label)
+            for own in sorted(run.codes(code)):
+                old, first = codes.setdefault(run.source, (own, run))
+                if old != own:
+                    raise UserError(
+                        f"{self.root} would pool runs of different code"
+                        f" ({first.label} is of {old}, {run.label} of {own})",
+                        "Put the code back, or give another --workdir",
+                    )
             path = run.workdir / "data.json"
             if not path.exists():
                 continue
-            own = path.read_bytes()
-            text, first = texts.setdefault(run.config.data, (own, run))
-            if text != own:
+            data = path.read_bytes()
+            text, first = texts.setdefault(run.config.data, (data, run))
+            if text != data:
                 raise UserError(
                     f"{run.folder} was trained on another text than {first.folder}",
                     "Give another --workdir",
                 )
-        sources = {source for source, _ in labels}
-        pools = len(labels) > len(sources)
-        if pools:
-            told = []
-            for (_, code), runs in labels.items():
-                told.append(f"{len(runs)} of {code}, such as {runs[0]}")
-            raise UserError(
-                f"{self.root} would pool runs of different code ({'; '.join(told)})",
-                "Put the code back, or give another --workdir",
-            )
 
     def save(self) -> None:
         """Writes sweep.json."""
@@ -224,21 +190,16 @@ def continued(sweep: Sweep) -> Sweep:
     if not (sweep.root / "sweep.json").exists():
         return sweep
     before = load_sweep(sweep.root)
-    known = {arm.name: arm for arm in before.arms}
-    arms = list(before.arms)
+    arms = {arm.name: arm for arm in before.arms}
     clashes: dict[str, tuple[object, object]] = {}
-    for name in _DECIDED:
-        old = getattr(before, name)
-        new = getattr(sweep, name)
-        clashes[name] = (old, new)
     for arm in sweep.arms:
-        if arm.name in known:
-            same = known[arm.name]
-            clashes |= differences(same.config, arm.config)
-            clashes[f"commits of {arm.name}"] = (same.commit, arm.commit)
-        else:
-            arms.append(arm)
-    clashes["score"] = (before.score, choose_score(arms))
+        known = arms.setdefault(arm.name, arm)
+        clashes |= differences(known.config, arm.config)
+        clashes[f"commits of {arm.name}"] = (known.commit, arm.commit)
+    score = choose_score(list(arms.values()))
+    clashes["score"] = (before.score, score)
+    clashes["equal"] = (before.equal, sweep.equal)
+    clashes["tune"] = (before.tune, sweep.tune)
     looks_once = len(before.looks) == len(sweep.looks) == 1
     if not looks_once:
         clashes["seeds"] = (before.looks, sweep.looks)
@@ -257,8 +218,8 @@ def continued(sweep: Sweep) -> Sweep:
     return dataclasses.replace(
         sweep,
         commands=list(commands),
-        arms=tuple(arms),
-        score=before.score,
+        arms=tuple(arms.values()),
+        score=score,
         looks=max(before.looks, sweep.looks),
         seeds={**before.seeds, **sweep.seeds},
         raised_from=raised_from,

@@ -123,18 +123,16 @@ def _share(shares: np.ndarray) -> str:
     return f"{middle:.2f} {ends}"
 
 
-def tuning_table(sweep: Sweep) -> pd.DataFrame:
+def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Returns the score of each choice of values, a row for each, by each arm; * is its best."""
-    rows = []
-    tuning = sweep.tuning()
-    for i, choice in enumerate(sweep.choices()):
-        row = {"values": describe(choice)}
-        for name, tried in tuning.items():
-            row[name] = number(tried[i].score, ".4f")
-            if sweep.chosen.get(name) == choice:
-                row[name] += "*"
-        rows.append(row)
-    return pd.DataFrame(rows)
+    tried = results[results.purpose == "choose"]
+    rows: dict[str, dict[str, str]] = {}
+    for arm, values, score in zip(tried.arm, tried["values"], tried.score, strict=True):
+        row = rows.setdefault(values, {"values": values})
+        row[arm] = number(score, ".4f")
+        if values == describe(sweep.chosen.get(arm, {})):
+            row[arm] += "*"
+    return pd.DataFrame(rows.values())
 
 
 def spread(scores: Sequence[float]) -> str:

@@ -46,9 +46,7 @@ def choose_score(arms: Sequence[Arm]) -> str:
             "the first train.eval_batches of the validation split are not the same for all arms",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
-    tokenizers = set[str]()
-    for config in configs:
-        tokenizers.add(config.data.tokenizer)
+    tokenizers = {c.data.tokenizer for c in configs}
     if len(tokenizers) > 1:
         return BITS_PER_BYTE
     return LOSS

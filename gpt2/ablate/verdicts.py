@@ -78,10 +78,6 @@ class Sample:
         return f"{self.diverged} of {self.num_runs} runs"
 
 
-def _unknown() -> float:
-    return math.nan
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What the runs say about one arm; differences are arm - baseline. nan: without a test."""
@@ -94,7 +90,9 @@ class Verdict:
     p_value: float = math.nan  # adjusted for the number of arms
     error: float = math.nan  # the difference's standard error by these runs alone
     # The smallest true difference that as many seeds, this noisy, find with a power of 0.8.
-    detectable: Callable[[], float] = field(default=_unknown, repr=False, compare=False)
+    detectable: Callable[[], float] = field(
+        default=lambda: math.nan, repr=False, compare=False
+    )
 
 
 def compare(
