@@ -250,8 +250,8 @@ a run continues with another optimizer: training/workdir.py, workdir -k continue
     - if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_BY_GROUP):
     + if name.startswith("model."):
 runs of different code are pooled: ablate/sweep.py, ablate -k different_code
-    - pools = len(labels) > len(
-    + pools = len(labels) > 1 + len(
+    - if old != own:
+    + if old == "":
 steps that a run no longer has count as its own: utils/code.py, ablate -k different_code
     - starts = [each for each in starts if each["step"] < start["step"]]
     + starts = [each for each in starts if each["step"] != -1]
