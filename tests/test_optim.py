@@ -278,7 +278,7 @@ def test_hidden_kernels_alone_get_the_direction_for_matrices(
 ):
     for module in ("scale_by_muon", "scale_by_soap"):
         monkeypatch.setattr(
-            f"gpt2.optim.optimizers.{module}", lambda **_: optax.identity()
+            f"gpt2.optim.optimizers.{module}", lambda *_: optax.identity()
         )
     optim = OptimConfig(name=name, adam_learning_rate=5e-3, **RATES)
     halved = dict(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=2)

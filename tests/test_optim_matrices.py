@@ -41,19 +41,25 @@ TOLERANCE = 1e-5  # of the largest entry
 # In float32 SOAP magnifies rounding: its first basis by the gaps between eigenvalues, and its first
 # direction where an entry is near 0, since Adam takes the sign. float64 shows that this is all.
 
-MUON = dict(momentum=lambda count: MOMENTUM, nesterov=True, beta2=BETA2)
-MUON |= dict(method="newton_schulz", neurons=False)
+MUON = dict(name="muon", momentum=MOMENTUM, beta2=BETA2)
+SOAP = dict(name="soap", beta1=BETA1, beta2=BETA2, eps=EPS, precondition_every=EVERY)
+
+
+def muon_with(**options):
+    return scale_by_muon(OptimConfig(**MUON | options))
+
+
 OPTIMIZERS = {
-    "muon": scale_by_muon(**MUON),
-    "muon without nesterov": scale_by_muon(**MUON | dict(nesterov=False)),
-    "muon by polar express": scale_by_muon(**MUON | dict(method="polar_express")),
-    "normuon": scale_by_muon(**MUON | dict(neurons=True)),
+    "muon": muon_with(),
+    "muon without nesterov": muon_with(nesterov=False),
+    "muon by polar express": muon_with(orthogonalize="polar_express"),
+    "normuon": muon_with(name="normuon"),
     "muon, its momentum warmed up": optimizers.OPTIMIZERS["muon"].direction(
         OptimConfig(name="muon", momentum=MOMENTUM, momentum_warmup=WARMUP),
         NUM_STEPS,
         Matrices(),
     ),
-    "soap": scale_by_soap(beta1=BETA1, beta2=BETA2, eps=EPS, every=EVERY),
+    "soap": scale_by_soap(OptimConfig(**SOAP)),
 }
 
 
@@ -301,7 +307,7 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
 
 def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all():
     config, mesh = PLAIN, MESH
-    optimizer = scale_by_muon(**MUON, matrices=Matrices(mesh))
+    optimizer = scale_by_muon(OptimConfig(**MUON), Matrices(mesh))
     specs = hidden(rules.specs(GPT(config).logical_axes(), RULES.storage))
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
     grads = jax.device_put(gradients(0, config), shardings)
@@ -334,7 +340,7 @@ def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(platform):
     wanted = directions(OPTIMIZERS["muon"])
-    optimizer = scale_by_muon(**MUON, matrices=Matrices(platform=platform))
+    optimizer = scale_by_muon(OptimConfig(**MUON), Matrices(platform=platform))
     found = directions(optimizer)
     assert all(x.dtype == np.float32 for x in found.values())
     assert 1e-4 < difference(found, wanted) < 0.1

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from gpt2.config import OptimConfig
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
@@ -43,19 +44,17 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    *,
-    momentum: optax.Schedule,
-    nesterov: bool,
-    method: str,
-    neurons: bool,
-    beta2: float,
-    matrices: Matrices = Matrices(),
+    optim: OptimConfig, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
     """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
     Or of NorMuon (Li et al. 2025, algorithm 1), which divides each output's update by the root of
-    its running mean square. `method` is one of `POLYNOMIALS`. The trees hold hidden kernels only.
+    its running mean square. The trees hold hidden kernels only.
     """
+    neurons = optim.name == "normuon"
+    momentum = optax.constant_schedule(optim.momentum)
+    if steps := optim.momentum_warmup:  # from modded-nanogpt's 0.85
+        momentum = optax.linear_schedule(0.85, optim.momentum, steps)
 
     def init(params: Tree) -> MuonState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -74,15 +73,15 @@ def scale_by_muon(
         ahead = jax.tree.map(partial(_lerp, weight=beta), updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
-        operands = to_matrices(ahead if nesterov else mean)
+        operands = to_matrices(ahead if optim.nesterov else mean)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
-        orthogonalize = partial(_orthogonalize, method=method)
+        orthogonalize = partial(_orthogonalize, method=optim.orthogonalize)
         orthogonal, *squares = map_stacks(matrices, orthogonalize, (operands,))
         orthogonal = jax.tree.map(
             lambda x, like: x.astype(like.dtype), orthogonal, updates
         )
         if neurons:
-            mean_square = partial(_mean_square, beta2=beta2)
+            mean_square = partial(_mean_square, beta2=optim.beta2)
             running = jax.tree.map(mean_square, shapes, state.neurons, *squares)
             scaled = jax.tree.map(_normalize, shapes, orthogonal, running, *squares)
         else:

@@ -231,48 +231,24 @@ def _schedule_free(
     )
 
 
-def _muon(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
-) -> optax.GradientTransformation:
-    momentum = optax.constant_schedule(optim.momentum)
-    if steps := optim.momentum_warmup:  # from modded-nanogpt's 0.85
-        momentum = optax.linear_schedule(0.85, optim.momentum, steps)
-    muon = scale_by_muon(
-        momentum=momentum,
-        nesterov=optim.nesterov,
-        method=optim.orthogonalize,
-        neurons=optim.name == "normuon",
-        beta2=optim.beta2,
-        matrices=matrices,
-    )
-    return _with_adam(optim, muon)
-
-
-def _soap(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
-) -> optax.GradientTransformation:
-    soap = scale_by_soap(
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        eps=optim.eps,
-        every=optim.precondition_every,
-        matrices=matrices,
-    )
-    return _with_adam(optim, soap)
-
-
 def _with_adam(
-    optim: OptimConfig, hidden: optax.GradientTransformation
+    optim: OptimConfig, num_steps: int, matrices: Matrices
 ) -> optax.GradientTransformation:
     """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
-    adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+    scale_by_matrices = scale_by_soap if optim.name == "soap" else scale_by_muon
 
     def kinds(params: Tree) -> Tree:
         return jax.tree.map(
             lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params)
         )
 
-    return optax.partition({"adam": adam, "hidden": hidden}, kinds)
+    return optax.partition(
+        {
+            "adam": _adam(optim, num_steps, matrices),
+            "hidden": scale_by_matrices(optim, matrices),
+        },
+        kinds,
+    )
 
 
 class Optimizer(NamedTuple):
@@ -296,7 +272,7 @@ OPTIMIZERS = {
     "lion": Optimizer(_lion, 1.0),
     "ademamix": Optimizer(_ademamix, 1.0),
     "schedule_free": Optimizer(_schedule_free, 1.0),
-    "muon": Optimizer(_muon, 0.5),
-    "normuon": Optimizer(_muon, 0.5),
-    "soap": Optimizer(_soap),
+    "muon": Optimizer(_with_adam, 0.5),
+    "normuon": Optimizer(_with_adam, 0.5),
+    "soap": Optimizer(_with_adam),
 }

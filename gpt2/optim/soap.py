@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from gpt2.config import OptimConfig
 from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
@@ -27,19 +28,13 @@ class SoapState(NamedTuple):
 
 
 def scale_by_soap(
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    every: int,
-    matrices: Matrices = Matrices(),
+    optim: OptimConfig, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
     """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
     The trees hold hidden kernels only. The first step only finds the bases, as in the authors'
     code. Rounding chooses between bases where a gradient is nearly singular.
     """
-    step = partial(_step, beta1=beta1, beta2=beta2, eps=eps, every=every)
 
     def init(params: Tree) -> SoapState:
         shapes = kernels(params)
@@ -64,6 +59,7 @@ def scale_by_soap(
         shapes = kernels(updates)
         in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
         beside = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), state[3:])
+        step = partial(_step, optim)
         direction, mu, nu, *beside = map_stacks(
             matrices, step, (*in_shape, *beside), state.count
         )
@@ -86,15 +82,11 @@ def _square(kernel: Kernel, x: Array, side: int) -> Array:
 
 
 def _step(
-    stacks: tuple[Array, ...],
-    count: Array,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    every: int,
+    optim: OptimConfig, stacks: tuple[Array, ...], count: Array
 ) -> tuple[Array, ...]:
     """Maps gradients and state, as in `SoapState`, to directions and the next state."""
+    beta1 = optim.beta1
+    beta2 = optim.beta2
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
 
     def start() -> tuple[Array, ...]:
@@ -109,7 +101,7 @@ def _step(
     def advance() -> tuple[Array, ...]:
         mean = beta1 * mu + (1 - beta1) * grads
         square = beta2 * nu + (1 - beta2) * jnp.square(project(grads))
-        adam = project(mean) / (jnp.sqrt(square) + eps)
+        adam = project(mean) / (jnp.sqrt(square) + optim.eps)
         correction = jnp.sqrt(1 - beta2**count) / (1 - beta1**count)
         direction = correction * (row_basis @ adam @ column_basis.mT)
 
@@ -123,7 +115,7 @@ def _step(
         def keep() -> tuple[Array, ...]:
             return square, row_basis, column_basis
 
-        refreshed = jax.lax.cond(count % every == 0, refresh, keep)
+        refreshed = jax.lax.cond(count % optim.precondition_every == 0, refresh, keep)
         return direction, mean, *refreshed
 
     with jax.default_matmul_precision("highest"):
