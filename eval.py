@@ -20,7 +20,7 @@ from gpt2 import cli
 from gpt2.evals.perplexity import validation
 from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
-from gpt2.evals.tasks import TASKS, find_task, run_task, validation_data
+from gpt2.evals.tasks import TASKS, find_task, validation_data
 from gpt2.hf.weights import define_source, load_model
 from gpt2.model import GPT
 from gpt2.utils.stores import writing
@@ -60,11 +60,11 @@ def main() -> None:
     if "validation" in args.tasks:
         data = validation_data(args.workdir, args.hf, args.corpus, args.val_fraction)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
-    scorer = Scorer(GPT(cfg), params)
+    scorer = Scorer(GPT(cfg), params, stride=args.stride)
     began = time.perf_counter()
     figures = validation(scorer, tokenizer, data) if data else []
-    for name, path in tasks:
-        figures += run_task(name, scorer, tokenizer, path, args.stride)
+    for score, path in tasks:
+        figures += score(scorer, tokenizer, path)
     print_table(figures)
     print(f"{scorer.num_tokens:,} tokens read in {time.perf_counter() - began:.1f} s")
     if args.output:

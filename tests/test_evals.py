@@ -18,7 +18,7 @@ from gpt2.evals.perplexity import compression, detokenize, wikitext
 from gpt2.evals.report import Figure, mean, print_table, ratio
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
-from gpt2.evals.tasks import run_task, validation_data
+from gpt2.evals.tasks import TASKS, validation_data
 from gpt2.model import GPT, GPTConfig
 from gpt2.training.validation import validate
 from tests import plain
@@ -41,6 +41,11 @@ def params():
 @pytest.fixture(scope="module")
 def scorer(params):
     return Scorer(GPT(CFG), params, jax.devices()[:1])
+
+
+def run_task(name, scorer, tokenizer, path):
+    _, score = TASKS[name]
+    return score(scorer, tokenizer, path)
 
 
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
@@ -222,9 +227,9 @@ def test_texts_are_scored_by_token_word_and_byte(params, scorer, tmp_path):
     (tmp_path / "text").write_text(text)
     ids = [BYTES.eot, *BYTES.encode(text).tolist()]
     nats = -log_prob_by_hand(params, ids[:1], ids[1:])
-    (bits,) = compression("enwik8", scorer, BYTES, tmp_path / "text", 64)
+    (bits,) = compression("enwik8", scorer, BYTES, tmp_path / "text")
     assert bits.value == pytest.approx(nats / math.log(2) / len(text), rel=1e-4)
-    figures = figures_by_metric(wikitext(scorer, BYTES, tmp_path / "text", 64))
+    figures = figures_by_metric(wikitext(scorer, BYTES, tmp_path / "text"))
     assert figures["perplexity per token"].value == pytest.approx(
         math.exp(nats / len(text)), rel=1e-4
     )

@@ -72,17 +72,15 @@ def _scaled(estimate: Estimate, factor: float) -> Estimate:
     return Estimate(factor * value, factor * stderr, n)
 
 
-def wikitext(
-    scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
-) -> list[Figure]:
+def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
     text = read_text(path)
     plain = detokenize(text)
-    scores = _score(scorer, tokenizer, text, stride, "wikitext tokens")
+    scores = _score(scorer, tokenizer, text, "wikitext tokens")
     by_token = perplexity(scores)
-    scores = _score(scorer, tokenizer, plain, stride, "wikitext words")
+    scores = _score(scorer, tokenizer, plain, "wikitext words")
     by_word = perplexity(scores, _shares(scores, len(text.split())))
-    context = f"windows of {scorer.context_length} tokens, stride {stride}"
+    context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"
     token = f"text as it is; {context}"
     word = f"detokenised text, per whitespace-separated word of the original; {context}"
     return [
@@ -96,7 +94,7 @@ _CONTINUED = bytes(range(0x80, 0xC0))
 
 
 def compression(
-    task: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int
+    task: str, scorer: Scorer, tokenizer: Tokenizer, path: Path
 ) -> list[Figure]:
     """Scores a file in bits per byte, as enwik8 and text8 are."""
     with reading(path):
@@ -108,13 +106,11 @@ def compression(
         raise UserError(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
-    scores = _score(scorer, tokenizer, text, stride, task)
+    scores = _score(scorer, tokenizer, text, task)
     losses = [-score.log_prob / math.log(2.0) for score in scores]
     bits = ratio(losses, _shares(scores, len(text.encode())))
-    convention = (
-        f"whole file; windows of {scorer.context_length} tokens, stride {stride}"
-    )
-    return [Figure(task, "bits per byte", *bits, convention)]
+    context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"
+    return [Figure(task, "bits per byte", *bits, f"whole file; {context}")]
 
 
 def _shares(scores: Sequence[Score], total: int) -> np.ndarray:
@@ -123,9 +119,7 @@ def _shares(scores: Sequence[Score], total: int) -> np.ndarray:
     return total * counts / counts.sum()
 
 
-def _score(
-    scorer: Scorer, tokenizer: Tokenizer, text: str, stride: int, label: str
-) -> list[Score]:
+def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[Score]:
     """Scores windows over a text. An end-of-text token, if there is one, comes before it.
 
     Every token of the text is then scored.
@@ -135,7 +129,7 @@ def _score(
         tokens.insert(0, tokenizer.eot)
     if len(tokens) < 2:
         raise UserError(f"a text of {len(text)} characters holds no token to predict")
-    requests = windows(tokens, scorer.context_length, stride)
+    requests = windows(tokens, scorer.context_length, scorer.stride)
     return scorer.score(requests, label)
 
 

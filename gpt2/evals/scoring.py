@@ -91,6 +91,7 @@ class Scorer:
     If not given, they are all local ones, and a terminal shows a progress bar. A program is
     compiled for each bucket, another if requests have segments; other weights use the same ones.
     Without `params` scores mean nothing: a rehearsal, by which a task shows that it can be read.
+    Windows over a text move by `stride` tokens; 0: by half of the context.
     """
 
     def __init__(
@@ -98,8 +99,15 @@ class Scorer:
         model: GPT,
         params: chex.ArrayTree | None,
         devices: Sequence[jax.Device] | None = None,
+        stride: int = 0,
     ):
-        self.context_length = model.config.context_length
+        T = model.config.context_length
+        self.context_length = T
+        self.stride = stride or max(1, T // 2)
+        if stride > T:
+            raise UserError(
+                f"--stride={stride} skips tokens: the context is {T}", "Lower it"
+            )
         self.num_tokens = 0
         self._console = Console(file=sys.stderr, quiet=devices is not None)
         devices = devices or jax.local_devices()

@@ -17,49 +17,29 @@ from gpt2.evals.report import Figure
 from gpt2.evals.scoring import Scorer
 from gpt2.utils import stores
 
-# The file of each task and its score, which is called with scorer, tokenizer and path. Those of
-# `TEXTS` slide a window, and take its stride in tokens too.
-Score = Callable[..., list[Figure]]
-TEXTS: dict[str, tuple[str, Score]] = {
+# The file of each task and its score.
+Score = Callable[[Scorer, Tokenizer, Path], list[Figure]]
+TASKS: dict[str, tuple[str, Score]] = {
     "wikitext": ("wikitext.txt", wikitext),
     "enwik8": ("enwik8", partial(compression, "enwik8")),
     "text8": ("text8", partial(compression, "text8")),
-}
-EXAMPLES: dict[str, tuple[str, Score]] = {
     "lambada": ("lambada.jsonl", lambada),
     "hellaswag": ("hellaswag.jsonl", hellaswag),
     "core": ("core.yaml", core),
 }
-TASKS = TEXTS | EXAMPLES
 
 
-def find_task(spec: str) -> tuple[str, Path]:
-    """Returns the name and the file of a task, given as NAME:DIRECTORY."""
+def find_task(spec: str) -> tuple[Score, Path]:
+    """Returns the score and the file of a task, given as NAME:DIRECTORY."""
     name, _, directory = spec.partition(":")
     if name not in TASKS:
         raise UserError(f"there is no task {name} among {', '.join(TASKS)}")
-    file, _ = TASKS[name]
+    file, score = TASKS[name]
     path = Path(directory) / file
     if not path.is_file():
         how = f"Name its directory, as {name}:DIRECTORY"
         raise UserError(f"the task {name} reads {path}, no file", how)
-    return name, path
-
-
-def run_task(
-    name: str, scorer: Scorer, tokenizer: Tokenizer, path: Path, stride: int = 0
-) -> list[Figure]:
-    """Scores one task; some slide a window by `stride` tokens, 0: by half of the context."""
-    _, score = TASKS[name]
-    if name in EXAMPLES:
-        return score(scorer, tokenizer, path)
-    T = scorer.context_length
-    stride = stride or max(1, T // 2)
-    if stride > T:
-        raise UserError(
-            f"--stride={stride} skips tokens: the context is {T}", "Lower it"
-        )
-    return score(scorer, tokenizer, path, stride)
+    return score, path
 
 
 def validation_data(
