@@ -158,18 +158,16 @@ def describe_run(workdir: Path) -> list[Row]:
 
 def report(rows: list[Row]) -> str:
     """Returns the page about rows: the machine's figures, and a table of the others."""
-    machine: Row = {}
+    lines = ["# Benchmark", ""]
     others: list[Row] = []
     for row in rows:
-        status = row.get("status", "done")
-        if status != "done":
-            others.append(row | {"name": status})
-        elif "name" in row:
+        if "name" in row:
             others.append(row)
-        elif row["part"] == "machine":
-            machine = machine or row  # its figures come before its status
-    lines = [f"- {name}: {machine[name]}" for name in machine]
-    return "\n".join(["# Benchmark", "", *lines, "", table(others), ""])
+        elif "status" not in row:  # the machine's
+            lines += [f"- {name}: {row[name]}" for name in row]
+        elif row["status"] != "done":
+            others.append(row | {"name": row["status"]})
+    return "\n".join([*lines, "", table(others), ""])
 
 
 def describe_machine(output: Path | None) -> Row:
