@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from gpt2.training.checkpoint import load_params
+from gpt2.hf.weights import load_params
 from tests.forks import LATE, ROOT, environment, run_command
 
 WORDS = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]

@@ -19,11 +19,11 @@ from configs import quickstart
 from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
-from gpt2.hf.weights import load_initial_params, load_model
+from gpt2.hf.weights import load_initial_params, load_model, load_params
 from gpt2.model import GPT
 from gpt2.training import checkpoint
 from gpt2.training import workdir as run_files
-from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState

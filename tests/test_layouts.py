@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from gpt2.model import num_params
-from gpt2.parallel import bytes_per_device
 from gpt2.plan.collectives import collectives
+from gpt2.plan.plan import bytes_per_device
 from tests.helpers import thorough
 from tests.layouts import (
     MODEL,

@@ -24,7 +24,7 @@ from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.training import workdir as run_files
-from gpt2.utils import files
+from gpt2.utils import code, files
 from gpt2.utils.code import hash_code, read_starts
 from tests.helpers import TINY, make_repository, run, start, wait_for_step
 
@@ -282,9 +282,7 @@ def starts_of(workdir):
 
 def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
-    monkeypatch.setattr(
-        run_files, "SOURCE", tmp_path
-    )  # no checkout; see below for those
+    monkeypatch.setattr(code, "SOURCE", tmp_path)  # no checkout; see below for those
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
     data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     for step in (0, 20):
@@ -302,7 +300,7 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     )
     assert new["devices"] == jax.device_count() and new["processes"] == 1
     assert new["code"] == continued["code"]
-    monkeypatch.setattr(run_files, "hash_code", lambda: "c0de")
+    monkeypatch.setattr(code, "hash_code", lambda: "c0de")
     run_files.begin(
         tmp_path, make_config(), data, 10
     )  # the checkpoint of step 20 was damaged
@@ -365,7 +363,7 @@ def test_a_checkout_is_clean_until_its_code_changes(
     tmp_path, monkeypatch, changed, clean
 ):
     def commit_and_clean():
-        line = run_files.describe_start(0)
+        line = code.describe_start(0)
         return line["commit"], line["clean"]
 
     (tmp_path / "gpt2").mkdir()
@@ -377,10 +375,10 @@ def test_a_checkout_is_clean_until_its_code_changes(
     commit = subprocess.check_output(
         ["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True
     ).strip()
-    monkeypatch.setattr(run_files, "SOURCE", tmp_path)
+    monkeypatch.setattr(code, "SOURCE", tmp_path)
     assert commit_and_clean() == (commit, True)
     (tmp_path / changed).write_text("x = 1")
     assert commit_and_clean() == (commit, clean)
     # Code that is installed below a checkout is no part of it.
-    monkeypatch.setattr(run_files, "SOURCE", tmp_path / "ignored")
+    monkeypatch.setattr(code, "SOURCE", tmp_path / "ignored")
     assert commit_and_clean() == (None, None)

@@ -175,7 +175,7 @@ def describe_machine(output: Path | None) -> Row:
     import jax
     from jaxlib import xla_client
 
-    from gpt2.training.workdir import describe_start
+    from gpt2.utils.code import describe_start
 
     device = jax.devices()[0]
     row = describe_start(0)

@@ -8,17 +8,28 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from gpt2.config import Config, DataConfig, GPTConfig, ModelConfig, load_config
+from gpt2.config import (
+    Config,
+    DataConfig,
+    GPTConfig,
+    ModelConfig,
+    ParallelConfig,
+    load_config,
+    with_options,
+)
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.family import FREE, SCALED_ROPE, canonical
 from gpt2.hf.model import load, require_new, save
 from gpt2.hf.tokenizer import load_tokenizer
-from gpt2.training.checkpoint import Checkpointer, load_params
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
+from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files, stores
 from gpt2.utils.scan import in_layout
+from gpt2.utils.trees import Tree
 
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
@@ -73,6 +84,45 @@ def load_model(
         cfg, params = load(folder)
         return cfg, jax.device_put(params), load_tokenizer(folder, cfg)
     raise UserError("weights are in a workdir or in Hugging Face's")
+
+
+def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
+    """Loads a run's config and its weights, averaged if it averages, on one device.
+
+    `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
+    The options that suited the run's devices are set to their defaults.
+    """
+    defaults = {"model.attention": "auto", "memory.remat": "none"}
+    workdir = Path(workdir)
+    config = with_options(load_config(workdir), defaults)
+    config = dataclasses.replace(config, parallel=ParallelConfig())
+    saved = saved_steps(workdir)
+    if not saved:
+        raise UserError(
+            f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
+        )
+    for each in saved:
+        if damage := find_damage(workdir, each, ("metrics",)):
+            raise UserError(damage, "Restore it from a copy, or move it elsewhere")
+    device = jax.local_devices()[0]
+    program = Program.from_config(config, [device])
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        steps = {str(step): step for step in saved}
+        best = checkpointer.best()
+        steps["latest"] = saved[-1]
+        steps["best"] = best[0] if best else saved[-1]
+        step = steps.get(str(which))
+        if step is None:
+            raise UserError(
+                f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}"
+            )
+        # For an average, the optimizer's state is read whole.
+        averages = config.optim.averages
+        if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
+            raise UserError(damage, "Restore it from a copy, or use another")
+        if averages:
+            return config, checkpointer.restore(step, program).eval_params
+        return config, checkpointer.restore_params(step, program)
 
 
 def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:

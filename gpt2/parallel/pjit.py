@@ -57,8 +57,13 @@ class PjitBackend:
         self._batch_axes = tuple(
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
         )
-        axes = logical_axes, self._optimizer, self._compute
-        self._leaves = jax.tree.map(self._make_leaf, *axes, is_leaf=rules.is_spec)
+        self._leaves = jax.tree.map(
+            self._make_leaf,
+            logical_axes,
+            self._optimizer,
+            self._compute,
+            is_leaf=rules.is_spec,
+        )
         if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
             self.gather_by = "step"
 

@@ -1,7 +1,6 @@
 """How a training state is spread over devices, and what it takes of their memory."""
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,14 +40,6 @@ def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
         lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
     )(tree)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
-
-
-def bytes_per_device(tree: Tree) -> int:
-    """Returns how much of a tree of placed arrays, or shapes with shardings, one device holds."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) -> Tree:

@@ -16,12 +16,13 @@ import jax
 from gpt2.config import Config
 from gpt2.data.tokenizer import tokens_by_name
 from gpt2.model.flops import model_flops_per_token
-from gpt2.parallel import Backend, bytes_per_device
+from gpt2.parallel import Backend
 from gpt2.parallel.state import with_shardings
 from gpt2.plan.collectives import Collective, collectives
 from gpt2.telemetry.chips import BOARDS
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
+from gpt2.utils.trees import Tree
 
 # The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
@@ -106,6 +107,14 @@ def compile_plan(program: Program) -> Plan:
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
     return Plan(program, memory, text, collectives(text), compiled.compile_seconds)
+
+
+def bytes_per_device(tree: Tree) -> int:
+    """Returns how much of a tree of placed arrays, or shapes with shardings, one device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:

@@ -12,6 +12,7 @@ from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.telemetry.chips import total_peak_flops
 from gpt2.utils import launch
+from gpt2.utils.text import format_duration
 
 
 class StepClock:
@@ -117,6 +118,14 @@ class StepClock:
             label = "goodput" if name == "step" else name
             shares[label] = seconds / total
         return shares
+
+    def describe(self) -> str:
+        """Returns where the time went, as text for people."""
+        spent = list[str]()
+        for name, share in self.shares().items():
+            if share >= 0.005:
+                spent.append(f"{name} {share:.0%}")
+        return f"{format_duration(self.total_seconds)}; {', '.join(spent)}"
 
     def _switch(self, name: str) -> None:
         now = self._now()

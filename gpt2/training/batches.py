@@ -63,7 +63,7 @@ class Batches:
                 batch_size=config.micro_batch_size,
                 context_length=context_length,
                 document_mask=data.document_mask,
-                num_batches=config.train.eval_batches,
+                num_batches=self._eval_batches,
             )
             self._held_out[name] = float(share), loader
 

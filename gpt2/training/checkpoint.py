@@ -7,7 +7,6 @@ are read without the optimizer. This file is the only user of Orbax.
 """
 
 import contextlib
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,10 +23,9 @@ import orbax.checkpoint as ocp
 from jax.experimental.multihost_utils import process_allgather
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
-from gpt2.config import Config, ParallelConfig, load_config, with_options
+from gpt2.config import with_options
 from gpt2.errors import UserError, warn
 from gpt2.parallel import distributed
-from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files, stores
@@ -210,9 +208,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             args = ocp.args.Composite(**items)
             return self._manager.restore(step, args=args)
         except Exception as error:  # Orbax and TensorStore raise many kinds
-            place = self._directory / str(step)
             raise UserError(
-                f"checkpoint {place} cannot be read ({_first_line(error)})",
+                f"checkpoint {self._directory / str(step)} cannot be read ({_first_line(error)})",
                 "Use the code that saved it, or another checkpoint",
             ) from error
 
@@ -261,8 +258,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             warn(f"{told}; the run goes on")
 
     def _describe(self, error: Exception) -> str:
-        what = f"the state of step {self._saving} is not saved in {self._directory}"
-        return f"{what} ({_first_line(error)})"
+        return (
+            f"the state of step {self._saving} is not saved in {self._directory} "
+            f"({_first_line(error)})"
+        )
 
     def _for_all(self, error: Exception) -> Exception:
         """Returns what ends all processes after a save that failed in this one."""
@@ -273,45 +272,6 @@ class Checkpointer(contextlib.AbstractContextManager):
             "Mend that, and start all processes again",
             exit_code=5,
         )
-
-
-def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
-    """Loads a run's config and its weights, averaged if it averages, on one device.
-
-    `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
-    The options that suited the run's devices are set to their defaults.
-    """
-    defaults = {"model.attention": "auto", "memory.remat": "none"}
-    workdir = Path(workdir)
-    config = with_options(load_config(workdir), defaults)
-    config = dataclasses.replace(config, parallel=ParallelConfig())
-    saved = saved_steps(workdir)
-    if not saved:
-        raise UserError(
-            f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
-        )
-    for each in saved:
-        if damage := find_damage(workdir, each, ("metrics",)):
-            raise UserError(damage, "Restore it from a copy, or move it elsewhere")
-    device = jax.local_devices()[0]
-    program = Program.from_config(config, [device])
-    with Checkpointer(workdir, read_only=True) as checkpointer:
-        steps = {str(step): step for step in saved}
-        best = checkpointer.best()
-        steps["latest"] = saved[-1]
-        steps["best"] = best[0] if best else saved[-1]
-        step = steps.get(str(which))
-        if step is None:
-            raise UserError(
-                f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}"
-            )
-        # For an average, the optimizer's state is read whole.
-        averages = config.optim.averages
-        if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
-            raise UserError(damage, "Restore it from a copy, or use another")
-        if averages:
-            return config, checkpointer.restore(step, program).eval_params
-        return config, checkpointer.restore_params(step, program)
 
 
 def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:

@@ -54,7 +54,6 @@ def find_damage(workdir: Path, step: int, items: Sequence[str] = ITEMS) -> str:
     for name, digest in saved["files"].items():
         if name.partition("/")[0] in items:
             found[name] = digest
-    names = [f"checkpoints/{step}/{name}" for name in found]
-    stores.complete(workdir, names)
+    stores.complete(workdir, [f"checkpoints/{step}/{name}" for name in found])
     damage = files.find_damage(folder, found)
     return f"checkpoint {folder} is damaged ({damage})" if damage else ""

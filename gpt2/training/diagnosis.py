@@ -13,7 +13,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 
 from gpt2.errors import DivergedError, UserError
 from gpt2.parallel import gather_whole
@@ -23,11 +22,12 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
+from gpt2.training.statistics import by_name
 from gpt2.training.steps import Batch, MapSum, Sums, on_one_device
 from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
-from gpt2.utils.scan import in_layout, report
+from gpt2.utils.scan import report
 from gpt2.utils.stores import place_of
 from gpt2.utils.trees import Tree
 
@@ -52,14 +52,15 @@ class Diagnosis:
         try:
             origin = self._find_origin(error, state)
         except Exception as failure:  # of many kinds, such as too little memory
-            told = f"{type(failure).__name__}: {failure}"
-            origin = f"where it began is not known ({told})"
+            origin = (
+                f"where it began is not known ({type(failure).__name__}: {failure})"
+            )
         how = "Lower --config.optim.learning_rate"
         if saved_steps(self.workdir):
-            source = (
-                f"run:{place_of(self.workdir)}"  # its best: the newest may be spoilt
+            # From its best checkpoint: the newest may be spoilt.
+            how += (
+                f" and start from --config.train.init_from=run:{place_of(self.workdir)}"
             )
-            how += f" and start from --config.train.init_from={source}"
         return UserError(f"{error}: {origin}", how, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
@@ -67,7 +68,7 @@ class Diagnosis:
         mesh = program.backend.mesh
         if not error.before:
             params = gather_whole(state.eval_params, mesh)
-            for name, weight in _by_name(params).items():
+            for name, weight in by_name(params).items():
                 if _is_bad(weight):
                     return f"parameter {name} was the first"
             return "every parameter is finite, and some text of the validation split overflows"
@@ -136,8 +137,8 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
 
             differentiate = jax.value_and_grad(forward, has_aux=True)
             (total, sums), grads = differentiate(params)
-            weights = _by_name(params)
-            grads = _by_name(grads)
+            weights = by_name(params)
+            grads = by_name(grads)
             flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
             for name in sorted(sums, key=place):
                 module, _, kind = name.rpartition("/")
@@ -158,11 +159,6 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
         return flags
 
     return probe
-
-
-def _by_name(tree: Params) -> dict[str, jax.Array]:
-    unrolled = in_layout(tree, scanned=False)
-    return flatten_dict(unrolled, sep="/")
 
 
 def _is_bad(tree: Tree) -> jax.Array:

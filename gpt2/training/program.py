@@ -78,11 +78,12 @@ class Program:
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt, backend = spread_model(model(config.gpt()), config, devices)
-        rates = schedule(config.optim, config.train.num_steps)
+        num_steps = config.train.num_steps
+        rates = schedule(config.optim, num_steps)
         chain = optimizer(
             config.optim,
             rates,
-            num_steps=config.train.num_steps,
+            num_steps=num_steps,
             width_ratio=width_ratio(gpt.config),
             matrices=backend.matrices,
         )
@@ -189,8 +190,9 @@ class Program:
         """Returns the run's first screen: what its options do not tell."""
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
-        ends = [self.config.shapes.at(step) for step in (start + 1, num_steps)]
-        sizes = " to ".join(dict.fromkeys(f"{shape.tokens:,}" for shape in ends))
+        first = self.config.shapes.at(start + 1).tokens
+        last = self.config.shapes.last.tokens
+        sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
         kind = self._device.device_kind

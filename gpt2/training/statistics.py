@@ -5,14 +5,20 @@ therefore the same, to the bit, whether they are watched or not.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array
 
-from gpt2.optim.parameters import is_stacked, map_parameters, unrolled_names
 from gpt2.training.state import TrainState
 from gpt2.training.steps import Batch, MapSum, Metrics, UpdateFn, on_one_device
+from gpt2.utils.scan import in_layout
+from gpt2.utils.trees import Tree
+
+
+def by_name(params: Tree) -> dict[str, Array]:
+    """Returns parameters, or a tree like them, by names such as `h_3/attn/c_attn/kernel`."""
+    return flatten_dict(in_layout(params, scanned=False), sep="/")
 
 
 def make_watch_step(
@@ -30,19 +36,14 @@ def make_watch_step(
         step = update(state, batch, map_sum)
         norms = Metrics()
 
-        def note(kind: str, path: tuple[str, ...], leaf: Array) -> None:
-            each = leaf if is_stacked(path) else [leaf]
-            names = unrolled_names(path, leaf)
-            for name, tensor in zip(names, each, strict=True):
-                square = jnp.sum(jnp.square(tensor))
-                norms[f"{kind}_norm/{name}"] = jnp.sqrt(square)
-
         for kind, tree in (
             ("param", state.params),
             ("grad", step.grads),
             ("update", step.updates),
         ):
-            map_parameters(partial(note, kind), tree)
+            for name, tensor in by_name(tree).items():
+                square = jnp.sum(jnp.square(tensor))
+                norms[f"{kind}_norm/{name}"] = jnp.sqrt(square)
         return norms
 
     return watch_step

@@ -11,18 +11,14 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from gpt2 import __version__
 from gpt2.config import Config, flatten, load_config
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, refuse_other
@@ -42,9 +38,8 @@ from gpt2.training.checkpoint_files import (
 )
 from gpt2.training.program import Program
 from gpt2.utils import files, stores
-from gpt2.utils.code import SOURCE, git, hash_code
+from gpt2.utils.code import describe_start
 from gpt2.utils.mirror import Mirror
-from gpt2.utils.text import format_duration
 
 _LOCK = ".lock"
 _DATA = "data.json"
@@ -84,8 +79,7 @@ def check_options(workdir: Path, config: Config) -> None:
     nearest = workdir.absolute()
     while not nearest.exists():
         nearest = nearest.parent
-    is_writable = os.access(nearest, os.W_OK)
-    if not (nearest.is_dir() and is_writable):
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise UserError(
             f"nothing can be written in {workdir}", "Give another --workdir"
         )
@@ -116,7 +110,7 @@ def check_options(workdir: Path, config: Config) -> None:
 
 def _refuse_other_files(workdir: Path, data: Path) -> None:
     """Refuses a folder of other things than `data` and what a start leaves that was cut short."""
-    for path in workdir.iterdir() if workdir.exists() else ():
+    for path in workdir.glob("*"):
         if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
             continue
         if not data.is_relative_to(path.resolve()):
@@ -208,9 +202,11 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
     ends = start == config.train.num_steps and (workdir / "samples.txt").exists()
     ends = bool(distributed.from_first(ends))
     if ends:
-        line = f"{stores.place_of(workdir)} is finished at step {start}"
-        how = "raise --config.train.num_steps to continue"
-        distributed.only_first(tell)(f"{line}; {how}", sys.stdout)
+        distributed.only_first(tell)(
+            f"{stores.place_of(workdir)} is finished at step {start}; "
+            "raise --config.train.num_steps to continue",
+            sys.stdout,
+        )
     return ends
 
 
@@ -241,18 +237,12 @@ def finish(
     texts = rule.join(map(tokenizer.decode, samples))
     files.write_text(workdir / "samples.txt", f"{texts}\n")
 
-    spent = list[str]()
-    for name, share in clock.shares().items():
-        if share >= 0.005:
-            spent.append(f"{name} {share:.0%}")
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    seconds = format_duration(clock.total_seconds)
-    tell(f"time: {seconds}; {', '.join(spent)}", sys.stdout)
+    tell(f"time: {clock.describe()}", sys.stdout)
     tell(line, sys.stdout)
-    place = stores.place_of(workdir)
-    tell(f"see loss.png and samples.txt in {place}", sys.stdout)
+    tell(f"see loss.png and samples.txt in {stores.place_of(workdir)}", sys.stdout)
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
@@ -305,33 +295,3 @@ def lock(workdir: Path, start: int) -> None:
             f"another process is training in {stores.place_of(workdir)}",
             "Wait for it or stop it, or give another --workdir",
         )
-
-
-def describe_start(step: int) -> dict[str, Any]:
-    """Returns a line of environment.jsonl: what beside options and data decides a run's figures.
-
-    It holds no name of a machine and no environment variables. `code` is a hash; see `hash_code`.
-    `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
-    """
-    # Code that pip has installed below someone's checkout is no part of that checkout.
-    commit = None
-    changed = None
-    if git(SOURCE, "ls-files", "gpt2/__init__.py"):
-        commit = git(SOURCE, "rev-parse", "HEAD")
-        changed = git(SOURCE, "status", "--porcelain", "*.py")
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
-    return {
-        "step": step,
-        "time": datetime.now(UTC).isoformat(),
-        "command": sys.argv,
-        "gpt2": __version__,
-        "code": hash_code(),
-        "commit": commit,
-        "clean": None if changed is None else not changed,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **{name: version(name) for name in packages},
-        "device_kind": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "processes": jax.process_count(),
-    }

@@ -4,8 +4,17 @@ import ast
 import functools
 import hashlib
 import json
+import platform
 import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import jax
+
+from gpt2 import __version__
 
 SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
 # Of gpt2/, what decides no figure of a run: tools, and what only tells of it.
@@ -52,6 +61,36 @@ def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def describe_start(step: int) -> dict[str, Any]:
+    """Returns a line of environment.jsonl: what beside options and data decides a run's figures.
+
+    It holds no name of a machine and no environment variables. `code` is a hash; see `hash_code`.
+    `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
+    """
+    # Code that pip has installed below someone's checkout is no part of that checkout.
+    commit = None
+    changed = None
+    if git(SOURCE, "ls-files", "gpt2/__init__.py"):
+        commit = git(SOURCE, "rev-parse", "HEAD")
+        changed = git(SOURCE, "status", "--porcelain", "*.py")
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    return {
+        "step": step,
+        "time": datetime.now(UTC).isoformat(),
+        "command": sys.argv,
+        "gpt2": __version__,
+        "code": hash_code(),
+        "commit": commit,
+        "clean": None if changed is None else not changed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: version(name) for name in packages},
+        "device_kind": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+    }
 
 
 def read_starts(workdir: Path) -> list[dict]:
