@@ -54,9 +54,9 @@ a bad step that is skipped lowers the loss scale: training/steps.py, guard -k fl
 the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
     - grads, key=place, reverse=True
     + grads, key=place
-alibi favours far tokens: ops/terms.py, switch_values -k alibi
-    - slopes[:, None, None] * (key - query)
-    + slopes[:, None, None] * (query - key)
+alibi favours far tokens: model/ingredients/alibi.py, switch_values -k alibi
+    - slopes * (key - query)
+    + slopes * (query - key)
 nothing is dropped of the embedding: model/gpt.py, switch_values -k dropout
     - (x, deterministic=flow.deterministic)
     + (x, deterministic=True)
@@ -162,9 +162,6 @@ a stream is mixed by another's weights: ingredients/hyper_connections.py, switch
 a value's length is not squared: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
     + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
-a sink has half its gradient in blocks: ops/blocked_attention.py, ops -k scoring
-    - dsinks = -(share * delta)
-    + dsinks = -0.5 * (share * delta)
 a sink gives its weight to the last key: ops/plain.py, switch_values -k attention_sink
     - return weights[..., :S]
     + return weights[..., -S:]
@@ -300,9 +297,6 @@ what a store has lost is deleted here: utils/stores.py, stores -k has_lost
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
     - is_whole = _mark(name) in theirs
     + is_whole = True
-alibi favours far tokens in blocks: ops/blocked_attention.py, ops -k scoring
-    - return key - query[:, None]
-    + return query[:, None] - key
 blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k scoring
     - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     + v = jnp.tile(v, (1, 1, q.shape[2] // v.shape[2], 1))

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gpt2.config import GPTConfig, ParallelConfig
 from gpt2.errors import UserError
-from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.ops import Scoring, plain
 from gpt2.ops.head_loss import head_loss, one_pass_log_sum_exp
 from gpt2.ops.linear import (
@@ -22,7 +21,7 @@ from gpt2.ops.linear import (
     linear_apart,
 )
 from gpt2.ops.norm import norm
-from gpt2.ops.terms import Alibi, Sinks, SoftCap
+from gpt2.ops.terms import SoftCap
 from gpt2.ops.variants import VARIANTS, variants_for
 from gpt2.parallel.kernels import attention_by, choose_attention
 from gpt2.parallel.mesh import make_mesh
@@ -189,23 +188,20 @@ def test_blocked_attention_equals_its_formula(batch_size, length, heads, dtype, 
     check_attention("blocked", q, k, v, segments if mask else None, dtype)
 
 
-def check_attention(name, q, k, v, segments, dtype, sinks=None, **options):
+def check_attention(name, q, k, v, segments, dtype, **options):
     """Holds an implementation to the formula; `options` are those of `Scoring`."""
     options.setdefault("scale", q.shape[-1] ** -0.5)
-    terms = options.pop("terms", ())
 
-    def run(attention, q, k, v, sinks=None):
-        sink = () if sinks is None else (Sinks(sinks),)
-        how = Scoring(terms=(*terms, *sink), segments=segments, **options)
-        return attention(q, k, v, how)
+    def run(attention, q, k, v):
+        return attention(q, k, v, Scoring(segments=segments, **options))
 
-    args = (q, k, v) if sinks is None else (q, k, v, sinks)
     fast = attention_by(name, "cpu")
-    assert_equal(partial(run, fast), partial(run, plain.attention), args, dtype)
+    assert_equal(partial(run, fast), partial(run, plain.attention), (q, k, v), dtype)
 
 
-ALIBI = Alibi(alibi_slopes(4))
-SINKS = jnp.array([-1.0, 0.0, 2.0, 9.0])
+def add_column(scores, query, key):
+    """A term that gives a column more, as a sink does."""
+    return jnp.concatenate([scores, jnp.ones((*scores.shape[:-1], 1))], axis=-1)
 
 
 def nearer_first(scores, query, key):
@@ -219,21 +215,22 @@ def nearer_first(scores, query, key):
     [
         # Blocks of 256: windows that end in the block, in the one before, and at its first key.
         ("blocked", 600, dict(window=7, terms=(SoftCap(0.4),), scale=0.7)),
-        ("blocked", 600, dict(window=256, terms=(ALIBI,))),
-        ("blocked", 600, dict(window=301, terms=(SoftCap(2.0), ALIBI))),
-        ("blocked", 600, dict(sinks=SINKS)),
-        ("blocked", 600, dict(sinks=SINKS, terms=(SoftCap(2.0), ALIBI), window=7)),
+        ("blocked", 600, dict(window=256)),
+        ("blocked", 600, dict(window=301, terms=(SoftCap(2.0),))),
         ("xla", 40, dict(window=7, scale=0.7)),
-        ("xla", 40, dict(terms=(ALIBI,))),
         ("splash", 128, dict(window=7, terms=(SoftCap(0.4),), scale=0.7)),
-        ("splash", 128, dict(sinks=SINKS)),
-        # By the formula: an unknown term, another order, one that an implementation lacks.
+        # By the formula: terms that an implementation lacks, alone or beside one that it has.
         *(
-            (name, 128, dict(terms=terms, sinks=SINKS))
+            (name, 128, dict(terms=terms))
             for name in ("blocked", "xla", "splash")
-            for terms in ((nearer_first,), (ALIBI, SoftCap(0.4)), (ALIBI,))
+            for terms in (
+                (nearer_first,),
+                (nearer_first, SoftCap(0.4)),
+                (SoftCap(0.4), add_column),
+            )
         ),
-        ("splash", 40, dict(sinks=SINKS)),
+        ("xla", 40, dict(terms=(SoftCap(0.4),))),
+        ("splash", 40, dict(terms=(SoftCap(0.4),))),
     ],
 )
 def test_attention_of_every_scoring_and_grouped_heads_equals_its_formula(
@@ -253,7 +250,7 @@ def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
     q, k, v = (normal(i, 2, 128, 4, 8) for i in range(3))
 
     def run(attention, q, k, v, cap):
-        how = Scoring(8**-0.5, terms=(SoftCap(cap), Sinks(SINKS)))
+        how = Scoring(8**-0.5, terms=(SoftCap(cap),))
         return attention(q, k, v, how)
 
     args = q, k, v, jnp.float32(0.7)
@@ -261,22 +258,11 @@ def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
     assert_equal(fast, partial(run, plain.attention), args, "float32")
 
 
-@pytest.mark.parametrize("name", ["plain", "blocked", "xla", "splash"])
-def test_slopes_of_alibi_are_constants_in_every_implementation(name):
-    q, k, v = (normal(i, 2, 128, 4, 8) for i in range(3))
-
-    def scalar(slopes):
-        how = Scoring(8**-0.5, terms=(Alibi(slopes),))
-        return jnp.sin(attention_by(name, "cpu")(q, k, v, how)).sum()
-
-    assert not jax.grad(scalar)(ALIBI.slopes).any()
-
-
 def test_terms_of_scores_act_in_their_order():
     q, k, v = (normal(i, 1, 9, 4, 8) for i in range(3))
     found = [
         plain.attention(q, k, v, Scoring(1.0, terms=terms))
-        for terms in ((SoftCap(0.4), ALIBI), (ALIBI, SoftCap(0.4)), (nearer_first,), ())
+        for terms in ((SoftCap(0.4), nearer_first), (nearer_first, SoftCap(0.4)), ())
     ]
     for index, one in enumerate(found):
         for other in found[:index]:
@@ -301,7 +287,7 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(dtype, kv_heads, new)
     k, v = (normal(i, 2, 9, kv_heads, 8).astype(dtype) for i in (1, 2))
     garbage = jnp.full((2, 3, kv_heads, 8), 1e9, dtype)
     caches = [jnp.concatenate([x, garbage], axis=1).swapaxes(1, 2) for x in (k, v)]
-    terms = SoftCap(2.0), ALIBI, nearer_first, Sinks(jnp.arange(4.0))
+    terms = SoftCap(2.0), nearer_first, add_column
     scoring = Scoring(8**-0.5, window=4, terms=terms)
     cached = jax.jit(partial(plain.attention_cached, scoring=scoring))
     whole = plain.attention(q, k, v, scoring)
@@ -311,7 +297,7 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(dtype, kv_heads, new)
 
 
 CAPPED = {"model.attention_softcap": SoftCap}
-SUNK = {"model.attention_sink": Sinks}
+SUNK = {"model.attention_sink": object}
 
 
 @pytest.mark.parametrize(
@@ -325,9 +311,8 @@ SUNK = {"model.attention_sink": Sinks}
         ("gpu", "bfloat16", 1024, 64, CAPPED, "plain"),
         ("tpu", "bfloat16", 1024, 64, {}, "splash"),
         ("tpu", "bfloat16", 1000, 64, {}, "xla"),
-        ("tpu", "bfloat16", 1024, 64, {"model.position": Alibi}, "xla"),
-        ("tpu", "bfloat16", 1024, 64, SUNK, "splash"),
-        ("gpu", "bfloat16", 1024, 64, SUNK, "plain"),
+        ("tpu", "bfloat16", 1024, 64, CAPPED, "splash"),
+        ("tpu", "bfloat16", 1024, 64, SUNK, "plain"),
     ],
 )
 def test_auto_attention_is_what_can_run(
@@ -358,7 +343,7 @@ def test_attention_on_a_mesh_equals_its_formula(implementation, with_segments):
         def scalar(scale):
             how = Scoring(
                 8**-0.5,
-                terms=(Sinks(scale[:, 0]),),
+                terms=(SoftCap(0.4),),
                 segments=segments if with_segments else None,
             )
             return jnp.sin(attention(*(scale * x for x in qkv), how)).sum()

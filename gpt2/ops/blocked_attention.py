@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.ops import plain
 from gpt2.ops.plain import Scoring
-from gpt2.ops.terms import KnownTerms, Spread
+from gpt2.ops.terms import Spread, softcap_of
 from gpt2.utils.remat import CORE_ATTENTION
 
 # Queries in a block, if that makes 2 to 8 blocks: a layer of 124M takes 44.5 ms, 51 with 128.
@@ -36,22 +36,22 @@ def blocked_attention(
     *,
     spread: Spread | None = None,
 ) -> Array:
-    """Computes `plain.attention` in blocks, without dropout and with the terms of `KnownTerms`.
+    """Computes `plain.attention` in blocks, without dropout and with no term but a soft cap.
 
     `spread` makes a function run on each device's heads.
     """
-    terms = KnownTerms.of(scoring.terms) if scoring.terms else KnownTerms()
-    if terms is None or scoring.dropout:
+    softcap = softcap_of(scoring.terms)
+    if softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    how = _How(scoring.scale, scoring.window, terms.softcap)
+    how = _How(scoring.scale, scoring.window, softcap)
 
-    def kernel(qkv: tuple[Array, ...], others: tuple[Array | None, ...]) -> Array:
-        return _attention(*qkv, *others, how)
+    def kernel(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        return _attention(q, k, v, segments, how)
 
     run = spread(kernel) if spread else kernel
-    return run((q, k, v), (scoring.segments, terms.slopes, terms.sinks))
+    return run(q, k, v, scoring.segments)
 
 
 class _How(NamedTuple):
@@ -62,50 +62,48 @@ class _How(NamedTuple):
     softcap: float
 
     def scores(self, products: Array) -> Array:
-        """Returns scores, but for a bias by distance."""
+        """Returns scores."""
         scores = products * self.scale
         return (
             self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
         )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q, k, v, segments, slopes, sinks, how):
-    """Takes queries, keys and values `[B, T, N, H]`; no gradient reaches segments and slopes."""
-    return _blocked_fwd(q, k, v, segments, slopes, sinks, how)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q, k, v, segments, how):
+    """Takes queries, keys and values `[B, T, N, H]`."""
+    return _blocked_fwd(q, k, v, segments, how)[0]
 
 
-def _blocked_fwd(q, k, v, segments, slopes, sinks, how):
+def _blocked_fwd(q, k, v, segments, how):
     groups = (_split(q), _split(k), _split(v))
     T = groups[0].shape[2]
     blocks = _blocks(T, segments, how.window, transposed=False)
-    by_head = _by_head(groups[0], q, slopes, sinks)
+    sequences = _sequences(groups[0], q)
 
     def run(operands):
         return _forward(*operands, blocks=blocks, how=how)
 
-    found = jax.lax.map(run, (groups, by_head))
+    found = jax.lax.map(run, (groups, sequences))
     out, log_normaliser = checkpoint_name(found, CORE_ATTENTION)
-    residuals = (*groups, segments, slopes, sinks, out, log_normaliser)
+    residuals = (*groups, segments, out, log_normaliser)
     return _join(out, q), residuals
 
 
 def _blocked_bwd(how, residuals, dout):
-    q, k, v, segments, slopes, sinks, out, log_normaliser = residuals
+    q, k, v, segments, out, log_normaliser = residuals
     k_transposed = jnp.swapaxes(k, -1, -2)
     groups = (q, k, k_transposed, v, out, _split(dout), log_normaliser)
     T = q.shape[2]
     blocks = _blocks(T, segments, how.window, transposed=True)
-    by_head = _by_head(q, dout, slopes, sinks)
+    sequences = _sequences(q, dout)
 
     def run(operands):
         return _backward(*operands, blocks=blocks, how=how)
 
-    dq, dk, dv, dsinks = jax.lax.map(run, (groups, by_head))
-    if sinks is not None:
-        dsinks = dsinks.reshape(-1, len(sinks)).sum(axis=0)
+    dq, dk, dv = jax.lax.map(run, (groups, sequences))
     dq = jnp.swapaxes(dq, -1, -2)
-    return _join(dq, dout), _join(dk, dout), _join(dv, dout), None, None, dsinks
+    return _join(dq, dout), _join(dk, dout), _join(dv, dout), None
 
 
 _attention.defvjp(_blocked_fwd, _blocked_bwd)
@@ -137,88 +135,62 @@ def _join(x, like):
     return jnp.swapaxes(real, 1, 2)
 
 
-def _by_head(groups, like, *numbers):
-    """Returns the number of each head's sequence, and numbers `[N]` or None, `[groups, g]`."""
+def _sequences(groups, like):
+    """Returns the number of each head's sequence, `[groups, g]`."""
     B, _, N, _ = like.shape
-    shape = groups.shape[:2]
     sequences = jnp.arange(B * N) // N
-    found = [sequences.reshape(shape)]
-    for x in numbers:
-        found.append(None if x is None else jnp.tile(x, B).reshape(shape))
-    return tuple(found)
+    return sequences.reshape(groups.shape[:2])
 
 
-def _forward(groups, by_head, *, blocks, how):
+def _forward(groups, sequences, *, blocks, how):
     """Returns the output `[g, T, H]` and the log of the normaliser `[g, T, 1]`."""
     q, k, v = groups
-    sequences, slopes, sinks = by_head
     outs = []
     log_normalisers = []
     for queries, keys, visible in blocks:
         products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
         scores = how.scores(products)
-        if slopes is not None:
-            scores += slopes[:, None, None] * _distance(queries, keys)
         visible = visible if visible.ndim == 2 else visible[sequences]
         scores = jnp.where(visible, scores, NEVER)
         highest = scores.max(axis=-1, keepdims=True)
-        if sinks is not None:
-            highest = jnp.maximum(highest, sinks[:, None, None])
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
-        if sinks is not None:
-            normaliser += jnp.exp(sinks[:, None, None] - highest)
         out = _dot("gts,gsh->gth", weights.astype(q.dtype), v[:, keys]) / normaliser
         outs.append(out.astype(q.dtype))
         log_normalisers.append(highest + jnp.log(normaliser))
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
 
-def _backward(groups, by_head, *, blocks, how):
-    """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`, and sinks `[g]`.
+def _backward(groups, sequences, *, blocks, how):
+    """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`.
 
     Scores, masks and the queries' gradient are transposed, keys by queries: products then take
     their operands as they lie in memory (docs/performance.md, XLA:CPU notes 7 and 8).
     """
     q, k, k_transposed, v, out, dout, log_normaliser = groups
     dtype = dout.dtype
-    sequences, slopes, sinks = by_head
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
-    dsinks = None
-    if sinks is not None:  # a sink is a key whose value is 0
-        share = jnp.exp(sinks[:, None, None] - log_normaliser)
-        dsinks = -(share * delta).sum(axis=(1, 2))
     dqs = []
     dk = jnp.zeros(k.shape, jnp.float32)
     dv = jnp.zeros(v.shape, jnp.float32)
     for queries, keys, visible in blocks:
         products = _dot("gsh,gth->gst", k[:, keys], q[:, queries])
-        capped = how.scores(products)
-        scores = capped
-        if slopes is not None:
-            scores += slopes[:, None, None] * _distance(queries, keys).T
+        scores = how.scores(products)
         weights = jnp.exp(scores - log_normaliser[..., queries])
         visible = visible if visible.ndim == 2 else visible[sequences]
         weights = jnp.where(visible, weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
         dscores = weights * (dweights - delta[..., queries]) * how.scale
         if how.softcap:
-            dscores *= 1.0 - (capped / how.softcap) ** 2
+            dscores *= 1.0 - (scores / how.softcap) ** 2
         dscores = dscores.astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
         dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
         weights = weights.astype(dtype)
         dv = dv.at[:, keys].add(_dot("gst,gth->gsh", weights, dout[:, queries]))
     dq = jnp.concatenate(dqs, axis=-1)
-    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype), dsinks
-
-
-def _distance(queries, keys):
-    """Returns the position of each key less that of each query, `[queries, keys]` float32."""
-    query = jnp.arange(queries.start, queries.stop, dtype=jnp.float32)
-    key = jnp.arange(keys.start, keys.stop, dtype=jnp.float32)
-    return key - query[:, None]
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
 
 
 def _blocks(T, segments, window, transposed):

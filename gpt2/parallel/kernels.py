@@ -29,7 +29,7 @@ from gpt2.ops.head_loss import (
 from gpt2.ops.linear import activation, add_rows, linear, linear_apart
 from gpt2.ops.norm import norm
 from gpt2.ops.table import Attention, LookUp
-from gpt2.ops.terms import Alibi, Sinks, SoftCap, Spread
+from gpt2.ops.terms import SoftCap, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
 from gpt2.parallel.shards import isolate, shard_param, whole
@@ -42,10 +42,10 @@ SHORT = 64  # up to so many positions, the formula is as fast as blocks on a CPU
 
 # `model.attention` -> the terms of scores that it computes. "plain" computes all.
 TERMS: dict[str, tuple[type, ...]] = {
-    "blocked": (SoftCap, Alibi, Sinks),
-    "xla": (Alibi,),
-    "cudnn": (Alibi,),
-    "splash": (SoftCap, Sinks),
+    "blocked": (SoftCap,),
+    "xla": (),
+    "cudnn": (),
+    "splash": (SoftCap,),
 }
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
 

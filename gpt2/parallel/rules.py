@@ -157,22 +157,21 @@ def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(mesh if abstract.empty else abstract, spec)
 
 
-# The axes of queries, keys, values and the result of attention, and of what else it reads.
+# The axes of queries, keys, values and the result of attention.
 _HEADS = ("batch", "length", "heads", "head_size")
-_OTHERS = (("batch", "length"), ("heads",), ("heads",))  # segments, slopes, sinks
 
 
 def map_devices(kernel: Callable, *, mesh: Mesh, rules: Rules) -> Callable:
-    """Returns `kernel((q, k, v), (segments, slopes, sinks))`, made to run on each device's heads.
+    """Returns `kernel(q, k, v, segments)`, made to run on each device's heads.
 
     It is for kernels that XLA cannot split.
     """
     heads = spec(_HEADS, rules.activations)
-    others = tuple(spec(names, rules.activations) for names in _OTHERS)
+    segments = spec(_HEADS[:2], rules.activations)
     return jax.shard_map(
         kernel,
         mesh=on_trace(mesh, heads).mesh,
-        in_specs=(heads, others),
+        in_specs=(heads, heads, heads, segments),
         out_specs=heads,
         axis_names={"tensor"},
         check_vma=False,

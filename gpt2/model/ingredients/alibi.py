@@ -1,6 +1,6 @@
 """Linear biases by distance in place of positions (Press et al. 2022, arXiv 2108.12409).
 
-Scores lose a head's slope times how far back a key is. No parameters.
+Scores lose a head's slope times how far back a key is. No parameters; attention is its formula.
 """
 
 import math
@@ -11,7 +11,6 @@ from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.ingredients.base import Ingredient
-from gpt2.ops import terms
 from gpt2.ops.plain import ScoreTerm
 
 
@@ -19,7 +18,6 @@ class Alibi(Ingredient):
     """`model.position=alibi`."""
 
     option = "position"
-    score_term = terms.Alibi
 
     @classmethod
     def is_wanted(cls, config: GPTConfig) -> bool:
@@ -28,7 +26,12 @@ class Alibi(Ingredient):
 
     def score_terms(self, attention: nn.Module) -> tuple[ScoreTerm, ...]:
         """Returns the biases of all heads."""
-        return (terms.Alibi(alibi_slopes(self.config.num_heads)),)
+        slopes = alibi_slopes(self.config.num_heads)[:, None, None]
+
+        def add_bias(scores: Array, query: Array, key: Array) -> Array:
+            return scores + slopes * (key - query)
+
+        return (add_bias,)
 
 
 def alibi_slopes(num_heads: int) -> Array:
