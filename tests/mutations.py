@@ -286,10 +286,10 @@ a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k o
     - backend = self._backend if starts else self._rest
     + backend = self._backend
 marks are sent among what they mark: utils/stores.py, stores -k mark_comes
-    - groups = [names - marks, marks]
-    + groups = [names]
+    - for group in (names - marks, marks)
+    + for group in (names,)
 what another run replaces is not set aside: utils/stores.py, stores -k not_sent_stays
-    - if not is_sent or not (name in theirs or is_superseded)
+    - if not record.holds(name, mtime) or not (name in theirs or is_superseded)
     + if False
 what a store has lost is deleted here: utils/stores.py, stores -k has_lost
     - if step > newest

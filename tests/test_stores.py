@@ -155,6 +155,22 @@ def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     assert (aside / "metrics.jsonl").read_text() == "1\n2\n"
 
 
+def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
+    next_machine = store[1]
+    mine = stores.copy_of("memory://run")
+    save(mine, 1)
+    stores.push("memory://run", mine)
+    cache = os.environ["XDG_CACHE_HOME"]
+    next_machine()
+    theirs = stores.fetch("memory://run")
+    save(theirs, 2)
+    stores.shutil.rmtree(theirs / "checkpoints/1")
+    stores.push("memory://run", theirs)
+    os.environ["XDG_CACHE_HOME"] = cache
+    assert stores.fetch("memory://run") == mine
+    assert [path.name for path in (mine / "checkpoints").iterdir()] == ["2"]
+
+
 @pytest.mark.parametrize("lost", ["", "/checkpoints", "/checkpoints/2"])
 @pytest.mark.parametrize("by", ["who trains", "who reads"])
 def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):

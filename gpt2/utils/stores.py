@@ -178,7 +178,7 @@ def fetch(place: str | Path, only: str = "") -> Path:
             is_whole = _mark(name) in theirs
             if is_whole and re.match(only, name) and not _WEIGHTS.match(name):
                 wanted.add(name)
-        _fetch_missing(store, folder, record, wanted)
+    complete(folder, wanted)
     return folder
 
 
@@ -213,15 +213,24 @@ def _make_way(folder: Path, record: _Record, theirs: Mapping[str, str]) -> None:
             outdated.add(folder / name)
     for path in outdated:
         path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # its folder holds others
+            os.removedirs(path.parent)
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
     """Fetches those files of a working copy that it lacks; of another folder there are none."""
-    record = _read_record(folder)
-    wanted = record.versions.keys() & names
-    if not all((folder / name).exists() for name in wanted):
-        with _exchange(record.url, folder) as (store, record):
-            _fetch_missing(store, folder, record, wanted)
+    if not _missing(folder, names):
+        return
+    with _exchange(place_of(folder), folder) as (store, record):
+        missing = _missing(folder, names)  # another process may have fetched some
+        _in_order(missing, lambda name: _get(store, name, folder / name))
+        for name in missing:
+            record.times[name] = (folder / name).stat().st_mtime_ns
+
+
+def _missing(folder: Path, names: Iterable[str]) -> set[str]:
+    known = _read_record(folder).versions.keys() & names
+    return {name for name in known if not (folder / name).exists()}
 
 
 def push(place: str | Path, folder: Path) -> None:
@@ -263,7 +272,10 @@ def push(place: str | Path, folder: Path) -> None:
                 missed.add(_mark(name))
         changed = {name for name in changed if _mark(name) not in missed}
         _in_order(changed, lambda name: _put(store, kept / name, name))
-        _in_order(gone, lambda name: _remove(store, name), marks_first=True)
+        marks = _marks(gone)
+        for name in (*marks, *(gone - marks)):
+            with contextlib.suppress(FileNotFoundError):
+                store.rm_file(name)
         record.versions = _list_store(store)
         record.times = here
         shutil.rmtree(kept, ignore_errors=True)
@@ -311,6 +323,7 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
         record = _read_record(folder)
         record.url = url
         yield DirFileSystem(root, store), record
+        folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / RECORD, vars(record))
 
 
@@ -371,27 +384,12 @@ def _newest_step(names: Iterable[str]) -> int:
     return max(map(_step, _marks(names)), default=-1)
 
 
-def _fetch_missing(
-    store: AbstractFileSystem, folder: Path, record: _Record, names: Iterable[str]
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = {name for name in names if not (folder / name).exists()}
-    _in_order(missing, lambda name: _get(store, name, folder / name))
-    for name in missing:
-        record.times[name] = (folder / name).stat().st_mtime_ns
-
-
-def _in_order(
-    names: set[str], job: Callable[[str], None], marks_first: bool = False
-) -> None:
-    """Does a job for each file, several at once; marks come last, or first."""
+def _in_order(names: set[str], job: Callable[[str], None]) -> None:
+    """Does a job for each file, several at once; marks come last."""
     marks = _marks(names)
-    groups = [names - marks, marks]
-    if marks_first:
-        groups.reverse()
     with ThreadPoolExecutor(8) as pool:
-        for group in groups:
-            list(pool.map(job, sorted(group)))
+        for group in (names - marks, marks):
+            list(pool.map(job, group))
 
 
 def _get(store: AbstractFileSystem, source: str, path: Path, size: int = 0) -> None:
@@ -410,8 +408,3 @@ def _put(store: AbstractFileSystem, path: Path, target: str) -> None:
         store.pipe_file(target, path.read_bytes())
     else:
         store.put_file(str(path), target)
-
-
-def _remove(store: AbstractFileSystem, name: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        store.rm_file(name)
