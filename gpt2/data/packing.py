@@ -115,31 +115,21 @@ def pad(dataset: Dataset, length: int, seed: int) -> Rows:
     stream = dataset.open("train")
     eot = document_start(dataset, "data.packing=pad")
     starts = find_documents(stream, eot)
-    begins, sizes = _cut_documents(starts, len(stream), length)
+    begins = list[int]()
+    sizes = list[int]()  # in targets
+    for start, end in itertools.pairwise([*starts.tolist(), len(stream) - 1]):
+        for begin in range(start, end, length):
+            begins.append(begin)
+            sizes.append(min(end - begin, length))
     num_rows = len(sizes)
     order = shuffled(num_rows, seed)
 
     def read(row: int) -> np.ndarray:
         number = order(row)
-        return stream.read(int(begins[number]), int(sizes[number]) + 1)
+        return stream.read(begins[number], sizes[number] + 1)
 
-    padded = 1 - sizes.sum() / (num_rows * length)
+    padded = 1 - sum(sizes) / (num_rows * length)
     return Rows(num_rows, read, f"{padded:.1%} padded")
-
-
-def _cut_documents(
-    starts: np.ndarray, num_tokens: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where rows of up to `length` targets begin, and how many they have, [rows] each."""
-    sizes = np.diff(starts, append=num_tokens - 1)  # in targets
-    counts = -(-sizes // length)  # rows
-    first_rows = np.cumsum(counts) - counts
-    rows = np.arange(counts.sum())
-    numbers = rows - np.repeat(first_rows, counts)  # within the document
-    before = length * numbers  # targets of the document in earlier rows
-    rest = np.repeat(sizes, counts) - before
-    begins = np.repeat(starts, counts) + before
-    return begins, np.minimum(rest, length)
 
 
 PACKINGS = {"concat": concat, "bos": bos, "pad": pad}

@@ -87,6 +87,9 @@ class Tokenizer(abc.ABC):
         files.write_text(path, json.dumps(self.saved))
 
 
+# Kinds
+
+
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes, then the end-of-text token."""
 
@@ -148,12 +151,12 @@ class BytePairTokenizer(Tokenizer):
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
-    def __init__(self, name: str, ranks: dict[bytes, int], eot: int, saved: Tree):
-        self.name = name
+    def __init__(self, ranks: dict[bytes, int], eot: int, saved: Tree, name: str = ""):
+        self.name = name or f"bpe:{len(ranks) + 1}"
         self.eot = eot
         self.saved = saved
         self._encoding = tiktoken.Encoding(
-            name,
+            self.name,
             pat_str=GPT2_PATTERN,
             mergeable_ranks=ranks,
             special_tokens={END_OF_TEXT: eot},
@@ -262,6 +265,9 @@ def _go_on(node: Tree) -> Tree:
     return node
 
 
+# GPT-2's own, and one that is trained on a text
+
+
 @functools.cache
 def gpt2_tokenizer() -> BytePairTokenizer:
     """Returns GPT-2's own tokenizer of 50,257 tokens.
@@ -280,7 +286,7 @@ def gpt2_tokenizer() -> BytePairTokenizer:
             _VOCAB_SHA256,
             _ENCODER_SHA256,
         )
-    return BytePairTokenizer("gpt2", ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"})
+    return BytePairTokenizer(ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"}, "gpt2")
 
 
 def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
@@ -309,7 +315,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
     if eot < size - 1:
         warn(f"the text is small: its vocabulary has {eot + 1:,} tokens, not {size:,}")
-    return BytePairTokenizer(f"bpe:{len(ranks) + 1}", ranks, eot, tree)
+    return BytePairTokenizer(ranks, eot, tree)
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:
@@ -319,6 +325,9 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
+
+
+# By name, or from a file
 
 
 def tokens_by_name(spec: str) -> int:
@@ -382,7 +391,6 @@ def build(
 
 def load(path: Path, end_of_text: str = "") -> Tokenizer:
     """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
-    path = Path(path)
     how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
     with reading(path, how):
         match json.loads(path.read_text("utf-8")):
@@ -395,7 +403,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 tree = _plain(tree)
                 like = None if end_of_text else gpt2_like_ranks(tree)
                 if like:
-                    return BytePairTokenizer(f"bpe:{len(like[0]) + 1}", *like, tree)
+                    return BytePairTokenizer(*like, tree)
                 return HuggingFaceTokenizer(
                     tree, path.name, end_of_text, _eos_beside(path)
                 )
