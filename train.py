@@ -197,7 +197,6 @@ def train(run: Run, state: TrainState, start: int) -> int:
             raise diagnosis.explain(error, state) from None
         except Exception:  # of what is no step: validation, tasks, reading
             if checkpointer.can_rescue(state, step):
-                reporter.catch_up()
                 save()
             raise
         profiler.close(state)

@@ -245,6 +245,13 @@ def test_attention_of_every_scoring_and_grouped_heads_equals_its_formula(
     check_attention(implementation, q, k, v, segments, "float32", **options)
 
 
+def test_odd_lengths_are_the_formulas_where_cudnn_would_refuse_them():
+    q, k, v = (normal(i, 2, 7, 4, 8).astype("bfloat16") for i in range(3))
+    check_attention("cudnn", q, k, v, None, "bfloat16")
+    with pytest.raises(Exception, match=r"(?i)cudnn|gpu|cuda"):
+        check_attention("cudnn", q[:, 1:], k[:, 1:], v[:, 1:], None, "bfloat16")
+
+
 @pytest.mark.parametrize("name", ["blocked", "xla", "splash"])
 def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
     q, k, v = (normal(i, 2, 128, 4, 8) for i in range(3))

@@ -188,6 +188,12 @@ def by_formula(optim):
     return params, means or average
 
 
+def test_ademamix_without_its_fast_average_is_finite_and_begins_with_the_gradient():
+    optim = OptimConfig(name="ademamix", beta1=0.0, **RATES)
+    for params in train(optim, False):
+        assert all(np.isfinite(param).all() for param in params.values())
+
+
 @pytest.mark.parametrize(
     "scanned", [False, thorough(True)], ids=["unrolled", "scanned"]
 )

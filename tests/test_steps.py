@@ -283,6 +283,13 @@ def test_gradients_equal_an_unfused_reference():
     chex.assert_trees_all_close(fused, unfused, rtol=1e-4, atol=1e-5)
 
 
+def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
+    batch = make_batch(0)
+    mask = jnp.ones_like(batch["tokens"])
+    with pytest.raises(ValueError, match="'mask'"):
+        next_token_loss(GPT(CONFIG))(None, batch | {"mask": mask})
+
+
 def report_size(next_method, args, kwargs, context, weight=0.0):
     """Lets every layer's MLP report the squares of what it gives."""
     y = next_method(*args, **kwargs)

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +16,10 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
+from gpt2.model.layers import MLP
 from gpt2.model.losses.ahead import Ahead
 from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
-from gpt2.utils.scan import in_layout
+from gpt2.utils.scan import in_layout, report
 from tests import plain
 from tests.helpers import rounding, thorough
 from tests.test_switches import (
@@ -236,6 +238,29 @@ def test_one_expert_is_the_dense_model_and_alike_ones_balance():
     assert float(total / count) == pytest.approx(1.0, rel=1e-6)
     total, count = sums["h_1/mlp/z_loss"]
     assert float(total / count) == pytest.approx(np.log(4) ** 2, rel=1e-6)
+
+
+@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+def test_what_experts_report_adds_up_over_them_and_reaches_the_gradient():
+    def report_weight(next_method, args, kwargs, context):
+        if isinstance(context.module, MLP) and context.method_name == "__call__":
+            report(context.module, "each", jnp.sum(args[0] ** 2), weight=1e3)
+        return next_method(*args, **kwargs)
+
+    model, params = model_of("experts"), params_of("experts")
+    tokens = tokens_of(5)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+
+    def lose(params):
+        return next_token_loss(model)(params, batch)["loss"][0]
+
+    dense = jax.grad(lose)(params)
+    with nn.intercept_methods(report_weight):
+        sums = next_token_loss(model)(params, batch)
+        more = jax.grad(lose)(params)
+    total, count = sums["h_1/mlp/experts/each"]
+    assert total > 0 and count == model.config.num_experts
+    assert jnp.abs(more["wte"]["embedding"] - dense["wte"]["embedding"]).max() > 1
 
 
 FOUR_LAYERS = ["value_residual", "backout", "hyper_connections", "window_pattern"]

@@ -57,6 +57,11 @@ class OptimConfig(default.Optim):
                 )
         if self.adam_learning_rate and not self.learning_rate:
             raise UserError("optim.adam_learning_rate needs a learning_rate above 0")
+        falls = self.schedule in ("cosine", "linear", "wsd")
+        if falls and 0 < self.learning_rate < self.end_learning_rate:
+            raise UserError(
+                "the rate would rise to optim.end_learning_rate", "Set a lower one"
+            )
         if self.schedule != "wsd" and (self.decay_steps or self.decay_percent):
             raise UserError("optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
@@ -69,6 +74,8 @@ class OptimConfig(default.Optim):
             raise UserError(
                 "optim.ema, tail_average and name=schedule_free all average", "Use one"
             )
+        if is_free and not self.beta1:
+            raise UserError("schedule_free wants an optim.beta1 above 0")
         if is_free and self.cautious in ("updates", "both"):
             raise UserError(f"optim.cautious={self.cautious} needs momentum")
         if self.weight_decay and self.name not in ("adam", "sgd"):

@@ -34,7 +34,8 @@ def library_attention(
 
     `spread` makes a function run on each device's heads, for cuDNN, which XLA does not split.
     """
-    if scoring.terms or scoring.dropout:
+    is_odd = q.shape[1] % 2 == 1  # for which cuDNN has no derivative
+    if scoring.terms or scoring.dropout or (is_odd and implementation == "cudnn"):
         return plain.attention(q, k, v, scoring)
     kernel: Callable = partial(
         _from_jax, scoring=scoring, implementation=implementation

@@ -211,10 +211,10 @@ def _ademamix(
         return optim.alpha * progress(count)
 
     def beta3(count: Array) -> Array:
-        start = jnp.log(optim.beta1)
-        end = math.log(optim.beta3)
+        start = 1 / jnp.log(optim.beta1)  # -0 for a beta1 of 0
+        end = 1 / math.log(optim.beta3)
         share = progress(count)
-        rising = jnp.exp(start * end / ((1 - share) * end + share * start))
+        rising = jnp.exp(1 / ((1 - share) * start + share * end))
         return jnp.minimum(rising, optim.beta3)
 
     return optax.contrib.scale_by_ademamix(

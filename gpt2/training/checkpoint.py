@@ -113,7 +113,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return sorted(self._manager.all_steps())
 
     def can_rescue(self, state: TrainState, step: int) -> bool:
-        """Says whether the state after `step` is not saved yet and can be, after a failure.
+        """Says whether the state after `step` is sound, not saved yet and can be, after a failure.
 
         Of several processes the others know of no failure, and would not save their parts.
         """
@@ -121,7 +121,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         if several or step == 0 or step in self.all_steps():
             return False
         leaves = jax.tree.leaves(state)
-        return not any(leaf.is_deleted() for leaf in leaves)
+        if any(leaf.is_deleted() for leaf in leaves):
+            return False
+        return all(bool(jnp.isfinite(leaf).all()) for leaf in leaves)
 
     def save(
         self,

@@ -59,6 +59,8 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         chex.assert_rank(batch["tokens"], 2)
         chex.assert_equal_shape(list(batch.values()))
         chex.assert_type(list(batch.values()), int)
+        if unknown := batch.keys() - {"tokens", "targets", "segments"}:
+            raise ValueError(f"a batch has {sorted(unknown)}, which nothing reads")
         # By the name of a loss, its targets and its weight in the gradient.
         asked: dict[str, tuple[Array, Weight]] = {"loss": (batch["targets"], 1.0)}
         if step is not None:

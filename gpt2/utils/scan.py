@@ -85,6 +85,7 @@ def report(
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
     """Returns `{PATH/name: (total, count, weighted total)}` of what modules `report`."""
     tree = in_layout(collection, scanned=False)
+    tree = jax.tree.map(jnp.sum, tree)  # over experts, each of which reports
     found = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, tuple)
     )

@@ -24,7 +24,7 @@ from gpt2.model.ingredients.base import Flow, Ingredient, MakeModule
 from gpt2.model.layers import Linear
 from gpt2.ops import Ops
 from gpt2.ops.plain import Names
-from gpt2.utils.scan import report
+from gpt2.utils.scan import METRICS, report
 
 
 class Experts(Ingredient):
@@ -110,7 +110,7 @@ class Mixture(nn.Module):
 
         experts = nn.vmap(
             self.mlp,
-            variable_axes={"params": 0},
+            variable_axes={"params": 0, METRICS: 0},
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: "experts"},
         )
