@@ -94,9 +94,10 @@ def save(
 
     Where the family has biases and `cfg` none, zeros are written. Parameters may be scanned.
     """
-    import jax  # for which `python -m gpt2.hf` prepares first
+    # Which brings JAX, for which `python -m gpt2.hf` prepares first.
+    from flax.traverse_util import flatten_dict
 
-    from gpt2.utils.scan import find_leaf
+    from gpt2.utils.scan import in_layout
 
     directory = Path(directory)
     eot = None
@@ -109,18 +110,19 @@ def save(
         eot = tokenizer.eot
     config = to_hf_config(cfg) | {"bos_token_id": eot, "eos_token_id": eot}
     require_new(directory)
+    leaves = flatten_dict(in_layout(params, scanned=False))
     arrays: dict[str, np.ndarray] = {}
     sizes: dict[tuple[str, ...], int] = {}
     for tensor in family_for(cfg).tensors(cfg):
         if tensor.path[-1] == "bias" and not cfg.bias:
             arrays[tensor.name] = np.zeros(tensor.shape, np.float32)
             continue
-        leaf = find_leaf(params, tensor.path)
+        leaf = leaves[tensor.path]
         sizes[tensor.path] = leaf.size
         if "V" in tensor.axes:
             leaf = leaf[: cfg.vocab_size]
         arrays[tensor.name] = tensor.to_stored(leaf)
-    all_sizes = [leaf.size for leaf in jax.tree.leaves(params)]
+    all_sizes = [leaf.size for leaf in leaves.values()]
     more = sum(all_sizes) - sum(sizes.values())
     if more:
         raise UserError(

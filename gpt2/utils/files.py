@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,23 +36,18 @@ def reading(
         raise UserError(f"{what} {failed} ({told})", how) from error
 
 
-def write_bytes(path: Path, parts: Iterable[bytes]) -> None:
-    """Replaces a file completely: a reader sees the old file or the new one, even after a kill."""
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by UTF-8 text: readers see the old one or the new one, even after a kill."""
     partial = path.with_name(f"{path.name}.tmp")
-    with open(partial, "wb") as file:
-        file.writelines(parts)
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file by UTF-8 text, as `write_bytes` does."""
-    write_bytes(path, [text.encode("utf-8")])
-
-
 def write_json(path: Path, tree: object) -> None:
-    """Replaces a file by a JSON value, indented for people, as `write_bytes` does."""
+    """Replaces a file by a JSON value, indented for people, as `write_text` does."""
     write_text(path, json.dumps(tree, indent=2) + "\n")
 
 

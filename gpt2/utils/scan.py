@@ -6,7 +6,6 @@ that XLA fuses.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
@@ -18,8 +17,6 @@ from jax import Array
 from gpt2.utils.trees import Tree
 
 METRICS = "metrics"  # the collection of what modules `report`
-
-_LAYER = re.compile(r"h_(\d+)")
 
 
 def scan_layers(
@@ -132,15 +129,6 @@ def in_layout(
         return new
 
     return jax.tree.map(convert, tree, is_leaf=holds_layers)
-
-
-def find_leaf(params: dict, path: tuple[str, ...]) -> Tree:
-    """Returns the leaf at a path of unrolled parameters, of either layout, as `("h_3", "ln_1")`."""
-    if path[0] not in params and (layer := _LAYER.fullmatch(path[0])):
-        return find_leaf(params, ("h", *path[1:]))[int(layer[1])]
-    for name in path:
-        params = params[name]
-    return params
 
 
 def _stacked_leaf(tree: Tree) -> Tree:
