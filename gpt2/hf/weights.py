@@ -75,15 +75,13 @@ def load_model(
     checkpoint: str | int = "best",
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
     """Loads configuration, parameters (on the default device) and tokenizer of one directory."""
-    if workdir and not hf_directory:
+    if workdir:
         folder = stores.fetch(workdir)
         config, params = load_params(folder, checkpoint)
         return config.gpt(), params, tokenizers.load(folder / "tokenizer.json")
-    if hf_directory and not workdir:
-        folder = stores.fetch(hf_directory, stores.HUGGING_FACE)
-        cfg, params = load(folder)
-        return cfg, jax.device_put(params), load_tokenizer(folder, cfg)
-    raise UserError("weights are in a workdir or in Hugging Face's")
+    folder = stores.fetch(hf_directory or "", stores.HUGGING_FACE)
+    cfg, params = load(folder)
+    return cfg, jax.device_put(params), load_tokenizer(folder, cfg)
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:

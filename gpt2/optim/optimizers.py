@@ -53,20 +53,21 @@ def make_optimizer(
     direction = OPTIMIZERS[optim.name].direction(optim, num_steps, matrices)
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
-    width_factors = _width_factors(optim, width_ratio)
     decay = _decay(optim, schedule)
+    parts = [direction, *_width_factors(optim, width_ratio)]
     if optim.name in ("adam", "sgd"):
-        wider = optax.add_decayed_weights(
-            optim.weight_decay * (width_ratio - 1), _hidden_mask
-        )
-        parts = [decay, direction, *width_factors]
-        if width_factors:
-            parts.insert(1, wider)
+        if width_ratio != 1:
+            wider = optim.weight_decay * (width_ratio - 1)
+            parts.insert(0, optax.add_decayed_weights(wider, _hidden_mask))
+        parts.insert(0, decay)
     else:
-        parts = [direction, *width_factors, decay]
-    optimizer = optax.chain(
-        *parts, *_rate_factors(optim), optax.scale_by_learning_rate(schedule)
-    )
+        parts.append(decay)
+    if optim.adam_learning_rate:
+        ratio = optim.adam_learning_rate / optim.learning_rate
+        parts.append(optax.masked(optax.scale(ratio), _other_mask))
+    if optim.rates:
+        parts.append(_layer_rates(optim))
+    optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
     if optim.name == "schedule_free":
         # Averages, in place of a momentum and a schedule (Defazio et al. 2024, algorithm 1), weigh
         # steps by the square of the rate. optax counts from 1 here.
@@ -125,16 +126,6 @@ def _width_factors(
         raise UserError(f"optim.name={optim.name} has no rule for model.mup_base_width")
     factor = width_ratio**-power
     return [optax.masked(optax.scale(factor), _hidden_mask)]
-
-
-def _rate_factors(optim: OptimConfig) -> list[optax.GradientTransformation]:
-    factors = []
-    if optim.adam_learning_rate:
-        ratio = optim.adam_learning_rate / optim.learning_rate
-        factors.append(optax.masked(optax.scale(ratio), _other_mask))
-    if optim.rates:
-        factors.append(_layer_rates(optim))
-    return factors
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:

@@ -148,8 +148,15 @@ def _has_product(hlo: Hlo, line: str, depth: int = 3) -> bool:
 
 
 def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
-    """Returns the bytes of the whole array, from the shape of an instruction's result."""
-    sizes = _array_bytes(result)
+    """Returns the bytes of the whole array, from the shape of an instruction's result.
+
+    It is that of an array, `f32[2,3]`, or of a tuple of them, `(pred[], bf16[8])`.
+    """
+    sizes = []
+    for dtype, dims in _ARRAY.findall(result):
+        # Such as f32, bf16, u8, f8e4m3fn, s4.
+        bits = 8 if dtype == "pred" else _integers(dtype)[0]
+        sizes.append(bits * math.prod(_integers(dims)) // 8)
     size = sum(sizes)
     if not start:
         # The result of a reduce-scatter is a device's part.
@@ -208,13 +215,3 @@ def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
-
-
-def _array_bytes(shape: str) -> list[int]:
-    """Returns the bytes of each array of a shape: `f32[2,3]`, or a tuple's, `(pred[], bf16[8])`."""
-    sizes = []
-    for dtype, dims in _ARRAY.findall(shape):
-        # Such as f32, bf16, u8, f8e4m3fn, s4.
-        bits = 8 if dtype == "pred" else _integers(dtype)[0]
-        sizes.append(bits * math.prod(_integers(dims)) // 8)
-    return sizes
