@@ -342,6 +342,15 @@ def test_the_report_tells_what_runs_take_and_metrics_that_a_loss_adds(tmp_path):
     assert rows_of(tmp_path)[0]["train/balance"] == "0.5"
 
 
+def test_seeds_of_a_config_alone_are_a_sweep_too(tmp_path):
+    sweep = sweep_in(tmp_path)
+    for run in sweep.runs():
+        write_run(run, 3.8 + 0.01 * run.config.seed)
+    assert grow(sweep) == sweep
+    assert "| baseline | 3 | 3.8100 ± 0.0100 |" in report_of(sweep)
+    assert len(rows_of(tmp_path)) == 3
+
+
 def test_a_report_of_single_validations_shows_no_curves(tmp_path):
     sweep = filled(tmp_path, num_seeds=2)
     assert "## Curves" in report_of(sweep)

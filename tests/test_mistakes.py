@@ -90,7 +90,6 @@ MISTAKES = [  # a command, and a word of the line
     (["gpt2.compare", "run", "--reference=points.csv"], "points.csv"),
     (["gpt2.profile", "in.txt"], "in.txt"),
     (["gpt2.ablate", *SHORT, "--vary=optim.nme=adam", "--workdir=sweep"], "optim.name"),
-    (["gpt2.ablate", *SHORT, "--workdir=sweep"], "--vary"),
 ]
 
 

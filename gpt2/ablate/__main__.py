@@ -109,10 +109,6 @@ def main() -> int:
 
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
-    goes_on = (root / "sweep.json").exists()
-    if not (FLAGS.vary or FLAGS.tune or goes_on):
-        how = "For example, add --vary=optim.name=adamw,lion"
-        raise UserError("nothing is varied", how)
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     looks = _read_looks(FLAGS.seeds)
     score = choose_score(arms)

@@ -206,7 +206,7 @@ def find_commit(name: str) -> str:
     """Returns the commit of a branch, tag or commit; "" for the working tree."""
     if name == _HERE:
         return ""
-    commit = _git(SOURCE, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    commit = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     if not commit:
         raise UserError(f"{name} is no branch, tag or commit of {SOURCE}")
     return commit
@@ -214,12 +214,12 @@ def find_commit(name: str) -> str:
 
 def diffstat(arm: Arm) -> str:
     """Returns how much the code of an arm changes, as git tells it."""
-    return _git(SOURCE, "diff", "-R", "--shortstat", arm.commit, "--", "*.py")
+    return _git("diff", "-R", "--shortstat", arm.commit, "--", "*.py")
 
 
 def diff(old: Arm, new: Arm, form: str = "--patch") -> str:
     """Returns what the code of an arm has unlike that of another."""
-    return _git(SOURCE, "diff", form, old.commit, new.commit, "--", "*.py")
+    return _git("diff", form, old.commit, new.commit, "--", "*.py")
 
 
 def is_on_top(arm: Arm, best: Arm) -> bool:
@@ -227,18 +227,18 @@ def is_on_top(arm: Arm, best: Arm) -> bool:
 
     No history has a snapshot of a working tree, and what was kept may have been undone.
     """
-    merged = _git(SOURCE, "merge-tree", "--write-tree", arm.commit, best.commit)
-    return merged == _git(SOURCE, "rev-parse", f"{arm.commit}^{{tree}}")
+    merged = _git("merge-tree", "--write-tree", arm.commit, best.commit)
+    return merged == _git("rev-parse", f"{arm.commit}^{{tree}}")
 
 
 def snapshot() -> str:
     """Returns a commit of the working tree as it is; "" without a checkout."""
-    if not _git(SOURCE, "ls-files", "train.py"):
+    if not _git("ls-files", "train.py"):
         return ""
-    new = _git(SOURCE, "ls-files", "--others", "--exclude-standard", "gpt2", "configs")
+    new = _git("ls-files", "--others", "--exclude-standard", "gpt2", "configs")
     if new:
         raise UserError(f"git does not know {new.split()[0]} yet", "Use git add")
-    return _git(SOURCE, "stash", "create") or _git(SOURCE, "rev-parse", "HEAD")
+    return _git("stash", "create") or _git("rev-parse", "HEAD")
 
 
 def check_out(arm: Arm, root: Path) -> Path:
@@ -250,8 +250,8 @@ def check_out(arm: Arm, root: Path) -> Path:
     with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
             place = str(source.absolute())
-            _git(SOURCE, "worktree", "add", "-f", "--detach", place, source.name)
-        is_whole = source.exists() and not _git(source, "status", "--porcelain")
+            _git("worktree", "add", "-f", "--detach", place, source.name)
+        is_whole = git(source, "status", "--porcelain", seconds=600) == ""
         if not is_whole:
             raise UserError(
                 f"{source} is no clean worktree", "Remove it, and repeat the command"
@@ -259,6 +259,6 @@ def check_out(arm: Arm, root: Path) -> Path:
     return source
 
 
-def _git(source: Path, *arguments: str) -> str:
-    """Returns what git prints in a directory; nothing if it fails."""
-    return git(source, *arguments, seconds=600) or ""
+def _git(*arguments: str) -> str:
+    """Returns what git prints of our source; nothing if it fails."""
+    return git(SOURCE, *arguments, seconds=600) or ""

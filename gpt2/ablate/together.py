@@ -91,7 +91,7 @@ class Places:
         self, configs: Sequence[Config], devices: Sequence[jax.Device], dataset: Dataset
     ):
         self._first = configs[0]
-        self._dataset = dataset
+        self.dataset = dataset
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self._each = NamedSharding(self._mesh, PartitionSpec(AXIS))
         self.program = train.make_program(self._first, devices[:1])
@@ -143,7 +143,7 @@ class Places:
 
         def draw(numbers: Mapping[str, jax.Array]) -> TrainState:
             program = self.program.with_config(with_numbers(config, numbers))
-            return train.first_state(program, self._dataset)
+            return train.first_state(program, self.dataset)
 
         if config.train.init_from:  # which a program would hold as constants
             return draw({})
@@ -194,10 +194,10 @@ def _at(place: int, tree: Tree) -> Tree:
 class Member:
     """A run in its place, and what train.py holds for one."""
 
-    def __init__(self, path: Path, config: Config, dataset: Dataset, places: Places):
+    def __init__(self, path: Path, config: Config, places: Places):
         self.config = config
         self._path = path
-        self._dataset = dataset
+        self._dataset = dataset = places.dataset
         self._workdir = workdir = path / "run"
         # Of other numbers, which only the step and the samples take.
         self._program = program = dataclasses.replace(places.program, config=config)
@@ -357,7 +357,7 @@ def main(*paths: str) -> int:
             for begin in range(0, len(alike), places.number):
                 wave = []
                 for path in alike[begin : begin + places.number]:
-                    wave.append(Member(path, configs[path], dataset, places))
+                    wave.append(Member(path, configs[path], places))
                 code = train_wave(places, wave, start, stop)
                 if code:
                     return code
