@@ -95,6 +95,14 @@ def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
         load_params(workdir, "30")
 
 
+def test_scores_that_are_damaged_matter_to_the_best_alone(saved, tmp_path):
+    workdir = shutil.copytree(saved[0], tmp_path / "run")
+    (workdir / "checkpoints/50/metrics/metrics").write_text("{}")
+    with pytest.raises(UserError, match=r"50 is damaged \(metrics/metrics"):
+        load_params(workdir)
+    assert steps_in(load_params(workdir, "latest")[1]) == {60}
+
+
 def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):
     workdir = saved[0]
     for name in ("config.json", "tokenizer.json"):
@@ -272,6 +280,9 @@ def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatc
     scores.write_text(scores.read_text().replace("8.0", "0.0"))
     with pytest.raises(UserError, match=r"2 is damaged \(metrics/metrics"):
         load_params(run_path)
+    assert steps_in(load_params(run_path, "latest")[1]) == {
+        4
+    }  # for which scores say nothing
     run_files.begin(run_path, make_config(), data, 4)
     assert {path.name[0] for path in (run_path / "damaged").iterdir()} == {"2"}
     with Checkpointer(run_path) as checkpointer:

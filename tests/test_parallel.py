@@ -18,7 +18,13 @@ from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.ops.fsdp import Shards, torus_sides
 from gpt2.parallel import abstract_state, make_backend
-from gpt2.parallel.mesh import batch_sharding, local_rows, make_mesh, mesh_sizes
+from gpt2.parallel.mesh import (
+    batch_sharding,
+    check_layout,
+    local_rows,
+    make_mesh,
+    mesh_sizes,
+)
 from gpt2.plan.plan import state_bytes
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
@@ -56,6 +62,38 @@ def test_a_strategy_takes_all_devices_for_its_axis_unless_told():
     assert sizes(strategy="zero3") == (1, 8, 1)
     assert sizes(strategy="zero1", fsdp=4) == (2, 4, 1)
     assert sizes(strategy="megatron", tensor=2, fsdp=2) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("rules", "cfg", "told"),
+    [
+        (dict(vocab="tensor"), dict(vocab_size=301), "wte/embedding (301, 64)"),
+        (dict(experts="tensor"), dict(num_experts=3), "experts/c_fc/bias (3, 256)"),
+        ({}, dict(num_heads=3, embed_dim=66), "c_attn/bias (3, 3, 22)"),
+    ],
+)
+def test_what_does_not_split_is_named(rules, cfg, told):
+    parallel = ParallelConfig(data=4, tensor=2, rules=RulesConfig(**rules))
+    with pytest.raises(UserError) as error:
+        state_of(parallel, cfg=dataclasses.replace(SMALL, **cfg))
+    assert told in str(error.value) and "'tensor': 2" in str(error.value)
+
+
+def test_a_mesh_axis_splits_the_first_axis_that_asks_for_it():
+    rules = RulesConfig(experts="tensor", vocab="fsdp")
+    cfg = dataclasses.replace(SMALL, num_experts=2)
+    _, state = state_of(dataclasses.replace(MIXED, rules=rules), cfg=cfg)
+    kernel = state.params["h_0"]["mlp"]["experts"]["c_fc"]["kernel"]
+    shard = kernel.sharding.shard_shape(kernel.shape)
+    assert (kernel.shape, shard) == ((2, 64, 256), (1, 32, 256))
+    table = state.params["wte"]["embedding"]
+    assert table.sharding.shard_shape(table.shape) == (150, 32)
+
+
+def test_a_validation_splits_too_whatever_batches_a_schedule_has():
+    options = {"data.batch_size": 5, "train.batch_schedule": "0=16"}
+    with pytest.raises(UserError, match="a batch of 5 does not split"):
+        check_layout(config(options), 2)
 
 
 def test_rows_of_a_process_follow_one_another_or_are_refused(monkeypatch):

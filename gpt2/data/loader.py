@@ -142,9 +142,8 @@ class ValidationLoader:
         document_mask: bool = False,
         num_batches: int = 0,
     ):
-        self._eot = None
-        if document_mask:
-            self._eot = document_start(dataset, "data.document_mask=True")
+        # A part of a mixture may be one document.
+        self._eot = dataset.tokenizer.eot if document_mask else None
         self._stream = dataset.open("validation")
         self._batch_size = batch_size
         self._context_length = context_length

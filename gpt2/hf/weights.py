@@ -99,20 +99,21 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
         raise UserError(
             f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
         )
-    for each in saved:
-        if damage := find_damage(workdir, each, ("metrics",)):
-            raise UserError(damage, "Restore it from a copy, or move it elsewhere")
     device = jax.local_devices()[0]
     program = Program.from_config(config, [device])
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in saved}
-        best = checkpointer.best()
         steps["latest"] = saved[-1]
-        steps["best"] = best[0] if best else saved[-1]
+        if which == "best":
+            for each in saved:
+                if damage := find_damage(workdir, each, ("metrics",)):
+                    raise UserError(damage, "Restore it from a copy, or use another")
+            best = checkpointer.best()
+            steps["best"] = best[0] if best else saved[-1]
         step = steps.get(str(which))
         if step is None:
             raise UserError(
-                f"{workdir} has no checkpoint {which}", f"Use {', '.join(steps)}"
+                f"{workdir} has no checkpoint {which}", f"Use best, {', '.join(steps)}"
             )
         # For an average, the optimizer's state is read whole.
         averages = config.optim.averages

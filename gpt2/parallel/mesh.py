@@ -56,35 +56,26 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
 
 
 def check_layout(config: Config, num_devices: int) -> None:
-    """Checks that the batch and the model divide over the mesh, before any data is prepared."""
+    """Checks that batches divide over the mesh, before any data is prepared."""
     sizes = mesh_sizes(config.parallel, num_devices)
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
     shapes = config.shapes.pieces.values()
-    for shape in shapes:
-        if shape.batch_size % shards:
+    # Validation reads batches of `data.batch_size`, whatever a schedule says.
+    for size in (config.data.batch_size, *(shape.batch_size for shape in shapes)):
+        if size % shards:
             raise UserError(
-                f"data.batch_size={shape.batch_size} does not split over parallel.data="
+                f"a batch of {size} does not split over parallel.data="
                 f"{sizes['data']} x parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
                 f"{config.train.accumulate_steps}",
                 f"Use a multiple of {shards}",
             )
-    table = Rules.from_config(config.parallel).optimizer
-    model = config.model
-    for axis, name, size in (
-        ("heads", "model.num_heads", model.num_heads),
-        ("heads", "model.num_kv_heads", model.kv_heads),
-        ("mlp", "the MLP's width", model.hidden_dim),
-        ("table", "model.embed_dim", model.embed_dim),
-        ("embed", "model.embed_dim", model.embed_dim),
-        *(
-            ("sequence", "model.context_length", shape.context_length)
-            for shape in shapes
-        ),
-    ):
-        if size % math.prod(sizes[over] for over in table[axis]):
-            over = " x ".join(f"parallel.{over}={sizes[over]}" for over in table[axis])
+    split = Rules.from_config(config.parallel).activations["sequence"]
+    parts = math.prod(sizes[axis] for axis in split)
+    for shape in shapes:
+        if shape.context_length % parts:
             raise UserError(
-                f"{name}={size} does not split over {over}", "Use sizes that divide it"
+                f"a context of {shape.context_length} does not split over "
+                f"{' x '.join(split)}={parts}"
             )
 
 

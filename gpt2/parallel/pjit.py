@@ -28,8 +28,8 @@ from gpt2.parallel.kernels import Terms, make_ops
 from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
-from gpt2.parallel.state import State, optimizer_specs
-from gpt2.utils.platform import platform_of
+from gpt2.parallel.state import State, check_split, optimizer_specs
+from gpt2.utils.platform import jit_is_off, platform_of
 from gpt2.utils.trees import Tree
 
 
@@ -47,8 +47,8 @@ class PjitBackend:
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._tensor = mesh.shape["tensor"]
-        # Unless the rules leave nothing that layers gather: see below
-        self.gather_by = gather_by
+        # Formulas take whole parameters. Nor may the rules leave anything for layers: see below.
+        self.gather_by = "step" if jit_is_off() else gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
@@ -108,7 +108,10 @@ class PjitBackend:
             state.opt_state, state.params, self._optimizer, self.mesh
         )
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
-        return self._on_mesh(whole.replace(params=self._storage, opt_state=opt_state))
+        specs = whole.replace(params=self._storage, opt_state=opt_state)
+        shardings = self._on_mesh(specs)
+        jax.tree.map_with_path(check_split, state, shardings)
+        return shardings
 
     def gradient_shardings(self, params: Tree) -> Tree:
         """Returns how gradients of parameters are spread while micro-batches add up."""

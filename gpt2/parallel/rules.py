@@ -83,8 +83,18 @@ class Rules:
 
 
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
-    """Returns the mesh axes of an array whose axes are called `names`."""
-    return PartitionSpec(*(table[name] for name in names))
+    """Returns the mesh axes of an array whose axes are called `names`.
+
+    A mesh axis splits the first that asks for it, as Flax's rules have it: experts before the
+    hidden units of each.
+    """
+    taken = set[str]()
+    entries = []
+    for name in names:
+        axes = tuple(axis for axis in table[name] if axis not in taken)
+        taken.update(axes)
+        entries.append(axes)
+    return PartitionSpec(*entries)
 
 
 def specs(logical_axes: Tree, table: Table) -> Tree:

@@ -8,6 +8,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from gpt2.errors import UserError
 from gpt2.parallel.matrices import matrix_spec
 from gpt2.utils.trees import Tree
 
@@ -32,6 +33,19 @@ def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
         shapes,
         shardings,
     )
+
+
+def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
+    """Refuses a sharding that does not divide a leaf of a state."""
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        raise UserError(
+            f"{name} {leaf.shape} does not split as {sharding.spec} over "
+            f"{dict(sharding.mesh.shape)}",
+            "Use sizes that divide it, or other parallel.rules",
+        ) from None
 
 
 def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
