@@ -280,9 +280,6 @@ def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatc
     scores.write_text(scores.read_text().replace("8.0", "0.0"))
     with pytest.raises(UserError, match=r"2 is damaged \(metrics/metrics"):
         load_params(run_path)
-    assert steps_in(load_params(run_path, "latest")[1]) == {
-        4
-    }  # for which scores say nothing
     run_files.begin(run_path, make_config(), data, 4)
     assert {path.name[0] for path in (run_path / "damaged").iterdir()} == {"2"}
     with Checkpointer(run_path) as checkpointer:
