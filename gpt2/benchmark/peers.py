@@ -69,23 +69,16 @@ class GPT(nn.Module):
         x = self.ln_f(self.h(x))
         return F.linear(x, self.wte.weight)
 
-    def named(self) -> dict[str, nn.Parameter]:
-        """Returns parameters by this project's names; a kernel is this project's transposed."""
-        kinds = {
-            "wte": "embedding",
-            "wpe": "embedding",
-            "c": "kernel",
-            "ln": "scale",
-        }
-        found = {}
-        for name, weight in self.named_parameters():
-            name = re.sub(r"\bh\.(\d+)", r"h_\1", name)
-            *path, last = name.split(".")
-            if last == "weight":
-                kind, *_ = path[-1].split("_")
-                last = kinds[kind]
-            found["/".join([*path, last])] = weight
-        return found
+
+def our_name(name: str) -> str:
+    """Returns this project's name of a parameter; a kernel is this project's transposed."""
+    name = re.sub(r"\bh\.(\d+)", r"h_\1", name)
+    *path, last = name.split(".")
+    if last == "weight":
+        kind, *_ = path[-1].split("_")
+        kinds = {"wte": "embedding", "wpe": "embedding", "c": "kernel", "ln": "scale"}
+        last = kinds[kind]
+    return "/".join([*path, last])
 
 
 class Training:
@@ -131,7 +124,8 @@ class Training:
     def first_losses(self) -> list[float]:
         """Returns the losses of steps from drawn weights, by the very function that is timed."""
         with torch.no_grad():
-            for name, weight in self._model.named().items():
+            for theirs, weight in self._model.named_parameters():
+                name = our_name(theirs)
                 if name.endswith("kernel"):
                     weight = weight.T
                 drawn = first_steps.draw_weight(name, tuple(weight.shape))
