@@ -187,7 +187,7 @@ def test_what_changes_terms_or_is_varied_cannot_be_tuned(tune):
 
 
 def equal(found, terms, seconds=None):
-    return equalize(found, terms, lambda arm: seconds[arm.name])
+    return equalize(found, terms, lambda arm: (seconds[arm.name], 20.0))
 
 
 def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():

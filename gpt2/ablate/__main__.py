@@ -30,7 +30,7 @@ from gpt2.ablate.arms import check_out, make_arms, read_tuned
 from gpt2.ablate.groups import group_runs
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.judge import grow
-from gpt2.ablate.measure import describe_runs, step_seconds
+from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import Run
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
@@ -123,7 +123,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     return Sweep(
         root=root,
         commands=[shlex.join(command)],
-        arms=tuple(equalize(arms, FLAGS.equal, partial(step_seconds, root, slot))),
+        arms=tuple(equalize(arms, FLAGS.equal, partial(measure, root, slot=slot))),
         score=score,
         equal=FLAGS.equal,
         looks=looks,

@@ -41,7 +41,7 @@ from gpt2.ablate.arms import (
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
-from gpt2.ablate.measure import measure, step_seconds
+from gpt2.ablate.measure import measure
 from gpt2.ablate.pictures import plot_ledger
 from gpt2.ablate.report import render, write_page
 from gpt2.ablate.results import read_results
@@ -149,7 +149,7 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     _refuse_unread(root, best, arm, changed)
     if value != text and changed:
         text += f" ({', '.join(changed)})"
-    _, arm = equalize([best, arm], FLAGS.equal, partial(step_seconds, root, slot))
+    _, arm = equalize([best, arm], FLAGS.equal, partial(measure, root, slot=slot))
     return Idea(number, text, ledger.best.number, arm, code)
 
 

@@ -68,12 +68,6 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     return step, max(0.0, whole - _STEPS * step)
 
 
-def step_seconds(root: Path, slot: Slot, arm: Arm) -> float:
-    """Returns the seconds of an arm's step, as `measure` does."""
-    seconds, _ = measure(root, arm, slot)
-    return seconds
-
-
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     """Returns the list of a sweep's runs and what they would take apart, by measured steps."""
     seconds = {}

@@ -53,9 +53,12 @@ def choose_score(arms: Sequence[Arm]) -> str:
 
 
 def equalize(
-    arms: Sequence[Arm], terms: str, step_seconds: Callable[[Arm], float]
+    arms: Sequence[Arm], terms: str, measure: Callable[[Arm], tuple[float, float]]
 ) -> list[Arm]:
-    """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps."""
+    """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps.
+
+    `measure` tells the seconds of an arm's step and of its start.
+    """
     first, *others = arms
 
     def cost(arm: Arm) -> float:  # of a step, the mean over the run
@@ -63,7 +66,8 @@ def equalize(
         if terms == "tokens":
             return arm.config.shapes.tokens(steps) / steps
         if terms == "seconds":
-            return step_seconds(arm)
+            step, _ = measure(arm)
+            return step
         if arm.commit != first.commit:
             what = f"the FLOPs of {arm.name}, of other code, are not known"
             raise UserError(what, "Use --equal=tokens or --equal=seconds")
