@@ -12,6 +12,7 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array
 
 from gpt2.utils.trees import Tree
@@ -83,10 +84,7 @@ def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
     """Returns `{PATH/name: (total, count, weighted total)}` of what modules `report`."""
     tree = in_layout(collection, scanned=False)
     tree = jax.tree.map(jnp.sum, tree)  # over experts, each of which reports
-    found = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, tuple)
-    )
-    return {"/".join(entry.key for entry in path): sums for path, sums in found}
+    return flatten_dict(tree, sep="/")
 
 
 def is_scanned(tree: Tree) -> bool:
