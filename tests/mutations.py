@@ -318,9 +318,9 @@ a loss' numbers to learn get the last chunk's derivative: ops/head_loss.py, ops 
 an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
     - lost += auxiliary
     + pass
-a term that blocks do not know is left out: ops/terms.py, ops -k scoring
-    - [*map(type, terms)] != [kind for kind in KNOWN if kind in by_kind]
-    + False
+a term that blocks do not know is left out: ops/plain.py, ops -k scoring
+    - if others or not isinstance(first, SoftCap):
+    + if not isinstance(first, SoftCap):
 scanned layers drop by one mask: utils/scan.py, model -k mask
     - "dropout": True
     + "dropout": False

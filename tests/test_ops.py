@@ -21,7 +21,7 @@ from gpt2.ops.linear import (
     linear_apart,
 )
 from gpt2.ops.norm import norm
-from gpt2.ops.terms import SoftCap
+from gpt2.ops.plain import SoftCap
 from gpt2.ops.variants import VARIANTS, variants_for
 from gpt2.parallel.kernels import attention_by, choose_attention
 from gpt2.parallel.mesh import make_mesh

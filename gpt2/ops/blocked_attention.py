@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.ops import plain
 from gpt2.ops.plain import Scoring
-from gpt2.ops.terms import Spread, softcap_of
+from gpt2.ops.table import Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
 # Queries in a block, if that makes 2 to 8 blocks: a layer of 124M takes 44.5 ms, 51 with 128.
@@ -40,12 +40,11 @@ def blocked_attention(
 
     `spread` makes a function run on each device's heads.
     """
-    softcap = softcap_of(scoring.terms)
-    if softcap is None or scoring.dropout:
+    if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    how = _How(scoring.scale, scoring.window, softcap)
+    how = _How(scoring.scale, scoring.window, scoring.softcap)
 
     def kernel(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
         return _attention(q, k, v, segments, how)

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.ops import plain
 from gpt2.ops.plain import Scoring
-from gpt2.ops.terms import Spread, softcap_of
+from gpt2.ops.table import Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
 
@@ -76,20 +76,17 @@ def splash_attention(
 
     `interpret` runs the kernel on other devices, for tests.
     """
-    softcap = softcap_of(scoring.terms)
-    if softcap is None or scoring.dropout or q.shape[1] % 128:
+    if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    kernel: Callable = partial(
-        _splash, scoring=scoring, softcap=softcap, interpret=interpret
-    )
+    kernel: Callable = partial(_splash, scoring=scoring, interpret=interpret)
     if spread:
         kernel = spread(kernel)
     return kernel(q, k, v, scoring.segments)
 
 
-def _splash(q, k, v, segments, scoring, softcap, interpret):
+def _splash(q, k, v, segments, scoring, interpret):
     """Splash attention takes one example, heads first, and leaves the scale to its caller."""
     # It takes a while to import.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -108,7 +105,7 @@ def _splash(q, k, v, segments, scoring, softcap, interpret):
         block_sizes=dataclasses.replace(splash.BlockSizes.get_default(), **sizes),
         head_shards=1,
         q_seq_shards=1,
-        attn_logits_soft_cap=softcap or None,
+        attn_logits_soft_cap=scoring.softcap or None,
         interpret=interpret,
         residual_checkpoint_name=CORE_ATTENTION,
     )

@@ -6,6 +6,7 @@ letters of dimensions. Products of 16-bit operands add up in float32; softmax, s
 and losses are float32.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,6 +42,28 @@ class Scoring(NamedTuple):
     segments: Array | None = None  # [B, T] int32; a position sees only its own segment
     dropout: float = 0.0  # probability with which a weight is dropped
     dropout_key: Array | None = None
+
+    @property
+    def softcap(self) -> float | None:
+        """The cap, if a soft cap is the only term; 0: there is no term; None: there are others."""
+        if not self.terms:
+            return 0.0
+        first, *others = self.terms
+        if others or not isinstance(first, SoftCap):
+            return None
+        # One that is learned is an array, to which kernels would give no derivative.
+        return first.cap if isinstance(first.cap, float | int) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftCap:
+    """`cap * tanh(x / cap)` of scores or logits (Gemma 2, arXiv 2408.00118)."""
+
+    cap: float
+
+    def __call__(self, x: Array, *_: Array) -> Array:
+        """Returns `x` capped."""
+        return self.cap * jnp.tanh(x / self.cap)
 
 
 def linear(

@@ -25,6 +25,8 @@ from gpt2.ops.plain import (
 from gpt2.utils.trees import Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
+# From `kernel(q, k, v, segments)` to one that runs on each device's heads.
+Spread = Callable[[Callable], Callable]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
 Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
 

@@ -28,8 +28,8 @@ from gpt2.ops.head_loss import (
 )
 from gpt2.ops.linear import activation, add_rows, linear, linear_apart
 from gpt2.ops.norm import norm
-from gpt2.ops.table import Attention, LookUp
-from gpt2.ops.terms import SoftCap, Spread
+from gpt2.ops.plain import SoftCap
+from gpt2.ops.table import Attention, LookUp, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
 from gpt2.parallel.shards import isolate, shard_param, whole

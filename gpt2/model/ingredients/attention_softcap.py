@@ -6,8 +6,7 @@ A tanh for each score. cuDNN cannot compute it: attention is its formula on GPUs
 import flax.linen as nn
 
 from gpt2.model.ingredients.base import Ingredient
-from gpt2.ops.plain import ScoreTerm
-from gpt2.ops.terms import SoftCap
+from gpt2.ops.plain import ScoreTerm, SoftCap
 
 
 class AttentionSoftCap(Ingredient):

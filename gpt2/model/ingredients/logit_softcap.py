@@ -6,7 +6,7 @@ A tanh for each logit.
 from jax import Array
 
 from gpt2.model.ingredients.base import Ingredient
-from gpt2.ops.terms import SoftCap
+from gpt2.ops.plain import SoftCap
 
 
 class LogitSoftCap(Ingredient):
