@@ -130,19 +130,19 @@ def _width_factors(
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
-    rates = [*optim.rates, ("", 1.0)]  # whose last pattern matches any name
 
-    def first_match(name: str) -> int:
-        place = 0
-        while not re.search(rates[place][0], name):
-            place += 1
-        return place
+    def first_match(name: str) -> int | None:
+        for place, (pattern, _) in enumerate(optim.rates):
+            if re.search(pattern, name):
+                return place
+        return None
 
-    def first_matches(path: Path, leaf: Array) -> list[int]:
+    def first_matches(path: Path, leaf: Array) -> list[int | None]:
         return [first_match(name) for name in unrolled_names(path, leaf)]
 
     def scale(path: Path, update: Array) -> Array:
-        factors = [rates[place][1] for place in first_matches(path, update)]
+        matches = first_matches(path, update)
+        factors = [1.0 if i is None else optim.rates[i][1] for i in matches]
         return update * np.array(factors, update.dtype).reshape(
             -1, *[1] * (update.ndim - 1)
         )
