@@ -38,6 +38,19 @@ def compiles_fast():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def make(tmp_path):
+    """Prepares a corpus into a directory of the test's own."""
+    from gpt2.config import DataConfig
+    from gpt2.data import prepare
+
+    def make(corpus, tokenizer="byte", val_fraction=0.1):
+        options = dict(tokenizer=tokenizer, data_dir=str(tmp_path / "prepared"))
+        return prepare(DataConfig(corpus=corpus, val_fraction=val_fraction, **options))
+
+    return make
+
+
 @pytest.fixture(scope="module")
 def compiles_fully(compiles_fast):
     """For modules about the compiled program itself: runs that they start compile as users' do.

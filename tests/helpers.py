@@ -30,6 +30,23 @@ def thorough(*values, **options):
     return pytest.param(*values, marks=pytest.mark.thorough, **options)
 
 
+def tokens_of(dataset, split):
+    """All tokens of a split of a prepared corpus."""
+    stream = dataset.open(split)
+    return stream.read(0, len(stream))
+
+
+def documents_of(dataset, *splits):
+    """The texts of a prepared corpus of several documents, or of some of its splits."""
+    texts = []
+    for split in splits or ("train", "validation"):
+        tokens = tokens_of(dataset, split)
+        (starts,) = np.nonzero(tokens == dataset.tokenizer.eot)
+        assert starts[0] == 0
+        texts += [dataset.tokenizer.decode(d[1:]) for d in np.split(tokens, starts)[1:]]
+    return texts
+
+
 def patched(folder, lines):
     """Writes a train.py that runs some lines of Python before its run, and returns its path."""
     text = f"""

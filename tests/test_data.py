@@ -12,10 +12,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gpt2.config import DataConfig
-from gpt2.data import preparation, prepare, splits, tokens
+from gpt2.data import preparation, splits, tokens
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
+from tests.helpers import documents_of, tokens_of
 
 WORDS = [
     "the",
@@ -36,24 +36,6 @@ def _document(number: int, num_words: int = 60) -> str:
     return f"{number}: " + " ".join(rng.choice(WORDS, num_words)) + "\n"
 
 
-def _stream(dataset, split):
-    stream = dataset.open(split)
-    return stream.read(0, len(stream))
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Prepares a corpus into a directory of the test's own."""
-
-    def make(
-        corpus, tokenizer="byte", val_fraction=0.1, data_dir=tmp_path / "prepared"
-    ):
-        options = dict(corpus=corpus, tokenizer=tokenizer, data_dir=str(data_dir))
-        return prepare(DataConfig(**options, val_fraction=val_fraction))
-
-    return make
-
-
 @pytest.fixture
 def many(tmp_path):
     """A corpus of 200 documents, ten of them twice, as (spec, documents)."""
@@ -61,14 +43,6 @@ def many(tmp_path):
     path = tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"body": d}) + "\n" for d in documents))
     return f"jsonl:{path}#body", documents
-
-
-def _documents_of(dataset, split):
-    tokens = _stream(dataset, split)
-    eot = dataset.tokenizer.eot
-    assert tokens[0] == eot
-    starts = np.flatnonzero(tokens == eot)
-    return [dataset.tokenizer.decode(part[1:]) for part in np.split(tokens, starts)[1:]]
 
 
 def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
@@ -80,10 +54,10 @@ def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
     characters = sorted(set(text))
     assert dataset.tokenizer.vocab_size == len(characters)
     np.testing.assert_array_equal(
-        _stream(dataset, "train"), [characters.index(c) for c in train]
+        tokens_of(dataset, "train"), [characters.index(c) for c in train]
     )
     np.testing.assert_array_equal(
-        _stream(dataset, "validation"), [characters.index(c) for c in validation]
+        tokens_of(dataset, "validation"), [characters.index(c) for c in validation]
     )
     held_out = dataset.splits["validation"]
     assert held_out.num_tokens == len(validation)
@@ -96,7 +70,7 @@ def test_documents_are_joined_by_end_of_text_and_all_kept(make, many, tokenizer)
     spec, documents = many
     dataset = make(spec, tokenizer)
     train, validation = (
-        _documents_of(dataset, split) for split in ("train", "validation")
+        documents_of(dataset, split) for split in ("train", "validation")
     )
     assert sorted(train + validation) == sorted(documents)
     for split, texts in (("train", train), ("validation", validation)):
@@ -107,9 +81,7 @@ def test_documents_are_joined_by_end_of_text_and_all_kept(make, many, tokenizer)
 def test_no_document_is_in_both_splits(make, many):
     spec, documents = many
     dataset = make(spec)
-    train, validation = (
-        set(_documents_of(dataset, s)) for s in ("train", "validation")
-    )
+    train, validation = (set(documents_of(dataset, s)) for s in ("train", "validation"))
     assert train and validation and not train & validation
     assert len(documents) > len(
         train | validation
@@ -160,7 +132,7 @@ def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monke
         path = tmp_path / f"{count}.jsonl"
         lines = (json.dumps({"text": _document(i)}) for i in reversed(range(count)))
         path.write_text("\n".join(lines))
-        return set(_documents_of(make(f"jsonl:{path}"), "validation"))
+        return set(documents_of(make(f"jsonl:{path}"), "validation"))
 
     few = validation(100)
     assert 2 <= len(few) <= 25
@@ -194,11 +166,11 @@ def test_file_formats_agree(tmp_path, make, capsys):
     joined = {}
     for corpus in corpora:
         dataset = make(corpus, "gpt2")
-        streams = [_stream(dataset, split) for split in ("train", "validation")]
+        streams = [tokens_of(dataset, split) for split in ("train", "validation")]
         joined[corpus] = np.concatenate(streams).tolist()
     told = f"warning: 1 of 61 rows of {tmp_path}/d.parquet are null in 'text', and left out\n"
     assert capsys.readouterr().err.count(told) == 1
-    train = _documents_of(dataset, "train")
+    train = documents_of(dataset, "train")
     order = train + [d for d in documents if d not in train]
     concatenation = "".join(f"<|endoftext|>{d}" for d in order)
     encoding = dataset.tokenizer._encoding  # tiktoken's

@@ -19,37 +19,15 @@ from tensorboardX.record_writer import masked_crc32c
 
 from configs import fineweb_124m
 from gpt2.config import DataConfig
-from gpt2.data import prepare
 from gpt2.data.corpus import _tfrecords, open_corpus
 from gpt2.data.ready import open_ready_tokens
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
+from tests.helpers import documents_of, tokens_of
 
 TEXTS = [
     f"{number}: some words, then {number**3} naïve 測試 cats\n" for number in range(80)
 ]
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Prepares a corpus into a directory of the test's own."""
-
-    def make(corpus, tokenizer="byte", val_fraction=0.1):
-        data_dir = str(tmp_path / "prepared")
-        data = DataConfig(
-            corpus=corpus,
-            tokenizer=tokenizer,
-            val_fraction=val_fraction,
-            data_dir=data_dir,
-        )
-        return prepare(data)
-
-    return make
-
-
-def _stream(dataset, split):
-    stream = dataset.open(split)
-    return stream.read(0, len(stream))
 
 
 @pytest.fixture
@@ -70,11 +48,7 @@ def test_hub_data_set_is_read_from_its_parquet_files(
         table = pyarrow.table({"text": TEXTS[40 * number : 40 * (number + 1)]})
         pyarrow.parquet.write_table(table, root / folder / f"{number}.parquet")
     dataset = make("hf:someone/texts#text")
-    joined = np.concatenate(
-        [_stream(dataset, split) for split in ("train", "validation")]
-    )
-    read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
-    assert sorted(read) == sorted(TEXTS)
+    assert sorted(documents_of(dataset)) == sorted(TEXTS)
     with pytest.raises(UserError, match="hf:someone/else cannot be read"):
         make("hf:someone/else#text")
 
@@ -127,11 +101,7 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
         "def poems():\n    for i in range(50):\n        yield f'{i} roses' * 9\n"
     )
     dataset = make("python:own_documents:poems")
-    joined = np.concatenate(
-        [_stream(dataset, split) for split in ("train", "validation")]
-    )
-    read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
-    assert sorted(read) == sorted(f"{i} roses" * 9 for i in range(50))
+    assert sorted(documents_of(dataset)) == sorted(f"{i} roses" * 9 for i in range(50))
     module.write_text(module.read_text() + "# changed\n")
     assert make("python:own_documents:poems").directory != dataset.directory
     module.write_text(
@@ -205,10 +175,10 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
         write(tmp_path / name, np.concatenate(encoded[3 * number :][:3]))
     dataset = make(f"tokens:{tmp_path}/*.bin", "gpt2")
     np.testing.assert_array_equal(
-        _stream(dataset, "validation"), np.concatenate(encoded[:3])
+        tokens_of(dataset, "validation"), np.concatenate(encoded[:3])
     )
     np.testing.assert_array_equal(
-        _stream(dataset, "train"), np.concatenate(encoded[3:])
+        tokens_of(dataset, "train"), np.concatenate(encoded[3:])
     )
     stream = dataset.open("train")
     everything = np.concatenate(encoded[3:])
@@ -219,10 +189,12 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
 
     alone = make(f"tokens:{tmp_path}/train_*.bin", "gpt2", val_fraction=0.25)
     num_train = int(len(everything) * 0.75)
-    np.testing.assert_array_equal(_stream(alone, "train"), everything[:num_train])
-    np.testing.assert_array_equal(_stream(alone, "validation"), everything[num_train:])
+    np.testing.assert_array_equal(tokens_of(alone, "train"), everything[:num_train])
+    np.testing.assert_array_equal(
+        tokens_of(alone, "validation"), everything[num_train:]
+    )
     whole = make(f"tokens:{tmp_path}/train_*.bin", "gpt2", val_fraction=1.0)
-    np.testing.assert_array_equal(_stream(whole, "validation"), everything)
+    np.testing.assert_array_equal(tokens_of(whole, "validation"), everything)
     assert len(whole.open("train")) == 0
 
 
@@ -266,9 +238,9 @@ def test_ready_shards_are_read_from_the_hub(tmp_path, make, monkeypatch):
         server.shutdown()
     first_three = [np.arange(start, start + 50) for start in range(3)]
     np.testing.assert_array_equal(
-        _stream(dataset, "train"), np.concatenate(first_three)
+        tokens_of(dataset, "train"), np.concatenate(first_three)
     )
-    np.testing.assert_array_equal(_stream(dataset, "validation"), np.arange(4, 54))
+    np.testing.assert_array_equal(tokens_of(dataset, "validation"), np.arange(4, 54))
 
 
 def test_broken_token_shards_are_refused(tmp_path, make):
@@ -350,7 +322,7 @@ def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, wr
     ids = np.arange(8000, dtype=np.uint16).reshape(200, 40)
     np.save(tmp_path / "right.npy", ids)
     right = make(f"tokens:{tmp_path}/right.npy", "gpt2")
-    np.testing.assert_array_equal(_stream(right, "train")[:99], np.arange(99))
+    np.testing.assert_array_equal(tokens_of(right, "train")[:99], np.arange(99))
     write(tmp_path / name, ids)
     with pytest.raises(UserError, match=r"holds|no file of|cannot be read"):
         make(f"tokens:{tmp_path}/{name}", "gpt2")
@@ -420,11 +392,7 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     )
     tfds.core.add_data_dir(str(tmp_path / "sets"))
     dataset = make("tfds:poems#body")
-    joined = np.concatenate(
-        [_stream(dataset, split) for split in ("train", "validation")]
-    )
-    read = dataset.tokenizer.decode(joined).split("<|endoftext|>")[1:]
-    assert sorted(read) == sorted(TEXTS)
+    assert sorted(documents_of(dataset)) == sorted(TEXTS)
     whole = path.read_bytes()
     flipped, longer = bytearray(whole), bytearray(whole)
     flipped[60] ^= 1
