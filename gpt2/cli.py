@@ -39,7 +39,8 @@ def run(
     """
     raise_at_interrupt()
     faulthandler.enable()
-    logging.disable()  # what libraries log, they raise too, or it is no help
+    # What Orbax and others log by absl, they raise too, or it is no help.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
