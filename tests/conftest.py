@@ -30,6 +30,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take longest, which come first: else one process would end the last of them alone.
+LONGEST = "train ablate_together switch_values steps layouts model packing switches workdir ops"
+
+
+def pytest_collection_modifyitems(items):
+    names = [f"test_{name}.py" for name in LONGEST.split()]
+    items.sort(key=lambda item: (*names, item.path.name).index(item.path.name))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiles_fast():
     """Most of a test's time is LLVM's, spent on programs that run a few times."""

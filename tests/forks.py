@@ -92,6 +92,8 @@ def _serve() -> None:
 def _import_all() -> None:
     """Imports what commands import, apart from modules that define flags."""
     import grain  # noqa: F401
+    import matplotlib.backends.backend_agg  # noqa: F401
+    import tensorboardX  # noqa: F401
     import tensorflow_datasets  # noqa: F401
 
     import gpt2

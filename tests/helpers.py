@@ -9,10 +9,13 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2.config.options import read_option
 from gpt2.hf.weights import load_params
+from gpt2.model import GPT
 from tests.forks import LATE, ROOT, environment, run_command
 
 WORDS = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
@@ -28,6 +31,12 @@ TINY = TINY.split()
 def thorough(*values, **options):
     """Returns a case of a parametrized test that the default run leaves to CI."""
     return pytest.param(*values, marks=pytest.mark.thorough, **options)
+
+
+def options_of(text):
+    """Reads options as a command line has them: `model.bias=False optim.eps=1e-4`."""
+    pairs = [setting.partition("=") for setting in text.split()]
+    return {name: read_option(name, value) for name, _, value in pairs}
 
 
 def tokens_of(dataset, split):
@@ -59,6 +68,28 @@ cli.run(train.main, train.define_flags)
 """
     (folder / "patched.py").write_text(text)
     return folder / "patched.py"
+
+
+def struck(folder, number, condition):
+    """Writes a train.py that gets a signal once a condition of Python holds, from itself."""
+    return patched(
+        folder,
+        f"""
+import os, threading, time
+from pathlib import Path
+
+def has_step(number):
+    files = Path().glob("*/metrics.jsonl")
+    return any(f'"step": {{number}},' in file.read_text() for file in files)
+
+def strike():
+    while not ({condition}):
+        time.sleep(0.001)
+    os.kill(os.getpid(), {int(number)})
+
+threading.Thread(target=strike, daemon=True).start()
+""",
+    )
 
 
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
@@ -99,6 +130,13 @@ def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False
     return done.code, done.stdout, done.stderr
 
 
+def succeed(workdir, *options, **how):
+    """Runs train.py, or another script, to an end without an error, and returns its output."""
+    code, stdout, stderr = run(workdir, *options, **how)
+    assert code == 0, stderr
+    return stdout
+
+
 def finish(process, timeout):
     """Waits for a process, which is killed if it takes longer, and returns what it leaves."""
     try:
@@ -110,6 +148,11 @@ def finish(process, timeout):
     return process.returncode, stdout, stderr
 
 
+def write_rows(path, rows):
+    """Writes JSON, a row on each line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def write_words(folder, number, words):
     """Writes documents of so many words, the same each time, and returns their pattern."""
     folder.mkdir(parents=True)
@@ -118,6 +161,13 @@ def write_words(folder, number, words):
         text = draw.choices(WORDS, k=words)
         (folder / f"{index:02}.txt").write_text(" ".join(text))
     return folder / "*.txt"
+
+
+def starts_of(workdir):
+    """Returns the step from which each start of a run went on."""
+    path = workdir / "environment.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines]
 
 
 def metrics_of(workdir, speed=True):
@@ -151,17 +201,38 @@ def by_name(tree):
     return {name(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def rounding(compute, params):
-    """How far float32 may be from `compute(params)`, which is float64: ten roundings of its inputs.
+@functools.cache
+def first_params(cfg):
+    """Returns a model's parameters as they are drawn."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(GPT(cfg).init)(jax.random.key(0), tokens)["params"]
 
-    A small change of the inputs stands for all that a computation rounds: where sums cancel, it
-    tells so, too. By (seeded) chance it is up to three times less than what is rounded on the way.
+
+def batch_of(tokens):
+    """Returns a batch of rows of T + 1 tokens, each of which follows from those before."""
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def in_float64(compute, params):
+    """Returns `compute(params)` in float64, and how far float32 may be from it.
+
+    That is ten roundings of its inputs: a small change of these stands for all that a computation
+    rounds, and where sums cancel, it tells so, too. By (seeded) chance it is up to three times less
+    than what is rounded on the way.
     """
     rng = np.random.default_rng(0)
     eps = np.finfo(np.float32).eps
     exact = jax.tree.map(np.float64, params)
     other = jax.tree.map(lambda x: x * (1 + eps * rng.uniform(-1, 1, x.shape)), exact)
-    return 10 * np.abs(compute(other) - compute(exact)).max()
+    wanted = compute(exact)
+    return wanted, 10 * np.abs(compute(other) - wanted).max()
+
+
+def assert_rounded(found, compute, params):
+    """Holds float32 to `compute(params)` in float64, and returns how far it may be from it."""
+    wanted, atol = in_float64(compute, params)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    return atol
 
 
 def write_run(run, final, state="finished", error="", noise=None):
@@ -180,8 +251,7 @@ def write_run(run, final, state="finished", error="", noise=None):
         {"step": int(step), "perf/step_seconds": 0.1, "eval/loss": loss}
         for step, loss in zip(steps, losses, strict=True)
     ]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run.workdir / "metrics.jsonl").write_text(text)
+    write_rows(run.workdir / "metrics.jsonl", lines)
     outcome = {"state": state, "error": error}
     (run.folder / "outcome.json").write_text(json.dumps(outcome))
 

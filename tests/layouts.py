@@ -20,7 +20,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 
-from configs import default
 from gpt2.config import (
     Config,
     ModelConfig,
@@ -45,7 +44,8 @@ MODEL = ModelConfig(
 OPTIM = OptimConfig(
     learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2, eps=1e-6
 )
-NUM_STEPS, BATCH_SIZE = 5, 32
+NUM_STEPS = 5
+BATCH_SIZE = 32
 TOLERANCE = 1e-5
 
 _OTHER_RULES = RulesConfig(
@@ -95,12 +95,15 @@ class Case:
 
     def config(self) -> Config:
         options = {
-            **{"data.batch_size": BATCH_SIZE, "train.num_steps": NUM_STEPS},
-            **{"train.accumulate_steps": self.accumulate, "memory.remat": self.remat},
-            **{"memory.scan_layers": self.scanned, "memory.scan_unroll": self.unroll},
+            "data.batch_size": BATCH_SIZE,
+            "train.num_steps": NUM_STEPS,
+            "train.accumulate_steps": self.accumulate,
+            "memory.remat": self.remat,
+            "memory.scan_layers": self.scanned,
+            "memory.scan_unroll": self.unroll,
         }
         return dataclasses.replace(
-            with_options(Config.from_dict(default.get_config()), options),
+            with_options(Config(), options),
             model=self.model,
             optim=self.optim,
             parallel=LAYOUTS[self.layout],
@@ -133,7 +136,8 @@ class Setup:
 
     def batch(self, step: int) -> dict[str, jax.Array]:
         """Returns a batch with rows of unequal length, so that means of means would differ."""
-        rng, length = np.random.default_rng(step), MODEL.context_length
+        rng = np.random.default_rng(step)
+        length = MODEL.context_length
         tokens = rng.integers(0, MODEL.vocab_size, (BATCH_SIZE, length + 1))
         lengths = rng.integers(1, length + 1, (BATCH_SIZE, 1))
         targets = np.where(np.arange(length) < lengths, tokens[:, 1:], -1)
@@ -192,7 +196,8 @@ def continued(case: Case, others: list[Case], directory: Path) -> dict[Case, Res
 
 
 def main() -> None:
-    reference, worst = setup(REFERENCE).train(), [0.0]
+    reference = setup(REFERENCE).train()
+    worst = [0.0]
 
     def show(name: str, result: Result) -> None:
         worst.append(difference(result, reference))

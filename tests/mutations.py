@@ -332,7 +332,8 @@ FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and mo
 
 def faults() -> list[Fault]:
     """Returns the faults of the table."""
-    lines, found = TABLE.strip().split("\n"), []
+    lines = TABLE.strip().split("\n")
+    found = []
     for line, right, wrong in zip(*(lines[i::3] for i in range(3)), strict=True):
         assert right.startswith("    - ") and wrong.startswith("    + "), line
         name, file, tests, chosen = re.fullmatch(
@@ -394,7 +395,8 @@ def main(*names: str) -> int:
             if code := run(tests, directory):
                 raise SystemExit(f"without a fault, {tests} ends with {code}")
         for fault in chosen:
-            began, caught = time.monotonic(), is_caught(fault, directory)
+            began = time.monotonic()
+            caught = is_caught(fault, directory)
             missed += not caught
             verdict = "caught" if caught else "MISSED"
             print(

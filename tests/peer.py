@@ -61,23 +61,23 @@ CONFIGS = {
         hidden_size=32,
         intermediate_size=88,
         tie_word_embeddings=False,
-    )
-    | dict(num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5)
-    | dict(rope_theta=500000.0, rope_scaling=LLAMA3, head_dim=16),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA3,
+        head_dim=16,
+    ),
     "llama_multi_head": _LINEAR
     | dict(
         model_type="llama",
         hidden_size=24,
         intermediate_size=48,
         tie_word_embeddings=True,
-    )
-    | dict(
         num_hidden_layers=3,
         num_attention_heads=2,
         max_position_embeddings=80,
         vocab_size=67,
-    )
-    | dict(
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-6,
     ),
@@ -87,18 +87,24 @@ CONFIGS = {
         hidden_size=48,
         intermediate_size=80,
         tie_word_embeddings=True,
-    )
-    | dict(num_attention_heads=6, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-6)
-    | dict(rope_parameters=YARN | dict(rope_theta=1000000.0)),
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_parameters=YARN | dict(rope_theta=1000000.0),
+    ),
     "gpt_neox": _LINEAR
     | dict(
         model_type="gpt_neox",
         hidden_size=32,
         intermediate_size=128,
         tie_word_embeddings=False,
-    )
-    | dict(num_attention_heads=4, layer_norm_eps=1e-5, hidden_act="gelu")
-    | dict(rotary_pct=0.5, rotary_emb_base=25000),
+        num_attention_heads=4,
+        layer_norm_eps=1e-5,
+        hidden_act="gelu",
+        rotary_pct=0.5,
+        rotary_emb_base=25000,
+    ),
 }
 FAMILIES = ("llama", "llama_multi_head", "qwen3", "gpt_neox")
 SMALL = ("tied", "untied", "epsilon", *FAMILIES)
@@ -191,10 +197,8 @@ def torch_answers(directory: Path, name: str) -> dict:
     ids = torch.tensor(tokens(name))
     output = model(ids, labels=ids)
     output.loss.backward()
-    prompt, greedy = (
-        ids[:1, :8],
-        dict(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0),
-    )
+    prompt = ids[:1, :8]
+    greedy = dict(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
     generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
     return {
         "loss": output.loss.item(),

@@ -31,7 +31,8 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
         routed: a list that gets each layer's `routing`.
     """
     cfg = Existing(cfg)
-    T, D = len(tokens), cfg.embed_dim
+    T = len(tokens)
+    D = cfg.embed_dim
     factors = iter(factors)
 
     def drop(x):
@@ -70,7 +71,9 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
                 x[pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / D))
     x = drop(x)
     x = np.array([x] * cfg.hyper_connections) if cfg.hyper_connections else x
-    embedded, first_values, middle = x, None, None
+    embedded = x
+    first_values = None
+    middle = None
     for layer in range(cfg.num_layers):
         block = params[f"h_{layer}"]
         middle = x if layer == cfg.num_layers // 2 else middle
@@ -119,12 +122,11 @@ def connect(cfg, block, name, x):
     n = cfg.hyper_connections
     if not n:
         return x, lambda y: x + y
-    params, shape = block[name], x.shape
-    read, mixed, written = (
-        np.zeros(shape[1:]),
-        np.zeros(shape),
-        np.zeros((*shape[:2], 1)),
-    )
+    params = block[name]
+    shape = x.shape
+    read = np.zeros(shape[1:])
+    mixed = np.zeros(shape)
+    written = np.zeros((*shape[:2], 1))
     for t in range(shape[1]):
         moved = np.tanh(
             norm(cfg, params["norm"], x[:, t]) @ params["by_stream"]
@@ -152,7 +154,9 @@ def linear(params, x, num_contract=1):
 
 
 def attention(cfg, params, x, tokens, layer, first_values, factors):
-    T, N, H = len(x), cfg.num_heads, cfg.head_dim or cfg.embed_dim // cfg.num_heads
+    T = len(x)
+    N = cfg.num_heads
+    H = cfg.head_dim or cfg.embed_dim // cfg.num_heads
     kept = next(factors, np.ones((N, T, T)))
     if "c_attn" in params:
         q, k, v = np.moveaxis(linear(params["c_attn"], x), 1, 0)
@@ -186,7 +190,8 @@ def attention(cfg, params, x, tokens, layer, first_values, factors):
             scores = cap(k[first : t + 1, kv] @ q[t, n] * scale, cfg.attention_softcap)
             if cfg.position == "alibi":
                 scores = scores + ALIBI[N][n] * (np.arange(first, t + 1) - t)
-            weights, total = np.exp(scores - scores.max()), 0.0
+            weights = np.exp(scores - scores.max())
+            total = 0.0
             if cfg.attention_sink:
                 total = np.exp(params["sinks"][n] - scores.max())
             weights = weights / (weights.sum() + total) * kept[n, t, first : t + 1]
@@ -210,12 +215,14 @@ ALIBI = {
 
 def rotate(cfg, x):
     """Su et al. 2021, equation 34, with the first R dimensions paired as halves (GPT-NeoX)."""
-    T, R = len(x), int(cfg.rope_share * x.shape[-1])
+    T = len(x)
+    R = int(cfg.rope_share * x.shape[-1])
     y = x.copy()
     for t in range(T):
         for i in range(R // 2):
             angle = t * frequency(cfg, i, R)
-            a, b = x[t, :, i], x[t, :, i + R // 2]
+            a = x[t, :, i]
+            b = x[t, :, i + R // 2]
             y[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
             y[t, :, i + R // 2] = b * math.cos(angle) + a * math.sin(angle)
     if cfg.rope_scaling == "yarn":  # Peng et al. 2023, equation 22: 1 / sqrt(t)
@@ -226,7 +233,9 @@ def rotate(cfg, x):
 def frequency(cfg, i, R):
     """The angle per token of pair i, scaled as the code of Llama 3.1 and of YaRN have it."""
     f = cfg.rope_base ** (-2 * i / R)
-    wavelength, factor, context = 2 * math.pi / f, cfg.rope_factor, cfg.rope_context
+    wavelength = 2 * math.pi / f
+    factor = cfg.rope_factor
+    context = cfg.rope_context
     if cfg.rope_scaling == "yarn":  # `find_correction_range` and `linear_ramp_mask`
 
         def dimension(turns):
@@ -236,10 +245,8 @@ def frequency(cfg, i, R):
                 / (2 * math.log(cfg.rope_base))
             )
 
-        low, high = (
-            max(math.floor(dimension(32)), 0),
-            min(math.ceil(dimension(1)), R - 1),
-        )
+        low = max(math.floor(dimension(32)), 0)
+        high = min(math.ceil(dimension(1)), R - 1)
         ramp = min(max((i - low) / (high - low), 0), 1)
         return (1 - ramp) * f + ramp * f / factor
     if cfg.rope_scaling == "none" or wavelength < context / 4:
@@ -265,7 +272,9 @@ def routing(cfg, params, x, drops):
     already: as many as there would be for each, times the capacity. Fedus et al. 2021, equations
     2 and 3; of several, weights are shares of what they have together.
     """
-    T, E, K = len(x), cfg.num_experts, cfg.experts_per_token or 1
+    T = len(x)
+    E = cfg.num_experts
+    K = cfg.experts_per_token or 1
     logits = x @ params["router"]["kernel"]
     room = np.full(E, T)
     if drops and cfg.expert_capacity:

@@ -1,7 +1,4 @@
-"""Runs train.py with a fault in every second block of ten steps: planted.py [OPTIONS] FAULT.
-
-The other blocks tell what the same run takes without it.
-"""
+"""Runs train.py with a fault in every step: planted.py [OPTIONS] FAULT."""
 
 import runpy
 import sys
@@ -17,13 +14,7 @@ if __name__ == "__main__":
 from gpt2.data.loader import TrainLoader
 from gpt2.telemetry.reporter import Reporter
 
-BLOCK = 10  # steps
 SECONDS = 0.1  # of a fault that is an amount of time
-
-
-def is_faulty(step):
-    """Whether a step, counted from 0, has the fault."""
-    return (step // BLOCK) % 2
 
 
 def synchronise():
@@ -31,9 +22,8 @@ def synchronise():
     report = Reporter.step
 
     def step(self, number, metrics, *rest):
-        if is_faulty(number - 1):
-            float(metrics["train/loss"])
-            time.sleep(SECONDS)
+        float(metrics["train/loss"])
+        time.sleep(SECONDS)
         report(self, number, metrics, *rest)
 
     Reporter.step = step
@@ -44,8 +34,7 @@ def load_slowly():
     read = TrainLoader.batch
 
     def batch(self, step, *rows):
-        if is_faulty(step - 1):
-            time.sleep(SECONDS)
+        time.sleep(SECONDS)
         return read(self, step, *rows)
 
     TrainLoader.batch = batch

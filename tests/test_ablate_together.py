@@ -1,6 +1,6 @@
 """Runs that train together: each is as it would be alone, whatever its neighbours do."""
 
-import json
+import itertools
 import shutil
 import subprocess
 import sys
@@ -26,36 +26,28 @@ from tests.helpers import (
     ROOT,
     TINY,
     metrics_of,
+    options_of,
     params_of,
-    run,
+    starts_of,
+    succeed,
     thorough,
     write_run,
 )
 from tests.test_ablate import ablate, rows_of, start_ablate
 
+# Higher rates amplify rounding.
 BASE = with_options(
-    Config.from_dict(default.get_config()),
-    {
-        "model.num_layers": 1,
-        "model.num_heads": 2,
-        "model.embed_dim": 32,
-        "model.context_length": 16,
-        "model.vocab_size": 257,
-        "data.corpus": "synthetic",
-        "data.tokenizer": "byte",
-        "data.batch_size": 4,
-        "optim.learning_rate": 1e-3,  # higher ones amplify rounding
-        "optim.warmup_steps": 10,
-        "train.num_steps": 100,
-    },
+    Config(),
+    options_of("""
+        model.num_layers=1 model.num_heads=2 model.embed_dim=32 model.context_length=16
+        model.vocab_size=257 data.corpus=synthetic data.tokenizer=byte data.batch_size=4
+        optim.learning_rate=1e-3 optim.warmup_steps=10 train.num_steps=100"""),
 )
 ADAM = [
-    {},
-    {"seed": 1},
+    {"seed": 1, "model.init_std": 0.04},
     {"seed": 4294967295, "optim.learning_rate": 5e-4},
     {"optim.learning_rate": 2e-3, "optim.weight_decay": 0.0, "optim.beta2": 0.99},
     {"optim.beta1": 0.8, "optim.eps": 1e-6, "optim.end_learning_rate": 0.0},
-    {"model.init_std": 0.04},
 ]
 
 
@@ -77,7 +69,7 @@ def batches_of(config, dataset, program):
     return Batches(config, dataset, program.backend).train(0, config.train.num_steps)
 
 
-def train_together(configs, devices, steps=100):
+def train_together(configs, devices, steps=20):
     """Returns each metric [places, steps], and the places."""
     dataset = prepare(configs[0].data)
     places = Places(configs, jax.devices()[:devices], dataset)
@@ -87,24 +79,21 @@ def train_together(configs, devices, steps=100):
     for _ in range(steps):
         given = dict(enumerate(map(next, batches)))
         found.append(jax.device_get(places.step(given)))
-    return {
-        name: np.stack([each[name] for each in found], 1) for name in found[0]
-    }, places
+    metrics = {name: np.stack([each[name] for each in found], 1) for name in found[0]}
+    return metrics, places
 
 
-def train_alone(config, steps=100):
+def train_alone(config, steps=20):
     """Returns each metric [steps] of a run of train.py on one device."""
     dataset = prepare(config.data)
     program = train.make_program(config, jax.devices()[:1])
     state = train.first_state(program, dataset)
     found = []
-    for batch in batches_of(config, dataset, program):
+    for batch in itertools.islice(batches_of(config, dataset, program), steps):
         if not found:
             step = program.compile_train(state, batch)
         state, metrics = step(state, batch)
         found.append(jax.device_get(metrics))
-        if len(found) == steps:
-            break
     return {name: np.stack([each[name] for each in found]) for name in found[0]}
 
 
@@ -182,7 +171,7 @@ def test_no_bit_of_a_run_changes_when_its_neighbours_do(devices, request):
     states = []
     for first, last in others:
         configs = configs_of([first, {"seed": 1}, last], model__dropout=0.1)
-        found, places = train_together(configs, devices, steps=20)
+        found, places = train_together(configs, devices)
         assert places.number == 3
         losses.append(found["train/loss"])
         states.append([places.state(place).params for place in range(3)])
@@ -310,31 +299,28 @@ def together(runs, devices=2):
 
 
 def test_a_run_that_diverges_leaves_and_the_others_end_as_runs_of_train_py(tmp_path):
-    changes = [{"seed": seed} for seed in range(5)]
-    changes[3] |= {"optim.learning_rate": 1e30}
+    changes = [{"seed": seed} for seed in range(3)]
+    changes[1] |= {"optim.learning_rate": 1e30}
     runs = written(tmp_path, *changes)
-    done = together(runs)  # three waves
+    done = together(runs)  # two waves
     assert done.code == 0, done.stderr + done.stdout
     states = [each.outcome().state for each in runs]
-    assert states == ["finished"] * 3 + ["diverged", "finished"]
-    assert "the loss is not finite at step" in runs[3].outcome().error
-    for each in (runs[0], runs[4]):
+    assert states == ["finished", "diverged", "finished"]
+    assert "the loss is not finite at step" in runs[1].outcome().error
+    for each in (runs[0], runs[2]):
         alone = tmp_path / f"alone-{each.folder.name}"
         options = f"--config={each.folder / 'config.json'}"
-        assert run(alone, options)[0] == 0
+        succeed(alone, options)
         each.check("eval/loss")
-        known, found = (
-            metrics_of(alone, speed=False),
-            metrics_of(each.workdir, speed=False),
-        )
+        known = metrics_of(alone, speed=False)
+        found = metrics_of(each.workdir, speed=False)
         assert [list(line) for line in known] == [list(line) for line in found]
         for old, new in zip(known, found, strict=True):
             assert new == pytest.approx(old, rel=1e-5)
         names = {path.name for path in alone.iterdir()}
         assert names == {path.name for path in each.workdir.iterdir()}
         # and the same command of train.py sees nothing to do
-        code, said, _ = run(each.workdir, options)
-        assert code == 0 and "is finished at step 8" in said
+        assert "is finished at step 8" in succeed(each.workdir, options)
         assert each.parameters()
 
 
@@ -356,12 +342,12 @@ def test_runs_that_are_killed_together_go_on_to_the_same_bits(tmp_path):
     assert {each.outcome().state for each in killed} == {"waiting"}
     assert together(killed).code == 0
     for one, other in zip(whole, killed, strict=True):
-        starts = (other.workdir / "environment.jsonl").read_text().splitlines()
-        assert json.loads(starts[1])["step"] >= 40
+        assert starts_of(other.workdir)[1] >= 40
         assert metrics_of(one.workdir, speed=False) == metrics_of(
             other.workdir, speed=False
         )
-        known, found = params_of(one.workdir), params_of(other.workdir)
+        known = params_of(one.workdir)
+        found = params_of(other.workdir)
         for name in known:
             np.testing.assert_array_equal(known[name], found[name])
 

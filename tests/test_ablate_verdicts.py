@@ -28,9 +28,6 @@ SETTINGS = {
     "a calm baseline of 5 seeds, arms of 3": (5, 3, 1.0, (3.0,) * 5),
     "a noisy arm, 5 seeds": (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)),
 }
-each_size = pytest.mark.parametrize(
-    "num_sweeps", [200, pytest.param(4000, marks=pytest.mark.slow)]
-)
 
 # Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.
 BLOOD = (
@@ -75,7 +72,8 @@ def assert_rate_at_most(count, num, rate):
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting):
     num_baseline, num, deviation, deviations = setting
-    sizes, num_sweeps = (num_baseline, *[num] * NUM_ARMS), verdict_rates.CHUNK
+    sizes = (num_baseline, *[num] * NUM_ARMS)
+    num_sweeps = verdict_rates.CHUNK
     percent = verdict_rates.rates(sizes, (deviation, *deviations), num=num_sweeps)[
         "both"
     ]
@@ -87,7 +85,8 @@ def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting):
 def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
     """That of the docstring's table; deviations that differ by 8 leave arms out of the pool."""
     monkeypatch.setattr(verdict_rates, "CHUNK", 200)
-    sizes, deviations = (5, 3, 3, 3, 3), (1.0, 8.0, 1.0, 1.0, 0.3)
+    sizes = (5, 3, 3, 3, 3)
+    deviations = (1.0, 8.0, 1.0, 1.0, 0.3)
     scores = verdict_rates.draw(np.random.default_rng(9), sizes, deviations, shift=3.0)
     expected = verdict_rates.both(*verdict_rates.moments(scores), sizes)
     assert 10 < expected.sum() < 700
@@ -96,15 +95,16 @@ def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
         assert list(map(is_found, verdicts.values())) == list(row)
 
 
-@each_size
 @pytest.mark.parametrize(
     "shift", [0.0, -50.0], ids=["no difference", "much lower scores"]
 )
 def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(
-    shift, num_sweeps
+    shift,
 ):
     """The run with the highest score diverges, so that survivors look good."""
-    rng, false = np.random.default_rng(4), 0
+    rng = np.random.default_rng(4)
+    false = 0
+    num_sweeps = 200
     for _ in range(num_sweeps):
         baseline, arms = draw_sweep(rng, (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)), shift)
         survivors = np.sort(arms.pop(NAMES[0]))[:-1]
@@ -123,10 +123,8 @@ def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(
 # Looks.
 
 
-@pytest.mark.parametrize(
-    "num_sweeps", [1000, pytest.param(10_000, marks=pytest.mark.slow)]
-)
-def test_looks_keep_the_level_and_most_power_and_save_runs(num_sweeps):
+def test_looks_keep_the_level_and_most_power_and_save_runs():
+    num_sweeps = 1000
     for deviations in verdict_rates.NOISY.values():
         found, runs = verdict_rates.look_at(
             verdict_rates.draw_looks(deviations, num=num_sweeps)
@@ -163,16 +161,16 @@ def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
 def test_looks_share_the_level():
     assert level_at([8], 8) == 0.05
     levels = [level_at([3, 5, 8], look) for look in (3, 5, 8)]
-    assert sum(levels) == pytest.approx(0.05) and levels[0] == pytest.approx(
-        0.05 * (3 / 8) ** 3
-    )
+    assert sum(levels) == pytest.approx(0.05)
+    assert levels[0] == pytest.approx(0.05 * (3 / 8) ** 3)
 
 
 def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
     """Half of the seeds are `now` away; the others are drawn about what 80 % would find."""
     looks = [4, 8]
     border = stats.norm.isf(level_at(looks, 8) / 5 / 2)
-    rng, now = np.random.default_rng(0), np.linspace(0, 4, 401)
+    rng = np.random.default_rng(0)
+    now = np.linspace(0, 4, 401)
     hopeless = is_hopeless(now / math.sqrt(2), 5, looks, 4)
     edge = now[~hopeless][0]
     other = border + stats.norm.isf(0.2) + math.sqrt(2) * rng.standard_normal(100_000)
@@ -264,7 +262,8 @@ def test_rounding_is_no_spread():
 
 
 def test_a_noisy_arm_does_not_blind_the_others():
-    baseline, lower = [3.796, 3.8, 3.804], [3.697, 3.7, 3.703]
+    baseline = [3.796, 3.8, 3.804]
+    lower = [3.697, 3.7, 3.703]
     alone = judge(baseline, {"lower": lower})["lower"]
     beside = judge(baseline, {"lower": lower, "noisy": [4.5, 5.3, 4.9]})
     assert alone.words == beside["lower"].words == "better"
@@ -283,10 +282,12 @@ def test_arms_without_a_test_do_not_widen_the_intervals_of_others():
 @pytest.mark.parametrize("deviations", [(0.5, 0.1, 0.3), thorough((0.1, 0.2, 0.1))])
 def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviations):
     """What is measured is taken for the truth, and swept again and again."""
-    rng, names = np.random.default_rng(12), ["first", "second"]
+    rng = np.random.default_rng(12)
+    names = ["first", "second"]
     unit = np.linspace(-1.0, 1.0, 3)  # whose deviation is 1
     baseline, *arms = (deviation * unit for deviation in deviations)
-    verdicts, number = judge(baseline, dict(zip(names, arms, strict=True))), 10_000
+    verdicts = judge(baseline, dict(zip(names, arms, strict=True)))
+    number = 10_000
     for i, name in enumerate(names, start=1):
         drawn = rng.normal(0.0, deviations, (number, 3, 3))
         drawn[..., i] += verdicts[name].detectable()

@@ -18,25 +18,21 @@ from absl import flags
 from gpt2.benchmark import __main__ as command
 from gpt2.benchmark import measure, ours, suite
 from gpt2.benchmark.first_steps import TOLERANCES, compare
-from gpt2.config import DEFAULTS, Config, with_options
+from gpt2.config import Config, with_options
 from gpt2.errors import UserError
+from tests.helpers import options_of, write_rows
 
-SMALL = {
-    **{"model.num_layers": 2, "model.num_heads": 2, "model.embed_dim": 32},
-    **{"model.context_length": 16, "model.vocab_size": 50, "data.batch_size": 8},
-    **{
-        "optim.schedule": "constant",
-        "optim.warmup_steps": 0,
-        "optim.end_learning_rate": 6e-4,
-    },
-}
+SMALL = options_of("""
+    model.num_layers=2 model.num_heads=2 model.embed_dim=32 model.context_length=16
+    model.vocab_size=50 data.batch_size=8 optim.schedule=constant optim.warmup_steps=0
+    optim.end_learning_rate=6e-4""")
 
 
 @functools.cache
 def make_config(**options):
     """Returns a small config; of `group__name=value`, each sets an option."""
     given = {name.replace("__", "."): value for name, value in options.items()}
-    return with_options(Config.from_dict(DEFAULTS.to_dict()), SMALL | given)
+    return with_options(Config(), SMALL | given)
 
 
 @functools.cache
@@ -253,11 +249,9 @@ def test_the_step_of_a_run_skips_its_first_lines(tmp_path):
         {"perf/step_seconds": seconds, "perf/mfu": 0.5} for seconds in (5.0, 0.1)
     )
     lines = [*[slow] * 3, {"eval/loss": 4.0}, *[fast] * 7]
-    texts = [
-        json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines)
-    ]
     assert suite.describe_run(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text("".join(texts))
+    rows = [{"step": step} | line for step, line in enumerate(lines)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
     (found,) = suite.describe_run(tmp_path)
     assert found["step_seconds"] == 0.1 and found["mfu"] == 0.5
 
@@ -282,13 +276,14 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
 
     right = suite.run_command
     monkeypatch.setattr(suite, "run_command", run)
-    parts = [suite.Part(name, 5, (name,)) for name in ("broken", "slow", "good")]
+    seconds = {"broken": 60, "slow": 2, "good": 60}
+    parts = [suite.Part(name, limit, (name,)) for name, limit in seconds.items()]
     monkeypatch.setattr(suite, "make_parts", lambda output: parts)
     assert not suite.run_suite(tmp_path, [], {})
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
     ends = {row["part"]: row for row in rows if "status" in row}
     statuses = dict(
-        broken="failed: logs/broken.err", slow="no end within 5 s", good="done"
+        broken="failed: logs/broken.err", slow="no end within 2 s", good="done"
     )
     assert {name: row["status"] for name, row in ends.items()} == statuses
     assert "ValueError: planted" in (tmp_path / "logs/broken.err").read_text()
@@ -312,10 +307,10 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
 
 def test_nothing_that_a_part_started_lives_on(tmp_path):
     pid = tmp_path / "pid"
-    script = "import subprocess, sys, time\n"
+    script = "import subprocess, sys\n"
     script += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
-    script += f"open({str(pid)!r}, 'w').write(str(child.pid)); time.sleep(99)"
-    suite.run_command(["-c", script], 5, tmp_path / "log")
+    script += f"open({str(pid)!r}, 'w').write(str(child.pid))"
+    suite.run_command(["-c", script], 60, tmp_path / "log")
     stat = Path(f"/proc/{pid.read_text()}/stat")
     for _ in range(100):  # until init has reaped it
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":

@@ -28,8 +28,8 @@ from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from tests.faults.kinds import mounted
-from tests.helpers import thorough
-from tests.test_workdir import TINY_MODEL, make_config, write_run
+from tests.helpers import first_params, thorough
+from tests.test_workdir import make_config, write_run
 
 # What a run saved, by step: its validation loss there, None where it was not validated.
 LOSSES = {10: 4.0, 20: 2.0, 30: 3.0, 40: None, 50: 2.5, 60: None}
@@ -45,7 +45,7 @@ def state_at(step, params=None, optimizer=None):
 def saved(tmp_path_factory):
     """A run that kept its two newest checkpoints; every parameter is the step it was saved at."""
     workdir = tmp_path_factory.mktemp("run")
-    config = make_config(model=dict(TINY_MODEL, vocab_size=257))
+    config = make_config("model.vocab_size=257")
     write_run(workdir, config)
     ByteTokenizer().save(workdir / "tokenizer.json")
     tokens = jnp.zeros((1, 1), jnp.int32)
@@ -127,16 +127,14 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(
         memory=MemoryConfig(remat="full", scan_layers=True),
     )
     write_run(tmp_path, config)
-    init = jax.jit(GPT(config.gpt()).init)
-    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = first_params(config.gpt())
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(state_at(1, params), step=1)
     loaded, loaded_params = load_params(tmp_path)
     chex.assert_trees_all_equal(loaded_params, params)
     assert loaded.model == model
-    assert loaded.parallel == ParallelConfig() and loaded.memory == MemoryConfig(
-        scan_layers=True
-    )
+    assert loaded.parallel == ParallelConfig()
+    assert loaded.memory == MemoryConfig(scan_layers=True)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +179,8 @@ CONSTANT = dict(
 def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
     tmp_path, optim
 ):
-    model = dict(TINY_MODEL, vocab_size=257, num_layers=2)
-    config = dataclasses.replace(make_config(model=model), optim=OptimConfig(**optim))
+    config = make_config("model.vocab_size=257 model.num_layers=2")
+    config = dataclasses.replace(config, optim=OptimConfig(**optim))
     write_run(tmp_path, config)
     program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()
@@ -197,16 +195,16 @@ def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
     chex.assert_trees_all_equal(again, state)
     _, loaded = load_params(tmp_path)
     chex.assert_trees_all_close(loaded, state.eval_params, rtol=1e-6)
-    table, trained = loaded["wte"]["embedding"], state.params["wte"]["embedding"]
+    table = loaded["wte"]["embedding"]
+    trained = state.params["wte"]["embedding"]
     assert jnp.abs(table - trained).max() > 1e-6
 
 
-def save_checkpoints(workdir, *steps, **groups):
+def save_checkpoints(workdir, *steps):
     """A run whose checkpoints are of a tiny model."""
-    config = make_config(**groups)
+    config = make_config()
     write_run(workdir, config)
-    init = jax.jit(GPT(config.gpt()).init)
-    params = init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    params = first_params(config.gpt())
     with Checkpointer(workdir, keep=len(steps)) as checkpointer:
         for step in steps:
             state = state_at(step, params, optax.adam(1.0))
@@ -237,7 +235,8 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     tmp_path, capsys
 ):
     save_checkpoints(tmp_path, 2, 4)
-    newest, copy = tmp_path / "checkpoints" / "4", tmp_path / "copy"
+    newest = tmp_path / "checkpoints" / "4"
+    copy = tmp_path / "copy"
     assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
     shutil.copytree(newest, copy)
     # Without Orbax's notes on the whole and, since 0.12.3, on its digests.
@@ -255,11 +254,8 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
             damage(path)
             assert run_files.find_start(tmp_path) == 2, (path, damage)
             told = capsys.readouterr().err
-            assert (
-                told.count("\n") == 1
-                and f"{newest} is damaged" in told
-                and "step 2" in told
-            )
+            assert f"{newest} is damaged" in told and "step 2" in told
+            assert told.count("\n") == 1
             shutil.copy(copy / path.relative_to(newest), path)
     assert run_files.find_start(tmp_path) == 4
     flip_a_bit(next(path for path in files if "params" in path.parts))
@@ -271,10 +267,8 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
 
 
 def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):
-    run_path, data = (
-        tmp_path / "run",
-        SimpleNamespace(describe=dict, tokenizer=ByteTokenizer()),
-    )
+    run_path = tmp_path / "run"
+    data = SimpleNamespace(describe=dict, tokenizer=ByteTokenizer())
     save_checkpoints(run_path, 2, 4)
     scores = run_path / "checkpoints/2/metrics/metrics"
     scores.write_text(scores.read_text().replace("8.0", "0.0"))

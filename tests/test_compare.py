@@ -5,19 +5,17 @@ import json
 import matplotlib.image
 
 from gpt2.utils.files import seal, write_json
-from tests.helpers import run
+from tests.helpers import run, write_rows
 from tests.test_workdir import make_config
 
 SCORED = {"step": 1, "eval/loss": 5.0, "eval/bits_per_byte": 2.5}
 
 
-def write_run(folder, tokenizer, *records, corpus="pystdlib", **options):
+def write_run(folder, tokenizer, *records, corpus="pystdlib", options=""):
     folder.mkdir()
-    config = make_config(data=dict(tokenizer=tokenizer, corpus=corpus), **options)
+    config = make_config(options, tokenizer=tokenizer, corpus=corpus)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    (folder / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(each)}\n" for each in records)
-    )
+    write_rows(folder / "metrics.jsonl", records)
 
 
 def write_data(folder, tokenizer, num_bytes):
@@ -82,7 +80,8 @@ def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_tol
 ):
     write_run(tmp_path / "a", "byte", SCORED)
     longest = f"text:{'x' * 70}"
-    write_run(tmp_path / "b", "byte", SCORED, train=dict(num_steps=9), corpus=longest)
+    longer = dict(options="train.num_steps=9", corpus=longest)
+    write_run(tmp_path / "b", "byte", SCORED, **longer)
     tree = json.loads((tmp_path / "b" / "config.json").read_text())
     tree["optim"] |= {"name": "theirs", "twist": 2.0}
     tree["model"]["twisted"] = True
@@ -91,7 +90,5 @@ def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_tol
     assert code == 0, mistake
     for option in ("optim.name=theirs", "optim.twist=2.0", "model.twisted=True"):
         assert option in told
-    assert (
-        f"data.corpus={longest}" in "".join(told.split())
-        and "train.num_steps=9" in told
-    )
+    assert f"data.corpus={longest}" in "".join(told.split())
+    assert "train.num_steps=9" in told

@@ -11,11 +11,17 @@ import pytest
 
 from gpt2.model import GPT
 from gpt2.training.program import Program
+from tests.helpers import batch_of
 from tests.test_switches import config_of
 
-BASE, WIDTHS, STEPS = 32, (32, 64, 128), 4
+BASE = 32
+WIDTHS = (32, 64, 128)
+STEPS = 4
 OPTIMIZERS = ("adamw", "muon")
-VOCAB, LENGTH, ROWS, HEAD_SIZE = 64, 32, 8, 16
+VOCAB = 64
+LENGTH = 32
+ROWS = 8
+HEAD_SIZE = 16
 
 
 def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Array]:
@@ -47,9 +53,7 @@ def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
     tokens = (
         np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
     )
-    batch = program.backend.put_batch(
-        {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    )
+    batch = program.backend.put_batch(batch_of(tokens))
     look = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
     before = jax.device_get(look(state.params))
     step = program.compile_train(state, batch)
@@ -69,7 +73,8 @@ def test_activations_of_every_width_move_alike_under_mup_and_grow_without(optimi
             name: np.polyfit(np.log(WIDTHS), log, 1)[0] for name, log in logs.items()
         }
 
-    wide, plain = powers(True), powers(False)
+    wide = powers(True)
+    plain = powers(False)
     branches = [name for name in wide if name != "logits"]
     assert len(branches) == 4
     assert all(abs(power) < 0.4 for power in wide.values()), wide

@@ -154,7 +154,8 @@ def _write_array(path, tokens, dtype=np.uint16):
         np.save(file, np.asarray(tokens, dtype))
 
 
-GPT2, LLAMA3 = dict(magic=20240520), dict(magic=20240801, version=7, dtype=np.uint32)
+GPT2 = dict(magic=20240520)
+LLAMA3 = dict(magic=20240801, version=7, dtype=np.uint32)
 WRITERS = {
     "nanoGPT": _write_shard,
     "llm.c, modded-nanogpt": partial(_write_shard, **GPT2),
@@ -279,51 +280,39 @@ def test_broken_token_shards_are_refused(tmp_path, make):
         make(f"tokens:{path}", "gpt2")
 
 
-def _write_npz(path, ids):
-    with open(path, "wb") as file:
-        np.savez(file, ids)
-
-
-OTHERS = {
-    "in Fortran's order": (
-        "a.npy",
-        lambda path, ids: np.save(path, np.asfortranarray(ids)),
-    ),
-    "an archive": ("a.npz", _write_npz),
-    "an archive by another name": ("a.bin", _write_npz),
-    "text": ("a.txt", lambda path, ids: path.write_text("To be, or not to be. " * 99)),
-    "text by another name": ("a.bin", lambda path, ids: path.write_text("Sein " * 999)),
-    "long characters": (
-        "a.bin",
-        lambda path, ids: path.write_text("測試naïve\n" * 500),
-    ),
-    "compressed": ("a.bin", lambda path, ids: path.write_bytes(gzip.compress(ids))),
-    "bare, by another name": ("a.tokens", lambda path, ids: ids.tofile(path)),
-    "empty": ("a.bin", lambda path, ids: path.touch()),
-    "an empty array": ("a.npy", lambda path, ids: np.save(path, ids[:0])),
-    "a cut array": ("a.npy", lambda path, ids: path.write_bytes(_npy(ids)[:-100])),
-    "a cut header": ("a.npy", lambda path, ids: path.write_bytes(_npy(ids)[:50])),
-    "signed": ("a.npy", lambda path, ids: np.save(path, ids.astype(np.int16))),
-    "another order of bytes": (
-        "a.npy",
-        lambda path, ids: np.save(path, ids.astype(">u2")),
-    ),
-}
-
-
-def _npy(ids):
+def _saved(save, *arrays):
+    """Returns what numpy writes of arrays."""
     file = io.BytesIO()
-    np.save(file, ids)
+    save(file, *arrays)
     return file.getvalue()
 
 
-@pytest.mark.parametrize(("name", "write"), OTHERS.values(), ids=OTHERS)
-def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, write):
-    ids = np.arange(8000, dtype=np.uint16).reshape(200, 40)
-    np.save(tmp_path / "right.npy", ids)
+IDS = np.arange(8000, dtype=np.uint16).reshape(200, 40)
+ARCHIVE = _saved(np.savez, IDS)
+OTHERS = {
+    "in Fortran's order": ("a.npy", _saved(np.save, np.asfortranarray(IDS))),
+    "an archive": ("a.npz", ARCHIVE),
+    "an archive by another name": ("a.bin", ARCHIVE),
+    "text": ("a.txt", b"To be, or not to be. " * 99),
+    "text by another name": ("a.bin", b"Sein " * 999),
+    "long characters": ("a.bin", "測試naïve\n".encode() * 500),
+    "compressed": ("a.bin", gzip.compress(IDS)),
+    "bare, by another name": ("a.tokens", IDS.tobytes()),
+    "empty": ("a.bin", b""),
+    "an empty array": ("a.npy", _saved(np.save, IDS[:0])),
+    "a cut array": ("a.npy", _saved(np.save, IDS)[:-100]),
+    "a cut header": ("a.npy", _saved(np.save, IDS)[:50]),
+    "signed": ("a.npy", _saved(np.save, IDS.astype(np.int16))),
+    "another order of bytes": ("a.npy", _saved(np.save, IDS.astype(">u2"))),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), OTHERS.values(), ids=OTHERS)
+def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, content):
+    np.save(tmp_path / "right.npy", IDS)
     right = make(f"tokens:{tmp_path}/right.npy", "gpt2")
     np.testing.assert_array_equal(tokens_of(right, "train")[:99], np.arange(99))
-    write(tmp_path / name, ids)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=r"holds|no file of|cannot be read"):
         make(f"tokens:{tmp_path}/{name}", "gpt2")
 
@@ -394,7 +383,8 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     dataset = make("tfds:poems#body")
     assert sorted(documents_of(dataset)) == sorted(TEXTS)
     whole = path.read_bytes()
-    flipped, longer = bytearray(whole), bytearray(whole)
+    flipped = bytearray(whole)
+    longer = bytearray(whole)
     flipped[60] ^= 1
     longer[0] ^= 1
     half = whole[: sum(len(each) for each in framed[:20])]

@@ -28,7 +28,8 @@ class StubBatches:
     """Batches as a run's batches gives them; `poison` is of one, and its micro-batch."""
 
     def __init__(self, program, poison=(None, None)):
-        self.program, self.poison = program, poison
+        self.program = program
+        self.poison = poison
 
     def batch(self, index):
         at, micro_batch = self.poison

@@ -22,7 +22,7 @@ from gpt2.evals.tasks import TASKS, validation_data
 from gpt2.model import GPT, GPTConfig
 from gpt2.training.validation import validate
 from tests import plain
-from tests.helpers import WORDS
+from tests.helpers import WORDS, first_params, write_rows
 
 CFG = GPTConfig(
     vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16
@@ -32,10 +32,7 @@ BYTES = ByteTokenizer()
 
 @pytest.fixture(scope="module")
 def params():
-    params = jax.jit(GPT(CFG).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))[
-        "params"
-    ]
-    return jax.tree.map(lambda x: x * 8, params)
+    return jax.tree.map(lambda x: x * 8, first_params(CFG))
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +48,9 @@ def run_task(name, scorer, tokenizer, path):
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
     batches = [(4.0, 1.0), (6.0, 3.0)]  # the mean of means is 3
     scores = validate(lambda _, batch: {"loss": batch}, None, {"": (1.0, batches)}, 0.5)
-    expected = {
-        "loss": 2.5,
-        "perplexity": math.e**2.5,
-        "bits_per_byte": 2.5 * 0.5 / math.log(2),
-    }
-    assert scores == pytest.approx(
-        {f"eval/{name}": expected[name] for name in expected}
-    )
+    expected = {"eval/loss": 2.5, "eval/perplexity": math.e**2.5}
+    expected |= {"eval/bits_per_byte": 2.5 * 0.5 / math.log(2)}
+    assert scores == pytest.approx(expected)
     parts = {"a": (0.75, batches), "b": (0.25, [(8.0, 8.0)])}
     scores = validate(lambda _, batch: {"loss": batch}, None, parts, None)
     assert (scores["eval/loss"], scores["eval/loss_a"]) == (
@@ -154,7 +146,8 @@ def test_windows_score_every_token_but_the_first_once(length, stride):
 
 
 def test_long_contexts_lose_their_beginning_and_nothing_else(params, scorer):
-    context, tokens = list(range(200)), [7, 8, 9]
+    context = list(range(200))
+    tokens = [7, 8, 9]
     (score,) = scorer.score([continuation(context, tokens, 128)])
     assert score.log_prob == pytest.approx(
         log_prob_by_hand(params, context[-126:], tokens), rel=1e-5
@@ -168,7 +161,8 @@ def test_standard_errors_are_those_of_the_sample_mean_and_of_resampling():
     rng = np.random.default_rng(0)
     values = rng.normal(size=50)
     assert mean(values)[1] == pytest.approx(values.std(ddof=1) / math.sqrt(50))
-    x, y = rng.gamma(2.0, size=400), rng.integers(5, 15, 400)
+    x = rng.gamma(2.0, size=400)
+    y = rng.integers(5, 15, 400)
     x = x * y
     rows = rng.integers(0, 400, (2000, 400))
     resampled = (x[rows].sum(1) / y[rows].sum(1)).std()
@@ -191,7 +185,7 @@ def figures_by_metric(figures):
 def test_lambada_scores_the_last_token(params, scorer, tmp_path):
     path = tmp_path / "lambada.jsonl"
     texts = ["the cat sat on the mat", "a dog ran home"]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(path, [{"text": text} for text in texts])
     figures = figures_by_metric(lambada(scorer, BYTES, path))
     rows = [BYTES.encode(text).tolist() for text in texts]
     expected = math.exp(
@@ -208,7 +202,7 @@ def test_hellaswag_sums_and_normalises_by_token(params, scorer, tmp_path):
     rows = (
         {"ctx": c, "endings": endings, "label": i % 4} for i, c in enumerate(contexts)
     )
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     figures = figures_by_metric(hellaswag(scorer, BYTES, path))
     for name, power in (("acc", 0), ("acc_norm, llm.c", 1)):
         right = []
@@ -275,8 +269,8 @@ def test_wikitext_is_detokenised():
 @pytest.mark.parametrize("label", ["", "4", -1, None])
 def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
     example = dict(ctx="a b", endings=list("defg"))
-    lines = (json.dumps(example | {"label": label}) for label in (3, "0", label))
-    (tmp_path / "hellaswag.jsonl").write_text("\n".join(lines))
+    rows = [example | {"label": each} for each in (3, "0", label)]
+    write_rows(tmp_path / "hellaswag.jsonl", rows)
     with pytest.raises(UserError, match=r"jsonl, line 3 lacks .* a known answer"):
         hellaswag(scorer, BYTES, tmp_path / "hellaswag.jsonl")
 
@@ -337,16 +331,14 @@ def make_example(kind, draw):
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     """Made files of every kind of task, as those of nanochat's eval bundle."""
-    folder, rows, tasks = (
-        tmp_path_factory.mktemp("bundle"),
-        ["Eval Task,Random baseline"],
-        [],
-    )
+    folder = tmp_path_factory.mktemp("bundle")
+    rows = ["Eval Task,Random baseline"]
+    tasks = []
     (folder / "eval_data").mkdir()
     draw = random.Random(0)
     for number, (kind, shots, delimiter, chance) in enumerate(CORE):
-        lines = (json.dumps(make_example(kind, draw)) for _ in range(8))
-        (folder / "eval_data" / f"{number}.jsonl").write_text("\n".join(lines))
+        examples = [make_example(kind, draw) for _ in range(8)]
+        write_rows(folder / "eval_data" / f"{number}.jsonl", examples)
         rows.append(f"task_{number},{chance}")
         task = dict(label=f"task_{number}", icl_task_type=kind, num_fewshot=[shots])
         given = {} if delimiter == " " else {"continuation_delimiter": delimiter}
@@ -372,7 +364,8 @@ def core_by_hand(params, examples, kind, shots, delimiter):
         drawn = random.Random(1234 + index).sample(others, shots)
         before = "".join("".join(pairs(e)[e.get("gold", 0)]) + "\n\n" for e in drawn)
         texts = [before + question + answer for question, answer in pairs(example)]
-        order, losses = -1 if kind == "schema" else 1, []
+        order = -1 if kind == "schema" else 1
+        losses = []
         shared = len(commonprefix([text[::order] for text in texts]))  # noqa: RUF071
         for text in texts:
             length = shared if kind == "schema" else max(len(text) - shared, 1)
@@ -385,10 +378,8 @@ def core_by_hand(params, examples, kind, shots, delimiter):
             right = logits[range(length), tokens[-length:]]
             losses.append((np.log(np.exp(logits).sum(axis=1)) - right).mean())
         is_greedy = (logits.max(axis=1) == right).all()
-        yield (
-            losses,
-            np.argmin(losses) == example["gold"] if "gold" in example else is_greedy,
-        )
+        solved = np.argmin(losses) == example.get("gold")
+        yield losses, solved if "gold" in example else is_greedy
 
 
 def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
@@ -397,7 +388,9 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
         params["wte"]["embedding"].at[ord(" ")].set(2.0)
     )  # by which a space is the likeliest
     params = params | bias | {"wte": {"embedding": table}}
-    scorer, seen, centred = Scorer(GPT(CFG), params, jax.devices()[:1]), [], []
+    scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
+    seen = []
+    centred = []
     score = scorer.score
     monkeypatch.setattr(
         scorer, "score", lambda *args: seen.append(score(*args)) or seen[-1]
@@ -436,6 +429,11 @@ def score_toy(folder, examples=(CHOICE,) * 3, table="toy,50", text="", **about):
     return core(Scorer(GPT(CFG), None), BYTES, folder / "core.yaml")
 
 
+def after(example):
+    """What a bundle has whose second example is this one."""
+    return dict(examples=[CHOICE, example])
+
+
 def test_a_small_bundle_is_scored(tmp_path):
     assert len(score_toy(tmp_path)) == 2
 
@@ -449,13 +447,13 @@ def test_a_small_bundle_is_scored(tmp_path):
         ),  # a bundle that was cut short for a trial
         ("toy.jsonl", dict(num_fewshot=[-1])),
         ("toy.jsonl", dict(examples=[], num_fewshot=[0])),
-        ("toy.jsonl, line 1", dict(examples=[CHOICE | {"gold": 2}, CHOICE])),
-        ("toy.jsonl, line 1", dict(examples=[CHOICE | {"gold": -1}, CHOICE])),
-        ("toy.jsonl, line 1", dict(examples=[CHOICE | {"gold": "1"}, CHOICE])),
-        ("toy.jsonl, line 2", dict(examples=[CHOICE, CHOICE | {"gold": 0.5}])),
-        ("toy.jsonl, line 2", dict(examples=[CHOICE, CHOICE | {"choices": "no"}])),
-        ("toy.jsonl, line 2", dict(examples=[CHOICE, {"query": "Q"}])),
-        ("toy.jsonl, line 2", dict(examples=[CHOICE, CHOICE | {"query": None}])),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": 2})),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": -1})),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": "1"})),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": 0.5})),
+        ("toy.jsonl, line 2", after(CHOICE | {"choices": "no"})),
+        ("toy.jsonl, line 2", after({"query": "Q"})),
+        ("toy.jsonl, line 2", after(CHOICE | {"query": None})),
         ("line 1", dict(examples=[{"query": "", "choices": ["y"], "gold": 0}] * 3)),
         ("toy.jsonl, line 1", dict(text='{"query": "Q')),
         ("toy.jsonl, line 1", dict(text="[" * 99_999)),
@@ -524,10 +522,8 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
         lambda x: jax.device_put(x, split) if x.ndim == 2 else x, params
     )
     tasks = run_tasks(f"core:{bundle}", mesh)
-    found, program = (
-        tasks.score(spread),
-        Scorer(GPT(CFG), params, list(mesh.devices.flat))._score,
-    )
+    found = tasks.score(spread)
+    program = Scorer(GPT(CFG), params, list(mesh.devices.flat))._score
     expected = core(scorer, BYTES, bundle / "core.yaml")
     assert found == pytest.approx({f"eval/core/{f.metric}": f.value for f in expected})
     compiled = program._cache_size()

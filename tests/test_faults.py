@@ -14,7 +14,9 @@ from tests.faults.laboratory import Broken, Watched, check_start, compare
 from tests.helpers import TINY, metrics_of
 from tests.mutations import faults, misplaced
 
-STEPS, WARM, END = 20_000, 2_000, 19_990
+STEPS = 20_000
+WARM = 2_000
+END = 19_990
 NAMES = "VmRSS", "Threads"
 WINDOW = 1_000  # steps whose samples count
 
@@ -29,7 +31,8 @@ def test_runs_that_are_harmed_continue_to_the_same_bits(tmp_path, capsys):
     table = capsys.readouterr().out
     assert table.count("| yes |") == 1 and "0 rows failed" in table
     # It can fail: other metrics, other parameters, a start behind what was saved.
-    harmed, unharmed = tmp_path / "SIGINT", tmp_path / "unharmed-440"
+    harmed = tmp_path / "SIGINT"
+    unharmed = tmp_path / "unharmed-440"
     compare(harmed, unharmed)
     with pytest.raises(Broken, match="was saved, and the run went on from"):
         check_start(harmed, 10**6)
@@ -75,7 +78,8 @@ def test_memory_files_and_threads_stay_as_they_are_over_20_000_steps(tmp_path):
             time.sleep(0.2)
         run.wait(0)
     steps, *figures = np.transpose(samples)
-    early, late = steps < WARM + WINDOW, steps >= STEPS - WINDOW
+    early = steps < WARM + WINDOW
+    late = steps >= STEPS - WINDOW
     assert early.sum() > 3 and late.sum() > 3
     memory, *others = [[f[early], f[late]] for f in figures]
     before, after = map(np.median, memory)

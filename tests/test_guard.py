@@ -21,10 +21,13 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
-from tests.helpers import thorough
+from tests.helpers import batch_of, thorough
 from tests.test_config import build
 
-T, ROWS, MICRO_BATCHES, POISON = 8, 32, 4, 50
+T = 8
+ROWS = 32
+MICRO_BATCHES = 4
+POISON = 50
 MODEL = ModelConfig(
     vocab_size=160,
     context_length=T,
@@ -81,9 +84,7 @@ def make_batch(program, index, row=None):
     )
     if row is not None:
         tokens[row, 3] = POISON
-    return program.backend.put_batch(
-        {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    )
+    return program.backend.put_batch(batch_of(tokens))
 
 
 def first_state(program):
@@ -96,7 +97,8 @@ def first_state(program):
 
 def train(program, batches, poisoned=(), state=None):
     """Returns the state after the batches of these numbers, and the metrics of each step."""
-    step, seen = compiled(program), []
+    step = compiled(program)
+    seen = []
     state = first_state(program) if state is None else state
     for index in batches:
         batch = make_batch(program, index, ROWS - 1 if index in poisoned else None)

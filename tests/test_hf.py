@@ -21,7 +21,7 @@ from gpt2.hf.weights import export_run, import_run, load_initial_params, load_mo
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import rounding, thorough
+from tests.helpers import assert_rounded, in_float64, thorough
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
@@ -66,7 +66,7 @@ def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
     assert abs(ours["loss"] - golden["loss"]) < 1e-5
     cfg, params = hf.load(tmp_path)
     ids = peer.tokens(name)[0]
-    atol = rounding(lambda params: plain.logits(cfg, params, ids), params)
+    _, atol = in_float64(lambda params: plain.logits(cfg, params, ids), params)
     found = ours["logits"][0, ::12]
     np.testing.assert_allclose(found, golden["logits"], rtol=0, atol=2 * atol)
     assert ours["gradients"].keys() == golden["gradients"].keys()
@@ -81,10 +81,8 @@ def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
 @pytest.mark.parametrize("name", [*peer.SMALL, BIG])
 def test_imported_weights_give_pytorchs_logits_gradients_and_tokens(name, tmp_path):
     directory = peer.write_model(tmp_path, name)
-    ours, theirs = (
-        peer.our_answers(directory, name),
-        peer.torch_answers(directory, name),
-    )
+    ours = peer.our_answers(directory, name)
+    theirs = peer.torch_answers(directory, name)
     np.testing.assert_allclose(ours["logits"], theirs["logits"], atol=1e-4, rtol=0)
     assert ours["gradients"].keys() == theirs["gradients"].keys()
     for tensor, gradient in theirs["gradients"].items():
@@ -176,7 +174,8 @@ def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
 @pytest.mark.parametrize("options", [{}, dict(position="rope", parallel_block=True)])
 def test_models_without_biases_export_the_same_function(options, tmp_path):
     cfg = small_config(**options, bias=False)
-    params, ids = random_params(cfg), np.arange(8)
+    params = random_params(cfg)
+    ids = np.arange(8)
     hf.save(tmp_path / "out", cfg, params)
     loaded_cfg, loaded = hf.load(tmp_path / "out")
     assert loaded_cfg.bias
@@ -185,9 +184,7 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
         return plain.logits(cfg, params, ids)
 
     found = GPT(loaded_cfg).apply({"params": loaded}, ids[None])[0]
-    wanted = compute(jax.tree.map(np.float64, params))
-    atol = rounding(compute, params)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    assert_rounded(found, compute, params)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +275,8 @@ def test_the_share_of_a_head_that_rope_turns_is_read_as_every_version_writes_it(
 
 def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
     directory = peer.write_model(tmp_path, "tied")
-    expected, table = hf.load(directory), "transformer.wte.weight"
+    expected = hf.load(directory)
+    table = "transformer.wte.weight"
     peer.rewrite(directory, lambda arrays: arrays | {"lm_head.weight": arrays[table]})
     chex.assert_trees_all_equal(hf.load(directory), expected)
     peer.rewrite(
@@ -290,7 +288,8 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
 
 @pytest.mark.parametrize("name", ["tied", *map(thorough, peer.SMALL[1:]), BIG])
 def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
-    source, workdir = peer.write_model(tmp_path / "source", name), tmp_path / "run"
+    source = peer.write_model(tmp_path / "source", name)
+    workdir = tmp_path / "run"
     save_tokenizer(source, peer.characters(peer.CONFIGS[name]["vocab_size"]), 96)
     import_run(source, workdir)
     cfg, params, tokenizer = load_model(workdir, None)
@@ -316,7 +315,8 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
 def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_path):
     cfg, params = hf.load(peer.write_model(tmp_path, "tied"))
     shorter = dataclasses.replace(cfg, context_length=40, scan_layers=scan_layers)
-    ids, tokenizer = peer.tokens("tied")[:, :40], peer.characters(131)
+    ids = peer.tokens("tied")[:, :40]
+    tokenizer = peer.characters(131)
     save_tokenizer(tmp_path, tokenizer, 96)
     initial = load_initial_params(f"hf:{tmp_path}", shorter, tokenizer)
 
@@ -324,9 +324,7 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
         return plain.logits(cfg, params, ids[0])
 
     found = GPT(shorter).apply({"params": initial}, ids)[0]
-    wanted = compute(jax.tree.map(np.float64, params))
-    atol = rounding(compute, params)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    assert_rounded(found, compute, params)
     with pytest.raises(
         UserError, match=f"another tokenizer.*{tmp_path}/tokenizer.json"
     ):
@@ -343,7 +341,8 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
 
 
 def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
-    cfg, tokenizer = small_config(**LLAMA), peer.characters(67)
+    cfg = small_config(**LLAMA)
+    tokenizer = peer.characters(67)
     longer = dataclasses.replace(cfg, **SCALED, context_length=256)
     params = random_params(cfg)
     for name, each in (("plain", cfg), ("longer", longer)):

@@ -20,6 +20,7 @@ from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
+from tests.helpers import first_params
 
 INDEX = "model.safetensors.index.json"
 TABLES = ("wte", "lm_head")
@@ -38,9 +39,12 @@ LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
 def make_model(vocab_size, **options):
     size = dict(context_length=64, num_layers=1, num_heads=2, embed_dim=8)
     cfg = GPTConfig(vocab_size=vocab_size, **(size | options))
-    return cfg, jax.jit(GPT(cfg).init)(jax.random.key(0), np.zeros((1, 8), np.int32))[
-        "params"
-    ]
+    return cfg, first_params(cfg)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return peer.write_model(tmp_path / "source", "tied")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -69,7 +73,8 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-    tokenizer, count = TOKENIZERS[name](), 12
+    tokenizer = TOKENIZERS[name]()
+    count = 12
     cfg, params = make_model(tokenizer.vocab_size, **options)
     params = jax.tree.map(lambda x: 4 * x, params)
     hf.save(tmp_path / "out", cfg, params, tokenizer)
@@ -214,23 +219,20 @@ def with_tensor(source, name, change):
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int8, bool, np.complex64])
-def test_tensors_that_hold_no_weights_are_refused(dtype, tmp_path):
-    source = peer.write_model(tmp_path, "tied")
+def test_tensors_that_hold_no_weights_are_refused(dtype, source):
     with_tensor(source, "transformer.wte.weight", lambda table: table.astype(dtype))
     with pytest.raises(UserError, match="in place of weights"):
         hf.load(source)
 
 
-def test_weights_beyond_float32_are_refused(tmp_path):
-    source = peer.write_model(tmp_path, "tied")
+def test_weights_beyond_float32_are_refused(source):
     huge = np.full((131, 32), 1e300)
     with_tensor(source, "transformer.wte.weight", lambda _: huge)
     with pytest.raises(UserError, match="NaN or Inf"):
         hf.load(source)
 
 
-def test_two_tensors_for_one_parameter_have_to_be_equal(tmp_path):
-    source = peer.write_model(tmp_path, "tied")
+def test_two_tensors_for_one_parameter_have_to_be_equal(source):
     expected = hf.load(source)
     with_tensor(source, "wte.weight", np.copy)  # as OpenAI names it
     chex.assert_trees_all_equal(hf.load(source), expected)
@@ -264,8 +266,7 @@ def test_two_tensors_for_one_parameter_have_to_be_equal(tmp_path):
     ],
     ids=str,
 )
-def test_options_of_another_type_are_refused_by_name(options, tmp_path):
-    source = peer.write_model(tmp_path, "tied")
+def test_options_of_another_type_are_refused_by_name(options, source):
     peer.rewrite_config(source, **options)
     ((name, value),) = options.items()
     with pytest.raises(UserError, match=re.escape(f"{name}={value!r} is no ")):
@@ -274,16 +275,14 @@ def test_options_of_another_type_are_refused_by_name(options, tmp_path):
 
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
 @pytest.mark.parametrize("value", [10**9, 10**30])
-def test_a_size_that_no_model_has_is_told_in_a_line(name, value, tmp_path):
-    source = peer.write_model(tmp_path, "tied")
+def test_a_size_that_no_model_has_is_told_in_a_line(name, value, source):
     peer.rewrite_config(source, **{name: value})
     with pytest.raises(UserError, match=f"{name}={value} is more than any model has"):
         hf.load(source)
 
 
 @pytest.mark.parametrize("text", ["[" * 99_999, '{"a":' * 99_999, "5", "null", "[[]]"])
-def test_a_config_that_is_no_object_is_told_in_a_line(text, tmp_path):
-    source = peer.write_model(tmp_path, "tied")
+def test_a_config_that_is_no_object_is_told_in_a_line(text, source):
     for name in ("config.json", INDEX):
         kept = (source / "config.json").read_text()
         (source / name).write_text(text)
@@ -339,9 +338,8 @@ def remove_shard(source):
     ],
 )
 def test_a_damaged_directory_is_noticed_and_nothing_is_written(
-    damage, message, tmp_path
+    damage, message, source, tmp_path
 ):
-    source = peer.write_model(tmp_path / "source", "tied")
     save_tokenizer(source, peer.characters(131), 96)
     hf.load(source)
     damage(source)

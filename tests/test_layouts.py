@@ -93,7 +93,8 @@ def test_every_switch_changes_the_program(case):
         step = each.backend.compile_train(each.program.train_step)
         return str(jax.make_jaxpr(step)(each.shapes, each.batch(0)))
 
-    before, after = program(setup(REFERENCE)), program(setup(case))
+    before = program(setup(REFERENCE))
+    after = program(setup(case))
 
     def changed(pattern):
         return len(re.findall(pattern, before)) != len(re.findall(pattern, after))
@@ -154,8 +155,10 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
 
 @pytest.mark.thorough
 def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
-    case, fsdp = Case("zero1 x 8", accumulate=4), Case("fsdp 8", remat="full")
-    shapes, spread = setup(case).shapes, setup(fsdp).shapes
+    case = Case("zero1 x 8", accumulate=4)
+    fsdp = Case("fsdp 8", remat="full")
+    shapes = setup(case).shapes
+    spread = setup(fsdp).shapes
     assert unsharded_share(shapes.params) == 1.0
     assert bytes_per_device(shapes.opt_state) == bytes_per_device(spread.opt_state)
     for kind in ("all-gather", "reduce-scatter"):
@@ -174,10 +177,8 @@ def test_megatron_holds_parts_of_the_sequence_between_layers():
 
 
 # Top-2 of four experts, with a capacity that drops.
-EXPERTS = {
-    **{"num_experts": 4, "experts_per_token": 2, "expert_capacity": 1.0},
-    **{"activation": "swiglu", "mlp_dim": 64},
-}
+EXPERTS = dict(num_experts=4, experts_per_token=2, expert_capacity=1.0)
+EXPERTS |= dict(activation="swiglu", mlp_dim=64)
 EXPERT_CASES = [
     Case("fsdp 8 by layer", accumulate=4, remat="dots", scanned=True),
     thorough(Case("pmap x 8", accumulate=4)),

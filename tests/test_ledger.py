@@ -28,7 +28,15 @@ from gpt2.ablate.journal import append, read_ledger
 from gpt2.ablate.runs import Run
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from tests.helpers import ROOT, TINY, copy_project, git, make_repository, write_run
+from tests.helpers import (
+    ROOT,
+    SECONDS,
+    TINY,
+    copy_project,
+    git,
+    make_repository,
+    write_run,
+)
 from tests.ledger_rates import by_evidence, simulate
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
@@ -471,7 +479,8 @@ def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
 def test_the_loop_of_the_docs_tells_answers_from_patches_without_one(tmp_path):
     text = (ROOT / "docs" / "ledger.md").read_text()
     loop = text.partition("```bash\n")[2].partition("```")[0]
-    project, patches = tmp_path / "project", tmp_path / "patches"
+    project = tmp_path / "project"
+    patches = tmp_path / "patches"
     project.mkdir()
     patches.mkdir()
     (project / "train.py").write_text("1\n")
@@ -522,7 +531,8 @@ def start_ledger(project, idea):
 
 @pytest.mark.thorough
 def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
-    project, root = tmp_path / "project", tmp_path / "ideas"
+    project = tmp_path / "project"
+    root = tmp_path / "ideas"
     copy_project(project)
     train = (ROOT / "train.py").read_text()
     make_repository(project, "train.py", f"{train}# only a comment\n")
@@ -537,7 +547,7 @@ def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
         steps.write("EDITED = True\n")  # meanwhile
     ideas = ("optim.name=lion", "optim.learning_rate=1e30", "code=my/idea")
     processes = [start_ledger(project, idea) for idea in ideas]
-    said = [process.communicate(timeout=400) for process in processes]
+    said = [process.communicate(timeout=10 * SECONDS) for process in processes]
     codes = [process.returncode for process in processes]
     assert codes[0] in (0, 10, 11) and codes[1:] == [10, 10], said
     assert json.loads(said[1][0])["why"].startswith("diverged: the loss")
@@ -552,6 +562,5 @@ def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
     }
     starts = [path.read_text() for path in root.rglob("environment.jsonl")]
     # Seeds of the best and of one idea, one of the other, none twice.
-    assert len(starts) == 2 * pairs + 1 and all(
-        text.count("\n") == 1 for text in starts
-    )
+    assert len(starts) == 2 * pairs + 1
+    assert all(text.count("\n") == 1 for text in starts)

@@ -12,7 +12,8 @@ from tests.helpers import TINY, metrics_of
 CORPUS = "--config.data.corpus="
 SHORT = [*TINY, "--config.train.num_steps=2", "--config.train.eval_batches=1"]
 SHORT += [f"{CORPUS}text:in.txt"]
-RUN, TRAIN = "--workdir=run", ["train.py", *SHORT]
+RUN = "--workdir=run"
+TRAIN = ["train.py", *SHORT]
 
 
 @pytest.fixture(scope="module")

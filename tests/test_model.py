@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import default
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
@@ -29,7 +28,13 @@ from gpt2.parallel.kernels import choose_attention
 from gpt2.training.program import Program
 from gpt2.utils.scan import METRICS
 from tests import plain as in_numpy
-from tests.helpers import rounding, thorough
+from tests.helpers import (
+    assert_rounded,
+    batch_of,
+    first_params,
+    options_of,
+    thorough,
+)
 
 SMALL = GPTConfig(
     vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32
@@ -42,11 +47,6 @@ def replaced(**changes):
 
 def tokens_of(seed):
     return jax.random.randint(jax.random.key(seed), (2, 16), 0, SMALL.vocab_size)
-
-
-@functools.cache
-def init(config):
-    return jax.jit(GPT(config).init)(jax.random.key(0), tokens_of(0))["params"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,19 +68,19 @@ def mean_loss(model, params, tokens, key=None, lose=plain.cross_entropy):
     return lost / tokens.size
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def loss(config, params, tokens, key=None):
     """The mean loss by kernels."""
     return mean_loss(with_kernels(GPT(config)), params, tokens, key)
 
 
-gradient_of = jax.jit(jax.grad(loss, argnums=1), static_argnums=0)
+step_of = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
 
 
 @pytest.mark.parametrize("tied", [True, thorough(False)])
 def test_a_padded_table_gives_the_gradients_of_one_that_is_not(tied):
     config = replaced(tie_embeddings=tied)
-    params, tokens = init(config), tokens_of(0)
+    params = first_params(config)
+    tokens = tokens_of(0)
     kernels = with_kernels(GPT(config))
     padded = dataclasses.replace(
         kernels.ops,
@@ -90,28 +90,28 @@ def test_a_padded_table_gives_the_gradients_of_one_that_is_not(tied):
         ),
     )
 
-    def program(model, tokens=tokens):
-        step = jax.value_and_grad(mean_loss, argnums=1)
-        return jax.jit(lambda params: step(model, params, tokens))
+    step = jax.jit(jax.value_and_grad(mean_loss, argnums=1), static_argnums=0)
 
     def barriers(model):
-        text = str(jax.make_jaxpr(program(model))(params))
+        text = str(jax.make_jaxpr(step, static_argnums=0)(model, params, tokens))
         return text.count("optimization_barrier")
 
     model = kernels.clone(ops=padded)
-    expected = program(kernels)(params)
+    expected = step(kernels, params, tokens)
     assert config.vocab_size % 128 and barriers(model) == barriers(kernels) + 1
-    chex.assert_trees_all_close(program(model)(params), expected, rtol=1e-5, atol=1e-6)
+    found = step(model, params, tokens)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
     for beyond in (config.vocab_size, -config.vocab_size - 1):
         wrong = tokens.at[0, 0].set(beyond)
-        assert jnp.isnan(program(model, wrong)(params)[0])
-        assert jnp.isnan(program(GPT(config), wrong)(params)[0])
+        assert jnp.isnan(step(model, params, wrong)[0])
+        assert jnp.isnan(step(GPT(config), params, wrong)[0])
 
 
 def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothing(
     monkeypatch,
 ):
-    params, tokens = init(SMALL), tokens_of(1)
+    params = first_params(SMALL)
+    tokens = tokens_of(1)
 
     def traced():
         ops = ops_for.__wrapped__(SMALL, jax.devices()[0])  # which is kept else
@@ -138,32 +138,15 @@ KERNELS = [
 @pytest.mark.parametrize("name", [KERNELS[0], *map(thorough, KERNELS[1:])])
 def test_a_kernel_that_is_taken_out_changes_nothing(name):
     config = replaced(attention="blocked", position="none", activation="relu_squared")
-    model, params, tokens = with_kernels(GPT(config)), init(config), tokens_of(1)
+    model = with_kernels(GPT(config))
+    params = first_params(config)
+    tokens = tokens_of(1)
     without = dataclasses.replace(model.ops, **{name: getattr(Ops(), name)})
     found, expected = (
         jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
         for each in (model.clone(ops=without), model)
     )
     chex.assert_trees_all_close(found, expected, atol=1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_the_tables_of_other_platforms_give_the_gradients_of_the_formulas(
-    monkeypatch, platform, tied
-):
-    model = GPT(replaced(tie_embeddings=tied))
-    params, tokens = drawn(model.config), tokens_of(1)
-    monkeypatch.setattr("gpt2.parallel.kernels.platform_of", lambda _: platform)
-    other = with_kernels(model)
-    found, expected = (
-        jax.jit(jax.value_and_grad(partial(mean_loss, each)))(params, tokens)
-        for each in (other, model)
-    )
-    program = str(jax.make_jaxpr(partial(mean_loss, other))(params, tokens))
-    assert "f32[384,32]" in program  # whole tiles of the vocabulary
-    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_without_jit_a_model_computes_by_the_formulas():
@@ -219,7 +202,8 @@ class Pair(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        D, F = self.config.embed_dim, self.config.hidden_dim
+        D = self.config.embed_dim
+        F = self.config.hidden_dim
         draw = nn.initializers.normal(0.1)
         axes = ("mix", "embed", "mlp")
         up = named_param(self, "up" + self.suffix, draw, (2, D, F), axes)
@@ -238,18 +222,17 @@ class OwnMLP(Ingredient):
 
 def trained_by_muon(devices, **options):
     """Returns the MLP's parameters before and after a step of Muon."""
-    sizes = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2)
-    sizes = {f"model.{name}": size for name, size in sizes.items()}
-    sizes |= {"model.embed_dim": 32, "model.attention_sink": True}
-    sizes |= {"model.norm": "rmsnorm"}  # centered rows would have a rank less
-    sizes |= {"data.batch_size": 8, "optim.name": "muon", "optim.warmup_steps": 0}
-    config = with_options(Config.from_dict(default.get_config()), sizes | options)
+    sizes = options_of("""
+        model.vocab_size=64 model.context_length=16 model.num_layers=2 model.num_heads=2
+        model.embed_dim=32 model.attention_sink=True model.norm=rmsnorm
+        data.batch_size=8 optim.name=muon optim.warmup_steps=0""")
+    # The norm: centered rows would have a rank less.
+    config = with_options(Config(), sizes | options)
     program = Program.from_config(config, devices)
     state = program.init_state()
     first = jax.device_get(state.params)
     tokens = np.random.default_rng(0).integers(64, size=(8, 17), dtype=np.int32)
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    batch = program.backend.put_batch(batch)
+    batch = program.backend.put_batch(batch_of(tokens))
     step = program.compile_train(state, batch)
     state, _ = step(state, batch)
     return first["h_0"]["mlp"], jax.device_get(state.params)["h_0"]["mlp"]
@@ -288,7 +271,8 @@ def test_a_matrix_whose_name_nothing_finds_is_an_error(use_ingredient):
 def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(use_ingredient):
     use_ingredient(Parity)
     config = replaced(attention_sink=True, context_length=128)
-    model, tokens = GPT(config), jnp.tile(tokens_of(1), 8)
+    model = GPT(config)
+    tokens = jnp.tile(tokens_of(1), 8)
     params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
     params = jax.tree.map(lambda x: 3.0 * x, params)
     found, expected = (
@@ -308,7 +292,7 @@ def test_every_seam_is_asked_in_every_layer_and_changes_nothing_by_itself(
 ):
     config = replaced(position="rope", scan_layers=scan_layers)
     tokens = tokens_of(1)
-    params = init(config)
+    params = first_params(config)
     expected = mean_loss(GPT(config), params, tokens)
     asked = set()
 
@@ -329,28 +313,11 @@ def test_every_seam_is_asked_in_every_layer_and_changes_nothing_by_itself(
     assert asked == seams.keys()
 
 
-def test_a_loss_with_numbers_to_learn_is_the_formulas_in_kernels():
-    params, tokens = init(SMALL), tokens_of(1)
-    scales = jnp.linspace(0.5, 2.0, SMALL.vocab_size)
-
-    def step(model):
-        def scaled(params, scales):
-            def lose(logits, targets):
-                return plain.cross_entropy(scales * logits, targets)
-
-            return mean_loss(model, params, tokens, lose=lose)
-
-        return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1)))(params, scales)
-
-    found, expected = step(with_kernels(GPT(SMALL))), step(GPT(SMALL))
-    assert jnp.abs(expected[1][1]).max() > 1e-4
-    chex.assert_trees_all_close(found, expected, atol=1e-6)
-
-
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_every_layer_and_branch_drops_by_a_mask_of_its_own(scan_layers):
     config = replaced(num_layers=4, scan_layers=scan_layers, dropout=0.5)
-    params, tokens = init(config), tokens_of(1)
+    params = first_params(config)
+    tokens = tokens_of(1)
 
     def note(next_method, args, kwargs, context):
         y = next_method(*args, **kwargs)
@@ -381,11 +348,12 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
     one, several = (
         replaced(num_layers=4, scan_layers=True, scan_unroll=n) for n in (1, unroll)
     )
-    params, tokens = init(one), tokens_of(1)
-    text = loss.lower(several, params, tokens).as_text()
+    params = first_params(one)
+    tokens = tokens_of(1)
+    text = step_of.lower(several, params, tokens).as_text()
     assert ("stablehlo.while" in text) == several.loops_over_layers == (unroll < 4)
-    gradients = (gradient_of(config, params, tokens) for config in (several, one))
-    chex.assert_trees_all_close(*gradients, atol=2e-6)
+    steps = (step_of(config, params, tokens) for config in (several, one))
+    chex.assert_trees_all_close(*steps, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +366,8 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
 )
 def test_segments_see_only_themselves(switch):
     config = replaced(**switch)
-    params, tokens = drawn(config), tokens_of(1)
+    params = drawn(config)
+    tokens = tokens_of(1)
     segments = (jnp.arange(16) >= 6).astype(jnp.int32)[None].repeat(2, axis=0)
     together = logits_of(config, params, tokens, segments)
     rows = np.asarray(tokens)[:, 6:]
@@ -406,9 +375,7 @@ def test_segments_see_only_themselves(switch):
     def compute(params):
         return np.stack([in_numpy.logits(config, params, row) for row in rows])
 
-    atol = rounding(compute, params)
-    wanted = compute(jax.tree.map(np.float64, params))
-    np.testing.assert_allclose(together[:, 6:], wanted, rtol=0, atol=atol)
+    atol = assert_rounded(together[:, 6:], compute, params)
     assert np.abs(together - logits_of(config, params, tokens)).max() > 100 * atol
 
 
@@ -421,22 +388,19 @@ def drawn(config):
         noise = 0.1 * rng.standard_normal(leaf.shape)
         return np.float32(noise if is_weight else 0.8 + noise)
 
-    return jax.tree_util.tree_map_with_path(draw, init(config))
+    return jax.tree_util.tree_map_with_path(draw, first_params(config))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_compute_is_close_to_float32_and_leaves_float32_gradients(dtype):
     narrow = replaced(compute_dtype=dtype)
-    params, tokens = init(SMALL), tokens_of(1)
+    params = first_params(SMALL)
+    tokens = tokens_of(1)
     text = str(jax.make_jaxpr(loss, static_argnums=0)(narrow, params, tokens))
     assert {"bfloat16": "bf16[", "float16": "f16["}[dtype] in text
-    np.testing.assert_allclose(
-        loss(narrow, params, tokens), loss(SMALL, params, tokens), rtol=2e-3
-    )
-    grads, exact = (
-        gradient_of(narrow, params, tokens),
-        gradient_of(SMALL, params, tokens),
-    )
+    found, grads = step_of(narrow, params, tokens)
+    wanted, exact = step_of(SMALL, params, tokens)
+    np.testing.assert_allclose(found, wanted, rtol=2e-3)
     chex.assert_trees_all_equal_dtypes(grads, params)
     error = jax.tree.map(
         lambda a, b: jnp.abs(a - b).max() / jnp.abs(b).max(), grads, exact
@@ -446,8 +410,9 @@ def test_narrow_compute_is_close_to_float32_and_leaves_float32_gradients(dtype):
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", thorough("relu_squared")])
 def test_the_formulas_have_forward_derivatives_and_the_gradients_of_kernels(activation):
-    config = replaced(attention="blocked", activation=activation)
-    params, tokens = init(config), tokens_of(1)
+    config = replaced(attention="blocked", activation=activation, num_layers=1)
+    params = first_params(config)
+    tokens = tokens_of(1)
     direction = jax.tree.map(
         lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params
     )
@@ -469,7 +434,7 @@ def test_the_formulas_have_forward_derivatives_and_the_gradients_of_kernels(acti
     with pytest.raises(TypeError, match="custom_vjp"):
         slopes(with_kernels(GPT(config)))
     slope, along = jax.jit(lambda: slopes(GPT(config)))()
-    gradient = gradient_of(config, params, tokens)
+    _, gradient = step_of(config, params, tokens)
     np.testing.assert_allclose(slope, product(gradient, direction), rtol=1e-4)
     expected = jax.jit(curvature)(params)
     for found, wanted in zip(*map(jax.tree.leaves, (along, expected)), strict=True):
@@ -478,7 +443,7 @@ def test_the_formulas_have_forward_derivatives_and_the_gradients_of_kernels(acti
 
 def test_flax_tabulates_the_model_with_its_operations():
     table = nn.tabulate(GPT(SMALL), jax.random.key(0), compute_flops=True)(tokens_of(0))
-    assert "flops" in table and f"{num_params(init(SMALL)):,}" in table
+    assert "flops" in table and f"{num_params(first_params(SMALL)):,}" in table
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig
+from gpt2.model import GPTConfig
 from gpt2.optim import averaged_params, joint_norm, make_optimizer, make_schedule
 from gpt2.optim.transforms import clip_by_global_norm
 from gpt2.utils.scan import in_layout
-from tests.helpers import by_name, thorough
+from tests.helpers import by_name, first_params, thorough
 
 SMALL = GPTConfig(
     vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16
@@ -60,8 +60,7 @@ each_layout = pytest.mark.parametrize(
 @cache
 def initial_params(scanned=False):
     """A model's parameters with noise on all of them, so that no bias is zero."""
-    tokens = jnp.zeros((1, 8), jnp.int32)
-    params = jax.jit(GPT(SMALL).init)(jax.random.key(0), tokens)["params"]
+    params = first_params(SMALL)
     rng = np.random.default_rng(0)
     noise = lambda x: np.float32(x + 0.02 * rng.standard_normal(x.shape))  # noqa: E731
     return in_layout(jax.tree.map(noise, params), scanned=scanned)
@@ -70,7 +69,8 @@ def initial_params(scanned=False):
 @cache
 def gradients(scanned=False):
     """A gradient for each step, of norms around 1: some are clipped, and others are not."""
-    rng, params = np.random.default_rng(1), initial_params()
+    rng = np.random.default_rng(1)
+    params = initial_params()
     draw = lambda x: np.float32(rng.standard_normal(x.shape) * rng.uniform(0.001, 0.02))  # noqa: E731
     return [
         in_layout(jax.tree.map(draw, params), scanned=scanned) for _ in range(NUM_STEPS)
@@ -90,7 +90,8 @@ def train(optim, scanned=False, **options):
     schedule = make_schedule(optim, NUM_STEPS)
     optimizer = make_optimizer(optim, schedule, num_steps=NUM_STEPS, **options)
     params = jax.tree.map(jnp.asarray, initial_params(scanned))
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
     for grads in gradients(scanned):
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
@@ -132,7 +133,8 @@ def lion(optim, state, name, grad, param, step):
 
 def ademamix(optim, state, name, grad, param, step):
     share = step / NUM_STEPS
-    start, end = np.log(optim.beta1), np.log(optim.beta3)
+    start = np.log(optim.beta1)
+    end = np.log(optim.beta3)
     beta3 = min(np.exp(start * end / ((1 - share) * end + share * start)), optim.beta3)
     mean = moving(state, (name, "m1"), grad, optim.beta1) / (1 - optim.beta1**step)
     slow = moving(state, (name, "m2"), grad, beta3)
@@ -153,10 +155,13 @@ def by_formula(optim):
     """Returns what `train` should return."""
     direction = partial(DIRECTIONS[optim.name], optim, {})
     params = unrolled(initial_params())
-    average, z, weights = dict(params), dict(params), 0.0
+    average = dict(params)
+    z = dict(params)
+    weights = 0.0
     means, tail = {}, int(NUM_STEPS * optim.tail_average)  # in steps
     for step, tree in enumerate(gradients(), 1):
-        grads, rate = unrolled(tree), float(make_schedule(optim, NUM_STEPS)(step - 1))
+        grads = unrolled(tree)
+        rate = float(make_schedule(optim, NUM_STEPS)(step - 1))
         norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
         weights += rate**2
         for name, param in params.items():
@@ -199,7 +204,8 @@ def test_ademamix_without_its_fast_average_is_finite_and_begins_with_the_gradien
 )
 @each_optimizer
 def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
-    results, formulas = train(OPTIMS[name], scanned), by_formula(OPTIMS[name])
+    results = train(OPTIMS[name], scanned)
+    formulas = by_formula(OPTIMS[name])
     for actual, expected in zip(results, formulas, strict=True):
         assert_close(actual, expected)
 
@@ -259,16 +265,15 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(
     optim = OptimConfig(
         name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES)
     )
-    plain, wide = moves(optim), moves(optim, scanned, width_ratio=4.0)
+    plain = moves(optim)
+    wide = moves(optim, scanned, width_ratio=4.0)
     for parameter, move in plain.items():
         hidden = 2 if "muon" in name else 4
         factor = hidden if re.match(r"h_\d/.*kernel", parameter) else 1
         np.testing.assert_allclose(wide[parameter], move / factor, atol=1e-6)
     if name == "adamw":
-        without, decayed = (
-            train(optim, width_ratio=1e9)[0],
-            train(OPTIMS[name], width_ratio=1e9)[0],
-        )
+        without, _ = train(optim, width_ratio=1e9)
+        decayed, _ = train(OPTIMS[name], width_ratio=1e9)
         schedule = make_schedule(optim, NUM_STEPS)
         share = np.prod(
             [1 - float(schedule(i)) * OPTIMS[name].weight_decay for i in range(10)]

@@ -91,7 +91,8 @@ def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, sca
 def test_a_checkpoint_continues_exactly_and_in_another_layout(
     name, layout, scanned, tmp_path
 ):
-    here, there = case(name), case(name, layout, scanned)
+    here = case(name)
+    there = case(name, layout, scanned)
     reference = setup(here).train()
     again = continued(here, [here, there], tmp_path / "here")
     back = continued(there, [here], tmp_path / "there")

@@ -34,7 +34,11 @@ SMALL = dataclasses.replace(
 )
 MESH = make_mesh(ParallelConfig(data=1, fsdp=4, tensor=2))
 NUM_STEPS = 10
-MOMENTUM, BETA1, BETA2, EPS, EVERY = 0.95, 0.9, 0.95, 1e-8, 4
+MOMENTUM = 0.95
+BETA1 = 0.9
+BETA2 = 0.95
+EPS = 1e-8
+EVERY = 4
 WARMUP = 6
 DTYPES = ("float32", "float64")
 TOLERANCE = 1e-5  # of the largest entry
@@ -91,7 +95,9 @@ def directions(optimizer, *, dtype="float32", scanned=False):
         in_layout(gradients(step, SMALL, dtype), scanned=scanned)
         for step in range(NUM_STEPS)
     ]
-    state, update, steps = optimizer.init(grads[0]), jax.jit(optimizer.update), []
+    state = optimizer.init(grads[0])
+    update = jax.jit(optimizer.update)
+    steps = []
     for grad in grads:
         direction, state = update(grad, state)
         steps.append(named(direction))
@@ -136,10 +142,12 @@ def polar_express(least=1e-3, cushion=0.02, safety=1.02):
 
     It differs from 1 by as much, up and down in turn, at both ends and at two points between.
     """
-    most, polynomials = 1.0, []
+    most = 1.0
+    polynomials = []
     for step in range(5):
         start = max(least, cushion * most)
-        low, high = (3 * start + most) / 4, (start + 3 * most) / 4
+        low = (3 * start + most) / 4
+        high = (start + 3 * most) / 4
         for _ in range(50):  # Remez: the points move to where the polynomial turns
             points = np.array([start, low, high, most])
             terms = [points, points**3, points**5, np.array([1, -1, 1, -1])]
@@ -176,7 +184,8 @@ def plain_muon(
     polynomials=5 * [(3.4445, -4.7750, 2.0315)],
     warmup=0,
 ):
-    momentum, mean_square = 0.0, 0.0
+    momentum = 0.0
+    mean_square = 0.0
     for step, grad in enumerate(grads):
         beta = MOMENTUM if step >= warmup else 0.85 + (MOMENTUM - 0.85) * step / warmup
         momentum = beta * momentum + (1 - beta) * grad
@@ -197,7 +206,8 @@ def plain_muon(
 def plain_soap(grads):
     """The authors' SOAP without weight decay; a first basis is completed as ours is."""
     mu = nu = 0.0
-    grams, bases = [0.0, 0.0], [None, None]
+    grams = [0.0, 0.0]
+    bases = [None, None]
     for step, grad in enumerate(grads):
         if step == 0:
             yield np.zeros_like(grad)
@@ -285,7 +295,8 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     grads = [named(gradients(step)) for step in range(NUM_STEPS)]
     found = directions(OPTIMIZERS[name])
-    summed, wanted = {}, {}
+    summed = {}
+    wanted = {}
     for kernel, first in grads[0].items():
         matrices = [
             torch.nn.Parameter(torch.zeros(*x.shape)) for x in split(kernel, first)
@@ -306,7 +317,8 @@ def test_ten_steps_equal_pytorch(name, monkeypatch):
 
 
 def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all():
-    config, mesh = PLAIN, MESH
+    config = PLAIN
+    mesh = MESH
     optimizer = scale_by_muon(OptimConfig(**MUON), Matrices(mesh))
     specs = hidden(rules.specs(GPT(config).logical_axes(), RULES.storage))
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)

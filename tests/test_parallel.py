@@ -161,7 +161,8 @@ def test_optimizer_state_is_laid_out_like_its_parameters():
         return {jax.tree_util.keystr(path): (x.shape, x.sharding) for path, x in leaves}
 
     _, shapes = state_of(MIXED, optimizer)
-    params, kept = named(shapes.params), named(shapes.opt_state)
+    params = named(shapes.params)
+    kept = named(shapes.opt_state)
     kept = {name: held for name, held in kept.items() if held[0]}
     assert len(kept) >= len(params) / 2
     for name, held in kept.items():
@@ -182,7 +183,8 @@ def test_a_group_that_fills_a_torus_in_order_has_its_sides():
 @pytest.mark.parametrize("stages", [(8,), (2, 4), (2, 2, 2)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_shards_are_gathered_and_summed_in_any_number_of_stages(stages, axis):
-    shards, mesh = Shards(axis, stages), make_mesh(ParallelConfig(data=1, fsdp=8))
+    shards = Shards(axis, stages)
+    mesh = make_mesh(ParallelConfig(data=1, fsdp=8))
     whole = jax.random.normal(jax.random.key(0), (16, 24))
     split = PartitionSpec(*[None] * axis, "fsdp")
 
@@ -210,11 +212,9 @@ def test_parameters_are_gathered_by_layer_where_that_fits_or_costs_nothing():
             config(mesh | options, gpt2_1558m), chips, num_params=1_557_611_200
         )
 
-    v5e, h100, at_once = (
-        "TPU v5 lite",
-        "NVIDIA H100 80GB HBM3",
-        {"train.accumulate_steps": 1},
-    )
+    v5e = "TPU v5 lite"
+    h100 = "NVIDIA H100 80GB HBM3"
+    at_once = {"train.accumulate_steps": 1}
     assert (chosen(v5e, {}), chosen(h100, {})) == ("layer", "step")
     assert chosen(h100, at_once) == "layer"
     assert chosen(h100, at_once | {"precision.compute": "float32"}) == "step"

@@ -1,7 +1,6 @@
 """Preparing goes on where it was cut, drops what came before, and says what it has made."""
 
 import errno
-import json
 import re
 import zlib
 from dataclasses import replace
@@ -13,7 +12,7 @@ from gpt2.config import DataConfig
 from gpt2.data import prepare, splits, tokens
 from gpt2.errors import UserError
 from tests.forks import run_command
-from tests.helpers import write_words
+from tests.helpers import write_rows, write_words
 
 BOOK = """
 import os, signal
@@ -107,7 +106,8 @@ def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, d
     places = dict(corpus=f"text:{tmp_path}/texts/*.txt", tokenizer="bpe:300")
     make = lambda name: prepare(DataConfig(**places, data_dir=str(tmp_path / name)))  # noqa: E731
     whole = make("whole")
-    save, saves = splits.Progress.save, iter(range(10))
+    save = splits.Progress.save
+    saves = iter(range(10))
 
     def stop(self, directory):
         save(self, directory)
@@ -150,7 +150,8 @@ def test_a_full_disk_is_told_and_room_lets_it_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "SAVED_TOKENS", 2**17)
     data = DataConfig(corpus="synthetic", tokenizer="byte")
     make = lambda name: prepare(replace(data, data_dir=str(tmp_path / name)))  # noqa: E731
-    append, calls = tokens.TokenWriter.append, iter(range(10**6))
+    append = tokens.TokenWriter.append
+    calls = iter(range(10**6))
 
     def fill(self, *arguments):
         if next(calls) == 2000:
@@ -172,7 +173,7 @@ def test_statistics_are_counts_of_what_is_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "CHUNK", 50)
     texts = ["é" * number for number in (5, 31, 32, 99, 5, 7)]  # two bytes each
     path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(path, [{"text": text} for text in texts])
     options = dict(corpus=f"jsonl:{path}", tokenizer="byte", val_fraction=0.01)
     options |= dict(unique=True, data_dir=str(tmp_path / "data"))
     made = prepare(DataConfig(**options))

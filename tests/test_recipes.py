@@ -1,7 +1,6 @@
 """Recipes by machine, and published losses: what comes with the package, found from any folder."""
 
 import functools
-import json
 
 import jax
 import matplotlib.figure
@@ -17,16 +16,13 @@ from gpt2.errors import UserError
 from gpt2.telemetry import plot_losses
 from gpt2.telemetry.reference import PLACE, read_reference
 from gpt2.training.program import Program
-from tests.helpers import thorough
+from tests.helpers import batch_of, options_of, thorough, write_rows
 
 MACHINES = gpt2_124m.MACHINES
-SMALL = {
-    "num_layers": 2,
-    "num_heads": 2,
-    "embed_dim": 32,
-    "context_length": 16,
-    "vocab_size": 300,
-}
+SMALL = options_of("""
+    model.num_layers=2 model.num_heads=2 model.embed_dim=32 model.context_length=16
+    model.vocab_size=300 model.attention=auto optim.warmup_steps=1""")
+# No CPU has the attention of a T4.
 
 
 def recipe(word, configs=gpt2_124m):
@@ -37,16 +33,12 @@ def recipe(word, configs=gpt2_124m):
 def two_losses(word, configs=gpt2_124m):
     """Those of the first steps of a small model, otherwise trained as the machine's recipe says."""
     machine = word.partition("+")[0]
-    options = {f"model.{name}": value for name, value in SMALL.items()} | {
-        "optim.warmup_steps": 1
-    }
-    options |= {"memory.scan_unroll": min(2, recipe(machine).memory.scan_unroll)}
-    options |= {"model.attention": "auto"}  # no CPU has that of a T4
+    unroll = min(2, recipe(machine).memory.scan_unroll)
     devices = jax.devices()[: MACHINES[machine][0]]
-    config = with_options(recipe(word, configs), options)
+    config = with_options(recipe(word, configs), SMALL | {"memory.scan_unroll": unroll})
     program = Program.from_config(config, devices)
     text = np.random.default_rng(0).integers(0, 300, (512, 17)).astype(np.int32)
-    batch = program.backend.put_batch({"tokens": text[:, :-1], "targets": text[:, 1:]})
+    batch = program.backend.put_batch(batch_of(text))
     state = program.init_state()
     step = program.compile_train(state, batch)
     state, first = step(state, batch)
@@ -97,9 +89,7 @@ def drawn(tmp_path, monkeypatch):
         {"step": i, "tokens": i * 5e7, "train/loss": 6 - 0.1 * i} for i in range(1, 21)
     ]
     lines[-1]["eval/loss"] = 4.0
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(each)}\n" for each in lines)
-    )
+    write_rows(tmp_path / "metrics.jsonl", lines)
     figures = []
     monkeypatch.setattr(
         matplotlib.figure.Figure, "savefig", lambda self, _: figures.append(self)

@@ -19,7 +19,7 @@ from gpt2.parallel.kernels import make_ops
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules
 from gpt2.utils.prng import sample_key
-from tests.helpers import thorough
+from tests.helpers import first_params, thorough
 
 CFG = GPTConfig(
     vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32
@@ -28,13 +28,14 @@ PROMPTS = [[1, 2, 3], [5] * 17, [7, 8] * 15]
 GREEDY = Sampling(temperature=0.0)
 
 
-@functools.cache
 def make_params(cfg=CFG):
     """Weights large enough that the model has strong and varied opinions."""
-    params = jax.jit(GPT(cfg).init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))[
-        "params"
-    ]
-    return jax.tree.map(lambda x: x * 8, params)
+    return jax.tree.map(lambda x: x * 8, first_params(cfg))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(cfg, params, row):
+    return GPT(cfg).apply({"params": params}, row)
 
 
 def sample(prompts=PROMPTS, count=20, **options):
@@ -42,11 +43,10 @@ def sample(prompts=PROMPTS, count=20, **options):
 
 
 def likeliest_without_cache(params, cfg, prompt, num_new):
-    apply = jax.jit(GPT(cfg).apply)
     row = np.zeros((1, cfg.context_length), np.int32)
     row[0, : len(prompt)] = prompt
     for position in range(len(prompt), len(prompt) + num_new):
-        row[0, position] = apply({"params": params}, row)[0, position - 1].argmax()
+        row[0, position] = logits_of(cfg, params, row)[0, position - 1].argmax()
     return row[0, len(prompt) : len(prompt) + num_new].tolist()
 
 
@@ -119,7 +119,8 @@ def test_a_model_of_ones_own_is_what_is_sampled():
 class Words:
     """A tokenizer whose decoder strips the space that begins a text."""
 
-    vocab_size, eot = 61, 60
+    vocab_size = 61
+    eot = 60
 
     def encode(self, text):
         return np.array([int(word) for word in text.split()])

@@ -15,14 +15,17 @@ BATCH = {
 
 def watch(layout):
     program = make_program(layout)
-    state, batch = program.init_state(), program.backend.put_batch(BATCH)
+    state = program.init_state()
+    batch = program.backend.put_batch(BATCH)
     return jax.device_get(program.compile_watch(state, batch)(1, state, batch))
 
 
 @pytest.mark.thorough
 def test_norms_are_those_of_the_step_itself():
-    program, found = make_program(), watch("one device")
-    state, batch = program.init_state(), program.backend.put_batch(BATCH)
+    program = make_program()
+    found = watch("one device")
+    state = program.init_state()
+    batch = program.backend.put_batch(BATCH)
     before = jax.device_get(state.params)  # the step takes the state's memory
     after, metrics = program.compile_train(state, batch)(state, batch)
     changes = jax.tree.map(lambda new, old: np.asarray(new) - old, after.params, before)
@@ -40,7 +43,8 @@ def test_norms_are_those_of_the_step_itself():
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["pmap", "by layer"])
 def test_norms_do_not_depend_on_the_layout(layout):
-    expected, found = watch("one device"), watch(layout)
+    expected = watch("one device")
+    found = watch(layout)
     assert expected.keys() == found.keys()
     for name, norm in expected.items():
         np.testing.assert_allclose(

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+from functools import partial
 
 import chex
 import flax.linen as nn
@@ -21,7 +22,7 @@ from gpt2.model.losses.ahead import Ahead
 from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
 from gpt2.utils.scan import in_layout, report
 from tests import plain
-from tests.helpers import rounding, thorough
+from tests.helpers import assert_rounded, first_params, in_float64, thorough
 from tests.test_switches import (
     ALL,
     config_of,
@@ -30,6 +31,7 @@ from tests.test_switches import (
     mean_loss,
     model_of,
     params_of,
+    rolled,
     tokens_of,
 )
 
@@ -39,19 +41,26 @@ JOINED = [*groups(), *(name for seed in range(2) for name in groups(seed))]
 
 @pytest.mark.parametrize("name", [*ALL, *map(thorough, JOINED)])
 def test_logits_and_loss_are_those_of_plain_numpy(name):
-    model, params, tokens = model_of(name), params_of(name), tokens_of(5)
-    wanted, loss = in_numpy(name, params, tokens)
-    logits = model.apply({"params": params}, tokens)
-    atol = rounding(lambda params: in_numpy(name, params, tokens)[0], params)
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=atol)
-    assert float(mean_loss(name, model, params, tokens)) == pytest.approx(
-        loss, rel=2e-6
-    )
+    model = model_of(name)
+    params = params_of(name)
+    tokens = tokens_of(5)
+    losses = []
+
+    def compute(params):
+        logits, loss = in_numpy(name, params, tokens)
+        losses.append(loss)
+        return logits
+
+    assert_rounded(model.apply({"params": params}, tokens), compute, params)
+    loss = float(mean_loss(name, model, params, tokens))
+    assert loss == pytest.approx(losses[0], rel=2e-6)
 
 
 @pytest.mark.parametrize("name", ["default", "sandwich", "post"])
 def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
-    rate, masks, keys = 0.25, [], set()
+    rate = 0.25
+    masks = []
+    keys = set()
 
     def draw(key, p, shape):
         assert p == 1 - rate
@@ -61,14 +70,17 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
 
     monkeypatch.setattr(jax.random, "bernoulli", draw)
     cfg = dataclasses.replace(model_of(name).config, dropout=rate)
-    params, tokens = params_of(name), tokens_of(5)[:1]
+    params = params_of(name)
+    tokens = tokens_of(5)[:1]
     dropped = GPT(cfg).apply(
         {"params": params},
         tokens,
         deterministic=False,
         rngs={"dropout": jax.random.key(3)},
     )
-    T, D, N = cfg.context_length, cfg.embed_dim, cfg.num_heads
+    T = cfg.context_length
+    D = cfg.embed_dim
+    N = cfg.num_heads
     layer = [(1, N, T, T), (1, T, D), (1, T, D)]
     assert [mask.shape for mask in masks] == [(1, T, D), *cfg.num_layers * layer]
     assert len(keys) == len(masks)
@@ -77,19 +89,19 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
     def compute(params):
         return plain.logits(cfg, params, np.asarray(tokens[0]), factors)
 
-    wanted = compute(jax.tree.map(np.float64, params))
-    atol = rounding(compute, params)
-    np.testing.assert_allclose(dropped[0], wanted, rtol=0, atol=atol)
+    assert_rounded(dropped[0], compute, params)
 
 
 # Top-1, and top-2 with a capacity that drops.
 MIXTURES = [name for name in ("experts", "two experts", "mixtral") if name in ALL]
+needs_experts = pytest.mark.skipif(not MIXTURES, reason="there are no experts")
 
 
 def routed_in_numpy(name, params, tokens):
     """The mean loss of training, and the router's losses by name `h_0/mlp/...`."""
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    loss, found = 0.0, {}
+    loss = 0.0
+    found = {}
     for row, targets in zip(tokens, np.roll(tokens, -1, axis=1), strict=True):
         routed = []
         cfg = model_of(name).config
@@ -103,9 +115,12 @@ def routed_in_numpy(name, params, tokens):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_training_with_experts_is_that_of_plain_numpy(name):
-    model, params, tokens = model_of(name), params_of(name), tokens_of(5)
-    cfg, K = model.config, model.config.experts_per_token
-    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    model = model_of(name)
+    params = params_of(name)
+    tokens = tokens_of(5)
+    cfg = model.config
+    K = model.config.experts_per_token
+    batch = rolled(tokens)
 
     @jax.jit
     def objective_of(params):
@@ -153,15 +168,17 @@ def test_training_with_experts_is_that_of_plain_numpy(name):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_padding_counts_in_no_figure_of_a_router(name):
-    model, params, tokens = model_of(name), params_of(name), tokens_of(5)
+    model = model_of(name)
+    params = params_of(name)
+    tokens = tokens_of(5)
     T = tokens.shape[1]
     sizes = [T, T // 2 + 1]
-    targets = jnp.roll(tokens, -1, axis=1)
     is_text = jnp.arange(T) < jnp.array(sizes * 9)[: len(tokens), None]
-    loss = next_token_loss(model)
-    batch = {"tokens": tokens, "targets": jnp.where(is_text, targets, -1)}
+    loss = jax.jit(next_token_loss(model))
+    batch = rolled(tokens)
+    batch["targets"] = jnp.where(is_text, batch["targets"], -1)
     padded = loss(params, batch)
-    others = batch | {"tokens": jnp.where(is_text, tokens, 63 - tokens)}
+    others = loss(params, batch | {"tokens": jnp.where(is_text, tokens, 63 - tokens)})
     wanted = collections.defaultdict(float)
     for row in range(len(tokens)):
         each = {key: batch[key][row : row + 1, : sizes[row % 2]] for key in batch}
@@ -170,7 +187,7 @@ def test_padding_counts_in_no_figure_of_a_router(name):
     assert {"h_0/mlp/balance_loss", "h_1/mlp/z_loss", "loss"} <= wanted.keys()
     for key, sums in wanted.items():
         np.testing.assert_allclose(padded[key], sums, rtol=1e-5)
-        np.testing.assert_array_equal(loss(params, others)[key], padded[key])
+        np.testing.assert_array_equal(others[key], padded[key])
     # A row without any is one that fills a validation's last batch.
     empty = {
         key: jnp.concatenate([batch[key], 0 * tokens[:1] - (key == "targets")])
@@ -179,21 +196,23 @@ def test_padding_counts_in_no_figure_of_a_router(name):
     chex.assert_trees_all_close(loss(params, empty), padded, rtol=1e-6)
 
 
-@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+@needs_experts
 def test_no_expert_takes_a_later_token_in_place_of_an_earlier_one():
-    model, tokens = model_of("two experts"), tokens_of(5)
+    model = model_of("two experts")
+    tokens = tokens_of(5)
     variables = {"params": params_of("two experts")}
 
     def hidden(tokens):
         return model.apply(variables, tokens, deterministic=False)
 
     others = tokens.at[:, 9:].set((tokens[:, 9:] + 1) % 64)
-    found, wanted = hidden(others), hidden(tokens)
+    found = hidden(others)
+    wanted = hidden(tokens)
     np.testing.assert_array_equal(found[:, :9], wanted[:, :9])
     assert jnp.abs(found[:, 9:] - wanted[:, 9:]).max() > 0.1
 
 
-@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+@needs_experts
 def test_flops_are_those_of_the_experts_that_a_token_asks():
     # By hand: the head; two layers with attention, norms, two MLPs, router; a norm.
     layer = 64 * 192 + 192 + 64 * 64 + 64 + 4 * 64
@@ -204,43 +223,14 @@ def test_flops_are_those_of_the_experts_that_a_token_asks():
     assert model_flops_per_token(config) == 6 * active + 12 * 64 * 2 * 16 == 1_049_856
 
 
-@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+@needs_experts
 def test_more_experts_for_a_token_than_there_are_is_an_error():
     model = GPT(GPTConfig(num_experts=2, experts_per_token=3))
     with pytest.raises(UserError, match="more than num_experts"):
         model.init(jax.random.key(0), tokens_of(0))
 
 
-@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
-def test_one_expert_is_the_dense_model_and_alike_ones_balance():
-    dense, params, tokens = model_of("default"), params_of("default"), tokens_of(5)
-    wanted = dense.apply({"params": params}, tokens)
-
-    def with_experts(number):
-        config = dataclasses.replace(
-            dense.config, num_experts=number, expert_capacity=1.0
-        )
-        mixed = dict(params)
-        for layer in ("h_0", "h_1"):
-            mlp = jax.tree.map(lambda x: jnp.stack([x] * number), params[layer]["mlp"])
-            router = {"kernel": jnp.zeros((config.embed_dim, number))}
-            mixed[layer] = params[layer] | {"mlp": {"experts": mlp, "router": router}}
-        return GPT(config), mixed
-
-    one, mixed = with_experts(1)
-    found = one.apply({"params": mixed}, tokens, deterministic=False)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
-    # A router that knows nothing gives all the same probability.
-    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
-    four, mixed = with_experts(4)
-    sums = next_token_loss(four)(mixed, batch)
-    total, count = sums["h_1/mlp/balance_loss"]
-    assert float(total / count) == pytest.approx(1.0, rel=1e-6)
-    total, count = sums["h_1/mlp/z_loss"]
-    assert float(total / count) == pytest.approx(np.log(4) ** 2, rel=1e-6)
-
-
-@pytest.mark.skipif(not MIXTURES, reason="there are no experts")
+@needs_experts
 def test_what_experts_report_adds_up_over_them_and_reaches_the_gradient():
     def report_weight(next_method, args, kwargs, context):
         if isinstance(context.module, MLP) and context.method_name == "__call__":
@@ -249,7 +239,7 @@ def test_what_experts_report_adds_up_over_them_and_reaches_the_gradient():
 
     model, params = model_of("experts"), params_of("experts")
     tokens = tokens_of(5)
-    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    batch = rolled(tokens)
 
     def lose(params):
         return next_token_loss(model)(params, batch)["loss"][0]
@@ -267,32 +257,26 @@ FOUR_LAYERS = ["value_residual", "backout", "hyper_connections", "window_pattern
 FOUR_LAYERS += MIXTURES[1:2]
 
 
-@pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("name", [*FOUR_LAYERS, thorough("modded")])
-def test_four_layers_are_those_of_plain_numpy_before_and_after_a_step(name, scanned):
+def test_four_layers_are_those_of_plain_numpy_before_and_after_a_step(name):
     config = dataclasses.replace(model_of(name).config, num_layers=4)
-    model = GPT(dataclasses.replace(config, scan_layers=scanned))
-    params = jax.jit(GPT(config).init)(jax.random.key(0), tokens_of(0))["params"]
-    params = jax.tree.map(lambda x: 2.0 * x, params)
+    params = jax.tree.map(lambda x: 2.0 * x, first_params(config))
     tokens = tokens_of(5)
-
-    @jax.jit
-    def gradient(params):
-        return jax.grad(lambda p: mean_loss(name, model, p, tokens))(params)
+    gradient = jax.jit(jax.grad(lambda p: mean_loss(name, GPT(config), p, tokens)))
+    moved = jax.tree.map(lambda x, dx: x - dx, params, gradient(params))
 
     def compute(params):
         return plain.logits(config, params, np.asarray(tokens[0]))
 
     seen = []
-    for _ in range(2):
-        stacked = in_layout(params, scanned=scanned)
-        wanted = compute(jax.tree.map(np.float64, params))
-        logits = jax.jit(model.apply)({"params": stacked}, tokens[:1])[0]
-        atol = rounding(compute, params)
-        np.testing.assert_allclose(logits, wanted, rtol=0, atol=atol)
+    for each in (params, moved):
+        wanted, atol = in_float64(compute, each)
         seen.append(wanted)
-        moved = jax.tree.map(lambda x, dx: x - dx, stacked, gradient(stacked))
-        params = in_layout(moved, scanned=False)
+        for scanned in (False, True):
+            model = GPT(dataclasses.replace(config, scan_layers=scanned))
+            variables = {"params": in_layout(each, scanned=scanned)}
+            logits = jax.jit(model.apply)(variables, tokens[:1])[0]
+            np.testing.assert_allclose(logits, wanted, rtol=0, atol=atol)
     assert np.abs(seen[1] - seen[0]).max() > 1e-2 * np.abs(seen[0]).max()
 
 
@@ -300,8 +284,7 @@ def test_four_layers_are_those_of_plain_numpy_before_and_after_a_step(name, scan
 def test_each_branch_of_hyper_connections_begins_on_the_next_stream(scanned):
     """Zhu et al. 2024, equation 14: branch k reads stream k mod n."""
     config = dataclasses.replace(model_of("hyper_connections").config, num_layers=4)
-    model = GPT(dataclasses.replace(config, scan_layers=scanned))
-    params = model.init(jax.random.key(0), tokens_of(0))["params"]
+    params = first_params(dataclasses.replace(config, scan_layers=scanned))
     params = in_layout(params, scanned=False)
     for branch in range(2 * 4):
         weights = params[f"h_{branch // 2}"][f"connect_{1 + branch % 2}"]["weights"]
@@ -319,7 +302,7 @@ def test_slopes_of_alibi_are_the_papers(num_heads):
 def test_hyper_connections_start_as_the_plain_model():
     models = model_of("hyper_connections"), model_of("default")
     each = [
-        model.apply(model.init(jax.random.key(0), tokens_of(0)), tokens_of(1))
+        model.apply({"params": first_params(model.config)}, tokens_of(1))
         for model in models
     ]
     np.testing.assert_allclose(*each, atol=1e-5)
@@ -327,7 +310,7 @@ def test_hyper_connections_start_as_the_plain_model():
 
 def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
     tokens = tokens_of(6)
-    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    batch = rolled(tokens)
     for name in ("z_loss", "label_smoothing", "ahead"):
         sums = make_eval_step(evaluation_loss(model_of(name)))(params_of(name), batch)
         expected = mean_loss("default", model_of(name), params_of(name), tokens)
@@ -345,12 +328,10 @@ def test_losses_ahead_refuse_rows_that_end_before_them():
 def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     model = model_of("ahead")
     params = params_of("ahead")
+    tokens = tokens_of(6)
     plain_ahead = config_of("ahead").loss
     options = dataclasses.replace(plain_ahead, z_loss=0.1)  # counts once a position
-    tokens, segments = (
-        tokens_of(6),
-        np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16],
-    )
+    segments = np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16]
     targets = jnp.roll(tokens, -1, axis=1).at[:, 13:].set(-1).at[1, 4:6].set(-1)
 
     def sums(params, targets=targets, options=options, step=None):
@@ -372,12 +353,16 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     for b, t, k in itertools.product(range(2), range(16), (1, 2)):
         if t + k < 16 and targets[b, t] >= 0 and segments[b, t] == segments[b, t + k]:
             further[k][b, t] = targets[b, t + k]
-    each = [
-        jax.grad(lambda p, x=x: sums(p, *x)["loss"][0])(params)
-        for x in zip(further, [options, plain_ahead, plain_ahead], strict=True)
-    ]
+
+    @partial(jax.jit, static_argnums=2)
+    def one_target(params, targets, options):
+        return jax.grad(lambda p: sums(p, targets, options)["loss"][0])(params)
+
+    how = [options, plain_ahead, plain_ahead]
+    each = [one_target(params, *given) for given in zip(further, how, strict=True)]
     weighted = jax.tree.map(lambda a, b, c: a + b / 8 + c / 16, *each)
-    gradient = jax.grad(lambda p: sums(p, step=jnp.int32(6))["loss"][0])(params)
+    in_step = jax.jit(jax.grad(lambda p: sums(p, step=jnp.int32(6))["loss"][0]))
+    gradient = in_step(params)
     chex.assert_trees_all_close(gradient, weighted, rtol=1e-5, atol=1e-5)
     assert sums(params)["loss"] == found["loss"]
     assert set(sums(params)) == {"loss", "z_loss"}
@@ -399,8 +384,7 @@ def test_kernels_are_drawn_as_init_says(options, attn, gate_in, mlp_out):
     size = dict(
         vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128
     )
-    cfg = GPTConfig(**size, **options)
-    params = GPT(cfg).init(jax.random.key(0), tokens_of(0))["params"]
+    params = first_params(GPTConfig(**size, **options))
     layer = params["h_1"]
     kernels = layer["attn"]["c_attn"], layer["mlp"]["c_fc"], layer["mlp"]["c_proj"]
     stddevs = [np.std(each["kernel"]) for each in kernels]
@@ -417,9 +401,10 @@ def test_mup_at_its_base_width_with_heads_of_64_is_the_plain_model():
     plain_model, mup = (
         GPT(GPTConfig(**size, mup_base_width=base)) for base in (0, 128)
     )
-    params = plain_model.init(jax.random.key(0), tokens_of(0))
-    chex.assert_trees_all_equal(mup.init(jax.random.key(0), tokens_of(0)), params)
+    params = first_params(plain_model.config)
+    chex.assert_trees_all_equal(first_params(mup.config), params)
     logits = [
-        jax.jit(model.apply)(params, tokens_of(1)) for model in (plain_model, mup)
+        jax.jit(model.apply)({"params": params}, tokens_of(1))
+        for model in (plain_model, mup)
     ]
     np.testing.assert_allclose(*logits, atol=1e-6)

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from configs import default
-from gpt2.config import Config
-from gpt2.config.options import OPTIONS
+from gpt2.config import Config, with_options
+from gpt2.config.options import OPTIONS, read_option
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
@@ -30,151 +30,115 @@ from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import ROOT, rounding, thorough
+from tests.helpers import ROOT, batch_of, in_float64, thorough
 
 # Of 8 frequencies one is kept, two are slowed a little, and five 8 times.
-LLAMA3 = {
-    "model.rope_scaling": "llama3",
-    "model.rope_factor": 8.0,
-    "model.rope_context": 64,
-}
+LLAMA3 = "model.rope_scaling=llama3 model.rope_factor=8.0 model.rope_context=64"
 # Name -> the options that differ from GPT-2's.
 SWITCHES = {
-    "gelu": {"model.activation": "gelu"},
-    "relu": {"model.activation": "relu"},
-    "relu_squared": {"model.activation": "relu_squared"},
-    "silu": {"model.activation": "silu"},
-    "swiglu": {"model.activation": "swiglu"},
-    "geglu": {"model.activation": "geglu", "model.mlp_dim": 80},
-    "rmsnorm": {"model.norm": "rmsnorm"},
-    "norm_eps": {"model.norm_eps": 0.3},
-    "post": {"model.norm_position": "post"},
-    "sandwich": {"model.norm_position": "sandwich"},
-    "rope": {"model.position": "rope"},
-    "rope_base": {"model.position": "rope", "model.rope_base": 10.0},
-    "rope_share": {"model.position": "rope", "model.rope_share": 0.25},
-    "llama3": {"model.position": "rope", **LLAMA3},
-    "yarn": {
-        **{"model.position": "rope", "model.rope_scaling": "yarn"},
-        **{"model.rope_factor": 8.0, "model.rope_context": 4096},
-    },
-    "sinusoidal": {"model.position": "sinusoidal"},
-    "alibi": {"model.position": "alibi"},
-    "none": {"model.position": "none"},
-    "grouped": {"model.num_kv_heads": 2},
-    "grouped alibi": {"model.num_kv_heads": 2, "model.position": "alibi"},
-    "head_dim": {"model.head_dim": 24},
-    "grouped head_dim": {"model.head_dim": 8, "model.num_kv_heads": 2},
-    "qk_norm": {"model.qk_norm": True},
-    "window": {"model.window": 5},
-    "window_pattern": {"model.window": 5, "model.window_pattern": "SL"},
-    "attention_softcap": {"model.attention_softcap": 0.5},
-    "logit_softcap": {"model.logit_softcap": 0.5},
-    "value_embeddings": {"model.value_embeddings": True},
-    "value_residual": {"model.value_residual": True},
-    "embedding_skip": {"model.embedding_skip": True},
-    "smear": {"model.smear": True},
-    "bigram_embeddings": {"model.bigram_embeddings": 96},
-    "backout": {"model.backout": True},
-    "hyper_connections": {"model.hyper_connections": 3},
-    "attention_gate": {"model.attention_gate": True},
-    "exclusive_attention": {"model.exclusive_attention": True},
-    "grouped exclusive": {
-        "model.num_kv_heads": 2,
-        "model.exclusive_attention": True,
-    },
-    "attention_sink": {"model.attention_sink": True},
-    "parallel_block": {"model.parallel_block": True},
-    "experts": {"model.num_experts": 4},
-    "two experts": {
-        **{"model.num_experts": 4, "model.experts_per_token": 2},
-        **{"model.expert_capacity": 1.0, "model.expert_balance_loss": 0.2},
-        "model.expert_z_loss": 0.1,
-    },
-    "no bias": {"model.bias": False},
-    "untied": {"model.tie_embeddings": False},
-    "xavier": {"model.init": "xavier"},
-    "fan_in": {"model.init": "fan_in"},
-    "init_std": {"model.init_std": 0.1},
-    "zero_init_projections": {"model.zero_init_projections": True},
-    "mup": {"model.mup_base_width": 16},
-    "z_loss": {"loss.z_loss": 0.1},
-    "label_smoothing": {"loss.label_smoothing": 0.2},
-    "ahead": {"loss.ahead": "0.5,0.25", "loss.ahead_fade": 8},
+    "gelu": "model.activation=gelu",
+    "relu": "model.activation=relu",
+    "relu_squared": "model.activation=relu_squared",
+    "silu": "model.activation=silu",
+    "swiglu": "model.activation=swiglu",
+    "geglu": "model.activation=geglu model.mlp_dim=80",
+    "rmsnorm": "model.norm=rmsnorm",
+    "norm_eps": "model.norm_eps=0.3",
+    "post": "model.norm_position=post",
+    "sandwich": "model.norm_position=sandwich",
+    "rope": "model.position=rope",
+    "rope_base": "model.position=rope model.rope_base=10.0",
+    "rope_share": "model.position=rope model.rope_share=0.25",
+    "llama3": f"model.position=rope {LLAMA3}",
+    "yarn": """
+        model.position=rope model.rope_scaling=yarn model.rope_factor=8.0
+        model.rope_context=4096""",
+    "sinusoidal": "model.position=sinusoidal",
+    "alibi": "model.position=alibi",
+    "none": "model.position=none",
+    "grouped": "model.num_kv_heads=2",
+    "grouped alibi": "model.num_kv_heads=2 model.position=alibi",
+    "head_dim": "model.head_dim=24",
+    "grouped head_dim": "model.head_dim=8 model.num_kv_heads=2",
+    "qk_norm": "model.qk_norm=True",
+    "window": "model.window=5",
+    "window_pattern": "model.window=5 model.window_pattern=SL",
+    "attention_softcap": "model.attention_softcap=0.5",
+    "logit_softcap": "model.logit_softcap=0.5",
+    "value_embeddings": "model.value_embeddings=True",
+    "value_residual": "model.value_residual=True",
+    "embedding_skip": "model.embedding_skip=True",
+    "smear": "model.smear=True",
+    "bigram_embeddings": "model.bigram_embeddings=96",
+    "backout": "model.backout=True",
+    "hyper_connections": "model.hyper_connections=3",
+    "attention_gate": "model.attention_gate=True",
+    "exclusive_attention": "model.exclusive_attention=True",
+    "grouped exclusive": "model.num_kv_heads=2 model.exclusive_attention=True",
+    "attention_sink": "model.attention_sink=True",
+    "parallel_block": "model.parallel_block=True",
+    "experts": "model.num_experts=4",
+    "two experts": """
+        model.num_experts=4 model.experts_per_token=2 model.expert_capacity=1.0
+        model.expert_balance_loss=0.2 model.expert_z_loss=0.1""",
+    "no bias": "model.bias=False",
+    "untied": "model.tie_embeddings=False",
+    "xavier": "model.init=xavier",
+    "fan_in": "model.init=fan_in",
+    "init_std": "model.init_std=0.1",
+    "zero_init_projections": "model.zero_init_projections=True",
+    "mup": "model.mup_base_width=16",
+    "z_loss": "loss.z_loss=0.1",
+    "label_smoothing": "loss.label_smoothing=0.2",
+    "ahead": "loss.ahead=0.5,0.25 loss.ahead_fade=8",
 }
 # Together, as people combine them.
 COMBINED = {
-    "llama": {
-        **{
-            "model.position": "rope",
-            "model.norm": "rmsnorm",
-            "model.activation": "swiglu",
-        },
-        **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
-        **LLAMA3,
-        "model.head_dim": 24,
-    },
-    "mixtral": {
-        **{
-            "model.position": "rope",
-            "model.norm": "rmsnorm",
-            "model.activation": "swiglu",
-        },
-        **{"model.num_kv_heads": 2, "model.bias": False, "model.tie_embeddings": False},
-        **{"model.num_experts": 4, "model.experts_per_token": 2},
-        "model.expert_capacity": 1.0,
-    },
-    "gemma 2": {
-        **{
-            "model.position": "rope",
-            "model.norm": "rmsnorm",
-            "model.activation": "geglu",
-        },
-        **{"model.norm_position": "sandwich", "model.attention_softcap": 5.0},
-        **{"model.logit_softcap": 3.0, "model.window": 5, "model.window_pattern": "SL"},
-        **{"model.num_kv_heads": 2, "model.bias": False},
-    },
-    "modded": {
-        **{
-            "model.position": "rope",
-            "model.norm": "rmsnorm",
-            "model.activation": "relu_squared",
-        },
-        **{
-            "model.value_embeddings": True,
-            "model.value_residual": True,
-            "model.qk_norm": True,
-        },
-        **{
-            "model.embedding_skip": True,
-            "model.logit_softcap": 15.0,
-            "model.bias": False,
-        },
-        **{
-            "model.window": 6,
-            "model.window_pattern": "SL",
-            "model.parallel_block": True,
-        },
-        **{"model.attention_gate": True, "model.smear": True, "model.backout": True},
-        **{"model.exclusive_attention": True, "model.bigram_embeddings": 96},
-    },
+    "llama": f"""
+        model.position=rope model.norm=rmsnorm model.activation=swiglu
+        model.num_kv_heads=2 model.bias=False model.tie_embeddings=False {LLAMA3}
+        model.head_dim=24""",
+    "mixtral": """
+        model.position=rope model.norm=rmsnorm model.activation=swiglu
+        model.num_kv_heads=2 model.bias=False model.tie_embeddings=False
+        model.num_experts=4 model.experts_per_token=2 model.expert_capacity=1.0""",
+    "gemma 2": """
+        model.position=rope model.norm=rmsnorm model.activation=geglu
+        model.norm_position=sandwich model.attention_softcap=5.0
+        model.logit_softcap=3.0 model.window=5 model.window_pattern=SL
+        model.num_kv_heads=2 model.bias=False""",
+    "modded": """
+        model.position=rope model.norm=rmsnorm model.activation=relu_squared
+        model.value_embeddings=True model.value_residual=True model.qk_norm=True
+        model.embedding_skip=True model.logit_softcap=15.0 model.bias=False
+        model.window=6 model.window_pattern=SL model.parallel_block=True
+        model.attention_gate=True model.smear=True model.backout=True
+        model.exclusive_attention=True model.bigram_embeddings=96""",
 }
 
 
-def existing(options):
+def existing(text):
     """Those of the options that there are: who deletes an ingredient keeps these tests."""
     found = {}
-    for name, value in options.items():
+    for setting in text.split():
+        name, _, value = setting.partition("=")
         if name in OPTIONS and value in (OPTIONS[name].choices or [value]):
-            found[name] = value
+            found[name] = read_option(name, value)
     return found
 
 
 SWITCHES = {
-    name: options for name, options in SWITCHES.items() if existing(options) == options
+    name: existing(text)
+    for name, text in SWITCHES.items()
+    if len(existing(text)) == len(text.split())
 }
-COMBINED = {name: existing(options) for name, options in COMBINED.items()}
+COMBINED = {name: existing(text) for name, text in COMBINED.items()}
 ALL = SWITCHES | COMBINED
+SMALL = existing("""
+    model.vocab_size=64 model.context_length=16 model.num_layers=2 model.num_heads=4
+    model.embed_dim=64 model.dropout=0.0 data.batch_size=16 optim.schedule=constant
+    optim.learning_rate=1e-2 optim.end_learning_rate=1e-2 optim.warmup_steps=0
+    optim.eps=1e-4 train.num_steps=2""")
 # Options that give a size, or say how and not what to compute, or that others here set.
 SIZES = {
     "vocab_size",
@@ -196,32 +160,17 @@ each_switch_by_itself = pytest.mark.parametrize(
 @functools.cache
 def config_of(name, **changes):
     """The options of a small model with a switch; `changes`: `a__b` for `a.b`."""
-    options = default.get_config()
-    options.model.update(
-        vocab_size=64,
-        context_length=16,
-        num_layers=2,
-        num_heads=4,
-        embed_dim=64,
-        dropout=0.0,
-    )
-    options.data.batch_size = 16
-    options.optim.update(
-        warmup_steps=0, learning_rate=1e-2, end_learning_rate=1e-2, eps=1e-4
-    )
-    options.optim.schedule = "constant"
-    options.train.num_steps = 2
-    names = [name] if name in ALL else [part for part in name.split("+") if part in ALL]
-    switched = {option: value for part in names for option, value in ALL[part].items()}
-    for option, value in (switched | changes).items():
-        group, _, member = option.replace("__", ".").partition(".")
-        options[group][member] = value
-    return Config.from_dict(options)
+    options = dict(SMALL)
+    for part in name.split("+"):
+        options |= ALL.get(part, {})
+    options |= {option.replace("__", "."): changes[option] for option in changes}
+    return with_options(Config(), options)
 
 
 def groups(seed=None):
     """Joins switches that go together: to compile each by itself would take minutes."""
-    names, found = [*SWITCHES], []
+    names = [*SWITCHES]
+    found = []
     if seed is not None:
         random.Random(seed).shuffle(names)
     for name in names:
@@ -269,14 +218,19 @@ def params_of(name):
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
+def rolled(tokens):
+    """A batch of all tokens, the first of which follow the last."""
+    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+
+
 def mean_loss(name, model, params, tokens, key=None):
     """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own.
 
     With a `key` it is that of training, in which experts drop tokens.
     """
-    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
     options = config_of(name).loss
-    sums = next_token_loss(model, options)(params, batch, key, jnp.int32(2))
+    lose = next_token_loss(model, options)
+    sums = lose(params, rolled(tokens), key, jnp.int32(2))
     total, count = sums["loss"]
     for k, weight in enumerate(plain.ahead_weights(options, step=2), 2):
         total += weight * sums[f"loss_ahead_{k}"][0]
@@ -288,10 +242,8 @@ def in_numpy(name, params, tokens):
     exact = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     rows = np.asarray(tokens)
     logits = np.stack([plain.logits(model_of(name).config, exact, row) for row in rows])
-    each, options = (
-        zip(logits, np.roll(rows, -1, axis=1), strict=True),
-        config_of(name).loss,
-    )
+    options = config_of(name).loss
+    each = zip(logits, np.roll(rows, -1, axis=1), strict=True)
     losses = [plain.losses_ahead(*row, options) for row in each]
     weights = [1.0, *plain.ahead_weights(options, step=2)]
     return logits, np.dot(np.sum(losses, axis=0), weights) / rows.size
@@ -347,7 +299,8 @@ def steps_of(name, model, tokens):
 
 @pytest.mark.parametrize("name", [*COMBINED, *map(thorough, groups())])
 def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
-    model, tokens = model_of(name), tokens_of(2)
+    model = model_of(name)
+    tokens = tokens_of(2)
     blocked = GPT(dataclasses.replace(model.config, attention="blocked"))
     wanted, gradients = steps_of(name, model, tokens)
     found, others = steps_of(name, with_kernels(blocked), tokens)
@@ -371,7 +324,8 @@ def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
     for option, value in ALL[name].items():
         group, _, member = option.partition(".")
         assert tree[group][member] != value
-    params, tokens = params_of(name), tokens_of(1)
+    params = params_of(name)
+    tokens = tokens_of(1)
     if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, params_of("default")):
         return
     losses = [in_numpy(n, params, tokens)[1] for n in (name, "default")]
@@ -386,7 +340,8 @@ def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
 
 @each_switch_by_itself
 def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(name):
-    params, model = params_of(name), model_of(name)
+    params = params_of(name)
+    model = model_of(name)
     gradients = jax.jit(
         jax.grad(lambda params: mean_loss(name, model, params, tokens_of(3)))
     )
@@ -423,9 +378,10 @@ def test_no_logit_depends_on_a_later_token_and_every_parameter_gets_a_gradient(n
 
 @each_group
 def test_cached_logits_equal_uncached_ones(name):
-    model, params, tokens = model_of(name), params_of(name), tokens_of(1)
-    expected, _ = in_numpy(name, params, tokens)
-    atol = rounding(lambda params: in_numpy(name, params, tokens)[0], params)
+    model = model_of(name)
+    params = params_of(name)
+    tokens = tokens_of(1)
+    expected, atol = in_float64(lambda p: in_numpy(name, p, tokens)[0], params)
     scanned = GPT(dataclasses.replace(model.config, scan_layers=True))
     stacked = in_layout(params, scanned=True)
 
@@ -455,10 +411,9 @@ def train(name, devices, **changes):
     losses = []
     for _ in range(2):
         tokens = rng.integers(0, 64, (16, T + 1)).astype(np.int32)
-        targets = np.where(
-            np.arange(T) < rng.integers(1, T + 1, (16, 1)), tokens[:, 1:], -1
-        )
-        batch = {"tokens": tokens[:, :-1], "targets": targets.astype(np.int32)}
+        batch = batch_of(tokens)
+        is_text = np.arange(T) < rng.integers(1, T + 1, (16, 1))
+        batch["targets"] = np.where(is_text, batch["targets"], -1).astype(np.int32)
         batch = program.backend.put_batch(batch)
         if not losses:
             step = program.compile_train(state, batch)
@@ -492,7 +447,8 @@ def test_flops_and_compute_parameters_are_those_of_the_program(name):
     if "model.num_experts" in ALL[name]:
         sizes["model__expert_capacity"] = 1.0
     cfg = dataclasses.replace(config_of(name, **sizes).gpt(), attention="plain")
-    model, tokens = GPT(cfg), jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    model = GPT(cfg)
+    tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     looked_up = ["wpe", "value_embedding", "bigram"] + ["wte"] * (

@@ -2,11 +2,12 @@
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import re
 import sys
-import time
+import threading
 import types
 
 import chex
@@ -28,7 +29,7 @@ from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import Writer
 from gpt2.training.workdir import check_options
-from tests.helpers import metrics_of
+from tests.helpers import SECONDS, metrics_of
 
 
 def metrics_file(workdir, resume_step=0):
@@ -136,7 +137,8 @@ def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         check_options(tmp_path, Config(logging=LoggingConfig(wandb=True)))
-    starts, logged = [], []
+    starts = []
+    logged = []
     run = types.SimpleNamespace(
         log=lambda values, step: logged.append((step, values)), finish=lambda: None
     )
@@ -163,7 +165,9 @@ class Kept(Writer):
     """A writer that keeps what it is given."""
 
     def __init__(self):
-        self.lines, self.said, self.steps = {}, [], []
+        self.lines = {}
+        self.said = []
+        self.steps = []
 
     def step(self, step):
         self.steps.append(step)
@@ -212,10 +216,8 @@ def test_skipped_steps_are_told_and_no_part_of_the_mean():
     steps[3] |= {"train/bad_in_a_row": 1.0}
     kept, error = report(steps, skip_bad_steps=1)
     assert error is None
-    assert (
-        kept.lines[3]["train/loss"] == 3.0
-        and kept.lines[3]["train/skipped_steps"] == 1.0
-    )
+    assert kept.lines[3]["train/loss"] == 3.0
+    assert kept.lines[3]["train/skipped_steps"] == 1.0
     assert [
         re.match(r"step \d is skipped", said) is not None for said in kept.said
     ] == [True] * 2
@@ -235,32 +237,50 @@ def test_the_first_step_with_nan_or_inf_ends_a_run(change):
     assert report(steps)[1] is None
 
 
-def barks_within(seconds, *step_times, least=0.2, current="step"):
-    """Returns the exit codes of a watchdog that hears of steps at some times."""
-    codes, times = [], list(step_times)
+def barks(steps, looks=40, current="step"):
+    """Returns the looks, of 0.02 seconds each, at which a watchdog ends a run.
+
+    A step comes before some of them.
+    """
+    passed = itertools.count()
+    ended = []
     clock = types.SimpleNamespace(current=current)
+    watchdog = Watchdog(clock, 0.0, lambda *_: ended.append(next(passed) - 1))
+    watchdog._least = 0.2
+
+    def wait(pause):  # for `close`
+        look = next(passed)
+        if look in steps:
+            watchdog.step(0)
+        return look == looks
+
+    watchdog._closed = types.SimpleNamespace(wait=wait)
+    watchdog._watch()
+    return ended
+
+
+def test_a_watchdog_ends_a_run_without_steps_and_no_other():
+    assert barks([0]) == [10]
+    assert barks(range(40)) == []
+    assert barks([0], current="validation") == []
+    (look,) = barks([15], looks=200)  # a step may take ten times as long as the last
+    assert look == pytest.approx(15 + 150, abs=1)
+    assert barks([]) == []  # the first step
+
+
+def test_a_watchdog_tells_the_stacks_of_all_threads(capfd):
+    codes = []
+    ended = threading.Event()
 
     def end(message, code):
         codes.append(code)
+        ended.set()
 
-    with contextlib.closing(Watchdog(clock, least, end)) as watchdog:
-        start = time.monotonic()
-        while (now := time.monotonic() - start) < seconds:
-            while times and times[0] <= now:
-                watchdog.step(0)
-                del times[0]
-            time.sleep(0.01)
-    return codes
-
-
-def test_a_watchdog_ends_a_run_without_steps_and_no_other(capfd):
-    assert barks_within(1.0, 0.0) == [4]
-    assert "in barks_within" in capfd.readouterr().err  # the stack of another thread
-    assert barks_within(0.8, *np.arange(0, 0.8, 0.02)) == []
-    assert barks_within(0.8, 0.0, current="validation") == []
-    assert barks_within(0.8, 0.3) == []  # ten steps are 3 seconds
-    assert barks_within(0.8) == []  # the first step
-    assert barks_within(0.8, 0.0, least=0.0) == []
+    clock = types.SimpleNamespace(current="step")
+    with contextlib.closing(Watchdog(clock, 0.05, end)) as watchdog:
+        watchdog.step(0)
+        assert ended.wait(SECONDS) and codes == [4]
+    assert "in test_a_watchdog_tells" in capfd.readouterr().err
 
 
 # The screen
@@ -323,10 +343,8 @@ def test_what_no_data_sheet_knows_has_no_peak():
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA H100 MIG 1g",
     )
-    assert (
-        not any(map(chips.find_chip, kinds))
-        and chips.total_peak_flops("float32") is None
-    )
+    assert not any(map(chips.find_chip, kinds))
+    assert chips.total_peak_flops("float32") is None
     assert all(chips.board_name(name) == name for name in chips.BOARDS)
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import chex
 import jax
@@ -26,14 +25,14 @@ from tests.forks import ROOT, environment
 from tests.helpers import (
     TINY,
     by_name,
-    finish,
     metrics_of,
     params_of,
     patched,
     run,
-    start,
+    starts_of,
+    struck,
+    succeed,
     thorough,
-    wait_for_step,
     write_words,
 )
 
@@ -50,11 +49,10 @@ def finished(corpus, tmp_path_factory):
     """A run that was never disturbed, and scores a task that others do not."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     (workdir.parent / "text8").write_text("the cat sat on the mat")
-    tasks, every = f"text8:{workdir.parent}", "--config.train.eval_tasks_every=3"
+    tasks = f"text8:{workdir.parent}"
+    every = "--config.train.eval_tasks_every=3"
     options = [*TINY, *corpus, f"--config.train.eval_tasks={tasks}", every]
-    code, stdout, stderr = run(workdir, *options)
-    assert code == 0, stderr
-    return workdir, stdout
+    return workdir, succeed(workdir, *options)
 
 
 def test_a_run_leaves_every_file_of_its_workdir(finished):
@@ -85,9 +83,9 @@ def test_metrics_have_their_names_and_each_step_once(finished):
 
 
 def test_a_run_is_repeated_from_its_record(finished, tmp_path):
-    record, again = finished[0] / "config.json", tmp_path / "again"
-    code, _, stderr = run(again, f"--config={record}")
-    assert code == 0, stderr
+    record = finished[0] / "config.json"
+    again = tmp_path / "again"
+    succeed(again, f"--config={record}")
     assert (again / "config.json").read_bytes() == record.read_bytes()
 
     assert metrics_of(again, speed=False) == metrics_of(finished[0], speed=False)
@@ -95,18 +93,11 @@ def test_a_run_is_repeated_from_its_record(finished, tmp_path):
 
 def test_eval_scores_the_checkpoint_as_training_did(finished):
     workdir, _ = finished
-    output, tasks = (
-        workdir.parent / "scores.json",
-        f"--tasks=validation,text8:{workdir.parent}",
-    )
-    code, _, stderr = run(
-        workdir, tasks, "--checkpoint=8", f"--output={output}", script="eval.py"
-    )
-    assert code == 0, stderr
-    found, last = (
-        [f["value"] for f in json.loads(output.read_text())],
-        metrics_of(workdir)[-1],
-    )
+    output = workdir.parent / "scores.json"
+    options = [f"--tasks=validation,text8:{workdir.parent}", f"--output={output}"]
+    succeed(workdir, *options, "--checkpoint=8", script="eval.py")
+    found = [figure["value"] for figure in json.loads(output.read_text())]
+    last = metrics_of(workdir)[-1]
     expected = last["eval/loss"], last["eval/text8/bits_per_byte"]
     assert (found[0], found[-1]) == pytest.approx(expected, rel=1e-5)
 
@@ -117,26 +108,23 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
 )
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):
     workdir = tmp_path / "killed"
-    process = start(workdir, *TINY, *corpus)
-    while process.poll() is None and not (workdir / kill_at).exists():
-        time.sleep(0.001)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    at_once = struck(tmp_path, signal.SIGKILL, f"Path('killed/{kill_at}').exists()")
+    killed = run(workdir, *TINY, *corpus, script=at_once, cwd=tmp_path)
+    assert killed[0] == -signal.SIGKILL
     assert not (workdir / "samples.txt").exists()
     saved = latest_step(workdir) or 0
-    code, _, stderr = run(workdir, *TINY, *corpus)
-    assert code == 0, stderr
-    starts = (workdir / "environment.jsonl").read_text().splitlines()
-    assert json.loads(starts[-1])["step"] == saved
+    succeed(workdir, *TINY, *corpus)
+    assert starts_of(workdir)[-1] == saved
     assert (saved > 0) == kill_at.startswith("checkpoints")  # it resumed
     chex.assert_trees_all_equal(params_of(workdir), params_of(finished[0]))
-    lines, undisturbed = metrics_of(workdir), metrics_of(finished[0])
+    lines = metrics_of(workdir)
+    undisturbed = metrics_of(finished[0])
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [m["train/loss"] for m in lines] == [m["train/loss"] for m in undisturbed]
 
 
 # Steps, and the batch, the context and the window that each of them has.
-PIECES = ((2, 2, 8, 4), (1, 8, 8, 4), (2, 8, 16, 4), (1, 4, 16, 4), (2, 4, 16, 0))
+PIECES = ((2, 2, 8, 4), (4, 4, 16, 4), (2, 2, 16, 0))
 COUNTED = """
 import os, signal
 from gpt2.training import program
@@ -155,8 +143,8 @@ train.Reporter.step = step
 def run_scheduled(workdir, *options, dies_at=0, devices=1):
     script = patched(workdir.parent, COUNTED.format(dies_at=dies_at))
     given = (
-        "batch_schedule=0=2,2=8,5=4",
-        "context_schedule=0=8,3=16",
+        "batch_schedule=0=2,2=4,6=2",
+        "context_schedule=0=8,2=16",
         "window_schedule=0=4,6=0",
     )
     schedules = [f"--config.train.{each}" for each in given]
@@ -178,20 +166,23 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
 ):
     config = load_config(scheduled).with_vocabulary(257)
     rows = TrainLoader(prepare(config.data), batch_size=1, context_length=16, seed=0)
-    first = [rows.batch(index) for index in range(1, 41)]
+    first = [rows.batch(index) for index in range(1, 23)]
     rows_of = {
         name: np.concatenate([row[name][0] for row in first]) for name in first[0]
     }
     schedule = make_schedule(config.optim, 8)
     optimizer = make_optimizer(config.optim, schedule, num_steps=8)
     params = GPT(config.gpt()).init(init_key(0), np.zeros((1, 1), int))["params"]
-    state, place, losses = TrainState.create(params, optimizer, "float32"), 0, {}
+    state = TrainState.create(params, optimizer, "float32")
+    place = 0
+    losses = {}
     for steps, size, length, window in PIECES:
         loss = next_token_loss(GPT(dataclasses.replace(config.gpt(), window=window)))
         update = make_update(loss, optimizer, schedule, seed=0)
         step = jax.jit(make_train_step(update))
         for _ in range(steps):
-            part, place = slice(place, place + size * length), place + size * length
+            part = slice(place, place + size * length)
+            place = part.stop
             batch = {
                 name: rows[part].reshape(size, length) for name, rows in rows_of.items()
             }
@@ -203,20 +194,19 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
         np.testing.assert_allclose(
             params_of(scheduled)[name], values, atol=1e-5, err_msg=name
         )
-    pmap, by_pmap = "--config.parallel.backend=pmap", tmp_path / "pmap"
+    pmap = "--config.parallel.backend=pmap"
+    by_pmap = tmp_path / "pmap"
     assert run_scheduled(by_pmap, *corpus, pmap, devices=2)[0] == 0
     told = {line["tokens"]: line["train/loss"] for line in metrics_of(by_pmap)}
     assert told == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_run_of_several_shapes_killed_three_times_is_the_same(
-    scheduled, corpus, tmp_path
-):
+def test_a_run_of_several_shapes_killed_twice_is_the_same(scheduled, corpus, tmp_path):
     again = tmp_path / "run"
-    for dies_at in (3, 5, 7):
+    for dies_at in (3, 7):
         assert run_scheduled(again, *corpus, dies_at=dies_at)[0] == -signal.SIGKILL
     code, stdout, _ = run_scheduled(again, *corpus)
-    assert code == 0 and stdout.count("compiles\n") < len(PIECES)
+    assert code == 0 and stdout.count("compiles\n") < len(PIECES) + 1
     for name, values in params_of(scheduled).items():
         np.testing.assert_array_equal(params_of(again)[name], values, err_msg=name)
     once, told = (
@@ -231,16 +221,11 @@ def test_a_run_of_several_shapes_killed_three_times_is_the_same(
 )
 def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     workdir = tmp_path / "stopped"
-    options = [
-        *TINY,
-        *corpus,
-        "--config.train.num_steps=100000",
-        "--config.train.eval_every=0",
-    ]
-    process = start(workdir, *options, "--config.train.checkpoint_every=0")
-    wait_for_step(process, workdir, 2)
-    process.send_signal(number)
-    returncode, stdout, stderr = finish(process, timeout=60)
+    options = ["--config.train.num_steps=100000", "--config.train.eval_every=0"]
+    options += ["--config.train.checkpoint_every=0"]
+    script = struck(tmp_path, number, "has_step(2)")
+    done = run(workdir, *TINY, *corpus, *options, script=script, cwd=tmp_path)
+    returncode, stdout, stderr = done
     assert returncode == code, stderr
     step = int(re.search(r"stopped by \w+ at step (\d+)", stdout)[1])
     assert (workdir / "checkpoints" / str(step)).is_dir()
@@ -345,5 +330,4 @@ def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     code, output = again("--config.train.num_steps=3")
     assert code == 0 and (workdir / "samples.txt").read_text() != "of step 2", output
     assert [line["step"] for line in metrics_of(workdir)] == [1, 2, 3]
-    starts = (workdir / "environment.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in starts] == [0, 2, 2]
+    assert starts_of(workdir) == [0, 2, 2]

@@ -12,7 +12,7 @@ import pytest
 from gpt2.config import load_config
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
-from tests.helpers import TINY, metrics_of, run
+from tests.helpers import TINY, metrics_of, succeed
 
 NUM_STEPS = 6
 # The learning rate does not hang on where a run ends, and `eps` is above the noise of gradients
@@ -38,9 +38,7 @@ HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
 def trained(workdir, *options, **kwargs):
     """Runs train.py to its end and returns what it printed."""
-    code, stdout, stderr = run(workdir, *TINY, *OPTIONS.split(), *options, **kwargs)
-    assert code == 0, stderr
-    return stdout
+    return succeed(workdir, *TINY, *OPTIONS.split(), *options, **kwargs)
 
 
 def column(workdir, name):
@@ -112,10 +110,8 @@ def test_16_bits_train_float32_weights_nearly_as_well(reference, tmp_path, dtype
     workdir = tmp_path / "run"
     trained(workdir, f"--config.precision.compute={dtype}")
     # Steps of float16 whose gradients overflow lower its loss scale, and wait with the schedule.
-    norms, rates = (
-        column(workdir, "train/grad_norm"),
-        column(workdir, "train/learning_rate"),
-    )
+    norms = column(workdir, "train/grad_norm")
+    rates = column(workdir, "train/learning_rate")
     skipped = sum(norm is None for norm in norms)
     assert 0 < skipped < 3 if dtype == "float16" else not skipped
     expected = column(reference[0], "train/learning_rate")

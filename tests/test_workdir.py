@@ -1,7 +1,6 @@
 """What it takes to continue a run: its options, its text, its checkpoints, and nobody else."""
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -18,7 +17,7 @@ import pytest
 
 import gpt2
 from configs import quickstart
-from gpt2.config import Config, DataConfig
+from gpt2.config import Config, DataConfig, with_options
 from gpt2.data import prepare
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
@@ -26,21 +25,25 @@ from gpt2.telemetry.metrics import MetricsFile
 from gpt2.training import workdir as run_files
 from gpt2.utils import code, files
 from gpt2.utils.code import hash_code, read_starts
-from tests.helpers import TINY, make_repository, run, start, wait_for_step
-
-TINY_MODEL = dict(
-    vocab_size=50, context_length=8, num_layers=1, num_heads=2, embed_dim=16
+from tests.helpers import (
+    TINY,
+    make_repository,
+    options_of,
+    run,
+    start,
+    wait_for_step,
 )
 
+TINY_MODEL = """
+    model.vocab_size=50 model.context_length=8 model.num_layers=1 model.num_heads=2
+    model.embed_dim=16"""
 
-def make_config(**groups):
-    """The quickstart's options with a tiny model, and `group=dict(option=value)` changed."""
+
+def make_config(text="", **data):
+    """The quickstart's options with a tiny model, those of a text, and some of `data`."""
     config = Config.from_dict(quickstart.get_config())
-    for name, change in ({"model": TINY_MODEL} | groups).items():
-        if isinstance(change, dict):
-            change = dataclasses.replace(getattr(config, name), **change)
-        config = dataclasses.replace(config, **{name: change})
-    return config
+    given = {f"data.{name}": data[name] for name in data}
+    return with_options(config, options_of(f"{TINY_MODEL} {text}") | given)
 
 
 def write_run(workdir, config, checkpoints=()):
@@ -84,49 +87,39 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
 @pytest.mark.parametrize(
     ("before", "now", "told"),
     [
-        (dict(optim=dict(name="lion")), {}, "optim.name=lion, not adamw"),
+        ("optim.name=lion", "", "optim.name=lion, not adamw"),
         (
-            {},
-            dict(optim=dict(beta1=0.8, weight_decay=0.2)),
+            "",
+            "optim.beta1=0.8 optim.weight_decay=0.2",
             "beta1=0.9, not 0.8; optim.weight_d",
         ),
-        (dict(seed=1), {}, "seed=1, not 0"),
-        (dict(data=dict(batch_size=4)), {}, "data.batch_size=4, not"),
-        (dict(loss=dict(z_loss=0.1)), {}, "loss.z_loss=0.1, not 0.0"),
-        ({}, dict(model=dict(TINY_MODEL, num_layers=2)), "model.num_layers=1, not 2"),
+        ("seed=1", "", "seed=1, not 0"),
+        ("data.batch_size=4", "", "data.batch_size=4, not"),
+        ("loss.z_loss=0.1", "", "loss.z_loss=0.1, not 0.0"),
+        ("", "model.num_layers=2", "model.num_layers=1, not 2"),
+        ("", "model.vocab_size=51", "model.vocab_size=50, not 51"),
+        ("", "model.vocab_size=0", ""),  # not known yet
+        ("", "model.attention=xla", ""),
+        ("", "train.accumulate_steps=2", ""),
         (
-            {},
-            dict(model=dict(TINY_MODEL, vocab_size=51)),
-            "model.vocab_size=50, not 51",
-        ),
-        ({}, dict(model=dict(TINY_MODEL, vocab_size=0)), ""),  # not known yet
-        ({}, dict(model=dict(TINY_MODEL, attention="xla")), ""),
-        ({}, dict(train=dict(accumulate_steps=2)), ""),
-        (
-            dict(
-                model=dict(TINY_MODEL, dropout=0.1)
-            ),  # whose masks are drawn by micro-batch
-            dict(model=dict(TINY_MODEL, dropout=0.1), train=dict(accumulate_steps=2)),
+            "model.dropout=0.1",  # whose masks are drawn by micro-batch
+            "model.dropout=0.1 train.accumulate_steps=2",
             "train.accumulate_steps=1, not 2",
         ),
-        (
-            {},
-            dict(train=dict(num_steps=9, skip_bad_steps=3, eval_every=1, log_every=7)),
-            "",
-        ),
-        ({}, dict(parallel=dict(fsdp=2), memory=dict(remat="full")), ""),
-        ({}, dict(logging=dict(tensorboard=False)), ""),
+        ("", "train.num_steps=9 train.skip_bad_steps=3 train.eval_every=1", ""),
+        ("", "train.log_every=7 parallel.fsdp=2 memory.remat=full", ""),
+        ("", "logging.tensorboard=False", ""),
     ],
 )
 def test_a_run_continues_unless_what_it_trains_would_change(
     tmp_path, before, now, told
 ):
-    workdir = write_run(tmp_path, make_config(**before))
+    workdir = write_run(tmp_path, make_config(before))
     if not told:
-        run_files.check_options(workdir, make_config(**now))
+        run_files.check_options(workdir, make_config(now))
         return
     with pytest.raises(UserError) as error:
-        run_files.check_options(workdir, make_config(**now))
+        run_files.check_options(workdir, make_config(now))
     assert told in str(error.value)
 
 
@@ -140,7 +133,7 @@ def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
 
 
 def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp_path):
-    config = make_config(data=dict(data_dir=str(tmp_path / "run" / "data")))
+    config = make_config(data_dir=str(tmp_path / "run" / "data"))
     (tmp_path / "run" / "data").mkdir(parents=True)
     (tmp_path / "run" / ".lock").touch()
     run_files.check_options(tmp_path / "run", config)
@@ -150,17 +143,15 @@ def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp
 
 
 def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
-    config = make_config(train=dict(num_steps=4))
+    config = make_config("train.num_steps=4")
     workdir = write_run(tmp_path / "run", config, checkpoints=(2, 4))
     assert not run_files.is_finished(workdir, config, start=4)
     (workdir / "samples.txt").touch()
     assert run_files.is_finished(workdir, config, start=4)
-    assert not run_files.is_finished(
-        workdir, config, start=2
-    )  # the last checkpoint is damaged
-    assert not run_files.is_finished(
-        workdir, make_config(train=dict(num_steps=6)), start=4
-    )
+    # Where the last checkpoint is damaged, and with more steps to do.
+    assert not run_files.is_finished(workdir, config, start=2)
+    longer = make_config("train.num_steps=6")
+    assert not run_files.is_finished(workdir, longer, start=4)
 
 
 DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]
@@ -183,11 +174,11 @@ def begun(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
 
     def begin(data):
-        config = make_config(data=data)
+        config = make_config(**data)
         run_files.begin(tmp_path / "run", config, prepare(config.data), 0)
 
     def resume(data):
-        config = make_config(data=data)
+        config = make_config(**data)
         run_files.check_options(tmp_path / "run", config)
         run_files.check_data(tmp_path / "run", prepare(config.data))
 
@@ -291,13 +282,9 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     assert (new["step"], continued["step"]) == (0, 20)
     began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
-    assert (
-        new["command"] == ["train.py", "--config.seed=3"]
-        and new["gpt2"] == gpt2.__version__
-    )
-    assert (
-        new["commit"] is None and new["clean"] is None and new["jax"] == version("jax")
-    )
+    assert new["command"] == ["train.py", "--config.seed=3"]
+    assert new["gpt2"] == gpt2.__version__ and new["jax"] == version("jax")
+    assert new["commit"] is None and new["clean"] is None
     assert new["devices"] == jax.device_count() and new["processes"] == 1
     assert new["code"] == continued["code"]
     monkeypatch.setattr(code, "hash_code", lambda: "c0de")
@@ -322,6 +309,9 @@ def test_metrics_of_checkpoints_that_are_gone_are_set_aside(tmp_path, monkeypatc
     assert json.loads(aside.read_text())["step"] == 5
 
 
+ROOMS = "config data model ops optim parallel training utils"  # that decide figures
+
+
 @pytest.mark.parametrize(
     ("file", "text", "same"),
     [
@@ -336,7 +326,7 @@ def test_metrics_of_checkpoints_that_are_gone_are_set_aside(tmp_path, monkeypatc
             "def f(x):\n    return 2 *",
             False,
         ),  # it is being edited
-        ("gpt2/model/mine.py", "", False),
+        *((f"gpt2/{room}/mine.py", "", False) for room in ROOMS.split()),
         ("gpt2/model/.#block.py", "", True),
         ("gpt2/evals/tasks.py", "x = 1", True),
         ("gpt2/cli.py", "x = 1", True),
@@ -344,11 +334,10 @@ def test_metrics_of_checkpoints_that_are_gone_are_set_aside(tmp_path, monkeypatc
     ],
 )
 def test_the_hash_of_the_code_is_of_what_a_run_computes(tmp_path, file, text, same):
-    for name in ("model", "evals"):
-        (tmp_path / "gpt2" / name).mkdir(parents=True)
-    (tmp_path / "gpt2" / "model" / "block.py").write_text(
-        "def f(x):\n    return 2 * x\n"
-    )
+    block = tmp_path / "gpt2/model/block.py"
+    for path in (block, tmp_path / file):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    block.write_text("def f(x):\n    return 2 * x\n")
     before = hash_code(tmp_path)
     (tmp_path / file).write_text(text)
     assert (hash_code(tmp_path) == before) == same

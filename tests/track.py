@@ -37,7 +37,8 @@ def judge(path: Path) -> str:
     for same in ("arm", "purpose", "code", "tokens", "flops", "parameters"):
         demand(runs[same].nunique() == 1, f"all runs have the same {same}")
     first = runs.iloc[0]
-    number, unit = first.parameters[:-1], first.parameters[-1]
+    number = first.parameters[:-1]
+    unit = first.parameters[-1]
     is_small = float(number) * COUNTS[unit] <= MAX_PARAMETERS
     demand(is_small, f"it has at most {MAX_PARAMETERS:,} parameters")
     whole = runs["eval/loss"] * TARGETS / BYTES / math.log(2)

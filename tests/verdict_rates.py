@@ -89,7 +89,8 @@ RULES = {"Dunnett alone": dunnett, "Welch alone, Šidák's level": sidak, "both"
 
 def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):
     """Returns in how many percent of sweeps each rule finds anything, or a shifted arm."""
-    rng, counts = np.random.default_rng(0), dict.fromkeys(RULES, 0)
+    rng = np.random.default_rng(0)
+    counts = dict.fromkeys(RULES, 0)
     for _ in range(num // CHUNK):
         drawn = moments(draw(rng, sizes, deviations, shift))
         for name, rule in RULES.items():
@@ -103,7 +104,8 @@ def draw_looks(deviations, shifts=(), num=CHUNK, seed=0):
 
     `shifts`, of the first arms, are in standard errors of as many seeds.
     """
-    rng, num_seeds = np.random.default_rng(seed), LOOKS[-1]
+    rng = np.random.default_rng(seed)
+    num_seeds = LOOKS[-1]
     scores = deviations * rng.standard_normal((num, num_seeds, len(deviations)))
     scores[..., 1 : 1 + len(shifts)] += np.array(shifts) * math.sqrt(2 / num_seeds)
     return scores
@@ -111,8 +113,10 @@ def draw_looks(deviations, shifts=(), num=CHUNK, seed=0):
 
 def look_at(scores, looks=LOOKS):
     """Returns which arms looks find, `[num, arms]`, and how many runs each sweep trains."""
-    num, arms = len(scores), scores.shape[2] - 1
-    seeds, going = np.zeros((num, 1 + arms), int), np.ones((num, arms), bool)
+    num = len(scores)
+    arms = scores.shape[2] - 1
+    seeds = np.zeros((num, 1 + arms), int)
+    going = np.ones((num, arms), bool)
     found = np.zeros_like(going)
     for look in looks:
         goes = going.any(1)

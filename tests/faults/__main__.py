@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.set_verbosity(logging.FATAL)  # Orbax, where checkpoints are compared
-    began, failed = time.monotonic(), 0
+    began = time.monotonic()
+    failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         directory = chosen.workdir or Path(scratch)
         # Where the environment names no cache of compiled programs, all runs share this one.

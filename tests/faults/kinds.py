@@ -35,11 +35,13 @@ ALONE = (1, 4, 5, -signal.SIGABRT)
 def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fault]:
     """Sends a signal to one run, so many times, at random moments of random phases."""
     workdir, times = lab.directory / number.name, min(times, lab.most)
-    data_dir, hits = lab.directory / f"{number.name}-data", Counter[str]()
+    data_dir = lab.directory / f"{number.name}-data"
+    hits = Counter[str]()
     cold = {"JAX_COMPILATION_CACHE_DIR": str(lab.directory / f"{number.name}-cache")}
 
     def make() -> float:
-        longest, saved = 0.0, 0
+        longest = 0.0
+        saved = 0
         moments = [*DELAYS, *itertools.islice(itertools.cycle(PHASES[2:5]), times)][
             :times
         ]
@@ -63,7 +65,8 @@ def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     Broken: the run does not end as it should, or did not begin from step `saved`.
     """
     run.stop()  # or the phase could change while it is looked at
-    hit, shown = run.phase(), newest_saved(run.workdir)
+    hit = run.phase()
+    shown = newest_saved(run.workdir)
     run.process.send_signal(number)
     run.process.send_signal(signal.SIGCONT)
     code = 128 + number
@@ -136,10 +139,8 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
             return max(run.quiet, lab.finish(run.workdir, SHORT, saved))
 
     def full_during_preparation(index: int) -> float:
-        disk, workdir = (
-            lab.directory / f"data-disk-{index}",
-            lab.directory / f"unprepared-{index}",
-        )
+        disk = lab.directory / f"data-disk-{index}"
+        workdir = lab.directory / f"unprepared-{index}"
         with mounted(disk):
             with lab.run(workdir, SHORT, data_dir=disk) as run:
                 run.until_phase("preparation")
@@ -187,7 +188,8 @@ def processes(lab: Laboratory) -> Iterator[Fault]:
         workdir = lab.directory / f"pair-{number.name}-{index}-{phase}"
         with pair(workdir) as runs:
             runs[0].until_phase(phase, saved=10 if phase == "step" else 0)
-            saved, seconds = newest_saved(workdir), []
+            saved = newest_saved(workdir)
+            seconds = []
             for run, signaled in (
                 (runs[1 - index], number),
                 (runs[index], signal.SIGCONT),

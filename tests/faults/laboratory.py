@@ -1,6 +1,5 @@
 """Runs of train.py, watched from outside while faults are made, and compared with unharmed ones."""
 
-import json
 import os
 import random
 import re
@@ -11,7 +10,14 @@ import time
 from pathlib import Path
 
 from gpt2.training.checkpoint_files import latest_step
-from tests.helpers import ROOT, TINY, metrics_of, params_of, write_words
+from tests.helpers import (
+    ROOT,
+    TINY,
+    metrics_of,
+    params_of,
+    starts_of,
+    write_words,
+)
 
 PHASES = ("start", "preparation", "compile", "step", "save", "report")
 SHORT = 40  # steps of a run
@@ -39,7 +45,8 @@ class Watched:
     def __init__(
         self, workdir: Path, data_dir: Path, *options: str, screen: Path, **variables
     ):
-        self.workdir, self._data_dir = workdir, data_dir
+        self.workdir = workdir
+        self._data_dir = data_dir
         self.out, self.err = (
             screen.with_name(f"{screen.name}.{end}") for end in ("out", "err")
         )
@@ -74,7 +81,9 @@ class Watched:
 
     def forget_quiet(self) -> None:
         """Takes the time from now on."""
-        self.quiet, self._size, self._since = 0.0, 0, time.monotonic()
+        self.quiet = 0.0
+        self._size = 0
+        self._since = time.monotonic()
 
     def until(self, condition) -> None:
         """Waits for a condition or the end; Broken if the run shows nothing for too long."""
@@ -85,10 +94,12 @@ class Watched:
 
     def look(self) -> None:
         """Notes whether anything was printed since the last look."""
-        now, size = time.monotonic(), self.out.stat().st_size + self.err.stat().st_size
+        now = time.monotonic()
+        size = self.out.stat().st_size + self.err.stat().st_size
         self.quiet = max(self.quiet, now - self._since)
         if size != self._size:
-            self._size, self._since = size, now
+            self._size = size
+            self._since = now
         if self.quiet > LIMIT:
             raise Broken(f"it showed nothing for {self.quiet:.0f} s in {self.phase()}")
 
@@ -106,7 +117,8 @@ class Watched:
     def wait(self, *codes: int) -> int:
         """Waits for the end and returns the exit code; Broken for others and for tracebacks."""
         self.until(lambda: False)
-        code, told = self.process.returncode, self.err.read_text().strip()
+        code = self.process.returncode
+        told = self.err.read_text().strip()
         if code not in codes or "Traceback" in told.replace("Exception ignored", ""):
             raise Broken(f"exit code {code} of {codes}: {told[-2000:]!r}")
         return code
@@ -116,8 +128,11 @@ class Laboratory:
     """A folder for runs and their texts; `most`: how often at most to make each fault."""
 
     def __init__(self, directory: Path, seed: int, most: int):
-        self.directory, self.random, self.most = directory, random.Random(seed), most
-        self.data_dir, self._screens = directory / "data", directory / "screens"
+        self.directory = directory
+        self.random = random.Random(seed)
+        self.most = most
+        self.data_dir = directory / "data"
+        self._screens = directory / "screens"
         self._screens.mkdir()
         self._corpus = (
             f"--config.data.corpus=text:{write_words(directory / 'corpus', 30, 8000)}"
@@ -165,7 +180,8 @@ def check_start(workdir: Path, saved: int) -> None:
 
 def compare(workdir: Path, reference: Path) -> None:
     """Raises Broken unless two runs ended with the same parameters and metrics, bit for bit."""
-    found, wanted = params_of(workdir), params_of(reference)
+    found = params_of(workdir)
+    wanted = params_of(reference)
     others = [
         name for name in wanted if found[name].tobytes() != wanted[name].tobytes()
     ]
@@ -178,13 +194,6 @@ def compare(workdir: Path, reference: Path) -> None:
     ]
     if logged[0] != logged[1]:
         raise Broken("other metrics than without faults")
-
-
-def starts_of(workdir: Path) -> list[int]:
-    """Returns the step from which each start of a run went on."""
-    path = workdir / "environment.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["step"] for line in lines]
 
 
 def newest_saved(workdir: Path) -> int:
