@@ -94,8 +94,8 @@ def test_processes_together_read_the_whole_batch(counting):
             )
 
 
-def test_a_part_of_a_mixture_that_is_one_document_has_segments_too(make):
-    part = make(np.arange(50), [7, 8, EOT, 9], num_documents=1)
+def test_a_part_of_a_mixture_that_is_one_document_has_segments_too(tmp_path):
+    part = stored(tmp_path, np.arange(50), [7, 8, EOT, 9], num_documents=1)
     loader = ValidationLoader(part, batch_size=1, context_length=4, document_mask=True)
     assert loader.batch(1)["segments"].tolist() == [[0, 0, 1, 1]]
 
