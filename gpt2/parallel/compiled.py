@@ -61,10 +61,8 @@ class CompiledStep:
         """Runs it. Other arguments than those it was compiled for are a RecompileError."""
         try:
             outputs = self._compiled(*arguments)
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # raised before it runs or takes a donation
+        except (TypeError, ValueError) as error:
+            # It has not run, nor taken a donation.
             if jit_is_off():
                 raise
             raise RecompileError(

@@ -22,8 +22,9 @@ class Guard(struct.PyTreeNode):
     @classmethod
     def create(cls, train: TrainConfig) -> "Guard | None":
         """Returns the guard at the start of a run, or None if its options skip no step."""
-        skips = train.skip_bad_steps > 0
-        return cls(jnp.int32(0), jnp.int32(0), train.skip_bad_steps) if skips else None
+        if not train.skip_bad_steps:
+            return None
+        return cls(jnp.int32(0), jnp.int32(0), train.skip_bad_steps)
 
     def capped(self) -> "Guard":
         """Returns a restored guard with no more bad steps in a row than `max_bad`, now lower."""

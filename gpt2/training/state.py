@@ -15,9 +15,8 @@ class LossScale(struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2)."""
 
     scale: Array  # float32 scalar that multiplies the loss
-    good_steps: (
-        Array  # int32 scalar, steps with finite gradients since `scale` last changed
-    )
+    # int32 scalar, steps with finite gradients since `scale` last changed
+    good_steps: Array
 
     GROWTH_INTERVAL = 2000
 

@@ -272,25 +272,22 @@ def _judge(
     overflows: Tree = False
     about_skips = Metrics()
     loss_scale = state.loss_scale
+    guard = state.guard
     if loss_scale is not None:
-        keep = finite = jnp.isfinite(grad_norm)
+        keep = jnp.isfinite(grad_norm)
         # A scale that cannot be lowered is not to blame.
-        overflows = jnp.isfinite(loss) & ~finite & (loss_scale.scale > 1)
-        is_bad = ~overflows & ~(finite & jnp.isfinite(loss))
-        about_skips = {"train/bad_in_a_row": is_bad.astype(jnp.float32)}
-        loss_scale = loss_scale.update(finite)
-    if state.guard is not None:
-        keep, judged = state.guard.judge(loss, grad_norm)  # none that overflows is kept
-        guard = _choose(overflows, state.guard, judged)
+        overflows = jnp.isfinite(loss) & ~keep & (loss_scale.scale > 1)
+        is_bad = ~overflows & ~(keep & jnp.isfinite(loss))
+        about_skips["train/bad_in_a_row"] = is_bad.astype(jnp.float32)
+        loss_scale = loss_scale.update(keep)
+    if guard is not None:
+        keep, after = guard.judge(loss, grad_norm)  # none that overflows is kept
+        guard = _choose(overflows, guard, after)
         loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
-        about_skips = {
-            "train/skipped_steps": jnp.float32(guard.skipped),
-            "train/bad_in_a_row": jnp.float32(
-                guard.bad_in_a_row
-            ),  # steps up to this one
-        }
-        state = state.replace(guard=guard)
-    return keep, state.replace(loss_scale=loss_scale), about_skips
+        about_skips["train/skipped_steps"] = jnp.float32(guard.skipped)
+        # Steps up to this one.
+        about_skips["train/bad_in_a_row"] = jnp.float32(guard.bad_in_a_row)
+    return keep, state.replace(guard=guard, loss_scale=loss_scale), about_skips
 
 
 def compute_both(condition: Array, function: Callable, other: Callable) -> Tree:
