@@ -70,8 +70,8 @@ the heads of keys are repeated in the wrong order: ops/plain.py, switch_values -
     - k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     + k = jnp.tile(k, (1, 1, q.shape[2] // k.shape[2], 1))
 the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
-    - 1.0 - (capped / how.softcap) ** 2
-    + 1.0 - (capped / how.softcap)
+    - 1.0 - (scores / how.softcap) ** 2
+    + 1.0 - (scores / how.softcap)
 post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
     - branch.norm(branch.add(y))
     + branch.add(branch.norm(y))
