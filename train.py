@@ -135,7 +135,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     with clock.phase("compile"):
         examples, eval_batch = batches.examples(start)
         steps = program.compile_steps(state, examples)
-        eval_step = program.compile_eval(state.params, eval_batch)
+        eval_step = program.compile_eval(state.eval_params, eval_batch)
         jax.block_until_ready((state, steps, eval_step))
     distributed.only_first(tell)(program.describe(batches, steps, start), sys.stdout)
 
@@ -197,6 +197,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
             raise diagnosis.explain(error, state) from None
         except Exception:  # of what is no step: validation, tasks, reading
             if checkpointer.can_rescue(state, step):
+                reporter.catch_up()
                 save()
             raise
         profiler.close(state)

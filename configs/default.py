@@ -261,7 +261,7 @@ class Train:
     accumulate_steps: Positive = 1  # micro-batches per optimizer step
     log_every: Positive = 10  # steps
     eval_every: int = 1000  # steps; 0: only at the end
-    # Micro-batches a validation; 0: the whole split, as bits per byte need.
+    # Of data.batch_size rows, a validation; 0: the whole split, as bits per byte need.
     eval_batches: int = 0
     # NAME:DIRECTORY,... of tasks to score (docs/evaluation.md); empty: none.
     eval_tasks: str = ""

@@ -57,9 +57,7 @@ def get_config(machine: str = "") -> ConfigDict:
     config.data.update(corpus="tokens:fineweb10B/*.bin", batch_size=512)
     config.optim.update(end_learning_rate=0.0, warmup_steps=700)
     # llm.c validates on the first 20 batches of the split.
-    config.train.update(
-        num_steps=18_865, accumulate_steps=parts, eval_batches=20 * parts
-    )
+    config.train.update(num_steps=18_865, accumulate_steps=parts, eval_batches=20)
     config.logging.reference = "llmc-124m"
     config.update_from_flattened_dict(options)
     return config

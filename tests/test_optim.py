@@ -15,7 +15,7 @@ from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.model import GPTConfig
 from gpt2.optim import averaged_params, joint_norm, make_optimizer, make_schedule
-from gpt2.optim.transforms import clip_by_global_norm
+from gpt2.optim.transforms import average_parameters, clip_by_global_norm
 from gpt2.utils.scan import in_layout
 from tests.helpers import by_name, first_params, thorough
 
@@ -191,6 +191,16 @@ def by_formula(optim):
             if step > NUM_STEPS - tail:
                 means[name] = means.get(name, 0) + params[name] / tail
     return params, means or average
+
+
+def test_a_tail_that_begins_earlier_than_planned_averages_what_follows_alone():
+    params = {"w": jnp.float32(0.0)}
+    late, early = average_parameters(start=8), average_parameters(start=2)
+    state = late.init(params)
+    for step in range(1, 7):
+        tail = late if step <= 4 else early  # a run that is cut short and continued
+        _, state = tail.update({"w": jnp.float32(step)}, state, params)
+    assert state.average["w"] == (5 + 6) / 2
 
 
 def test_ademamix_without_its_fast_average_is_finite_and_begins_with_the_gradient():

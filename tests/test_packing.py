@@ -361,6 +361,14 @@ def test_a_function_that_gives_no_batches_is_refused():
         next(none.validation(4))
 
 
+def test_batches_that_keep_no_place_begin_anew_and_say_so(capsys):
+    batch = {"tokens": ROWS, "targets": ROWS}
+    for first in (1, 7):
+        own = OwnBatches("python:a:b", lambda split: [batch], (4, 16), 64)
+        own.batch(first)
+        assert ("step 7 has its first" in capsys.readouterr().err) == (first == 7)
+
+
 def test_a_function_of_a_seed_is_given_that_of_the_run():
     def batches(split, seed):
         return [{"tokens": np.full((4, 16), seed), "targets": ROWS}]

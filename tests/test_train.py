@@ -296,6 +296,12 @@ def test_what_fails_beside_the_steps_loses_none(tmp_path, split, step):
     assert metrics_of(tmp_path / "run")[-1]["step"] == step
 
 
+def test_an_average_that_zero1_spreads_is_validated(tmp_path):
+    options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=1"]
+    options += ["--config.optim.ema=0.5", "--config.parallel.strategy=zero1"]
+    succeed(tmp_path / "run", *options, devices=2)
+
+
 @pytest.mark.thorough
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     workdir = tmp_path / "run"

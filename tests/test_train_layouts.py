@@ -27,8 +27,8 @@ OPTIONS = f"""
 """
 BEGINS = """
     --config.parallel.backend=pmap --config.memory.remat=full --config.train.accumulate_steps=2
-    --config.train.eval_batches=4 --config.train.num_steps=3
-"""  # as many rows are validated, in batches of half the size
+    --config.train.num_steps=3
+"""
 ENDS = """
     --config.parallel.data=2 --config.parallel.fsdp=2 --config.parallel.tensor=2
     --config.memory.scan_layers --config.memory.remat=full

@@ -35,7 +35,7 @@ def choose_score(arms: Sequence[Arm]) -> str:
     parts = {
         (
             c.train.eval_batches,
-            c.micro_batch_size,
+            c.data.batch_size,
             c.model.context_length,
             c.data.tokenizer,
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from gpt2.data.corpus import import_function
 from gpt2.data.loader import ALL_ROWS, IGNORED, Batch
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.utils.files import reading
 
 KEPT = 16  # states, which is more than batches are read ahead
@@ -66,6 +66,8 @@ class OwnBatches:
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns the batch of a step: this process's `rows`. Steps come in order, once."""
         if self._taken is None:
+            if step > 1 and not self.restored:
+                warn(f"{self._corpus} keeps no place: step {step} has its first batch")
             self._begin(self.restored)
         elif step != self._taken + 1:
             raise UserError(f"{self._corpus} gives its batches only once")

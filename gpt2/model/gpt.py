@@ -139,9 +139,8 @@ class GPT(nn.Module):
         chex.assert_equal_shape_prefix([tokens, targets], 2)
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
-        # Padding follows the last target of a row.
-        latest = jax.lax.cummax(targets.max(-1), axis=1, reverse=True)
-        flow = _flow(tokens, segments, deterministic).replace(is_text=latest >= 0)
+        has_target = (targets >= 0).any(-1)
+        flow = _flow(tokens, segments, deterministic).replace(has_target=has_target)
         hidden, _ = self._hidden(table, flow, None)
 
         def lose_changed(logits: Array, targets: Array) -> tuple[Array, Tree]:

@@ -74,11 +74,8 @@ def make_optimizer(
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
-        # Until which the average is the newest parameters.
-        start = optim.tail_start(num_steps)
-        mean = lambda count: 1 - 1 / jnp.maximum(count + 1 - start, 1)  # noqa: E731
-        kept = optax.constant_schedule(optim.ema) if optim.ema else mean
-        optimizer = optax.chain(optimizer, average_parameters(kept))
+        average = average_parameters(optim.ema, optim.tail_start(num_steps))
+        optimizer = optax.chain(optimizer, average)
     if not optim.clip_norm:
         return optimizer
     return optax.chain(clip_by_global_norm(optim.clip_norm), optimizer)

@@ -80,21 +80,26 @@ class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
     count: Array  # type: ignore[assignment] # int32 scalar, updates so far
+    averaged: Array  # int32 scalar, of these those in the average
     average: Tree  # a tree like the parameters
 
 
-def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
-    """Keeps an average of parameters, to which every update adds `1 - decay` of the new ones.
+def average_parameters(
+    decay: float = 0, start: int = 0
+) -> optax.GradientTransformation:
+    """Keeps an average of the parameters after each update. Last of a chain.
 
-    A constant decay makes it exponential (Tarvainen and Valpola 2017). Last of a chain.
+    With a decay it is exponential (Tarvainen and Valpola 2017). Else it is the mean of those after
+    the update `start`, until which it is the newest.
     """
 
     def init_fn(params: Tree) -> AverageState:
         copy = jax.tree.map(jnp.copy, params)  # a buffer that may be donated
-        return AverageState(jnp.int32(0), copy)
+        return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        kept = decay(state.count)
+        averaged = jnp.where(state.count < start, 0, state.averaged + 1)
+        kept = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(
             lambda old, param, update: kept * old + (1 - kept) * (param + update),
             state.average,
@@ -102,7 +107,7 @@ def average_parameters(decay: optax.Schedule) -> optax.GradientTransformation:
             updates,
         )
         count = optax.safe_increment(state.count)
-        return updates, AverageState(count, average)
+        return updates, AverageState(count, averaged, average)
 
     return optax.GradientTransformation(init_fn, update_fn)
 

@@ -23,7 +23,7 @@ class Flow(struct.PyTreeNode):
         tokens: `[B, T]` int32.
         positions: `[B or 1, T]` int32.
         segments: `[B, T]` int32 or None; positions see only those of their own segment.
-        is_text: `[B, T]` bool, what is no padding: it, or a later one, has a target. None: all.
+        has_target: `[B, T]` bool, the positions that losses count; None: all.
         rotation: cosines and sines for `model.position=rope`, see `plain.rotation`; else None.
         cached: by ingredient, what a cache kept of the tokens before; None without one.
         layer: the number of the layer, from 0 on; in a scan an int32 scalar.
@@ -36,7 +36,7 @@ class Flow(struct.PyTreeNode):
     tokens: Array
     positions: Array
     segments: Array | None = None
-    is_text: Array | None = None
+    has_target: Array | None = None
     rotation: tuple[Array, Array] | None = None
     cached: dict[str, Array] | None = None
     layer: int | Array = 0

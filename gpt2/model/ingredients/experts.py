@@ -40,7 +40,7 @@ class Experts(Ingredient):
     def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
         """Puts several in the MLP's place."""
         is_training = not flow.deterministic
-        return partial(Mixture, mlp=mlp, drops=is_training, is_text=flow.is_text)
+        return partial(Mixture, mlp=mlp, drops=is_training, has_target=flow.has_target)
 
     def active_share(self, names: Names) -> float:
         """Returns the share of the experts that compute a token."""
@@ -57,14 +57,14 @@ class Mixture(nn.Module):
         ops: what they compute with.
         mlp: makes one.
         drops: whether an expert takes no more tokens of a row than its capacity.
-        is_text: `[B, T]`, the tokens that losses and metrics count; None: all.
+        has_target: `[B, T]`, the tokens that losses and metrics count; None: all.
     """
 
     config: GPTConfig
     ops: Ops
     mlp: MakeModule
     drops: bool
-    is_text: Array | None = None
+    has_target: Array | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -84,8 +84,8 @@ class Mixture(nn.Module):
             weights /= weights.sum(-1, keepdims=True)
         is_chosen = jax.nn.one_hot(chosen, E).sum(2)  # [B, T, E]
         counts = jnp.ones((B, T, 1))
-        if self.is_text is not None:
-            counts *= self.is_text[..., None]
+        if self.has_target is not None:
+            counts *= self.has_target[..., None]
         self._report_losses(logits, shares, is_chosen, counts)
 
         capacity = T
