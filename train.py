@@ -85,8 +85,8 @@ def main() -> int:
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
     distributed.only_first(set_on_exit)(config.logging.on_exit)
-    mirror = folder.mirror(args.workdir or f"runs/{cli.config_name()}")
-    workdir = mirror.folder
+    place = args.workdir or f"runs/{cli.config_name()}"
+    workdir, mirror = folder.open_workdir(place)
     folder.check_options(workdir, config)
     if options.init_from and not folder.saved_steps(workdir):
         check_source(options.init_from)

@@ -1,5 +1,6 @@
 """Runs, texts and weights at URLs: what a store holds is whole, and every place gives the same."""
 
+import contextlib
 import http.server
 import os
 import signal
@@ -17,7 +18,7 @@ from gpt2.data import prepare
 from gpt2.errors import UserError
 from gpt2.utils import mirror as mirror_file
 from gpt2.utils import stores
-from gpt2.utils.mirror import Mirror
+from gpt2.utils.mirror import mirrored
 from tests.helpers import (
     SECONDS,
     TINY,
@@ -50,6 +51,14 @@ def store(tmp_path, monkeypatch):
     return memory, next_machine
 
 
+@contextlib.contextmanager
+def sent(place):
+    """A run's folder, of which the place is sent all."""
+    folder = stores.fetch(place)
+    with mirrored(place, folder):
+        yield folder
+
+
 def save(folder, step, text="weights"):
     """Leaves a checkpoint, as a run does; that before the last one goes."""
     for name in ("params/array", "metrics/metrics", "digests/digests"):
@@ -74,13 +83,13 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
     store,
 ):
     memory, next_machine = store
-    with Mirror("memory://run") as mirror:
-        save(mirror.folder, 1)
-        (mirror.folder / ".lock").touch()
-        (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir()
-        (mirror.folder / "checkpoints/2.orbax-checkpoint-tmp/array").touch()
+    with sent("memory://run") as folder:
+        save(folder, 1)
+        (folder / ".lock").touch()
+        (folder / "checkpoints/2.orbax-checkpoint-tmp").mkdir()
+        (folder / "checkpoints/2.orbax-checkpoint-tmp/array").touch()
         wait_until(lambda: DIGESTS.format(1) in names(memory))
-        assert names(memory) == set(stores._list_copy(mirror.folder))
+        assert names(memory) == set(stores._list_copy(folder))
         assert len(names(memory)) == 4
     next_machine()
     folder = stores.fetch("memory://run")
@@ -180,9 +189,9 @@ def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
 @pytest.mark.parametrize("by", ["who trains", "who reads"])
 def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
     memory, next_machine = store
-    with Mirror("memory://run") as mirror:
+    with sent("memory://run") as folder:
         for step in (1, 2):
-            save(mirror.folder, step)
+            save(folder, step)
     if by == "who reads":
         next_machine()
         stores.complete(stores.fetch("memory://run"), ["checkpoints/2/params/array"])
@@ -200,8 +209,8 @@ def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
 
 def test_what_a_store_has_lost_beside_checkpoints_is_set_aside(store, capsys):
     memory, next_machine = store
-    with Mirror("memory://run") as mirror:
-        save(mirror.folder, 1)
+    with sent("memory://run") as folder:
+        save(folder, 1)
     next_machine()
     folder = stores.fetch("memory://run")
     memory.rm("/run/metrics.jsonl")
@@ -230,26 +239,24 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     memory = store[0]
     told = []
     monkeypatch.setattr(mirror_file, "warn", told.append)
-    with Mirror("memory://run") as mirror:
+    with sent("memory://run") as folder:
         with monkeypatch.context() as patch:
             patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
-            save(mirror.folder, 1)
+            save(folder, 1)
             wait_until(lambda: told)
         wait_until(lambda: DIGESTS.format(1) in names(memory))
-        (mirror.folder / "samples.txt").touch()
+        (folder / "samples.txt").touch()
     assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
     lost = pytest.raises(UserError, match=r"division by zero.*All of it is in .*run")
-    with monkeypatch.context() as patch, lost as caught, Mirror("memory://run"):
+    with monkeypatch.context() as patch, lost as caught, sent("memory://run"):
         patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
-        save(mirror.folder, 2)
-        mirror.folder.with_name(f".{mirror.folder.name}.sending").mkdir()
+        save(folder, 2)
+        folder.with_name(f".{folder.name}.sending").mkdir()
         memory.pipe_file("/run/metrics.jsonl", b"1\n2\n")  # sent before the outage
     assert caught.value.exit_code == 5
-    with Mirror("memory://run"):  # the same command
+    with sent("memory://run"):  # the same command
         assert DIGESTS.format(2) in names(memory)
-    assert not [
-        *mirror.folder.parent.glob(".*.sending")
-    ]  # as a killed process leaves it
+    assert not [*folder.parent.glob(".*.sending")]  # as a killed process leaves it
 
 
 def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
@@ -257,10 +264,10 @@ def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     lost = pytest.raises(UserError, match="another run has taken memory://run over")
-    with lost, Mirror("memory://run") as first:
+    with lost, sent("memory://run") as first:
         next_machine()
-        with Mirror("memory://run"):
-            save(first.folder, 1)
+        with sent("memory://run"):
+            save(first, 1)
             wait_until(stopped.is_set)
     signal.signal(signal.SIGTERM, before)
 

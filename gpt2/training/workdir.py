@@ -39,7 +39,7 @@ from gpt2.training.checkpoint_files import (
 from gpt2.training.program import Program
 from gpt2.utils import files, stores
 from gpt2.utils.code import describe_start
-from gpt2.utils.mirror import Mirror
+from gpt2.utils.mirror import mirrored
 
 _LOCK = ".lock"
 _DATA = "data.json"
@@ -66,9 +66,12 @@ _MAY_CHANGE = (
 )
 
 
-def mirror(place: str) -> Mirror:
-    """Returns the mirror of a run's folder or URL, which one of its processes sends."""
-    return Mirror(place, sends=jax.process_index() == 0)
+def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
+    """Returns a run's folder, and what sends a URL all that the run writes: by one process."""
+    workdir = stores.fetch(place)
+    if jax.process_index() or not stores.is_url(place):
+        return workdir, contextlib.nullcontext()
+    return workdir, mirrored(place, workdir)
 
 
 def check_options(workdir: Path, config: Config) -> None:
