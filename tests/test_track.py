@@ -24,7 +24,7 @@ def test_every_record_of_the_table_holds():
         assert any(row.startswith(judge(path)) for row in table())
 
 
-@pytest.mark.parametrize("recipe", ["plain", "modern", "small_batch"])
+@pytest.mark.parametrize("recipe", ["plain", "modern", "small_batch", "ledger"])
 def test_recipes_keep_to_what_is_fixed(recipe):
     config = Config.from_dict(track.get_config(recipe))
     fixed = (config.data.corpus, config.data.tokenizer, config.data.val_fraction)
