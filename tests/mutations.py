@@ -93,9 +93,9 @@ weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and ad
 the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
     - (1 - kept) * (param + update)
     + (1 - kept) * param
-the mean over the tail begins a step early: optim/optimizers.py, optim -k 'formulas and tail'
-    - jnp.maximum(count + 1 - start, 1)
-    + jnp.maximum(count + 2 - start, 1)
+the mean over the tail begins a step early: optim/transforms.py, optim -k 'formulas and tail'
+    - state.count < start
+    + state.count + 1 < start
 scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and scheduled'
     - schedule(count) / peak
     + schedule(count + 1) / peak

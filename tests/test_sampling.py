@@ -96,9 +96,9 @@ class Halved(GPT):
 def test_a_sequence_that_outgrows_its_cache_gets_no_number(scanned):
     config = dataclasses.replace(CFG, scan_layers=scanned)
     model = GPT(config)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+    params = {"params": make_params(config)}
     cache = KVCache.create(config, 2, max_length=9)
-    extend = functools.partial(model.apply, params, method="extend")
+    extend = jax.jit(functools.partial(model.apply, params, method="extend"))
     lengths = jnp.array([8, 5])
     for fits in (True, True), (True, True), (False, True):
         width = 8 if cache.length[0] == 0 else 1

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from gpt2.ops.fsdp import Shard, Shards
+from gpt2.ops.fsdp import Shard, Shards, unpack
 from gpt2.ops.linear import dot
 from gpt2.ops.plain import Lose
 from gpt2.ops.table import LookUp
@@ -47,7 +47,7 @@ def head_loss(
     chex.assert_rank([hidden, targets], 3)
     chex.assert_type(targets, int)
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
-    array, shards = table if isinstance(table, Shard) else (table, None)
+    array, shards = unpack(table)
     B, T, _ = hidden.shape
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
@@ -237,7 +237,7 @@ def pad_vocab(
     A program that looks up tokens and computes logits does both with the same such array: the two
     gradients add up in the padded table, and nothing copies them.
     """
-    array, shards = table if isinstance(table, Shard) else (table, None)
+    array, shards = unpack(table)
     padding = -len(array) % multiple
     # By nothing too: XLA:CPU sums the squares of a gradient that comes straight from a product in
     # windows, which takes ten times as long.
@@ -256,7 +256,7 @@ def look_up_padded(
 ) -> Array:
     """Looks up tokens in what `pad_vocab` returned: what the stored table lacks, it lacks too."""
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)
-    rows = len(table.array if isinstance(table, Shard) else table)
+    rows = len(unpack(table)[0])
     return look_up(table, jnp.where(exists, tokens % vocab_size, rows), dtype)  # type: ignore[arg-type]
 
 

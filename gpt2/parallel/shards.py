@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from gpt2.ops import plain
-from gpt2.ops.fsdp import Shard, Shards, gather_parameter
+from gpt2.ops.fsdp import Shard, Shards, gather_parameter, unpack
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
 
@@ -34,9 +34,8 @@ def shard_param(
 
 def whole(parameter: Array | Shard) -> Array:
     """Returns a parameter, gathered."""
-    if not isinstance(parameter, Shard):
-        return parameter
-    return gather_parameter(parameter.array, parameter.shards, parameter.array.dtype)
+    array, shards = unpack(parameter)
+    return gather_parameter(array, shards, array.dtype) if shards else array
 
 
 def isolate(loss: Callable) -> Callable:
