@@ -179,8 +179,6 @@ def attention_by(name: str, platform: str, spread: Spread | None = None) -> Atte
         return partial(blocked_attention, spread=spread)
     if name == "splash":
         return partial(splash_attention, interpret=platform != "tpu", spread=spread)
-    if name == "cudnn":
-        return partial(library_attention, implementation="cudnn", spread=spread)
-    if name == "xla":
-        return partial(library_attention, implementation="xla", spread=spread)
-    return plain.attention
+    if name == "plain":
+        return plain.attention
+    return partial(library_attention, implementation=name, spread=spread)  # type: ignore[arg-type]
