@@ -71,7 +71,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             best_fn=score,
             best_mode="min",
             read_only=read_only,
-            cleanup_tmp_directories=True,
+            create=not read_only,
+            cleanup_tmp_directories=not read_only,
             async_options=ocp.options.AsyncOptions(
                 barrier_sync_fn=self._wait_for_others if several else None,
                 # Or a read-only disk is tried for minutes.
