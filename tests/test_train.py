@@ -201,6 +201,7 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
     assert told == pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_run_of_several_shapes_killed_twice_is_the_same(scheduled, corpus, tmp_path):
     again = tmp_path / "run"
     for dies_at in (3, 7):
@@ -296,6 +297,7 @@ def test_what_fails_beside_the_steps_loses_none(tmp_path, split, step):
     assert metrics_of(tmp_path / "run")[-1]["step"] == step
 
 
+@pytest.mark.thorough
 def test_an_average_that_zero1_spreads_is_validated(tmp_path):
     options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=1"]
     options += ["--config.optim.ema=0.5", "--config.parallel.strategy=zero1"]
