@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
-from gpt2.ablate.jobs import make_slots
+from gpt2.ablate.jobs import _Training, make_slots
 from gpt2.ablate.judge import grow, judge
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
@@ -907,3 +908,15 @@ def test_processes_share_the_runs_of_a_sweep(tmp_path):
     assert len(starts) == 8 and all(
         text.count("\n") == 1 for text in starts
     )  # none twice
+
+
+def test_a_failure_is_told_by_its_exception_and_not_by_what_follows(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "step 3\nNameError: name 'x' is not defined\n----\nFor simplicity, ...\n"
+    )
+    failed = SimpleNamespace(_log=log, _log_start=0)
+    outcome = _Training._read_outcome(failed, 1)
+    assert outcome.error == "NameError: name 'x' is not defined"
+    log.write_text("error: no such file\nwarning: more\n")
+    assert _Training._read_outcome(failed, 2).error == "error: no such file"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # docstrings and layout. So lines are free, and squeezing gains nothing.
 ROOMS = {
     "model": 13.7,
-    "ops": 11.0,
+    "ops": 11.1,
     "optim": 6.1,
     "parallel": 7.5,
     "training": 11.1,
@@ -34,7 +34,7 @@ ROOMS = {
     "profile": 4.6,
     "benchmark": 5.8,
 }
-TOKENS = 132_900  # under gpt2/
+TOKENS = 133_100  # under gpt2/
 DENSITY = 8.48  # tokens a line of code; nanodo has 6.6, levanter 7.4, nanochat 8.1
 PAIRS = 5  # assignments of a tuple to a tuple
 TESTS = 137_600

@@ -295,6 +295,7 @@ def test_the_stream_is_rows_on_chips_that_are_not_here(tmp_path):
     sizes += "--config.data.batch_size=32", "--config.precision.compute=bfloat16"
     flags = "--plan_chips=h100-1", f"--plan_text={text}", *TINY, *sizes
     succeed(None, *flags, imports=True)
+    assert "BIAS_GELU_AUX" in text.read_text()  # which cuBLAS computes
     # By the gradient of positions as a sum over 32 sequences, XLA would store them innermost.
     assert "bf16[32,128,512]" in text.read_text()
     assert "[128,512,32]" not in text.read_text()

@@ -179,9 +179,11 @@ class _Training:
         error = f"exit code {code}"
         log = self._log.read_bytes()[self._log_start :]
         lines = log.decode(errors="replace").split("\n")
-        for line in filter(str.strip, lines):
-            if line.startswith("error: ") or not error.startswith("error: "):
-                error = line.strip()
+        # The last line of the kind that tells most: JAX ends tracebacks with words of its own.
+        for kind in (r".*\S", r"[\w.]+(Error|Exception)\b", "error: "):
+            for line in lines:
+                if re.match(kind, line):
+                    error = line.strip()
         if code != _DIVERGED:
             return Outcome("failed", error)
         # The rest of the line names checkpoints, which depend on when the run was stopped.

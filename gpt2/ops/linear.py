@@ -105,6 +105,20 @@ class _How(NamedTuple):
         kernel = kernel.astype(self.dtype)
         return self.shards.gather(kernel) if self.shards else kernel
 
+    @property
+    def joins_product(self) -> bool:
+        """Whether the activation joins the product that gives its operand, as cuBLAS can."""
+        joins = self.activation is gelu_tanh and self.dtype.itemsize == 2
+        return joins and self.variants.activation_joins
+
+    def activate(self, x: Array) -> Array:
+        """Returns the activation of `x`, or `x`."""
+        if self.joins_product:
+            # XLA looks for this formula, on a matrix. cuBLAS computes it in float32.
+            rows = x.reshape(-1, x.shape[-1])
+            return jax.nn.gelu(rows, approximate=True).reshape(x.shape)
+        return self.activation(x) if self.activation else x
+
     def flatten(self, x: Array, kernel: Array) -> tuple[Array, Array, int]:
         """Returns `x`, a kernel and the number of axes to contract, as matrices where that pays."""
         if not self.variants.flat:
@@ -135,17 +149,17 @@ class _How(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _linear(x: Array, kernel: Array, bias: Array | None, how: _How) -> Array:
-    if how.activation:
-        x = how.activation(x)
-    return how.product(x, kernel, bias)
+    return how.product(how.activate(x), kernel, bias)
 
 
 def _linear_fwd(x, kernel, bias, how):
-    return _linear(x, kernel, bias, how), (x, kernel, bias)
+    activated = how.activate(x)
+    kept = activated if how.joins_product else None
+    return how.product(activated, kernel, bias), (x, kept, kernel, bias)
 
 
 def _linear_bwd(how, residuals, dy):
-    x, kernel, bias = residuals
+    x, kept, kernel, bias = residuals
     if how.shards:
         kernel, dy = how.shards.before_backward(kernel, dy)
     x_shape = x.shape
@@ -156,7 +170,7 @@ def _linear_bwd(how, residuals, dy):
     rows = range(x.ndim - contracted)  # the axes over which examples and positions run
     dy = dy.reshape(*x.shape[: len(rows)], *kernel.shape[contracted:])
     outputs = range(len(rows), dy.ndim)
-    if how.activation:
+    if how.activation and kept is None:
         # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 4).
         # It stands before the product, which XLA:TPU lets compute the derivative.
         x, dy = jax.lax.optimization_barrier((x, dy))
@@ -165,6 +179,8 @@ def _linear_bwd(how, residuals, dy):
     if how.activation:
         x, derive = jax.vjp(how.activation, x)
         (dx,) = derive(dx)
+    if kept is not None:
+        x = kept.reshape(x.shape)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
     if how.shards:
         dkernel = how.shards.scatter(dkernel)
@@ -201,7 +217,7 @@ def _parts_bwd(how, residuals, dys):
     dx = None
     dkernels = []
     for kernel, dy in zip(kernels, dys, strict=True):
-        dx_part, dkernel, _ = _linear_bwd(how, (x, kernel, None), dy)
+        dx_part, dkernel, _ = _linear_bwd(how, (x, None, kernel, None), dy)
         # In this order XLA adds in the product.
         dx = dx_part if dx is None else dx_part + dx
         dkernels.append(dkernel)
