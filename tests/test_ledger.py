@@ -261,6 +261,11 @@ def test_a_gain_is_kept_and_the_next_idea_is_tried_on_top_of_it(ideas, capsys):
     gained = last.interval[0]
     assert gained == pytest.approx(-0.05, abs=0.01)
     assert "relu_squared" in (ideas.root / "report.html").read_text()
+    kept = {"optim.name": "lion", "model.activation": "relu_squared"}
+    assert json.loads(capsys.readouterr().out)["options"] == kept
+    ideas("", json=False)
+    told = capsys.readouterr().out
+    assert all(f" --config.{name}={value}" in told for name, value in kept.items())
 
 
 def test_a_gain_below_what_is_worth_keeping_is_not_kept(ideas):

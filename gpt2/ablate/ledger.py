@@ -285,6 +285,11 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
     kept = len(ledger.kept)
     next_level = ledger.level(len(ledger.ideas))
     commit = ledger.best.arm.commit
+    began = ledger.ideas[0].arm.options
+    options = dict[str, object]()  # those that were kept
+    for name, value in ledger.best.arm.options.items():
+        if began.get(name) != value:
+            options[name] = value
     if FLAGS.json:
         facts = pd.Series(
             {
@@ -303,11 +308,13 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
                 "next_level": next_level,
                 "best": ledger.best.text,
                 "commit": commit,
+                "options": options,
             }
         )
         print(facts.to_json())  # null where there is no number
         return
-    told = f"{idea.text} is the best, commit {commit or 'none'}"
+    named = [f" --config.{name}={value}" for name, value in options.items()]
+    told = f"{idea.text} is the best, commit {commit or 'none'}{''.join(named)}"
     if FLAGS.idea:
         told = (
             f"{idea.answer}: {tables.number(difference, '+.4f')}"
