@@ -249,7 +249,7 @@ def frequency(cfg, i, R):
         high = min(math.ceil(dimension(1)), R - 1)
         ramp = min(max((i - low) / (high - low), 0), 1)
         return (1 - ramp) * f + ramp * f / factor
-    if cfg.rope_scaling == "none" or wavelength < context / 4:
+    if cfg.rope_scaling in (None, "none") or wavelength < context / 4:
         return f
     if wavelength > context:
         return f / factor
