@@ -358,7 +358,7 @@ def test_a_sweep_together_that_is_killed_goes_on_and_has_the_results_of_runs_alo
 ):
     options = [*TINY, "--config.train.num_steps=40", "--config.train.eval_batches=2"]
     options += ["--config.train.checkpoint_every=10", "--config.parallel.cpu_devices=2"]
-    options += ["--tune=optim.learning_rate=3e-4,1e-3", "--vary=optim.weight_decay=0.3"]
+    options += ["--tune=optim.learning_rate=1e-3,3e-3", "--vary=optim.weight_decay=0.3"]
     options += ["--seeds=2"]
     killed, apart = (tmp_path / name / "sweep" for name in ("a", "b"))
     process = start_ablate(*options, "--together", f"--workdir={killed}")
