@@ -102,11 +102,6 @@ class Shard(NamedTuple):
     shards: Shards
 
 
-def unpack(parameter: Array | Shard) -> tuple[Array, Shards | None]:
-    """Returns the array of a parameter, and how it is split."""
-    return parameter if isinstance(parameter, Shard) else (parameter, None)
-
-
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
     """Returns the sides of the torus that devices `[N]` fill in order, or just their number."""
     coords = [tuple(getattr(device, "coords", ())) for device in devices]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from gpt2.ops.fsdp import Shard, Shards, unpack
-from gpt2.ops.linear import dot
+from gpt2.ops.fsdp import Shard, Shards
+from gpt2.ops.linear import dot, unpack
 from gpt2.ops.plain import Lose
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants

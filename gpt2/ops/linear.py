@@ -17,7 +17,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops import plain
-from gpt2.ops.fsdp import Shard, Shards, gather_parameter, unpack
+from gpt2.ops.fsdp import Shard, Shards, gather_parameter
 from gpt2.ops.plain import Activation
 from gpt2.ops.variants import Variants
 
@@ -73,6 +73,11 @@ def add_rows(x: Array, table: Array | Shard) -> Array:
     precision = "highest" if x.dtype == jnp.float32 else None
     ones = jnp.ones(len(x), x.dtype)
     return x + jnp.einsum("b,td->btd", ones, rows, precision=precision)
+
+
+def unpack(parameter: Array | Shard) -> tuple[Array, Shards | None]:
+    """Returns the array of a parameter, and how it is split."""
+    return parameter if isinstance(parameter, Shard) else (parameter, None)
 
 
 class _How(NamedTuple):

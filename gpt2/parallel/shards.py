@@ -7,7 +7,8 @@ import jax
 from jax import Array
 
 from gpt2.ops import plain
-from gpt2.ops.fsdp import Shard, Shards, gather_parameter, unpack
+from gpt2.ops.fsdp import Shard, Shards, gather_parameter
+from gpt2.ops.linear import unpack
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
 
