@@ -319,7 +319,9 @@ def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
         )
 
 
-def test_losses_ahead_refuse_rows_that_end_before_them():
+def test_losses_ahead_refuse_rows_that_end_before_them_and_a_fade_of_nothing():
+    with pytest.raises(UserError, match="ahead_fade"):
+        next_token_loss(model_of("default"), LossConfig(ahead_fade=9))
     ahead = Ahead(LossConfig(ahead="0.5,0.5"))
     with pytest.raises(UserError, match="rows of 2 tokens"):
         ahead.targets(jnp.zeros((1, 2), jnp.int32), None, jnp.int32(0))

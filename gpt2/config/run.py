@@ -199,8 +199,6 @@ class Config(default.Options):
                 f"train.accumulate_steps={train.accumulate_steps} does not divide "
                 "data.batch_size"
             )
-        if self.loss.ahead_fade and not self.loss.ahead:
-            raise UserError("loss.ahead_fade is ignored without loss.ahead")
         if logits not in ("float32", self.precision.compute):
             raise UserError(f"precision.logits={logits} is for that compute type alone")
         if train.keep_every % (train.checkpoint_every or math.inf):

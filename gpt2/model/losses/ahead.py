@@ -7,6 +7,7 @@ and so on; their weights are in the gradient of the loss, not in its sum.
 import jax.numpy as jnp
 from jax import Array
 
+from gpt2.config import LossConfig
 from gpt2.errors import UserError
 from gpt2.model.losses.base import LossIngredient, Weight
 
@@ -15,6 +16,13 @@ class Ahead(LossIngredient):
     """`loss.ahead`, the weights, and `loss.ahead_fade`."""
 
     option = "ahead"
+
+    @classmethod
+    def is_wanted(cls, options: LossConfig) -> bool:
+        """Returns whether there are weights."""
+        if options.ahead_fade and not options.ahead:
+            raise UserError("loss.ahead_fade is ignored without loss.ahead")
+        return bool(options.ahead)
 
     def targets(
         self, targets: Array, segments: Array | None, step: Array
