@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Thousands of tokens of Python in a room: names, numbers, strings and signs, without comments,
 # docstrings and layout. So lines are free, and squeezing gains nothing.
 ROOMS = {
-    "model": 13.7,
+    "model": 13.8,
     "ops": 11.1,
     "optim": 6.1,
     "parallel": 7.5,

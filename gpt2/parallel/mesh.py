@@ -74,8 +74,7 @@ def check_layout(config: Config, num_devices: int) -> None:
     for shape in shapes:
         if shape.context_length % parts:
             raise UserError(
-                f"a context of {shape.context_length} does not split over "
-                f"{' x '.join(split)}={parts}"
+                f"a context of {shape.context_length} is not split by {'x'.join(split)}={parts}"
             )
 
 
