@@ -42,8 +42,7 @@ def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
     except ValueError:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         raise UserError(
-            f"{name} {leaf.shape} is not split by {sharding.spec} of {dict(sharding.mesh.shape)}",
-            "Use sizes that divide it, or other parallel.rules",
+            f"{name} {leaf.shape} is not split by {sharding.spec} of {dict(sharding.mesh.shape)}"
         ) from None
 
 
