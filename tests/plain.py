@@ -357,7 +357,7 @@ def losses_ahead(logits, targets, options, segments=None):
             same = segments is None or segments[t + k] == segments[t]
             if targets[t] >= 0 and targets[t + k] >= 0 and same:
                 z_loss = options.z_loss if k == 0 else 0.0  # of a position
-                terms = z_loss, options.label_smoothing
+                terms = z_loss or 0.0, options.label_smoothing or 0.0
                 sums[k] += loss(logits[t], targets[t + k], *terms)
     return sums
 
