@@ -164,7 +164,7 @@ def _backward(groups, sequences, *, blocks, how):
     """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`.
 
     Scores, masks and the queries' gradient are transposed, keys by queries: products then take
-    their operands as they lie in memory (docs/performance.md, XLA:CPU notes 7 and 8).
+    their operands as they lie in memory (docs/performance.md, XLA:CPU notes 6 and 7).
     """
     q, k, k_transposed, v, out, dout, log_normaliser = groups
     dtype = dout.dtype

@@ -173,7 +173,7 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _scan(add_chunk, sums, hidden, targets, chunk):
-    """Scans over chunks of positions (docs/performance.md, XLA:CPU note 6): sums, `[B, T, ...]`."""
+    """Scans over chunks of positions (docs/performance.md, XLA:CPU note 5): sums, `[B, T, ...]`."""
     B, T, D = hidden.shape
     if chunk == T:
         return add_chunk(sums, (hidden, targets))

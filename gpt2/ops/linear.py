@@ -270,16 +270,11 @@ def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
 
 def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
     """Returns `sum_rows` of the gradient of a linear map's result, as a product where that pays."""
-    copies = variants.ones_for_bias
-    if not copies or (dy.dtype == jnp.float32 and variants.rounds_float32):
+    rounds = dy.dtype == jnp.float32 and variants.rounds_float32
+    if not variants.ones_for_bias or rounds:
         return sum_rows(dy, num_rows, variants)
-    rows = range(num_rows)
-    shape = dy.shape[:num_rows]
-    if copies == 1:
-        ones = jnp.ones(shape, dy.dtype)
-        return dot(ones, dy, rows, rows)
-    ones = jnp.ones((copies, *shape), dy.dtype)
-    sums = dot(ones, dy, range(1, num_rows + 1), rows)
+    ones = jnp.ones((2, *dy.shape[:num_rows]), dy.dtype)
+    sums = dot(ones, dy, range(1, num_rows + 1), range(num_rows))
     return sums[0]
 
 

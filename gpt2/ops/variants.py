@@ -16,10 +16,9 @@ class Variants:
     flat: bool = False
     # Queries, keys and values are a product each: none is copied (v5e 17 %, H200 2 %).
     apart: bool = False
-    # A bias gradient is a product with so many rows of ones: at once on XLA:CPU (note 5), by which
-    # unrolled layers keep 6 % less. XLA:TPU would join a sum, or one row, with what else could join
-    # the product before (v5e 6 %).
-    ones_for_bias: int = 0
+    # A bias gradient is a product with two rows of ones. XLA:TPU would join a sum, or one row, with
+    # what else could join the product before (v5e 6 %).
+    ones_for_bias: bool = False
     # The gradient of the head's table adds up as [D, V], less to transpose than logits (Zen 3, two
     # layers in float32: 6 %).
     head_by_width: bool = False
@@ -38,7 +37,7 @@ class Variants:
 
 
 VARIANTS = {
-    "cpu": Variants(ones_for_bias=1, head_by_width=True),
+    "cpu": Variants(head_by_width=True),
     "gpu": Variants(
         narrow_results=True,
         flat=True,
@@ -51,7 +50,7 @@ VARIANTS = {
     "tpu": Variants(
         narrow_results=True,
         apart=True,
-        ones_for_bias=2,
+        ones_for_bias=True,
         norm_joins=True,
         rounds_float32=True,
     ),
@@ -78,6 +77,6 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
             flat=False,
             activation_joins=False,
             narrow_results=False,
-            ones_for_bias=min(1, found.ones_for_bias),
+            ones_for_bias=False,
         )
     return found
