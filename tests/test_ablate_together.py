@@ -83,11 +83,16 @@ def train_together(configs, devices, steps=20):
     return metrics, places
 
 
-def train_alone(config, steps=20):
-    """Returns each metric [steps] of a run of train.py on one device."""
+def train_alone(config, steps=20, scale=1.0):
+    """Returns each metric [steps] of a run of train.py on one device.
+
+    The first parameters are multiplied by `scale`.
+    """
     dataset = prepare(config.data)
     program = train.make_program(config, jax.devices()[:1])
     state = train.first_state(program, dataset)
+    scaled = jax.tree.map(lambda x: x * scale, state.params)
+    state = state.replace(params=scaled)
     found = []
     for batch in itertools.islice(batches_of(config, dataset, program), steps):
         if not found:
@@ -131,11 +136,13 @@ def test_every_optimizer_takes_its_numbers_from_outside(name):
     found, _ = train_together(configs, len(configs), steps=12)
     assert len(np.unique(found["train/loss"][:, -1])) == len(configs)
     for place, config in enumerate(configs):
-        alone = train_alone(config, steps=12)
-        # Bases of matrices that lack rank amplify rounding.
-        rtol = 1e-4 if name == "soap" else 1e-5
-        losses = found["train/loss"][place]
-        np.testing.assert_allclose(losses, alone["train/loss"], rtol=rtol)
+        alone = train_alone(config, steps=12)["train/loss"]
+        rtol = 1e-5
+        if name == "soap":
+            # Bases of matrices that lack rank amplify rounding, by so much.
+            rounded = train_alone(config, steps=12, scale=1 + 2**-22)["train/loss"]
+            rtol += 10 * np.abs(rounded / alone - 1).max()
+        np.testing.assert_allclose(found["train/loss"][place], alone, rtol=rtol)
 
 
 def test_first_states_are_those_of_runs_alone_and_one_program_draws_all_of_a_model(
