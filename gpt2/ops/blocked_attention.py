@@ -1,7 +1,7 @@
 """Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
 
 Each block gives products that are large enough for all threads (docs/performance.md, XLA:CPU note
-8), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
+7), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
 computes the scores again, as FlashAttention does (Dao et al. 2022, algorithm 4). The formula takes
 a quarter of a step of 124M on two cores, half of it for scores above the diagonal.
 
