@@ -381,9 +381,6 @@ class Options:
     logging: Logging = Logging()
 
 
-# Options of earlier versions, at values with which a run of theirs continues.
-GONE = {"data.shuffle_block": 0, "precision.params": "float32"}
-
 # What other codebases call our options.
 ALIASES = {
     "lr": "optim.learning_rate",

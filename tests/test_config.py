@@ -217,15 +217,6 @@ def test_factors_that_a_run_can_mean_are_read():
     assert optim.rates == (("wte", 0.0), ("h_(0|1)/.*", 1000.0))
 
 
-def test_an_option_of_an_earlier_version_is_read_where_it_changed_nothing():
-    given = configs.default.get_config().to_dict()
-    given["data"]["shuffle_block"] = 0
-    assert Config.from_dict(given) == Config.from_dict(configs.default.get_config())
-    given["data"]["shuffle_block"] = 1024
-    with pytest.raises(UserError, match=r"no option data\.shuffle_block"):
-        Config.from_dict(given)
-
-
 def test_ranges_and_names_are_those_of_the_fields_types():
     assert OPTIONS["seed"].kind is int
     assert OPTIONS["seed"].interval == "[0, 4294967295]"

@@ -132,9 +132,6 @@ def require_option(name: str, prefix: str = "") -> None:
 def complete(tree: Mapping | ConfigDict) -> Options:
     """Returns all options by group, checked one by one: those of `tree`, and other defaults."""
     given = flatten(tree)
-    for name, value in default.GONE.items():
-        if given.get(name) == value:
-            del given[name]
     for name, value in given.items():
         require_option(name)
         given[name] = check_value(name, value)
