@@ -9,6 +9,7 @@ import pytest
 
 from configs import gpt2_124m
 from gpt2.config import Config, with_options
+from gpt2.errors import UserError
 from gpt2.plan import command
 from gpt2.plan.collectives import Collective, collectives, describe_collectives
 from gpt2.plan.plan import (
@@ -18,6 +19,7 @@ from gpt2.plan.plan import (
     compute_seconds,
     make_program,
 )
+from gpt2.plan.topologies import find_devices
 from gpt2.telemetry.chips import BOARDS
 from gpt2.utils.text import format_duration
 from tests.helpers import TINY, run, succeed, thorough
@@ -251,10 +253,27 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
 
 def test_a_plan_prints_what_a_step_takes_and_leaves_nothing(tmp_path):
     options = [*TINY, "--config.data.corpus=none:", "--config.parallel.data=2"]
+    options.append(f"--plan_text={tmp_path}/texts/step.hlo")
     stdout = succeed(None, "--plan_devices=2", *options, cwd=tmp_path)
     assert re.search(r"devices +2 \(simulated\)", stdout)
     assert re.search(r"all-reduce .*H100 .* tokens/s", stdout, re.DOTALL)
-    assert not any(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["step.hlo"]
+
+
+def test_a_plan_is_for_as_many_devices_of_a_cpu_as_the_run_would_have(monkeypatch):
+    updated = {}
+    monkeypatch.setattr(jax.config, "update", updated.__setitem__)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    args = SimpleNamespace(plan_devices=None, plan_chips=None)
+    monkeypatch.setattr(command.flags, "FLAGS", args)
+    command._find_devices(with_options(Config(), {"parallel.cpu_devices": 2}))
+    assert updated == {"jax_num_cpu_devices": 2}
+
+
+@pytest.mark.parametrize("name", ["h100-12", "h100-17", "none.txtpb-8", "v5e-3"])
+def test_devices_that_no_machine_or_slice_has_are_refused(name):
+    with pytest.raises(UserError, match="names no devices"):
+        find_devices(name)
 
 
 HAS_PLUGIN = any(

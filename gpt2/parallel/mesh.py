@@ -13,13 +13,16 @@ from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, Rules
 
 def find_devices(config: Config) -> list[jax.Device]:
     """Returns all devices of a run. Refuses a config that does not divide over them."""
-    # Unless XLA_FLAGS splits a CPU already. JAX has shown no devices yet.
-    number = config.parallel.cpu_devices
+    split_cpu(config.parallel.cpu_devices)
+    check_layout(config, jax.device_count())
+    return jax.devices()
+
+
+def split_cpu(number: int) -> None:
+    """Lets a CPU be so many devices, unless XLA_FLAGS says it. JAX has shown no devices yet."""
     flag = "xla_force_host_platform_device_count"
     if number > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
-    check_layout(config, jax.device_count())
-    return jax.devices()
 
 
 def make_mesh(

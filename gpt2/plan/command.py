@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from rich.console import Console
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, tell
 from gpt2.model.flops import model_flops_per_token
+from gpt2.parallel.mesh import split_cpu
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.plan import (
     ATTAINABLE,
@@ -24,6 +24,8 @@ from gpt2.plan.plan import (
 from gpt2.plan.topologies import find_devices
 from gpt2.signals import leave_at_interrupt
 from gpt2.telemetry.chips import BOARDS, board_name
+from gpt2.utils.files import write_text
+from gpt2.utils.stores import writing
 from gpt2.utils.text import format_bytes, format_count, format_duration
 
 
@@ -56,7 +58,7 @@ def run(config: Config, given: Collection[str]) -> int:
     """
     leave_at_interrupt()  # there is nothing to save
     args = flags.FLAGS
-    devices = _find_devices()
+    devices = _find_devices(config)
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     if args.plan_search:
         return _search(config, devices, kind, given)
@@ -70,12 +72,13 @@ def run(config: Config, given: Collection[str]) -> int:
         print(f"a step of {len(devices)} devices ({kind}) does not fit: {error}")
         return 1
     if args.plan_text:
-        Path(args.plan_text).write_text(plan.text)
+        with writing(args.plan_text) as path:
+            write_text(path, plan.text)
     _print(plan, kind)
     return 0
 
 
-def _find_devices() -> list[jax.Device]:
+def _find_devices(config: Config) -> list[jax.Device]:
     args = flags.FLAGS
     # Before anything asks JAX for a device.
     if args.plan_devices or args.plan_chips:
@@ -85,6 +88,8 @@ def _find_devices() -> list[jax.Device]:
         return find_devices(args.plan_chips)
     if args.plan_devices:
         jax.config.update("jax_num_cpu_devices", args.plan_devices)
+    else:
+        split_cpu(config.parallel.cpu_devices)
     return jax.devices()
 
 

@@ -94,18 +94,20 @@ _ANY_GPU = """
 def find_devices(name: str) -> list[jax.Device]:
     """Returns so many JAX devices of a kind, `v5e-16` or `h100-8`, to compile for.
 
-    A kind that ends with .txtpb is a file: XLA's description of a GPU, as the benchmark's suite
-    writes it. Google's names for slices of v4 and v5p count cores, two in each device.
+    A kind may be a file: XLA's description of a GPU, as the benchmark's suite writes it. Google's
+    names for slices of v4 and v5p count cores, two in each device.
     """
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
+    if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
+        number = 0  # a machine has all of its own, and no slice of a TPU is so either
     if kind in _TPUS:
         least, most, dimensions = _TPUS[kind]
         if number.bit_count() == 1 and least <= number <= most:
             return _tpus(kind, number, dimensions)
     elif number and kind in _GPUS:
         return _gpus(_target(_GPUS[kind]), number)
-    elif number and kind.endswith(".txtpb"):
+    elif number and Path(kind).is_file():
         return _gpus(Path(kind).read_text(encoding="utf-8"), number)
     raise UserError(
         f"--plan_chips={name} names no devices",
