@@ -53,11 +53,14 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     shown = [*train.iloc[first:], *validation]
     tokens = losses["tokens"].dropna()
     last = tokens.index[-1]
-    tokens_per_step = tokens.iloc[-1] / last
+    total = tokens.iloc[-1]
     curves = read_reference(reference)
     for index, name in enumerate(curves):
         points = curves[name]
-        steps = points[:, 0] / tokens_per_step
+        published = points[:, 0]
+        steps = np.interp(published, tokens, tokens.index)
+        beyond = published * last / total
+        steps = np.where(published > total, beyond, steps)
         losses = points[:, 1]
         color = _GREYS[index % len(_GREYS)]
         if np.isnan(steps).all():
