@@ -17,7 +17,7 @@ from absl import flags
 
 from gpt2.benchmark import __main__ as command
 from gpt2.benchmark import measure, ours, suite
-from gpt2.benchmark.first_steps import TOLERANCES, compare
+from gpt2.benchmark.first_steps import TOLERANCES, compare, draw_batch
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from tests.helpers import options_of, write_rows
@@ -181,6 +181,15 @@ def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
     (row,) = measure.measure(cases(), rounds=3, seconds=1.0)
     assert row["turns"] == [0.5] * 3 and row["device"] == "1 x cpu"
     assert row["tokens_per_second"] == 8 * 16 / 0.5 and row["mfu"] == 256 * 1e6 / 1e9
+
+
+def test_steps_of_several_shapes_are_timed_and_counted_by_the_largest(fake):
+    config = make_config(
+        train__batch_schedule="3=32", train__context_schedule="0=8,3=16"
+    )
+    assert draw_batch(config).shape == (2, 32, 16)
+    (row,) = measure.measure({"jax": measure.Case(config)}, rounds=1, seconds=0.0)
+    assert row["tokens_per_second"] == 32 * 16 / 0.5 and row["batch_size"] == 32
 
 
 def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):

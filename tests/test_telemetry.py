@@ -336,15 +336,25 @@ def test_peak_follows_the_device_kind(kind, bfloat16, float32, board):
     assert chips.board_name(kind) == board
 
 
-def test_what_no_data_sheet_knows_has_no_peak():
+def test_what_no_data_sheet_knows_has_no_peak(monkeypatch):
     kinds = (
         "cpu",
         "NVIDIA RTX A1000",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 D",
         "NVIDIA H100 MIG 1g",
     )
     assert not any(map(chips.find_chip, kinds))
     assert chips.total_peak_flops("float32") is None
+    monkeypatch.setattr(chips, "find_chip", lambda kind: chips.BOARDS["H100"])
+    with jax.default_matmul_precision("highest"):
+        assert chips.total_peak_flops("float32") is None
+        assert chips.total_peak_flops("bfloat16") == 989.5e12 * jax.device_count()
+    assert chips.total_peak_flops("float32") == 494.5e12 * jax.device_count()
+
+
+def test_boards_are_known_by_their_own_names():
     assert all(chips.board_name(name) == name for name in chips.BOARDS)
 
 

@@ -46,7 +46,8 @@ def define_flags() -> None:
     about = "train: one more side, with OPTION=VALUE,OPTION=VALUE or XLA_FLAGS=...; a flag a side."
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
-    flags.DEFINE_float("seconds", 2.0, "Least length of a turn after its first step.")
+    about = "Least length of a turn after its first step."
+    flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
     flags.DEFINE_bool(
         "json", False, "Print rows as JSON, a line each, in place of a table."
     )

@@ -40,9 +40,9 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def draw_batch(config: Config, step: int = 0) -> np.ndarray:
     """Returns tokens and targets `[2, B, T]` int32 of a step, the same on every side."""
-    shape = (2, config.data.batch_size, config.model.context_length)
+    size, length, _ = config.shapes.largest
     rng = np.random.default_rng(step)
-    return rng.integers(0, config.model.vocab_size, shape, np.int32)
+    return rng.integers(0, config.model.vocab_size, (2, size, length), np.int32)
 
 
 def compare(

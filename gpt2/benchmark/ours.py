@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import resource
 import sys
 
@@ -17,7 +16,6 @@ from gpt2.benchmark.tables import Row
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
 from gpt2.model import GPT
-from gpt2.model.flops import model_flops_per_token
 from gpt2.optim.parameters import map_parameters
 from gpt2.parallel import find_devices
 from gpt2.telemetry.chips import total_peak_flops
@@ -35,22 +33,19 @@ class Training:
         # Devices of a CPU are parts of it.
         number = 1 if kind == "cpu" else len(devices)
         self.device = f"{number} x {kind}"
-        self._program = Program.from_config(config, devices)
+        self._shape = config.shapes.largest
+        self._program = Program.from_config(config, devices).at(self._shape)
         self._batch = self._program.backend.put_batch(make_batch(config))
         self._state = self._program.init_state()
         self._compiled = self._program.compile_train(self._state, self._batch)
 
     def info(self) -> Row:
         """Returns what there is to report beside times."""
-        peak = None
-        # The sheet has no peak of float32 that is multiplied at another precision.
-        if not os.environ.get("JAX_DEFAULT_MATMUL_PRECISION"):
-            peak = total_peak_flops(self._config.precision.compute)
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         statistics = jax.devices()[0].memory_stats() or {}  # None on a CPU
         return {
-            "flops_per_token": model_flops_per_token(self._config.gpt()),
-            "peak_flops": peak,
+            "flops_per_token": self._program.flops_per_token(self._shape),
+            "peak_flops": total_peak_flops(self._config.precision.compute),
             "attention": self._program.attention,
             "peak_memory_bytes": statistics.get("peak_bytes_in_use", on_host),
             "version": f"jax {jax.__version__}",

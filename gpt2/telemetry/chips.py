@@ -78,7 +78,7 @@ BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
 
 def find_chip(kind: str) -> Chip | None:
     """Returns the row for a `device.device_kind`, or None."""
-    if re.search(r"\b(Laptop|MIG)\b", kind):  # slower than the chip of that name
+    if re.search(r"\b(Laptop|MIG|Ti|D)\b", kind):  # not the chip of that name
         return None
     for chip in CHIPS:
         name = chip.pattern or chip.name
@@ -90,6 +90,9 @@ def find_chip(kind: str) -> Chip | None:
 
 def total_peak_flops(dtype: str) -> float | None:
     """Returns the FLOP/s that all devices reach in products of `dtype`, by data sheets, or None."""
+    # No sheet has a peak of float32 that is multiplied at another precision.
+    if dtype == "float32" and jax.config.jax_default_matmul_precision:  # type: ignore[attr-defined]
+        return None
     chips = [find_chip(device.device_kind) for device in jax.devices()]
     return sum(c.peak_flops(dtype) for c in chips if c) if all(chips) else None
 
