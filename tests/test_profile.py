@@ -7,11 +7,13 @@ from jax.profiler import ProfileData
 
 from gpt2.config import LoggingConfig
 from gpt2.errors import UserError
+from gpt2.profile import __main__ as profile_command
 from gpt2.profile import page
 from gpt2.profile.breakdown import LAUNCH, LOADER, PYTHON, SYNC, break_down
 from gpt2.profile.profiler import Profiler
 from gpt2.profile.program import ProgramText, part_of
 from gpt2.profile.trace import Ran, Span, Trace, read_trace
+from gpt2.utils import stores
 from tests import planted
 from tests.helpers import TINY, succeed
 
@@ -175,7 +177,7 @@ def test_a_trace_of_a_gpu_is_read_by_its_streams(tmp_path):
     "first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])]
 )
 def test_trace_holds_the_named_steps_and_no_others_beside_its_page(
-    tmp_path, first, steps, held
+    tmp_path, first, steps, held, capsys
 ):
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
@@ -192,6 +194,9 @@ def test_trace_holds_the_named_steps_and_no_others_beside_its_page(
     assert "Mean of 2 steps." in written
     assert "| product |" in written
     assert written == page.explain(tmp_path) == page.explain(file)
+    stores.push(f"memory://run-{first}", tmp_path)
+    profile_command.main(f"memory://run-{first}")
+    assert capsys.readouterr().out.endswith(written)
 
 
 @pytest.mark.thorough

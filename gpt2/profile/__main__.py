@@ -6,11 +6,10 @@ The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. T
 folder as profile.md already; this makes it again, and prints it.
 """
 
-from pathlib import Path
-
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.profile.page import explain
+from gpt2.utils.stores import fetch
 
 
 def main(*paths: str) -> None:
@@ -19,7 +18,7 @@ def main(*paths: str) -> None:
         raise UserError(
             f"{len(paths)} traces are named, not one", "Give a run's workdir"
         )
-    print(explain(Path(paths[0])), end="")
+    print(explain(fetch(paths[0])), end="")
 
 
 if __name__ == "__main__":

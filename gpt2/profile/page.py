@@ -23,7 +23,7 @@ def explain(path: Path) -> str:
     # The text of the step lies above the trace, which the profiler puts under plugins/profile/TIME.
     for folder in reversed(file.parents[:4]):
         if (folder / PROGRAM).exists():
-            text = (folder / PROGRAM).read_text()
+            text = (folder / PROGRAM).read_text("utf-8")
     try:
         program = ProgramText(text)
         return render(break_down(read_trace(file), program), program)

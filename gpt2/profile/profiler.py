@@ -13,6 +13,7 @@ from gpt2.errors import tell, warn
 from gpt2.profile.page import PAGE, PROGRAM, explain
 from gpt2.profile.sampler import sampled
 from gpt2.profile.trace import STEP
+from gpt2.utils.files import write_text
 
 
 class Profiler:
@@ -61,9 +62,9 @@ class Profiler:
         if not self._has_trace or jax.process_index():
             return
         try:
-            (self._logdir / PROGRAM).write_text(self._text())
+            write_text(self._logdir / PROGRAM, self._text())
             page = explain(self._logdir)
-            (self._logdir / PAGE).write_text(page)
+            write_text(self._logdir / PAGE, page)
             cause = page.splitlines()[2].replace("**", "")
             tell(f"{cause} See {self._logdir / PAGE}", sys.stdout)
         except Exception as error:  # a run is worth more than its page
