@@ -42,6 +42,8 @@ def define_flags() -> None:
         "val_fraction",
         None,
         "Share of --corpus to score, 1 for all; if not given, the run's.",
+        lower_bound=0.0,
+        upper_bound=1.0,
     )
     flags.DEFINE_integer(
         "stride",

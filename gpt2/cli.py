@@ -89,7 +89,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         raise UserError(told) from None
     except (flags.Error, TypeError, ValueError) as error:
         what = str(error).replace("\n", " ")
-        raise UserError(what, "See configs/default.py, or --help") from None
+        raise UserError(what, "See --help") from None
 
 
 def _describe_options() -> str:
@@ -134,8 +134,11 @@ def config_file() -> str:
 
 
 def config_name() -> str:
-    """Returns the stem of the config file's name. All records of runs have the same one."""
-    path = Path(config_file())
+    """Returns the stem of the config file's name, whatever argument follows.
+
+    All records of runs have the same one.
+    """
+    path = Path(config_file().partition(".py:")[0])
     if path.suffix == ".json":
         raise UserError(f"--config={path} names no folder for a run", "Give --workdir")
     return path.stem

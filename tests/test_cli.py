@@ -58,6 +58,13 @@ def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(
     assert cli.overrides() == {"model.dropout": 0.5, "seed": 8}
 
 
+def test_the_argument_of_a_config_file_is_no_part_of_its_name(parse, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def get_config(rate='0'):\n    return {'seed': len(rate)}\n")
+    parse(f"--config={path}:a/0.5")
+    assert (cli.config_name(), cli.parse_config().seed) == ("mine", 5)
+
+
 def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(
     parse, tmp_path
 ):

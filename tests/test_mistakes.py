@@ -84,6 +84,7 @@ MISTAKES = [  # a command, and a word of the line
     (["eval.py", "--workdir=moved"], "no longer"),
     (["eval.py", RUN, "--checkpoint=9"], "9"),
     (["eval.py", RUN, "--tasks=lambda"], "lambada"),
+    (["eval.py", RUN, "--corpus=text:other.txt", "--val_fraction=2"], "See --help"),
     (["gpt2.generate", RUN, "--hf=hf"], "hf"),
     (["gpt2.generate", "--hf=cut", "--prompt=1"], "cut"),
     (["gpt2.hf", "copy"], "import"),

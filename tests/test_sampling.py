@@ -249,8 +249,10 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
     [
         dict(temperature=-1.0),
         dict(temperature=float("nan")),
+        dict(temperature=1e-40),
         dict(top_k=-1),
         dict(top_p=0),
+        dict(top_p=1e-46),
     ],
 )
 def test_what_draws_no_token_is_refused(options):

@@ -39,10 +39,11 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        is_warm = 0 <= self.temperature < math.inf
-        if not is_warm or self.top_k < 0 or not 0 < self.top_p <= 1:
+        # Smaller numbers would overflow, or be 0, in float32.
+        is_warm = self.temperature == 0 or 1e-6 <= self.temperature < math.inf
+        if not is_warm or self.top_k < 0 or not 1e-6 <= self.top_p <= 1:
             given = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
-            how = "Give 0 or more, and top_p above 0 and up to 1"
+            how = "Give 0, or 1e-6 or more, and top_p from 1e-6 to 1"
             raise UserError(f"{given} draws no token", how)
 
     def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
