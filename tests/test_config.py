@@ -172,6 +172,7 @@ WRONG = [  # options and a word of the message
     ("train.window_schedule='9=2048'", "window"),
     ("train.context_schedule='0=100'", "100"),
     ("train.window_schedule='9=64' train.num_steps=9", "past the end"),
+    ("optim.learning_rate=0.0", "would rise"),
     ("loss.ahead='1.2.3'", "ahead"),
     (
         "optim.name='muon' optim.learning_rate=0 optim.adam_learning_rate=1e-3",

@@ -58,7 +58,7 @@ class OptimConfig(default.Optim):
         if self.adam_learning_rate and not self.learning_rate:
             raise UserError("optim.adam_learning_rate needs a learning_rate above 0")
         falls = self.schedule in ("cosine", "linear", "wsd")
-        if falls and 0 < self.learning_rate < self.end_learning_rate:
+        if falls and self.learning_rate < self.end_learning_rate:
             raise UserError(
                 "the rate would rise to optim.end_learning_rate", "Set a lower one"
             )

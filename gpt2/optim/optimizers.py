@@ -4,7 +4,6 @@ A direction is an optax transformation from gradients to updates that are neithe
 multiplied by the learning rate, such as `optax.scale_by_adam`.
 """
 
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -199,8 +198,8 @@ def _ademamix(
         return optim.alpha * progress(count)
 
     def beta3(count: Array) -> Array:
-        start = 1 / jnp.log(optim.beta1)  # -0 for a beta1 of 0
-        end = 1 / math.log(optim.beta3)
+        start = 1 / jnp.log(optim.beta1)  # -0 for a beta of 0
+        end = 1 / jnp.log(optim.beta3)
         share = progress(count)
         rising = jnp.exp(1 / ((1 - share) * start + share * end))
         return jnp.minimum(rising, optim.beta3)
