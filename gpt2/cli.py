@@ -3,6 +3,7 @@
 import faulthandler
 import io
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ def run(
     """Parses the command line, and exits with what `main` returns; a mistake is a line and 2.
 
     `main` receives the arguments that are no flags: one of `commands`, and then, if the program
-    `takes_files`, any number. Without `--config`, options are those of configs/quickstart.py.
+    `takes_files`, any number. Without `--config`, options are those of our configs/quickstart.py.
     """
     raise_at_interrupt()
     faulthandler.enable()
@@ -50,8 +51,9 @@ def run(
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     is_given = any(re.match("--?config(=|$)", each) for each in sys.argv)
     if "config" in flags.FLAGS and not is_given:
-        # Where ml_collections looks, too.
-        sys.argv.insert(1, "--config=configs/quickstart.py")
+        # The project's own, whatever lies in this folder; ml_collections looks there, too.
+        path = Path(__file__).parents[1] / "configs/quickstart.py"
+        sys.argv.insert(1, f"--config={os.path.relpath(path)}")
 
     _, *arguments = parse_flags(sys.argv)
     if commands and (not arguments or arguments[0] not in commands):
@@ -77,7 +79,11 @@ def parse_flags(argv: list[str]) -> list[str]:
                     read_option(name, value)
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([each for each in argv if each != "--help"])
-            flags.FLAGS["config"].help += _describe_options()
+            flag = flags.FLAGS["config"]
+            options = flatten(flag.value)
+            flag.help += " It has:"
+            for name, option in OPTIONS.items():
+                flag.help += f"\n{name}={options[name]}  {option.meaning}".rstrip()
             argv = [argv[0], "--help"]
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl ends --help with 1, as if it had failed
@@ -88,32 +94,24 @@ def parse_flags(argv: list[str]) -> list[str]:
             raise no_option(error.flagname, "--config.") from None
         raise UserError(told) from None
     except (flags.Error, TypeError, ValueError) as error:
-        what = str(error).replace("\n", " ")
-        raise UserError(what, "See --help") from None
-
-
-def _describe_options() -> str:
-    """Returns the options that were given, each with its meaning, for --help."""
-    options = flatten(flags.FLAGS["config"].value)
-    text = " It has:"
-    for name, option in OPTIONS.items():
-        text += f"\n{name}={options[name]}  {option.meaning}".rstrip()
-    return text
+        raise UserError(str(error).replace("\n", " "), "See --help") from None
 
 
 def define_config() -> None:
     """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
-    about = (
-        "File of options, see configs/, or a run's config.json; if not given, "
-        "configs/quickstart.py. --config.group.option=value sets one of them."
-    )
     try:
-        config_flags.DEFINE_config_file("config", None, about, flag_values=flags.FLAGS)
+        config_flags.DEFINE_config_file(
+            "config",
+            None,
+            "File of options, see configs/, or a run's config.json; if not given, "
+            "configs/quickstart.py. --config.group.option=value sets one of them.",
+            flag_values=flags.FLAGS,
+        )
     except flags.CantOpenFlagFileError as error:  # it looks for FILE
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser()
-    flag.default_as_str = None  # for --help: `about` tells what stands for None
+    flag.default_as_str = None  # for --help: the meaning tells what stands for None
 
 
 class _ConfigFileParser(flags.ArgumentParser):

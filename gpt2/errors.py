@@ -108,6 +108,8 @@ def describe_end(error: BaseException) -> tuple[str, int] | None:
         if error.filename:
             told += f" ({os.fsdecode(error.filename)})"
         error = UserError(told)
+    if str(error).startswith("Unable to initialize backend"):  # as JAX_PLATFORMS asks
+        error = UserError(str(error))
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):

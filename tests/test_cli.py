@@ -161,6 +161,13 @@ def test_a_command_parses_runs_and_ends_with_the_code_of_its_main():
     assert (done.returncode, done.stdout) == (2, b"") and b"stps" in done.stderr
 
 
+def test_a_backend_that_jax_has_not_is_a_line():
+    body = "import jax; jax.config.update('jax_platforms', 'wrong'); jax.devices()"
+    done = run_command(body=body)
+    assert done.returncode == 2 and done.stderr.startswith(b"error: Unable to")
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_a_screen_that_takes_no_line_ends_no_program():
     with open("/dev/full", "wb") as full:
         body = "from gpt2.errors import tell; tell('lost'); tell('x', cli.sys.stdout); return 5"

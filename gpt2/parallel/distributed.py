@@ -94,8 +94,14 @@ def _find_launcher() -> str | None:
     numbers = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"
     several = {name for name in numbers if int(given.get(name, 1)) > 1}
     if "OMPI_COMM_WORLD_SIZE" in several:
-        # Since version 5.
-        return "ompi" if "OMPI_MCA_orte_hnp_uri" in given else "mpi4py"
+        if "OMPI_MCA_orte_hnp_uri" in given:
+            return "ompi"
+        if importlib.util.find_spec("mpi4py") is None:  # of which version 5 needs it
+            raise UserError(
+                "processes of mpirun need the package mpi4py",
+                "Run `pip install mpi4py`",
+            )
+        return "mpi4py"
     if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in given:
         return "slurm"
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
