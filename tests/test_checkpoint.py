@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import shutil
 import subprocess
 import threading
@@ -83,6 +84,13 @@ def test_every_so_many_steps_a_checkpoint_is_kept_for_good(
 )
 def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
     assert steps_in(load_model(saved[0], None, which)[1]) == {step}
+
+
+def test_who_loads_weights_hears_nothing_of_the_library(saved, caplog):
+    load_params(saved[0], "latest")
+    assert not caplog.records
+    logging.getLogger("absl").warning("of a person's own")
+    assert caplog.records
 
 
 def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):

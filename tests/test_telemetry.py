@@ -296,11 +296,22 @@ def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys)
     Progress(500, names=["eval/b"]).write(
         4, {"eval/loss": 2.0, "eval/a": 1, "eval/b": 2}
     )
-    usual, asked, validation = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr()
+    usual, asked, validation = told.out.splitlines()
+    assert told.err == ""
     assert re.fullmatch(r"step  1200/20000  loss 10\.8295  lr .* left", usual)
     assert "9,999 tok/s" in usual and len(usual) <= 80
     assert asked.startswith("step   4/500  loss 2.0000  moe/balance 1.25  ")
     assert validation == "step   4/500  val loss 2.0000  b 2"
+
+
+def test_a_name_for_the_screen_that_no_metric_has_is_told_once(capsys):
+    progress = Progress(500, names=["train/balance", "norm", "typo"])
+    progress.write(1, {"watch/norm": 1.0})
+    for step in (1, 2):
+        progress.write(step, {"train/loss": 2.0, "train/balance": 1.25})
+    told = "warning: logging.screen: the first metrics lack typo\n"
+    assert capsys.readouterr().err == told
 
 
 # Speed

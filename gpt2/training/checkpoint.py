@@ -8,6 +8,7 @@ are read without the optimizer. This file is the only user of Orbax.
 
 import contextlib
 import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,6 +33,9 @@ from gpt2.utils import files, stores
 from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 from gpt2.utils.trees import Tree
+
+# What Orbax logs, it raises too, or it is no help.
+logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 METRIC = "eval/loss"  # by which the best checkpoint is known
 Shape = jax.ShapeDtypeStruct
