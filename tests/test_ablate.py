@@ -19,7 +19,7 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
-from gpt2.ablate.jobs import _Training, make_slots
+from gpt2.ablate.jobs import _Training, check_devices, make_slots
 from gpt2.ablate.judge import grow, judge
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
@@ -92,7 +92,7 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
 @pytest.mark.parametrize(
     ("vary", "message"),
     [
-        ("optim.name", "names no values"),
+        ("optim.name", r"optim\.name names no value\. Write OPTION=VALUE\."),
         ("train.num_steps=60,80", "follows from --equal"),
         ("optm.name=lion", r"optm\.name"),
         ("optim.name=muonn", r"the arm optim\.name=muonn cannot work"),
@@ -780,10 +780,12 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     for arm in sweep.arms:
         write_measure(tmp_path, arm)
     assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
-    *_, last, total = describe_runs(sweep, slots).splitlines()
-    assert "baseline: 0.1 seconds a step" in capsys.readouterr().out
+    asked, last, total = describe_runs(sweep, slots).splitlines()
+    told = capsys.readouterr().out
+    assert "baseline: 0.1 seconds a step" in told and "seed" not in told
+    assert asked == "would train"
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
-    assert total.startswith("about 0:02:00 with --jobs=1, apart, ")
+    assert total.startswith("about 0:02:00 by runs apart, ")
 
 
 def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
@@ -809,6 +811,10 @@ def test_runs_at_once_share_the_cores(monkeypatch):
         "4",
         "7",
     ]
+    odd = with_options(BASE, {"data.batch_size": 15})
+    check_devices(odd, jobs=2)
+    with pytest.raises(UserError, match=r"does not split over parallel\.data=2"):
+        check_devices(odd)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none, as is known to CUDA
     with pytest.raises(UserError, match="CPU cores"):
         make_slots(1000)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import zlib
+from datetime import datetime
 from types import SimpleNamespace
 
 import jax
@@ -21,6 +22,7 @@ from gpt2.ablate.together import Places
 from gpt2.config import Config, with_options
 from gpt2.data import prepare
 from gpt2.training import Batches
+from gpt2.utils.code import read_starts
 from tests.forks import environment, run_command
 from tests.helpers import (
     ROOT,
@@ -249,7 +251,8 @@ def test_a_look_ends_an_arm_of_runs_together_and_the_report_is_that_of_runs_apar
     vocabulary = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
     monkeypatch.setattr(command, "prepare", lambda _: vocabulary)
     monkeypatch.setattr(command, "train_all", train_all)
-    monkeypatch.setattr(command.cli, "parse_config", lambda: BASE)
+    on_eight = with_options(BASE, {"data.batch_size": 8})
+    monkeypatch.setattr(command.cli, "parse_config", lambda: on_eight)
     monkeypatch.setattr(sys, "argv", ["ablate"])
     texts = []
     for together in (True, False):
@@ -314,6 +317,11 @@ def test_a_run_that_diverges_leaves_and_the_others_end_as_runs_of_train_py(tmp_p
     states = [each.outcome().state for each in runs]
     assert states == ["finished", "diverged", "finished"]
     assert "the loss is not finite at step" in runs[1].outcome().error
+    (start,) = read_starts(runs[2].workdir)
+    ended = (runs[2].workdir / "metrics.jsonl").stat().st_mtime
+    seconds = ended - datetime.fromisoformat(start["time"]).timestamp()
+    # Two share the time, but not that of the wave before.
+    assert 2 * metrics_of(runs[2].workdir)[-1]["perf/total_seconds"] < seconds + 0.5
     for each in (runs[0], runs[2]):
         alone = tmp_path / f"alone-{each.folder.name}"
         options = f"--config={each.folder / 'config.json'}"

@@ -92,6 +92,10 @@ MISTAKES = [  # a command, and a word of the line
     (["gpt2.compare", "run", "--reference=points.csv"], "points.csv"),
     (["gpt2.profile", "in.txt"], "in.txt"),
     (["gpt2.ablate", *SHORT, "--vary=optim.nme=adam", "--workdir=sweep"], "optim.name"),
+    (
+        ["gpt2.ablate", *SHORT, "--config.data.batch_size=5", "--workdir=sweep"],
+        "a batch of 5 does not split",
+    ),
 ]
 
 
@@ -132,7 +136,9 @@ def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path
     assert "are warm-up" not in done.stdout
 
 
-def test_every_command_has_help(tmp_path):
+def test_every_command_has_help_and_options_of_our_own_whatever_lies_there(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "quickstart.py").write_text("1 / 0")
     modules = ("generate", "hf", "ablate", "compare", "profile", "benchmark")
     for command in ("train.py", "eval.py", *(f"gpt2.{name}" for name in modules)):
         done = run_command(command, "--help", cwd=tmp_path)

@@ -28,7 +28,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.ablate.arms import check_out, make_arms, read_tuned
 from gpt2.ablate.groups import group_runs
-from gpt2.ablate.jobs import Slot, make_slots, train_all
+from gpt2.ablate.jobs import Slot, check_devices, make_slots, train_all
 from gpt2.ablate.judge import grow
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
@@ -57,17 +57,24 @@ def define_flags() -> None:
         ["3"],
         "Runs of each arm; 3,5,8: looks after 3 and 5, and ends what is clear or hopeless.",
     )
-    about = "Runs at once: a GPU each, or a share of the cores."
-    flags.DEFINE_integer("jobs", 1, about, 1)
-    about = "Runs that differ in numbers alone train as one program."
-    flags.DEFINE_bool("together", False, about)
+    flags.DEFINE_integer(
+        "jobs", 1, "Runs at once: a GPU each, or a share of the cores.", 1
+    )
+    flags.DEFINE_bool(
+        "together", False, "Runs that differ in numbers alone train as one program."
+    )
     flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
-    about = "OPTION=VALUE,...: each arm first chooses among these."
-    flags.DEFINE_multi_string("tune", [], about)
-    about = "Prints the runs and what they take, by short runs that it keeps."
-    flags.DEFINE_bool("dry_run", False, about)
-    about = "Only writes the report of what there is so far."
-    flags.DEFINE_bool("report", False, about)
+    flags.DEFINE_multi_string(
+        "tune", [], "OPTION=VALUE,...: each arm first chooses among these."
+    )
+    flags.DEFINE_bool(
+        "dry_run",
+        False,
+        "Prints the runs and what they take, by short runs that it keeps.",
+    )
+    flags.DEFINE_bool(
+        "report", False, "Only writes the report of what there is so far."
+    )
 
 
 def main() -> int:
@@ -115,14 +122,14 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     vocabulary = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     for i, arm in enumerate(arms):
+        check_devices(arm.config, FLAGS.jobs)
         config = arm.config.with_vocabulary(vocabulary(arm.config.data))
         arms[i] = replace(arm, config=config)
     for arm in arms:
         check_out(arm, root)
-    command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
-        commands=[shlex.join(command)],
+        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
         arms=tuple(equalize(arms, FLAGS.equal, partial(measure, root, slot=slot))),
         score=score,
         equal=FLAGS.equal,

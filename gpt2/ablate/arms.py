@@ -142,7 +142,7 @@ def _read_axis(text: str) -> list[Settings]:
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
     if not values or not all(values):
-        raise UserError(f"{text} names no values", "Write OPTION=VALUE1,VALUE2")
+        raise UserError(f"{text} names no value", "Write OPTION=VALUE")
     return [_read_value(f"{name}={value}") for value in values]
 
 

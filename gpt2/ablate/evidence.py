@@ -21,11 +21,13 @@ Over a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea once
 
     E_n >= 1 / (alpha gamma_t (K + 1)),  alpha = 0.1,  gamma_t = t^(-1.3) / zeta(1.3),
 
-where K ideas have been kept so far. At least K + 1 are when it is kept, so that its part in the
-false share is at most alpha gamma_t E_n, and that of all at most alpha in expectation, whatever the
-dependence of e-values. That is proved for values that are fixed when they are judged; here one may
-also go on after K has grown, by what other ideas with the same runs of the best gave. `python -m
-tests.ledger_rates` simulates it: docs/ledger.md has its rates.
+where K ideas have been kept so far. An idea takes its t with its first pair, or where it diverges.
+One whose runs break has no E_n: its code says so, and no score, so that others' gamma_t do not
+depend on scores, and those of all E_n sum to at most 1. At least K + 1 are when it is kept, so that
+its part in the false share is at most alpha gamma_t E_n, and that of all at most alpha in
+expectation, whatever the dependence of e-values. That is proved for values that are fixed when they
+are judged; here one may also go on after K has grown, by what other ideas with the same runs of the
+best gave. `python -m tests.ledger_rates` simulates it: docs/ledger.md has its rates.
 """
 
 import math
@@ -104,7 +106,7 @@ def is_hopeless(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
 def findable(pairs: int, level: float, power: float) -> Array:
     """Returns what is found with a probability of `power` by the first 1, 2, ... pairs, `[pairs]`.
 
-    In deviations of a difference; inf where nothing is.
+    In deviations of a difference; nan where nothing is.
     """
     noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
     sizes = np.geomspace(0.25, 64, 49)
@@ -113,4 +115,4 @@ def findable(pairs: int, level: float, power: float) -> Array:
         most = np.maximum.accumulate(evidence(noise - size), axis=1)
         found[i] = (most >= 1 / level).mean(0) >= power
     first = sizes[found.argmax(0)]
-    return np.where(found.any(0), first, math.inf)
+    return np.where(found.any(0), first, math.nan)

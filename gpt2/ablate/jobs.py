@@ -12,9 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+import jax
+
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import ENDED, Outcome, Run
+from gpt2.config import Config
 from gpt2.errors import UserError
+from gpt2.parallel import check_layout
 from gpt2.utils.cluster import Slot, start
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
@@ -29,22 +33,16 @@ def make_slots(jobs: int) -> list[Slot]:
     cores = list(range(os.cpu_count() or 1))
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
-    if jobs == 1:
-        return [Slot(frozenset(cores), {})]
-    gpus = _visible_gpus()
+    gpus = _visible_gpus() if jobs > 1 else []
     number = len(gpus or cores)
     if jobs > number:
         raise UserError(f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
-    slots = []
+    whole = frozenset(cores)
+    if gpus:
+        return [Slot(whole, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
     share = len(cores) // jobs
-    for i in range(jobs):
-        if gpus:
-            slot = Slot(frozenset(cores), {"CUDA_VISIBLE_DEVICES": gpus[i]})
-        else:
-            own = cores[i * share : (i + 1) * share]
-            slot = Slot(frozenset(own), {})
-        slots.append(slot)
-    return slots
+    starts = range(0, jobs * share, share)
+    return [Slot(frozenset(cores[start : start + share]), {}) for start in starts]
 
 
 def _visible_gpus() -> list[str]:
@@ -54,8 +52,18 @@ def _visible_gpus() -> list[str]:
     number = len(list(Path("/dev").glob("nvidia[0-9]*")))
     every = ",".join(map(str, range(number)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
-    none = ("", "-1")  # as is known to CUDA
-    return [gpu for gpu in visible.split(",") if gpu not in none]
+    # To CUDA, -1 is none.
+    return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+
+
+def check_devices(config: Config, jobs: int = 1) -> None:
+    """Refuses batches that do not split over the devices of a run, where these are known."""
+    gpus = _visible_gpus()
+    number = len(gpus[:1] if jobs > 1 else gpus)
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        number = max(jax.device_count(), config.parallel.cpu_devices)
+    if number:
+        check_layout(config, number)
 
 
 def train_all(
@@ -93,13 +101,12 @@ def train_all(
                 training.append(_Training(taken, free.pop(), is_mapped))
             for each in training[:]:
                 code = each.process.poll()
-                if code is None:
-                    continue
-                training.remove(each)
-                free.append(each.slot)
-                for run, told in each.end(code, score):
+                for run, told in each.ended(code, score):
                     done = sum(map(_has_ended, runs))
                     print(f"{done}/{len(runs)}  {run.label}  {told}", flush=True)
+                if code is not None:
+                    training.remove(each)
+                    free.append(each.slot)
             time.sleep(_POLL_SECONDS)
     finally:
         for each in training:
@@ -133,9 +140,7 @@ def _take(run: Run) -> TextIO | None:
 class _Training:
     """A run that is training, or several together. The first one's log is that of the process."""
 
-    def __init__(
-        self, taken: Sequence[tuple[Run, TextIO]], slot: Slot, is_mapped: bool
-    ):
+    def __init__(self, taken: list[tuple[Run, TextIO]], slot: Slot, is_mapped: bool):
         self.slot = slot
         self._taken = taken
         folders = []
@@ -153,17 +158,22 @@ class _Training:
                 f"--config={first.folder / 'config.json'}",
                 f"--workdir={first.workdir}",
             ]
-        for_wandb = {"WANDB_NAME": first.label}
-        environment = slot.environment | for_wandb
+        environment = slot.environment | {"WANDB_NAME": first.label}
         self.process = start(command, self._log, slot._replace(environment=environment))
 
-    def end(self, code: int, score: str) -> Iterator[tuple[Run, str]]:
-        """Keeps how each run ended, gives its lock back, and yields it with what to tell of it."""
-        for run, lock in self._taken:
+    def ended(self, code: int | None, score: str) -> Iterator[tuple[Run, str]]:
+        """Keeps how runs ended, gives their locks back, and yields them with what to tell.
+
+        `code` is that of the process, None while it trains: together, runs end one by one.
+        """
+        for run, lock in self._taken[:]:
             outcome = run.outcome()
             if outcome.state == "waiting":  # together, runs keep it themselves
+                if code is None:
+                    continue
                 outcome = self._read_outcome(code)
                 write_json(run.folder / "outcome.json", outcome._asdict())
+            self._taken.remove((run, lock))
             lock.close()
             told = f"{outcome.state}: {outcome.error}"
             if outcome.state == "finished":

@@ -61,6 +61,8 @@ class Ledger:
     """What the lines of a ledger.jsonl say."""
 
     ideas: list[Idea] = field(default_factory=list)  # by number
+    # Numbers of ideas that were seen to train or to diverge, in that order.
+    tests: dict[int, None] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[Idea]:
@@ -73,8 +75,9 @@ class Ledger:
         return [self.ideas[0], *self.kept][-1]
 
     def level(self, number: int) -> float:
-        """Returns the level of an idea now."""
-        return level_at(number, len(self.kept))
+        """Returns the level of an idea now; it takes its place among the tests when it is one."""
+        place = [*self.tests, number].index(number) + 1
+        return level_at(place, len(self.kept))
 
     def noise(self) -> float:
         """Returns the deviation of a difference, of all ideas together; nan without any."""
@@ -105,6 +108,8 @@ def read_ledger(root: Path) -> Ledger:
             idea.why = event["why"]
             idea.level = event["level"]
             idea.seconds += event["seconds"]
+        if idea.pairs or idea.answer == "discard":
+            ledger.tests.setdefault(number)
     return ledger
 
 
@@ -122,8 +127,7 @@ def append(root: Path, event: str, number: int, facts: Mapping[str, object]) -> 
 
 def append_idea(root: Path, idea: Idea) -> None:
     """Adds the line of an idea."""
-    names = ("text", "best", "code")
-    facts = {name: getattr(idea, name) for name in names}
+    facts = {"text": idea.text, "best": idea.best, "code": idea.code}
     append(root, "idea", idea.number, {**facts, "arm": idea.arm.to_tree()})
 
 

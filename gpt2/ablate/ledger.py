@@ -39,7 +39,7 @@ from gpt2.ablate.arms import (
     snapshot,
 )
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
-from gpt2.ablate.jobs import Slot, make_slots, train_all
+from gpt2.ablate.jobs import Slot, check_devices, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
 from gpt2.ablate.measure import measure
 from gpt2.ablate.pictures import plot_ledger
@@ -64,13 +64,19 @@ def define_flags() -> None:
     """Defines the flags."""
     cli.define_config()
     flags.DEFINE_string("ledger", None, "Where the ledger lives.")
-    about = "OPTION=VALUE, recipe=FILE or code=BRANCH; none: tells the best so far."
-    flags.DEFINE_string("idea", "", about)
+    flags.DEFINE_string(
+        "idea",
+        "",
+        "OPTION=VALUE, recipe=FILE or code=BRANCH; none: tells the best so far.",
+    )
     flags.DEFINE_integer("pairs", 16, "Pairs of runs of an idea, at most.", 2)
-    about = "Begins no pair that would end later."
-    flags.DEFINE_float("minutes", math.inf, about, 0.0)
-    about = "The gain, in nats per token, above which an idea is worth keeping."
-    flags.DEFINE_float("least", 0.0, about, 0.0)
+    flags.DEFINE_float("minutes", math.inf, "Begins no pair that would end later.", 0.0)
+    flags.DEFINE_float(
+        "least",
+        0.0,
+        "The gain, in nats per token, above which an idea is worth keeping.",
+        0.0,
+    )
     flags.DEFINE_enum("equal", "tokens", TERMS, "What idea and best get alike.")
     flags.DEFINE_bool("dry_run", False, "Tells what pairs would find, and their time.")
     flags.DEFINE_bool("json", False, "Prints a line of JSON, the rest on stderr.")
@@ -84,7 +90,7 @@ def main() -> int:
     (slot,) = make_slots(1)
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _begin(root)
-        if FLAGS.dry_run:
+        if FLAGS.dry_run and FLAGS.idea:
             print(_describe_pairs(root, ledger, slot))
             return 0
         idea = _try_idea(root, slot) if FLAGS.idea else ledger.best
@@ -98,6 +104,7 @@ def main() -> int:
 def _begin(root: Path) -> Ledger:
     """Returns the ledger, which begins with the options of the first command."""
     config = cli.parse_config()
+    check_devices(config)
     config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
@@ -124,14 +131,17 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     text = FLAGS.idea
     value = text
     if _WORKING_TREE.match(text):
-        value = _WORKING_TREE.sub(f"code={snapshot()}", text)
+        # As `git describe` writes a commit.
+        value = _WORKING_TREE.sub(f"code=working-tree-0-g{snapshot()[:9]}", text)
     found = make_arms(best.config, [value], one_at_a_time=True)
     if len(found) > 2:
         raise UserError(f"--idea={text} names several", "Try one after another")
     arm = found[-1]  # the best itself if there is no other
     number = len(ledger.ideas)
-    if choose_score([best, arm]) != LOSS:
+    if arm.config.data.tokenizer != best.config.data.tokenizer:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
+    choose_score([best, arm])  # which refuses another text
+    check_devices(arm.config)
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
@@ -186,8 +196,10 @@ def _enter(root: Path, slot: Slot) -> Idea:
             if other.best == idea.best and other.same(idea):
                 return other
         if most_evidence(FLAGS.pairs) < 1 / level:
-            what = f"no idea can be kept in {FLAGS.pairs} pairs by now"
-            raise UserError(what, "Give more --pairs")
+            raise UserError(
+                f"no idea can be kept in {FLAGS.pairs} pairs by now",
+                "Give more --pairs",
+            )
         append_idea(root, idea)
         return idea
 
@@ -266,8 +278,10 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
     if of_best == "diverged":
         return "undecided", f"the best diverges with seed {seed}"
     if of_best != "finished":
-        what = f"the best, {pair[0].label}, {of_best}: {error_of_best}"
-        raise UserError(what, f"See {pair[0].folder}")
+        raise UserError(
+            f"the best, {pair[0].label}, {of_best}: {error_of_best}",
+            f"See {pair[0].folder}",
+        )
     if own != "finished":
         return "discard" if own == "diverged" else "failed", f"{own}: {error}"
     best_score, score = results.score
@@ -353,10 +367,11 @@ def _describe_pairs(root: Path, ledger: Ledger, slot: Slot) -> str:
     table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
     for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
         table[title] = -noise * findable(FLAGS.pairs, level, power)
-    text = table.to_string(index=False, float_format="{:.4f}".format)
+    text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
     return (
-        f"{text}\n\nTrue differences, beyond --least, that are kept at level {level:.2%},"
-        f" -inf where none is, in {unit}"
+        f"pairs of {ledger.best.text} and {idea.text} would train"
+        f"\n\n{text}\n\nTrue differences, beyond --least, that are kept at level {level:.2%},"
+        f" in {unit}"
     )
 
 

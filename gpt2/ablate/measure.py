@@ -1,5 +1,6 @@
 """Short runs that show how long a step takes, and what a sweep would take by them."""
 
+import contextlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -52,7 +53,9 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     They are those of a short run, which is trained once and kept.
     """
     run = make_measuring_run(root, arm)
-    train_all([[run]], [slot], LOSS)
+    print(f"measuring {arm.name}", flush=True)
+    with contextlib.redirect_stdout(None):  # a score of so few steps is no result
+        train_all([[run]], [slot], LOSS)
     if run.outcome().state != "finished":
         raise UserError(
             f"{arm.name} cannot be measured", f"See {run.folder / 'log.txt'}"
@@ -75,20 +78,18 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
         step, start = measure(sweep.root, arm, slots[0])
         print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
         seconds[arm.name] = start + arm.config.train.num_steps * step
-    lines = []
+    lines = ["would train"]
     total = 0.0
     for run in sweep.all_runs():
-        told = run.outcome().state
-        if told not in ENDED:
+        if run.outcome().state not in ENDED:
             total += seconds[run.arm]
             told = format_duration(seconds[run.arm])
-        lines.append(f"{run.label}  {run.config.train.num_steps} steps  {told}")
+            lines.append(f"{run.label}  {run.config.train.num_steps} steps  {told}")
     for arm in sweep.arms:
         if arm.name not in sweep.chosen:
             seeds = sweep.num_seeds(arm)
             total += seeds * seconds[arm.name]
             lines.append(f"then {seeds} seeds of {arm.name} with the values it chooses")
     whole = format_duration(total / len(slots))
-    how = f"with --jobs={len(slots)}, apart, without validations and checkpoints"
-    lines.append(f"about {whole} {how}")
+    lines.append(f"about {whole} by runs apart, without validations and checkpoints")
     return "\n".join(lines)

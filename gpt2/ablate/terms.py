@@ -29,9 +29,10 @@ def choose_score(arms: Sequence[Arm]) -> str:
     """
     configs = [arm.config for arm in arms]
     texts = {(c.data.corpus, c.data.val_fraction, c.data.unique) for c in configs}
-    what = "arms with another data.corpus, val_fraction or unique are validated on different texts"
     if len(texts) > 1:
-        raise UserError(what)
+        raise UserError(
+            "another data.corpus, val_fraction or unique is validated on different texts"
+        )
     parts = {
         (
             c.train.eval_batches,
@@ -43,7 +44,7 @@ def choose_score(arms: Sequence[Arm]) -> str:
     }
     if len(parts) > 1 and any(batches for batches, *_ in parts):
         raise UserError(
-            "the first train.eval_batches of the validation split are not the same for all arms",
+            "the first train.eval_batches of the validation split would not be the same",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
     tokenizers = {c.data.tokenizer for c in configs}
@@ -69,8 +70,10 @@ def equalize(
             step, _ = measure(arm)
             return step
         if arm.commit != first.commit:
-            what = f"the FLOPs of {arm.name}, of other code, are not known"
-            raise UserError(what, "Use --equal=tokens or --equal=seconds")
+            raise UserError(
+                f"the FLOPs of {arm.name}, of other code, are not known",
+                "Use --equal=tokens or --equal=seconds",
+            )
         return flops(arm.config, steps) / steps
 
     budget = first.config.train.num_steps * cost(first)
@@ -87,11 +90,10 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     before = arm.config.train.num_steps
     changes_shape = len(arm.config.shapes.pieces) > 1
     named = changes_shape or optim.schedule.startswith("piecewise")
-    what = (
-        f"a schedule of {arm.name} names steps of a run of {before}, not of {num_steps}"
-    )
     if named and num_steps != before:
-        raise UserError(what)
+        raise UserError(
+            f"a schedule of {arm.name} names steps of a run of {before}, not of {num_steps}"
+        )
     options = {"train.num_steps": max(1, num_steps)}
     for name in _DURATIONS:
         if steps := option(arm.config, name):

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, redirect_stdout
 from functools import partial
@@ -211,7 +212,9 @@ class Member:
         self.log = enter((path / "log.txt").open("a"))
         batches = Batches(config, dataset, program.backend)
         self.upcoming = enter(closing(batches.train(start, options.num_steps)))
-        self.clock = StepClock.for_run(config, program.flops_per_token, places.number)
+        self.clock = StepClock.for_run(
+            config, program.flops_per_token, places.number, time.perf_counter()
+        )
         self.checkpointer = enter(
             Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
         )

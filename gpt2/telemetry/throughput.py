@@ -49,6 +49,7 @@ class StepClock:
         config: Config,
         flops_per_token: Callable[[Shape], float],
         share: int = 1,
+        since: float = launch.BEGAN,
     ) -> "StepClock":
         """Returns the clock of a run on all devices; `share` runs at once share the time."""
         costs = dict[Shape, float]()
@@ -58,7 +59,7 @@ class StepClock:
             tokens=config.shapes.tokens,
             flops=partial(config.shapes.sum, costs.__getitem__),
             peak_flops=total_peak_flops(config.precision.compute),
-            since=launch.BEGAN / share,
+            since=since / share,
             now=lambda: time.perf_counter() / share,
         )
 
