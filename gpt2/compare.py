@@ -35,7 +35,7 @@ from gpt2.errors import UserError, warn
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.code import read_starts
 from gpt2.utils.files import read_sealed
-from gpt2.utils.stores import fetch
+from gpt2.utils.stores import fetch, writing
 from gpt2.utils.text import format_count, format_duration
 
 
@@ -88,9 +88,9 @@ def main(*directories: str) -> None:
         tokens, losses = points.T
         nothing = np.full(len(points), np.nan)
         curves[name] = [Curve(tokens, nothing, nothing, losses)]
-    output = Path(flags.FLAGS.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    plot_curves(output, curves, unit)
+    output = flags.FLAGS.output
+    with writing(output) as picture:
+        plot_curves(picture, curves, unit)
     print(_make_table(curves, unit).to_string(index=False))
     for name in others:
         own = origins[name]

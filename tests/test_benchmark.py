@@ -344,6 +344,12 @@ def parsed(*arguments):
             delattr(flags.FLAGS, name)
 
 
+def test_a_machine_is_told_without_being_asked_for_json(capsys):
+    with parsed("--config=configs/quickstart.py"):
+        command.main("machine")
+    assert json.loads(capsys.readouterr().out)["device_kind"] == "cpu"
+
+
 def test_every_part_of_the_suite_has_options_that_work(tmp_path):
     parts = suite.make_parts(tmp_path)
     assert len({part.name for part in parts}) == len(parts)

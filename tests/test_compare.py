@@ -42,7 +42,9 @@ def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_r
     assert "young has no validation in nats per token" in told and "5.5000" in told
     assert mistake.startswith("warning: points.csv compares only if its losses")
     assert matplotlib.image.imread(tmp_path / "compare.png").std() > 0
-    assert compare(tmp_path, "partly", "--reference=points.csv")[2] == ""
+    drawn = tmp_path / "drawn.png"
+    given = "partly", "--reference=points.csv", f"--output=file://{drawn}"
+    assert compare(tmp_path, *given)[2] == "" and drawn.is_file()
     code, told, _ = compare(tmp_path, "first", "other", "partly")
     assert code == 0 and "partly has no validation in bits per byte" in told
     assert "2.5000" in told and "5.0000" not in told

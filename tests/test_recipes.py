@@ -134,7 +134,7 @@ def test_a_single_validation_is_a_dot(tmp_path, drawn):
 
 def test_a_reference_of_ones_own_is_a_table_of_points(tmp_path):
     path = tmp_path / "own.csv"
-    path.write_text("name,tokens,loss\na,2000,3.0\na,1000,4.0\nb,,5.0\n")
+    path.write_text("name,tokens,loss\na,2000,3.0\na,1000,4.0\na,3,\nb,,5.0\n")
     curves = read_reference(str(path))
     np.testing.assert_array_equal(curves["a"], [[1000, 4.0], [2000, 3.0]])
     np.testing.assert_array_equal(curves["b"], [[np.nan, 5.0]])

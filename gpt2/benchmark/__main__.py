@@ -58,7 +58,7 @@ def define_flags() -> None:
 def main(command: str) -> int:
     """Runs a command, and returns the exit code: 1 if a part of the suite failed."""
     args = flags.FLAGS
-    output = Path(args.output) if args.output else None
+    output = Path(args.output).expanduser() if args.output else None
     if command == "suite":
         if not output:
             raise UserError("there is no --output", "Name the folder of the results")
@@ -69,7 +69,7 @@ def main(command: str) -> int:
         rows = [suite.describe_machine(output)]
     else:
         rows = measure_cases()
-    if args.json:
+    if args.json or command == "machine":
         for row in rows:
             print(json.dumps(row))
     else:

@@ -26,6 +26,7 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
         if "name" not in table:
             table["name"] = path.stem
         table = table.astype({"tokens": float, "loss": float}).sort_values("tokens")
+        table = table[np.isfinite(table["loss"])]
     curves = dict[str, np.ndarray]()
     for curve, points in table.groupby("name", sort=False):
         curves[str(curve)] = points[["tokens", "loss"]].to_numpy()
