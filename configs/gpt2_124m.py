@@ -4,9 +4,9 @@
     python train.py --config=configs/gpt2_124m.py:v5e-8
 
 Devices: the batch is one micro-batch, so that any batch size works. Eight devices of 80 GB take
-60 sequences each: 51.5 GiB by `--plan --plan_devices=8`, not tried there. For one such device add
+60 sequences each: 27.6 GiB by `--plan_chips=a100-8`, not tried there. For one such device add
 `--config.train.accumulate_steps=8`. Devices of 40 GB take nanoGPT's 12 sequences at a time
-(10.2 GiB): add `--config.train.accumulate_steps=5` for eight, `=40` for one.
+(9.0 GiB): add `--config.train.accumulate_steps=5` for eight, `=40` for one.
 Data: OpenWebText (9.0B tokens). Without a network, `--config.data.corpus=pystdlib` trains on the
 source of Python's standard library.
 Expect: validation loss about 2.85 after 600,000 steps, four days on eight A100s. nanoGPT published

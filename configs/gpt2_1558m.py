@@ -2,9 +2,9 @@
 
     python train.py --config=configs/gpt2_1558m.py
 
-Devices: eight of 16 GB take 8 sequences each at a time: 7.6 GiB by `--plan --plan_devices=8`, not
-tried there. Eight of 40 GB (23.4 GiB) send less with `--config.parallel.fsdp_gather=step`. For one
-device of 80 GB (33 GiB) add `--config.train.accumulate_steps=128`.
+Devices: eight of 16 GB take 8 sequences each at a time: 5.9 GiB by `--plan_chips=a100-8`, not
+tried there. Eight of 40 GB (23.0 GiB) send less with `--config.parallel.fsdp_gather=step`. For one
+device of 80 GB (32.4 GiB) add `--config.train.accumulate_steps=128`.
 Data: as for configs/gpt2_124m.py.
 Recipe: learning rate, batch of 1,048,576 tokens and 32,000 steps are those of llm.c's 1558M.
 Expect: not measured here. OpenAI's weights of this size score 2.54 on OpenWebText (nanoGPT's

@@ -447,17 +447,18 @@ def test_flax_tabulates_the_model_with_its_operations():
 
 
 @pytest.mark.parametrize(
-    ("kind", "platform", "capability", "expected"),
+    ("kind", "platform", "capability", "dtype", "expected"),
     [
-        ("TPU v3", "tpu", {}, "xla"),
-        ("TPU v5 lite", "tpu", {}, "splash"),
-        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "xla"),
-        ("NVIDIA L4", "cuda", {"compute_capability": "8.9"}, "cudnn"),
+        ("TPU v3", "tpu", {}, "bfloat16", "xla"),
+        ("TPU v5 lite", "tpu", {}, "bfloat16", "splash"),
+        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "bfloat16", "plain"),
+        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "float16", "xla"),
+        ("NVIDIA L4", "cuda", {"compute_capability": "8.9"}, "bfloat16", "cudnn"),
     ],
 )
 def test_older_devices_take_attention_that_they_can_compile(
-    kind, platform, capability, expected
+    kind, platform, capability, dtype, expected
 ):
     device = SimpleNamespace(device_kind=kind, platform=platform, **capability)
-    cfg = replaced(compute_dtype="bfloat16", context_length=128)
+    cfg = replaced(compute_dtype=dtype, context_length=128)
     assert choose_attention(cfg, device, {})[0] == expected

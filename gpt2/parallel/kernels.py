@@ -71,6 +71,9 @@ def choose_attention(
             PREFERRED.get(platform) != name or is_older(device)
         ):
             return f"does not run on this device ({device.device_kind})"
+        is_bfloat16 = cfg.compute_dtype == "bfloat16"
+        if name == "xla" and is_bfloat16 and platform == "gpu" and is_older(device):
+            return f"multiplies no bfloat16 on this device ({device.device_kind})"
         if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
             return f"needs bfloat16 or float16, and precision.compute is {cfg.compute_dtype}"
         if name == "cudnn" and (cfg.head_size % 8 or cfg.head_size > 128):
