@@ -54,6 +54,8 @@ class ModelConfig(default.Model):
         of_experts = ", ".join(sorted(n for n in given if n.startswith("expert")))
         if of_experts and "num_experts" not in given:
             raise UserError(f"model.{of_experts} is for model.num_experts")
+        if of_experts and self.experts_per_token > self.num_experts:
+            raise UserError("model.experts_per_token is more than num_experts")
         # By name, so that the option may go with its ingredient.
         has_two_sums = "hyper_connections" in given or (
             vars(self).get("norm_position") == "post"

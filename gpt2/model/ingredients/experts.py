@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
 from gpt2.model.ingredients.base import Flow, Ingredient, MakeModule
 from gpt2.model.layers import Linear
 from gpt2.ops import Ops
@@ -31,11 +30,6 @@ class Experts(Ingredient):
     """`model.num_experts`."""
 
     option = "num_experts"
-
-    def __init__(self, config: GPTConfig):
-        super().__init__(config)
-        if config.experts_per_token > config.num_experts:
-            raise UserError("model.experts_per_token is more than num_experts")
 
     def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
         """Puts several in the MLP's place."""
