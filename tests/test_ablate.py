@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import io
 import json
 import math
 import os
@@ -796,6 +797,15 @@ def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
     *_, last, total = describe_runs(sweep, make_slots(1)).splitlines()
     assert last == "then 3 seeds of optim.name=lion with the values it chooses"
     assert total.startswith("about 0:20:00 ")  # 2 * 2 runs choose, and 2 * 3 follow
+
+
+def test_of_runs_together_each_is_told_when_it_ends(tmp_path):
+    runs = sweep_in(tmp_path, num_seeds=2).runs()
+    group = SimpleNamespace(_taken=[(run, io.StringIO()) for run in runs])
+    for run in runs:
+        write_run(run, 3.7)
+        assert list(_Training.ended(group, None, "eval/loss")) == [(run, "3.7000")]
+    assert not group._taken
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):
