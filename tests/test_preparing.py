@@ -130,6 +130,30 @@ def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, d
         assert zlib.crc32(read(again).astype(np.uint16)) == again.splits[split].crc32
 
 
+def test_what_a_kill_leaves_beside_what_is_counted_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "SAVED_TOKENS", 100_000)
+    monkeypatch.setattr(tokens, "SHARD_TOKENS", 200_000)
+    data = DataConfig(corpus="synthetic", tokenizer="byte")
+    make = lambda name: prepare(replace(data, data_dir=str(tmp_path / name)))  # noqa: E731
+    whole = make("whole")
+    save = splits.Progress.save
+
+    def stop(self, directory):
+        save(self, directory)
+        for name in ("train-00001.bin", "prepared.json.tmp"):
+            assert not (directory / name).exists()
+            (directory / name).write_bytes(b"some")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(splits.Progress, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make("cut")
+    make("cut")
+    assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
+    assert len(whole.splits["train"].shards) > 9
+
+
 def test_a_disk_that_alters_what_is_written_is_told(tmp_path, monkeypatch):
     data = DataConfig(corpus="synthetic", tokenizer="byte", data_dir=str(tmp_path))
     append = tokens.TokenWriter.append

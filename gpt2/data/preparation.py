@@ -194,8 +194,10 @@ def write(wanted: Wanted) -> Dataset:
 def _seal(dataset: Dataset) -> None:
     """Writes what tells that all is there, with a digest of every file."""
     directory = dataset.directory
+    # A kill leaves these, and the next two.
+    for path in directory.glob("*.tmp"):
+        path.unlink()
     digests = files.digest_folder(directory)
-    # A kill leaves these.
     for name in (PROGRESS, FACTS):
         digests.pop(name, None)
     splits = {name: dataclasses.asdict(each) for name, each in dataset.splits.items()}

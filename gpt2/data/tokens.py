@@ -70,7 +70,9 @@ class TokenWriter:
         shard = shards[-1]
         if name not in self._files:
             path = self._directory / shard.file
-            self._files[name] = path.open("ab", buffering=0)
+            # A kill may have left a shard that is not counted.
+            mode = "ab" if shard.num_tokens else "wb"
+            self._files[name] = path.open(mode, buffering=0)
         stored = tokens.astype(self.dtype).tobytes()
         rest = memoryview(stored)
         while rest:  # a disk that is full takes a part
