@@ -94,7 +94,7 @@ def run_on_exit(code: int, reason: str) -> None:
 # What the system refuses because of a disk, or of a path that a person chose.
 _REFUSED = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
 )
 
 

@@ -89,6 +89,7 @@ MISTAKES = [  # a command, and a word of the line
     (["gpt2.generate", "--hf=cut", "--prompt=1"], "cut"),
     (["gpt2.hf", "copy"], "import"),
     (["gpt2.hf", "export", RUN, "--to=hf"], "hf"),
+    (["gpt2.hf", "export", RUN, "--to=in.txt/hf"], "in.txt"),
     (["gpt2.compare", "run", "--reference=points.csv"], "points.csv"),
     (["gpt2.profile", "in.txt"], "in.txt"),
     (["gpt2.ablate", *SHORT, "--vary=optim.nme=adam", "--workdir=sweep"], "optim.name"),

@@ -169,6 +169,22 @@ def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     assert (aside / "metrics.jsonl").read_text() == "1\n2\n"
 
 
+def test_a_url_of_a_folder_makes_it(store, tmp_path):
+    with sent(f"file://{tmp_path}/new/run") as folder:
+        save(folder, 1)
+    assert (tmp_path / "new/run" / DIGESTS.format(1)).exists()
+
+
+@pytest.mark.parametrize("record", ["", "[]", '{"url": "'])
+def test_a_record_that_is_damaged_counts_as_none(store, record):
+    with sent("memory://run") as folder:
+        save(folder, 1)
+    (folder / stores.RECORD).write_text(record)
+    with sent("memory://run"):
+        save(folder, 2)
+    assert DIGESTS.format(2) in names(store[0])
+
+
 def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
     next_machine = store[1]
     mine = stores.copy_of("memory://run")

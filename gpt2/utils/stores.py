@@ -312,6 +312,7 @@ def _reaching(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     # Of each driver's own kinds; a missing one names its package.
     with files.reading(url, "Mend that, and repeat", failed="cannot be reached"):
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
+        store.auto_mkdir = True  # that of file://, which makes no folder unasked
         yield store, root.rstrip("/")
 
 
@@ -328,10 +329,10 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
 
 
 def _read_record(folder: Path) -> _Record:
-    path = folder / RECORD
-    if not path.exists():
-        return _Record("", {}, {})
-    return _Record(**json.loads(path.read_text()))
+    # Without one, or with a damaged one, all is compared with the store again.
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        return _Record(**json.loads((folder / RECORD).read_text()))
+    return _Record("", {}, {})
 
 
 def _version(info: Mapping[str, object]) -> str:
