@@ -19,10 +19,12 @@ from tensorboardX.record_writer import masked_crc32c
 
 from configs import fineweb_124m
 from gpt2.config import DataConfig
+from gpt2.data import ready
 from gpt2.data.corpus import _tfrecords, open_corpus
 from gpt2.data.ready import open_ready_tokens
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
+from gpt2.utils.stores import Remote
 from tests.helpers import documents_of, tokens_of
 
 TEXTS = [
@@ -278,6 +280,18 @@ def test_broken_token_shards_are_refused(tmp_path, make):
         UserError, match=r"meta.pkl gives .*Use text:.*/input.txt and .*=char"
     ):
         make(f"tokens:{path}", "gpt2")
+
+
+def test_a_server_that_hides_what_it_lacks_is_believed(monkeypatch):
+    asked = []
+
+    def forbid(url):
+        asked.append(url)
+        raise UserError("403")
+
+    monkeypatch.setattr(ready, "find", forbid)
+    ready._refuse_characters([Remote("http://host/a/b.bin?key=c/d", 9, "")])
+    assert asked == ["http://host/a/meta.pkl"]
 
 
 def _saved(save, *arrays):

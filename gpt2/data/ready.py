@@ -3,6 +3,7 @@
 nanoGPT writes bare .bin files, llm.c and modded-nanogpt some with a header, build-nanogpt .npy.
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from gpt2.data.tokenizer import build, is_path
 from gpt2.data.tokens import Shard, Split, TokenStream
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
-from gpt2.utils.stores import at_hand, find
+from gpt2.utils.stores import Remote, at_hand, find
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
@@ -109,9 +110,13 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
 
 def _refuse_characters(files: Sequence[File]) -> None:
     """Refuses nanoGPT's tokens that are characters, which a file beside them tells."""
-    for place in {str(file).rpartition("/")[0] for file in files}:
+    for place in {str(file).partition("?")[0].rpartition("/")[0] for file in files}:
         meta = f"{place}/meta.pkl"
-        if find(meta):
+        found = list[Remote]()
+        # Of a file that is not there, many servers say that it is forbidden.
+        with contextlib.suppress(UserError):
+            found = find(meta)
+        if found:
             raise UserError(
                 f"{meta} gives the tokens beside it another meaning",
                 f"Use text:{place}/input.txt and --config.data.tokenizer=char",
