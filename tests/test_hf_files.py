@@ -261,6 +261,7 @@ def test_two_tensors_for_one_parameter_have_to_be_equal(source):
         {"n_layer": "2"},
         {"n_inner": [128]},
         {"layer_norm_epsilon": "1e-5"},
+        {"layer_norm_epsilon": None},
         {"tie_word_embeddings": "no"},
         {"tie_word_embeddings": 1},
     ],
@@ -308,6 +309,10 @@ def remove_shard(source):
         (remove_shard, "model-1.safetensors cannot be read"),
         (
             lambda source: (source / INDEX).write_text('{"weight_map": 5}'),
+            "cannot be read",
+        ),
+        (
+            lambda source: (source / INDEX).write_text('{"weight_map": {"a": 5}}'),
             "cannot be read",
         ),
         (lambda source: change(source, lambda data: data[:-4] + b"\xff" * 4), "NaN"),

@@ -85,9 +85,9 @@ def _typed(path: Path, family: Family, config: Json) -> Json:
     options = {}
     for ours, theirs in names.items():
         value = config[theirs]
-        if value is None:
-            continue
         kind = type(getattr(GPTConfig, ours))  # of its default
+        if value is None and kind is int:  # a size that follows from others
+            continue
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:

@@ -151,14 +151,13 @@ def require_new(directory: Path) -> None:
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a directory, from one file or from the shards that an index lists."""
     how = "Save or download it again as safetensors"
-    names = ["model.safetensors"]
+    paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         with files.reading(index, how):
             found = json.loads(index.read_text("utf-8"))["weight_map"].values()
-            names = sorted(set(found))
-    for name in names:
-        path = directory / name
+            paths = sorted({directory / name for name in found})
+    for path in paths:
         with files.reading(path, how), safe_open(path, framework="np") as file:
             for tensor in file.keys():  # noqa: SIM118
                 yield tensor, file.get_tensor(tensor)
