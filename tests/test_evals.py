@@ -247,6 +247,12 @@ def test_bits_are_by_bytes_of_text_that_is_not_ascii(task, params, scorer, tmp_p
     assert len(text.encode()) > 1.2 * len(text)
 
 
+def test_a_text_without_a_word_is_refused(scorer, tmp_path):
+    (tmp_path / "text").write_text(" \n \n")
+    with pytest.raises(UserError, match="holds nothing to predict"):
+        wikitext(scorer, BYTES, tmp_path / "text")
+
+
 @pytest.mark.parametrize("task", ["enwik8", "text8", "wikitext", "lambada", "core"])
 def test_bytes_that_are_not_utf_8_are_refused(task, scorer, tmp_path):
     path = tmp_path / task
@@ -452,6 +458,8 @@ def test_a_small_bundle_is_scored(tmp_path):
         ("toy.jsonl, line 2", after(CHOICE | {"gold": "1"})),
         ("toy.jsonl, line 2", after(CHOICE | {"gold": 0.5})),
         ("toy.jsonl, line 2", after(CHOICE | {"choices": "no"})),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": True})),
+        ("toy.jsonl, line 2", after(CHOICE | {"choices": ["no", None]})),
         ("toy.jsonl, line 2", after({"query": "Q"})),
         ("toy.jsonl, line 2", after(CHOICE | {"query": None})),
         ("line 1", dict(examples=[{"query": "", "choices": ["y"], "gold": 0}] * 3)),
@@ -468,6 +476,8 @@ def test_a_small_bundle_is_scored(tmp_path):
         ("eval_meta_data.csv", dict(table="toy")),
         ("core.yaml", dict(num_fewshot=[])),
         ("core.yaml", dict(num_fewshot=["1"])),
+        ("core.yaml", dict(num_fewshot=[1.0])),
+        ("core.yaml", dict(continuation_delimiter=5)),
         ("core.yaml", dict(num_fewshot=None)),
         ("core.yaml", dict(label=None)),
         ("core.yaml", dict(label=["toy"])),
@@ -499,13 +509,15 @@ def test_a_list_of_tasks_that_holds_none_is_told(text, tmp_path):
         ("lambada", "a b"),
         ("hellaswag", {"ctx": "a", "endings": "abcd", "label": 0}),
         ("hellaswag", {"ctx": None, "endings": ["a", "b"], "label": 0}),
+        ("hellaswag", {"ctx": "a", "endings": ["a"], "label": 0}),
+        ("hellaswag", {"ctx": "a", "endings": ["a", None], "label": 0}),
         ("hellaswag", ["a"]),
     ],
 )
 def test_examples_of_another_kind_are_refused_by_their_line(task, example, tmp_path):
     path = tmp_path / task
     path.write_text(json.dumps(example))
-    with pytest.raises(UserError, match=f"{task}, line 1 lacks a part"):
+    with pytest.raises(UserError, match=f"{task}, line 1 (lacks a part|cannot)"):
         run_task(task, Scorer(GPT(CFG), None), BYTES, path)
 
 

@@ -6,6 +6,7 @@ Prompts, few-shot examples and what counts as right are nanochat's, whose figure
 import csv
 import itertools
 import math
+import operator
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -119,11 +120,13 @@ def _read_tasks(path: Path) -> list[Task]:
         for about in yaml.safe_load(read_text(path))["icl_tasks"]:
             label = about["label"]
             kind = about["icl_task_type"]
-            num_shots = about["num_fewshot"][0]
+            num_shots = operator.index(about["num_fewshot"][0])
             chance = chances.get(label, 100.0) / 100
             if not 0 <= chance < 1:
                 raise UserError(f"{table} has no baseline of {label} below 100 %")
             delimiter = about.get("continuation_delimiter", " ")
+            if not isinstance(delimiter, str):
+                raise TypeError(f"continuation_delimiter={delimiter}")
             file = path.parent / "eval_data" / about["dataset_uri"]
             examples = read_jsonl(file, partial(_parse, kind, delimiter))
             if not 0 <= num_shots < len(examples):
@@ -143,7 +146,7 @@ def _parse(kind: str, delimiter: str, value: object) -> Example | None:
             "multiple_choice",
             {"query": str(query), "choices": [*choices], "gold": int(gold)},
         ):
-            texts = [f"{query}{delimiter}{choice}" for choice in choices]
+            texts = [query + delimiter + choice for choice in choices]
         case (
             "schema",
             {
@@ -152,13 +155,13 @@ def _parse(kind: str, delimiter: str, value: object) -> Example | None:
                 "gold": int(gold),
             },
         ):
-            texts = [f"{context}{delimiter}{end}" for context in contexts]
+            texts = [context + delimiter + end for context in contexts]
         case "language_modeling", {"context": str(context), "continuation": str(end)}:
             question = f"{context.strip()}{delimiter}"
             texts = [question.rstrip(), f"{question}{end}"]
             gold = 1
         case _:
             return None
-    if gold not in range(len(texts)) or len(texts) < 2:
+    if type(gold) is not int or gold not in range(len(texts)) or len(texts) < 2:
         return None
     return Example(texts, gold)

@@ -37,7 +37,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     for example in examples:
         context = tokenizer.encode(example.context)
         for ending in example.endings:
-            tokens, _ = tokenizer.encode_part(f" {ending}", starts=False)
+            tokens, _ = tokenizer.encode_part(ending, starts=False)
             requests.append(continuation(context, tokens, T))
     scores = iter(scorer.score(requests, "hellaswag"))
     by_sum = []
@@ -59,7 +59,7 @@ class Choice(NamedTuple):
     """An example of HellaSwag."""
 
     context: str
-    endings: list[str]
+    endings: list[str]  # with the space before each
     label: int  # of the right one
 
 
@@ -72,8 +72,9 @@ def _parse_passage(value: object) -> str | None:
 
 def _parse_choice(value: object) -> Choice | None:
     match value:
-        case {"ctx": str(context), "endings": [*endings], "label": label}:
+        case {"ctx": str(context), "endings": [_, _, *_] as endings, "label": label}:
+            texts = [" " + ending for ending in endings]
             for number in range(len(endings)):
                 if str(label) == str(number):
-                    return Choice(context, endings, number)
+                    return Choice(context, texts, number)
     return None

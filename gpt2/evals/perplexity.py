@@ -127,8 +127,8 @@ def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[
     tokens = tokenizer.encode(text).tolist()
     if tokenizer.eot is not None:
         tokens.insert(0, tokenizer.eot)
-    if len(tokens) < 2:
-        raise UserError(f"a text of {len(text)} characters holds no token to predict")
+    if len(tokens) < 2 or not text.strip():
+        raise UserError(f"a text of {len(text)} characters holds nothing to predict")
     requests = windows(tokens, scorer.context_length, scorer.stride)
     return scorer.score(requests, label)
 
