@@ -100,10 +100,6 @@ def _print(plan: Plan, kind: str) -> None:
     memory = plan.memory | {"in all": plan.bytes_needed}
     own = board_name(kind)
     boards = [own] if own else BOARDS
-    # The newest, the best, and one that is being saved.
-    num_kept = config.train.keep_checkpoints + 2
-    if config.train.keep_every:
-        num_kept += config.train.num_steps // config.train.keep_every
     sections = {
         "plan": {
             "devices": f"{program.backend.mesh.size} ({kind})",
@@ -112,7 +108,7 @@ def _print(plan: Plan, kind: str) -> None:
             "tokens per step": f"{config.tokens_per_step:,}",
             "FLOPs per step": format_count(config.tokens_per_step * per_token),
             "compiled in": f"{plan.compile_seconds:.1f} s",
-            "a checkpoint": f"{format_bytes(plan.bytes_saved)}, at most {num_kept} of them",
+            "a checkpoint": format_bytes(plan.bytes_saved),
         },
         "memory of a device": {
             name: f"{format_bytes(size)} ({size:,} bytes)"

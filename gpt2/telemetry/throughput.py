@@ -110,23 +110,17 @@ class StepClock:
         self._switch(self.current)
         return sum(self._seconds.values())
 
-    def shares(self) -> dict[str, float]:
-        """Returns the share of each phase in `total_seconds`, that of steps as `goodput`."""
-        total = self.total_seconds
-        shares = dict[str, float]()
-        longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
-        for name, seconds in longest_first:
-            label = "goodput" if name == "step" else name
-            shares[label] = seconds / total
-        return shares
-
     def describe(self) -> str:
-        """Returns where the time went, as text for people."""
+        """Returns where the time went, as text for people: that of steps is called `goodput`."""
+        total = self.total_seconds
+        longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
         spent = list[str]()
-        for name, share in self.shares().items():
+        for name, seconds in longest_first:
+            share = seconds / total
+            label = "goodput" if name == "step" else name
             if share >= 0.005:
-                spent.append(f"{name} {share:.0%}")
-        return f"{format_duration(self.total_seconds)}; {', '.join(spent)}"
+                spent.append(f"{label} {share:.0%}")
+        return f"{format_duration(total)}; {', '.join(spent)}"
 
     def _switch(self, name: str) -> None:
         now = self._now()
