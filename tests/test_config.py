@@ -142,6 +142,8 @@ WRONG = [  # options and a word of the message
     ("model.parallel_block=True model.norm_position='post'", "parallel_block"),
     ("model.expert_capacity=1.25", "num_experts"),
     ("model.mup_base_width=256 model.init='xavier'", "init"),
+    ("model.mup_base_width=256 model.num_experts=4", "num_experts"),
+    ("model.mup_base_width=256 model.hyper_connections=2", "hyper_connections"),
     ("precision.logits='bfloat16'", "logits=bfloat16"),
     ("data.val_fraction=1.0", "val_fraction"),
     ("train.accumulate_steps=7", "accumulate_steps=7"),

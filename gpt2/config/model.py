@@ -40,6 +40,10 @@ class ModelConfig(default.Model):
             raise UserError("model.rope_scaling, rope_factor, rope_context go together")
         if {"init", "mup_base_width"} <= given:
             raise UserError("muP draws by itself, not by model.init")
+        # What weighs streams is no kernel; Muon's router would move more in a wider model.
+        without_rule = given & {"hyper_connections", "num_experts"}
+        if without_rule and "mup_base_width" in given:
+            raise UserError(f"muP has no rule for model.{without_rule.pop()}")
         if "window_pattern" in given and not self.window:
             raise UserError("window_pattern needs model.window")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
