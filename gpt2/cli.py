@@ -49,12 +49,6 @@ def run(
     define_flags()
     for name in set(flags.FLAGS) - known:  # which --help shows
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-    is_given = any(re.match("--?config(=|$)", each) for each in sys.argv)
-    if "config" in flags.FLAGS and not is_given:
-        # The project's own, whatever lies in this folder; ml_collections looks there, too.
-        path = Path(__file__).parents[1] / "configs/quickstart.py"
-        sys.argv.insert(1, f"--config={os.path.relpath(path)}")
-
     _, *arguments = parse_flags(sys.argv)
     if commands and (not arguments or arguments[0] not in commands):
         raise UserError(f"a command is missing: one of {', '.join(commands)}")
@@ -71,7 +65,13 @@ def run(
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags, and returns the program's name and the arguments that are no flags."""
     try:
-        for argument in flags.FLAGS.read_flags_from_files(argv[1:]):
+        arguments = flags.FLAGS.read_flags_from_files(argv[1:])
+        is_given = any(re.match("--?config(=|$)", each) for each in arguments)
+        if "config" in flags.FLAGS and not is_given:
+            # The project's own, whatever lies in this folder; ml_collections looks there, too.
+            path = Path(__file__).parents[1] / "configs/quickstart.py"
+            argv.insert(1, f"--config={os.path.relpath(path)}")
+        for argument in arguments:
             if match := re.match(r"--?(?:no)?config\.([^=]*)(=?)(.*)", argument):
                 name, given, value = match.groups()
                 require_option(name, "--config.")

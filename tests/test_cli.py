@@ -44,7 +44,9 @@ def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(
     record = tmp_path / "config.json"
     options = {"seed": 7, "model": {"vocab_size": 257, "num_layers": 3, "dropout": 0}}
     record.write_text(json.dumps(options))
-    Path(f"{record}.flags").write_text(f"--config={record}\n")
+    Path(f"{record}.flags").write_text(
+        f"--config={record}\n--config.train.num_steps=9\n"
+    )
     parse(
         *form.format(record).split(), "--config.model.dropout=0.5", "--config.seed", "8"
     )
@@ -55,7 +57,13 @@ def test_the_record_of_a_run_is_a_config_and_overrides_come_on_top(
         257,
     )
     assert (config.model.dropout, config.model.num_heads) == (0.5, 12)  # a default
-    assert cli.overrides() == {"model.dropout": 0.5, "seed": 8}
+    of_file = {"train.num_steps": 9} if "flagfile" in form else {}
+    assert cli.overrides() == {"model.dropout": 0.5, "seed": 8} | of_file
+
+
+def test_without_a_config_file_options_are_the_quickstarts(parse):
+    parse("--config.seed=3")
+    assert (cli.config_name(), cli.parse_config().seed) == ("quickstart", 3)
 
 
 def test_the_argument_of_a_config_file_is_no_part_of_its_name(parse, tmp_path):
