@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import peer
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
@@ -272,6 +273,16 @@ def test_options_of_another_type_are_refused_by_name(options, source):
     ((name, value),) = options.items()
     with pytest.raises(UserError, match=re.escape(f"{name}={value!r} is no ")):
         hf.load(source)
+
+
+def test_a_full_disk_ends_an_export_by_a_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def fill(*_, metadata):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("gpt2.hf.model.save_file", fill)
+    with pytest.raises(UserError, match=r"cannot be written .*No space left"):
+        hf.save(tmp_path / "out", *make_model(257))
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])

@@ -331,6 +331,13 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
         prepare(DataConfig(corpus="tokens:memory://b/*.bin", tokenizer="gpt2"))
 
 
+def test_a_cached_file_that_was_cut_is_fetched_again(store):
+    store[0].pipe_file("/a.txt", b"all of it")
+    (file,) = stores.find("memory://a.txt")
+    stores.at_hand(file).write_text("all")
+    assert stores.at_hand(file).read_text() == "all of it"
+
+
 def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
     memory, next_machine = store
     memory.pipe_file("/b/one.txt", b"some words, and some more " * 40)

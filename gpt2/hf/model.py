@@ -133,7 +133,8 @@ def save(
         if tokenizer is not None:
             save_tokenizer(partial, tokenizer, cfg.context_length)
         weights = partial / "model.safetensors"
-        save_file(arrays, weights, metadata={"format": "pt"})
+        with files.reading(weights, "Make room", failed="cannot be written"):
+            save_file(arrays, weights, metadata={"format": "pt"})
         # It would be for its owner alone, whatever the umask.
         shutil.copymode(partial / "config.json", weights)
 

@@ -91,7 +91,8 @@ def at_hand(file: Path | Remote) -> Path:
         return file
     url = file.url.partition("?")[0]
     path = _cache("files", f"{file.url} {file.version}") / Path(url).name
-    if not path.exists():
+    # A power loss may have cut it.
+    if not path.exists() or file.size not in (0, path.stat().st_size):
         with _reaching(file.url) as (store, root):
             _get(store, root, path, file.size)
     return path
