@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -393,6 +394,40 @@ def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
     first = [json.loads(line) for line in lines]
     scores = [[line.get("score") for line in each] for each in (first, again)]
     assert scores[0] == scores[1] and len(scores[0]) == 6
+
+
+DAMAGES = {  # the lines of a ledger of an idea -> damaged ones, and the first that is
+    "garbage": (lambda lines: [*lines[:2], b"garbage\n", *lines[2:]], 3),
+    "a list": (lambda lines: [*lines[:2], b"[]\n"], 3),
+    "the start is lost": (lambda lines: lines[1:], 1),
+    "an idea is lost": (lambda lines: lines[:1] + lines[2:], 2),
+    "an idea is there twice": (lambda lines: lines[:2] + lines[1:], 3),
+    "the answer that keeps is lost": (
+        lambda lines: [
+            *lines[:5],
+            lines[1].replace(b'number": 1', b'number": 2').replace(b't": 0', b't": 1'),
+        ],
+        6,
+    ),
+    "a score is NaN": (
+        lambda lines: [
+            *lines[:2],
+            re.sub(rb"score.: [.\d]+", b'score": NaN', lines[2]),
+        ],
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "place"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_ledger_is_told_with_its_line(ideas, change, place):
+    ideas("optim.name=lion")
+    path = ideas.root / "ledger.jsonl"
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    damaged = path.read_bytes()
+    with pytest.raises(UserError, match=rf"ledger\.jsonl:{place} cannot be read"):
+        ideas("optim.name=lion")
+    assert path.read_bytes() == damaged
 
 
 def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):

@@ -18,6 +18,7 @@ import numpy as np
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.evidence import half_width, level_at
 from gpt2.ablate.power import LEVEL, Array
+from gpt2.utils.files import reading
 
 
 @dataclass
@@ -92,25 +93,36 @@ def read_ledger(root: Path) -> Ledger:
     ledger = Ledger()
     path = root / "ledger.jsonl"
     text = path.read_bytes() if path.exists() else b""
-    for line in _whole(text).splitlines():
-        event = json.loads(line)
-        number = event["number"]
-        if event["event"] == "idea":
-            arm = Arm.from_tree(event["arm"])
-            idea = Idea(number, event["text"], event["best"], arm, event["code"])
-            ledger.ideas.append(idea)
-            continue
-        idea = ledger.ideas[number]
-        if event["event"] == "pair":
-            idea.pairs[event["seed"]] = (event["best_score"], event["score"])
-        else:
-            idea.answer = event["answer"]
-            idea.why = event["why"]
-            idea.level = event["level"]
-            idea.seconds += event["seconds"]
-        if idea.pairs or idea.answer == "discard":
-            ledger.tests.setdefault(number)
+    for place, line in enumerate(_whole(text).splitlines(), 1):
+        with reading(f"{path}:{place}", "Restore it from a copy"):
+            _enter(ledger, json.loads(line))
     return ledger
+
+
+def _enter(ledger: Ledger, event: dict) -> None:
+    """Adds what a line says."""
+    number = event["number"]
+    if event["event"] == "idea":
+        best = ledger.best.number if ledger.ideas else 0
+        if number != len(ledger.ideas) or event["best"] != best:
+            raise ValueError("lines before it are lost, or it is there twice")
+        arm = Arm.from_tree(event["arm"])
+        idea = Idea(number, event["text"], best, arm, event["code"])
+        ledger.ideas.append(idea)
+        return
+    idea = ledger.ideas[number]
+    if event["event"] == "pair":
+        scores = event["best_score"], event["score"]
+        if not math.isfinite(sum(scores)):
+            raise ValueError("a score is no number")
+        idea.pairs[event["seed"]] = scores
+    else:
+        idea.answer = event["answer"]
+        idea.why = event["why"]
+        idea.level = event["level"]
+        idea.seconds += event["seconds"]
+    if idea.pairs or idea.answer == "discard":
+        ledger.tests.setdefault(number)
 
 
 def append(root: Path, event: str, number: int, facts: Mapping[str, object]) -> None:
