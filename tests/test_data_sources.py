@@ -111,8 +111,10 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
     )
     importlib.reload(sys.modules["own_documents"])
     assert make("python:own_documents:poems").splits["train"].num_bytes > 9
-    with pytest.raises(UserError, match="cannot be imported"):
-        make("python:own_documents:songs")
+    (tmp_path / "broken.py").write_text("import os\n\nos.stat('gone')\n")
+    for name in ("own_documents:songs", "own_documents:__name__", "broken:poems"):
+        with pytest.raises(UserError, match="cannot be imported"):
+            make(f"python:{name}")
     for returned in ("'one text'", "[1, 2]"):
         module.write_text(f"def poems():\n    return {returned}\n")
         importlib.reload(sys.modules["own_documents"])
@@ -258,7 +260,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
             UserError, match=rf"no token to predict in the {split} split"
         ):
             make(f"tokens:{path}", "gpt2", val_fraction=share)
-    _write_shard(path, [60_000, 1] * 50)
+    _write_shard(path, [60_000, 9] * 50)
     with pytest.raises(UserError, match="token 60000"):
         make(f"tokens:{path}", "gpt2")
     path.write_bytes(bytes(3))
@@ -316,6 +318,8 @@ OTHERS = {
     "an empty array": ("a.npy", _saved(np.save, IDS[:0])),
     "a cut array": ("a.npy", _saved(np.save, IDS)[:-100]),
     "a cut header": ("a.npy", _saved(np.save, IDS)[:50]),
+    "of 64 bits": ("a.bin", IDS.astype(np.int64).tobytes()),
+    "few of 64 bits": ("a.bin", IDS[1].astype(np.int64).tobytes()),
     "signed": ("a.npy", _saved(np.save, IDS.astype(np.int16))),
     "another order of bytes": ("a.npy", _saved(np.save, IDS.astype(">u2"))),
 }
@@ -351,6 +355,12 @@ def test_the_validation_shards_are_those_with_the_word_in_their_name(
     )
     (split,) = ready.shards["validation"]
     assert split[2] == (3 if is_validation else 2)
+
+
+def test_few_tokens_of_32_bits_are_read(tmp_path, make):
+    IDS[1].astype(np.uint32).tofile(tmp_path / "a.bin")
+    few = make(f"tokens:{tmp_path}/a.bin", "gpt2", val_fraction=0.5)
+    np.testing.assert_array_equal(tokens_of(few, "train"), IDS[1, :20])
 
 
 def frame(content):

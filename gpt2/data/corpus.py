@@ -4,6 +4,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import io
 import json
 import os
@@ -137,13 +138,11 @@ def import_function(argument: str) -> Callable:
     module_name, _, name = argument.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"data.corpus=python:{argument} cannot be imported ({error})",
-            "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH",
-        ) from error
+    how = "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH"
+    with reading(f"data.corpus=python:{argument}", how, "cannot be imported"):
+        function = getattr(importlib.import_module(module_name), name)
+        inspect.signature(function)  # which nothing else has
+    return function
 
 
 def _python(argument: str) -> Corpus:

@@ -137,15 +137,17 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
             num_tokens = array.size
             is_right = array.flags.c_contiguous and array.dtype.isnative
         else:
-            header = np.frombuffer(start.ljust(4 * HEADER, b"\xff"), np.int32)
+            header = np.frombuffer(start.ljust(4 * HEADER, b"\0"), np.int32)
             magic, version, num_tokens = header[:3].tolist()
             is_right = True
             if magic // 10_000 == 2024:  # llm.c dates the formats of its files
                 dtype = FORMATS.get((magic, version), "of an unknown format")
                 offset = 4 * HEADER
             else:
-                high_halves = header.view(np.uint16)[1::2]  # if tokens have 32 bits
-                dtype = "uint32" if high_halves.max() < 4 else "uint16"
+                quarters = header.view(np.uint16).reshape(-1, 4)  # of 64 bits
+                dtype = "uint16"
+                if size % 4 == 0 and quarters[:, 1::2].max() < 4:
+                    dtype = "uint32" if quarters[:, 2:].any() else "uint64"
                 num_tokens = size // np.dtype(dtype).itemsize
                 is_right = file.suffix == ".bin" and not _is_other(start)
     if dtype not in ("uint16", "uint32"):
