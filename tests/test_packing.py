@@ -1,22 +1,25 @@
 """How documents become rows: every packing, mixtures, and batches of a user's own."""
 
+import base64
 import collections
 import dataclasses
+import pickle
 import shutil
 from fractions import Fraction
+from types import SimpleNamespace
 
 import chex
 import jax
 import numpy as np
 import pytest
 
-from gpt2.config import DataConfig
+from gpt2.config import Config, DataConfig
 from gpt2.data import prepare
 from gpt2.data.loader import TrainLoader
 from gpt2.data.own import OwnBatches
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
-from gpt2.training import next_token_loss
+from gpt2.training import Batches, next_token_loss
 from tests.helpers import (
     TINY,
     first_params,
@@ -273,6 +276,7 @@ WRONG = {
     "a name is missing": ({"tokens": ROWS}, "has to give dicts"),
     "a name is unknown": ({"labels": ROWS}, "has to give dicts"),
     "no dict": ([ROWS, ROWS], "has to give dicts"),
+    "nothing": (None, "has to give dicts"),
     "rows are missing": ({"tokens": ROWS[:2], "targets": ROWS[:2]}, r"shape \(2, 16\)"),
     "targets lack rows": ({"targets": ROWS[:2]}, r"targets of shape \(2, 16\)"),
     "no rows": ({"tokens": 3}, r"shape \(\)"),
@@ -290,7 +294,7 @@ WRONG = {
         r"shape \(2,\)|whole numbers",
     ),
     "ragged lists": ({"tokens": [[1], [1, 2]]}, "tokens of python:a:b cannot be read"),
-    "another target": ({"targets": ROWS - 200}, "targets .* numbers of -100 to 63"),
+    "another target": ({"targets": ROWS - 2}, "targets .* numbers of -1 to 63"),
     "a mask of halves": ({"mask": np.full((4, 16), 0.5)}, "mask .* numbers of 0 to 1"),
     "a mask of NaN": ({"mask": np.full((4, 16), np.nan)}, "mask .* numbers of 0 to 1"),
     "a mask of twos": ({"mask": np.full((4, 16), 2)}, "mask .* numbers of 0 to 1"),
@@ -355,10 +359,33 @@ def test_short_last_batches_of_ones_own_are_filled_with_nothing_to_predict():
 
 def test_a_function_that_gives_no_batches_is_refused():
     none = OwnBatches("python:a:b", lambda split: [], (4, 16), 64)
-    with pytest.raises(UserError, match="no batches for training"):
+    with pytest.raises(UserError, match="no batches of train"):
         none.batch(1)
-    with pytest.raises(UserError, match="no batches for validation"):
+    with pytest.raises(UserError, match="no batches of validation"):
         next(none.validation(4))
+
+
+def test_a_function_that_cannot_be_called_or_iterated_is_told():
+    for function in (lambda split, rows: [], lambda split, /: []):
+        with pytest.raises(UserError, match=r"cannot be called .*defaults"):
+            OwnBatches("python:a:b", function, (4, 16), 64)
+    own = OwnBatches("python:a:b", lambda split: None, (4, 16), 64)
+    for read in (lambda: own.batch(1), lambda: next(own.validation(4))):
+        with pytest.raises(UserError, match="what python:a:b returns cannot be read"):
+            read()
+    own = OwnBatches("python:a:b", lambda split: Stateful(), (4, 16), 64)
+    own.restored = base64.b64encode(pickle.dumps({"other": 1})).decode()
+    with pytest.raises(UserError, match=r"cannot be read \(KeyError: 'count'\)"):
+        own.batch(7)
+
+
+def test_options_that_batches_of_ones_own_would_ignore_are_refused():
+    dataset = SimpleNamespace(own=lambda split: [])
+    backend = SimpleNamespace(put_batch=None, local_rows=slice)
+    for options in ({"packing": "pad"}, {"document_mask": True}):
+        config = Config.from_dict({"data": options})
+        with pytest.raises(UserError, match=r"would ignore data\.document_mask"):
+            Batches(config, dataset, backend)
 
 
 def test_batches_that_keep_no_place_begin_anew_and_say_so(capsys):

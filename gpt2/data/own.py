@@ -46,11 +46,14 @@ class OwnBatches:
         self._corpus = corpus
         takes_seed = "seed" in inspect.signature(make).parameters
         self._make = functools.partial(make, seed=seed) if takes_seed else make
+        how = "Give its parameters defaults, but for split and seed"
+        with reading(corpus, how, "cannot be called"):
+            inspect.signature(self._make).bind(split="train")
         self._shape = shape
-        # The least and the largest number of each array. PyTorch leaves out targets of -100.
+        # The least and the largest number of each array.
         self._ranges = {
             "tokens": (0, vocab_size - 1),
-            "targets": (-100, vocab_size - 1),
+            "targets": (IGNORED, vocab_size - 1),
             "mask": (0, 1),
             "segments": (0, 2**31 - 1),
         }
@@ -68,15 +71,10 @@ class OwnBatches:
         if self._taken is None:
             if step > 1 and not self.restored:
                 warn(f"{self._corpus} keeps no place: step {step} has its first batch")
-            self._begin(self.restored)
+            self._batches = self._repeat(self.restored)
         elif step != self._taken + 1:
             raise UserError(f"{self._corpus} gives its batches only once")
-        found = next(self._iterator, None)
-        if found is None:
-            self._begin()
-            found = next(self._iterator, None)
-        if found is None:
-            raise UserError(f"{self._corpus} gives no batches for training")
+        found = next(self._batches)
         self._taken = step
         if self._get_state:
             pickled = pickle.dumps(self._get_state())
@@ -87,25 +85,38 @@ class OwnBatches:
 
     def validation(self, num_rows: int) -> Iterator[Batch]:
         """Yields the batches held out, so many rows at a time."""
-        is_empty = True
-        for found in self._make(split="validation"):
-            is_empty = False
+        for found in self._read("validation"):
             batch = self._enter(found, may_be_short=True)
             for start in range(0, self._shape[0], num_rows):
                 rows = slice(start, start + num_rows)
                 yield {name: array[rows] for name, array in batch.items()}
-        if is_empty:
-            raise UserError(f"{self._corpus} gives no batches for validation")
 
-    def _begin(self, state: str = "") -> None:
-        source = self._make(split="train")
-        if state and hasattr(source, "load_state_dict"):
-            source.load_state_dict(pickle.loads(base64.b64decode(state)))
-        self._iterator = iter(source)
-        if state and hasattr(self._iterator, "set_state"):
-            self._iterator.set_state(pickle.loads(base64.b64decode(state)))
-        states = getattr(source, "state_dict", None)
-        self._get_state = getattr(self._iterator, "get_state", states)
+    def _repeat(self, state: str) -> Iterator[object]:
+        """Yields the user's batches of training for ever, from a state on."""
+        while True:
+            yield from self._read("train", state)
+            state = ""
+
+    def _read(self, split: str, state: str = "") -> Iterator[object]:
+        """Yields the user's batches of a split once, from a state on."""
+        source = self._make(split=split)
+        how = "Return an iterable of batches, that knows a state of an earlier one"
+        with reading(f"what {self._corpus} returns", how):
+            kept = pickle.loads(base64.b64decode(state)) if state else None
+            if state and hasattr(source, "load_state_dict"):
+                source.load_state_dict(kept)
+            iterator = iter(source)
+            if state and hasattr(iterator, "set_state"):
+                iterator.set_state(kept)
+        if split == "train":
+            states = getattr(source, "state_dict", None)
+            self._get_state = getattr(iterator, "get_state", states)
+        is_empty = not state
+        for found in iterator:
+            is_empty = False
+            yield found
+        if is_empty:
+            raise UserError(f"{self._corpus} gives no batches of {split}")
 
     def _enter(self, batch: object, *, may_be_short: bool) -> Batch:
         """Returns a user's batch as ours, where it cannot be mistaken for another.
@@ -151,8 +162,10 @@ class OwnBatches:
         # A mask of numpy's would be lost.
         is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
         if is_right:
-            # NaN is in no range.
-            is_right = bool(np.all((lowest <= array) & (array <= highest)))
+            in_range = (lowest <= array) & (array <= highest)  # as NaN is not
+            if name == "targets":
+                in_range |= array == -100  # which PyTorch leaves out
+            is_right = bool(in_range.all())
         if not is_right or np.any(array % 1):
             raise UserError(
                 f"{self._corpus} gives {name} whose values are not whole numbers of "

@@ -40,6 +40,11 @@ class Batches:
         if dataset.own:
             if config.train.batch_schedule or config.train.context_schedule:
                 raise UserError(f"{data.corpus} gives batches of one shape")
+            if data.document_mask or data.packing != "concat":
+                raise UserError(
+                    f"{data.corpus} would ignore data.document_mask and packing",
+                    "Give segments with its batches",
+                )
             rows = self._local_rows(data.batch_size)
             self._train = OwnBatches(
                 data.corpus,
