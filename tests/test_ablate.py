@@ -587,6 +587,10 @@ def replace_text(path, old, new):
     assert path.read_text() != text
 
 
+def replace_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:30])
 
@@ -620,7 +624,7 @@ DAMAGES = {
     "the score is a text": (
         METRICS,
         (SCORE, '"eval/loss": "a", "x": 3'),
-        "end at step 1000 of 1000 with eval/loss=a",
+        "end at step 900 of 1000",
     ),
     "no score": (
         METRICS,
@@ -648,6 +652,11 @@ DAMAGES = {
         b"[1]",
         r"seed-0/outcome\.json cannot be read",
     ),
+    "no state of a run": (
+        f"{SEED}/outcome.json",
+        b'{"state": "finishd"}',
+        r"seed-0/outcome\.json cannot be read",
+    ),
     "options are cut": (OPTIONS, cut, "seed-0 cannot be read"),
     "options are gone": (OPTIONS, Path.unlink, "seed-0 cannot be read"),
     "starts are garbage": (STARTS, b"garbage", "seed-0 cannot be read"),
@@ -659,6 +668,16 @@ DAMAGES = {
         r"sweep\.json cannot be read .*Remove .*sweep\.json, and repeat",
     ),
     "the sweep is a list": ("sweep.json", b"[]", r"sweep\.json cannot be read"),
+    "no arms": (
+        "sweep.json",
+        lambda path: replace_json(path, arms=[]),
+        r"sweep\.json cannot be read",
+    ),
+    "seeds are texts": (
+        "sweep.json",
+        lambda path: replace_json(path, looks=["3"]),
+        r"sweep\.json cannot be read",
+    ),
 }
 
 

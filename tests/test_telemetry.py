@@ -86,6 +86,7 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
                 step, {"train/loss": 10.0 - step, "perf/total_seconds": 2.0 * step}
             )
     with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": "3"}\n{"step": 3, "train/loss": "x"}\n')
         file.write('garbage\n\n{}\n[1]\n{"step": "x"}\n{"step": 3, "train/lo')
     assert len(metrics.read_metrics(tmp_path / "metrics.jsonl")) == 5
     with metrics_file(tmp_path, resume_step=3) as writer:

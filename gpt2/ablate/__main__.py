@@ -32,12 +32,11 @@ from gpt2.ablate.jobs import Slot, check_devices, make_slots, train_all
 from gpt2.ablate.judge import grow
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run
+from gpt2.ablate.runs import Run, find_root
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
 from gpt2.ablate.terms import TERMS, choose_score, equalize
 from gpt2.data import prepare
 from gpt2.utils import files
-from gpt2.utils.stores import is_url
 
 FLAGS = flags.FLAGS
 
@@ -79,11 +78,7 @@ def define_flags() -> None:
 
 def main() -> int:
     """Trains a sweep, writes its report, and returns the exit code."""
-    if not FLAGS.workdir:
-        raise UserError("there is no --workdir", "Name a directory for the sweep")
-    if is_url(FLAGS.workdir):
-        raise UserError("a sweep needs a folder, not a URL", "Mount the bucket")
-    root = Path(FLAGS.workdir).expanduser()
+    root = find_root("workdir", FLAGS.workdir)
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
     os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)

@@ -45,7 +45,7 @@ from gpt2.ablate.measure import measure
 from gpt2.ablate.pictures import plot_ledger
 from gpt2.ablate.report import render, write_page
 from gpt2.ablate.results import read_results
-from gpt2.ablate.runs import defaults_of
+from gpt2.ablate.runs import defaults_of, find_root
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.terms import LOSS, TERMS, choose_score, equalize
 from gpt2.data import prepare
@@ -84,9 +84,7 @@ def define_flags() -> None:
 
 def main() -> int:
     """Tries an idea, prints the answer, and returns the exit code."""
-    if not FLAGS.ledger:
-        raise UserError("there is no --ledger", "Name a directory for it")
-    root = Path(FLAGS.ledger).expanduser()
+    root = find_root("ledger", FLAGS.ledger)
     (slot,) = make_slots(1)
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _begin(root)

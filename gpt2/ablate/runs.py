@@ -20,10 +20,12 @@ from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.utils.code import SOURCE, read_starts
 from gpt2.utils.files import write_json
+from gpt2.utils.stores import is_url
 
 Setting = bool | int | float | str  # the value of an option
 Settings = Mapping[str, Setting]  # of options by their dotted names
 ENDED = ("finished", "diverged")  # the states of runs that are not trained any more
+STATES = (*ENDED, "failed", "waiting")
 # What a file raises that was cut, altered or not meant to be read.
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
@@ -77,7 +79,10 @@ class Run:
         """Returns how it ended; `waiting` if it has not."""
         path = self.folder / "outcome.json"
         try:
-            return Outcome(**json.loads(path.read_bytes()))
+            outcome = Outcome(**json.loads(path.read_bytes()))
+            if outcome.state not in STATES:
+                raise ValueError(f"no run is {outcome.state}")
+            return outcome
         except FileNotFoundError:
             return Outcome("waiting")
         except DAMAGE as error:
@@ -154,6 +159,13 @@ def defaults_of(source: Path) -> Settings:
         return flatten(code["get_config"]())
     except Exception as error:  # it is anyone's code
         raise UserError(f"{path} does not work ({error})") from None
+
+
+def find_root(flag: str, place: str | None) -> Path:
+    """Returns the folder of a sweep or of a ledger, as a flag names it."""
+    if not place or is_url(place):
+        raise UserError(f"--{flag} names no folder", "Give one, or mount the bucket")
+    return Path(place).expanduser()
 
 
 def describe(settings: Settings) -> str:

@@ -168,7 +168,9 @@ def load_sweep(root: Path) -> Sweep:
     try:
         tree = json.loads(path.read_bytes())
         arms = map(Arm.from_tree, tree["arms"])
-        return Sweep(**tree | {"root": root, "arms": tuple(arms)})
+        sweep = Sweep(**tree | {"root": root, "arms": tuple(arms)})
+        sweep.all_runs()
+        return sweep
     except DAMAGE as error:
         raise unreadable(path, error) from None
 

@@ -95,5 +95,6 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             record = json.loads(line)
             int(record["step"])
+            sum(value or 0 for value in record.values())  # of numbers alone
             if line.endswith(b"\n"):
                 yield end, record
