@@ -112,15 +112,15 @@ def test_published_losses_lie_at_the_steps_that_have_read_as_much(tmp_path, draw
 
 
 def test_published_losses_follow_the_tokens_of_steps_that_grow(tmp_path, drawn):
-    tokens = [100, 200, 500, 800]
+    tokens = {2: 200, 3: 500, 4: 800}
     write_rows(
         tmp_path / "metrics.jsonl",
-        [{"step": i, "tokens": t, "train/loss": 4.0} for i, t in enumerate(tokens, 1)],
+        [{"step": i, "tokens": tokens[i], "train/loss": 4.0} for i in tokens],
     )
-    (tmp_path / "own.csv").write_text("tokens,loss\n200,3.0\n650,2.0\n1600,1.0\n")
+    (tmp_path / "own.csv").write_text("tokens,loss\n100,3\n650,2.0\n1600,1.0\n")
     plot_losses(tmp_path, str(tmp_path / "own.csv"))
     (curve,) = (x for x in drawn[0].axes[0].lines if x.get_label() == "own")
-    assert curve.get_xdata().tolist() == [2, 3.5, 8]  # beyond, as many a step as so far
+    assert curve.get_xdata().tolist() == [1, 3.5, 8]  # beyond, as many a step as so far
 
 
 def test_a_single_validation_is_a_dot(tmp_path, drawn):

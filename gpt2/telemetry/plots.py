@@ -58,7 +58,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     for index, name in enumerate(curves):
         points = curves[name]
         published = points[:, 0]
-        steps = np.interp(published, tokens, tokens.index)
+        steps = np.interp(published, [0, *tokens], [0, *tokens.index])
         beyond = published * last / total
         steps = np.where(published > total, beyond, steps)
         losses = points[:, 1]
