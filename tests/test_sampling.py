@@ -153,6 +153,9 @@ def test_a_sequence_is_drawn_with_its_own_key_of_the_samples(seed):
 
 def test_a_sequence_is_the_same_whatever_comes_with_it():
     assert sample(seed=1)[:1] == sample(PROMPTS[:1], seed=1)
+    # Also where either has filled the context, and the other has not.
+    together = sample([[7] * 60, [1, 2, 3]], 100, seed=1)
+    assert together[:1] == sample([[7] * 60], 100, seed=1)
 
 
 def test_generation_stops_at_end_of_text():

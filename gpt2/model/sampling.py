@@ -118,11 +118,11 @@ def generate(
     drawn: list[list[int]] = [[] for _ in prompts]
     done = 0
     while done < max_new_tokens and not all(end in row for row in drawn):
-        read = [text if len(text) < context else text[-kept:] for text in texts]
-        lengths = np.array([*map(len, read)], np.int32)
-        longest = max(map(len, read))
-        tokens = np.zeros((len(read), bucket(longest, context)), np.int32)
-        for row, text in zip(tokens, read, strict=True):
+        texts = [text if len(text) < context else text[-kept:] for text in texts]
+        lengths = np.array([*map(len, texts)], np.int32)
+        longest = max(map(len, texts))
+        tokens = np.zeros((len(texts), bucket(longest, context)), np.int32)
+        for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
         number = min(max_new_tokens - done, max(1, context - longest))
         new = _generate(
