@@ -193,14 +193,22 @@ def by_formula(optim):
     return params, means or average
 
 
-def test_a_tail_that_begins_earlier_than_planned_averages_what_follows_alone():
+@pytest.mark.parametrize(
+    ("first", "then", "resumed", "averaged"),
+    [(8, 2, 4, (5, 6)), (2, 4, 4, (5, 6))],
+    ids=["shortened", "prolonged"],
+)
+def test_a_tail_that_begins_at_another_step_after_a_resume_averages_what_follows(
+    first, then, resumed, averaged
+):
     params = {"w": jnp.float32(0.0)}
-    late, early = average_parameters(start=8), average_parameters(start=2)
-    state = late.init(params)
+    tail = average_parameters(start=first)
+    state = tail.init(params)
     for step in range(1, 7):
-        tail = late if step <= 4 else early  # a run that is cut short and continued
+        if step > resumed:
+            tail = average_parameters(start=then)
         _, state = tail.update({"w": jnp.float32(step)}, state, params)
-    assert state.average["w"] == (5 + 6) / 2
+    assert state.average["w"] == np.mean(averaged)
 
 
 @pytest.mark.parametrize("beta", ["beta1", "beta3"])

@@ -17,7 +17,7 @@ from gpt2.config import Config, GPTConfig, ParallelConfig, RulesConfig, with_opt
 from gpt2.errors import UserError
 from gpt2.model import GPT
 from gpt2.ops.fsdp import Shards, torus_sides
-from gpt2.parallel import abstract_state, make_backend
+from gpt2.parallel import abstract_state, gather_whole, make_backend
 from gpt2.parallel.mesh import (
     batch_sharding,
     check_layout,
@@ -242,3 +242,12 @@ def test_a_step_lowers_for_tpus_with_their_own_attention(
     }
     traced = backend.compile_train(step).trace(state, backend.put_batch(batch))
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_tree_is_gathered_whole_without_jit_too():
+    mesh = make_mesh(ParallelConfig(fsdp=2))
+    whole = np.arange(8.0).reshape(2, 4)
+    split = jax.device_put(whole, NamedSharding(mesh, PartitionSpec(None, "fsdp")))
+    with jax.disable_jit():
+        gathered = gather_whole({"w": split}, mesh)
+    np.testing.assert_array_equal(gathered["w"], whole)

@@ -98,7 +98,8 @@ def average_parameters(
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        averaged = jnp.where(state.count < start, 0, state.averaged + 1)
+        # Fewer than so far, if the tail begins later than it did.
+        averaged = jnp.clip(state.count + 1 - start, 0, state.averaged + 1)
         kept = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(
             lambda old, param, update: kept * old + (1 - kept) * (param + update),

@@ -48,9 +48,7 @@ def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
 
 def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
     """Returns a tree whole on this process's first device. Every process must call it."""
-    whole = jax.jit(
-        lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec())
-    )(tree)
+    whole = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
 
 
