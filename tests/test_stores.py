@@ -372,6 +372,7 @@ class Web(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.do_HEAD()
+        time.sleep(0.5 * ("slow" in self.path))
         self.wfile.write(b"a" * 30)
 
     def log_message(self, *_):
@@ -379,7 +380,9 @@ class Web(http.server.BaseHTTPRequestHandler):
 
 
 def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
-    pytest.importorskip("aiohttp")
+    aiohttp = pytest.importorskip("aiohttp")
+    short = aiohttp.ClientTimeout(total=0.2)
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", short)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Web) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -392,6 +395,8 @@ def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
         (half,) = stores.find(url(port, 200))
         with pytest.raises(UserError, match="sent 30 of 60 bytes"):
             stores.at_hand(half)
+        slow = stores.Remote(f"{url(port, 200)}?slow", 30, "")
+        assert stores.at_hand(slow).read_bytes() == b"a" * 30
         server.shutdown()
     with pytest.raises(UserError, match="cannot be reached"):
         stores.find(url(port, 200))  # where nobody answers

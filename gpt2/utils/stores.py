@@ -314,6 +314,11 @@ def _reaching(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     with files.reading(url, "Mend that, and repeat", failed="cannot be reached"):
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
         store.auto_mkdir = True  # that of file://, which makes no folder unasked
+        if "http" in store.protocol:
+            import aiohttp
+
+            # A large file may take longer than the five minutes that are usual there.
+            store.client_kwargs["timeout"] = aiohttp.ClientTimeout(sock_read=60)
         yield store, root.rstrip("/")
 
 
