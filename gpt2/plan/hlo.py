@@ -1,6 +1,5 @@
 """The text of a compiled program, HLO: computations, which are instructions, a line each."""
 
-import itertools
 import re
 
 _CALLED = re.compile(
@@ -35,8 +34,10 @@ class Hlo:
 
     def inside(self, line: str) -> list[str]:
         """Returns the lines of the computations that an instruction calls."""
-        names = self.called_by(line)
-        return list(itertools.chain(*(self.computations[name] for name in names)))
+        inside = list[str]()
+        for name in self.called_by(line):
+            inside += self.computations[name]
+        return inside
 
     def turns(self, line: str) -> int | None:
         """Returns how often the loop of a `while` instruction runs, or None.
