@@ -45,6 +45,11 @@ def define_flags() -> None:
         lower_bound=0.0,
         upper_bound=1.0,
     )
+    flags.register_multi_flags_validator(
+        ["corpus", "val_fraction"],
+        lambda given: given["corpus"] or given["val_fraction"] is None,
+        "--val_fraction is a share of --corpus, which is not given",
+    )
     flags.DEFINE_integer(
         "stride",
         0,

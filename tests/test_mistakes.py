@@ -85,6 +85,7 @@ MISTAKES = [  # a command, and a word of the line
     (["eval.py", RUN, "--checkpoint=9"], "9"),
     (["eval.py", RUN, "--tasks=lambda"], "lambada"),
     (["eval.py", RUN, "--corpus=text:other.txt", "--val_fraction=2"], "See --help"),
+    (["eval.py", RUN, "--val_fraction=1"], "--corpus"),
     (["gpt2.generate", RUN, "--hf=hf"], "hf"),
     (["gpt2.generate", "--hf=cut", "--prompt=1"], "cut"),
     (["gpt2.hf", "copy"], "import"),
