@@ -359,9 +359,9 @@ def test_short_last_batches_of_ones_own_are_filled_with_nothing_to_predict():
 
 def test_a_function_that_gives_no_batches_is_refused():
     none = OwnBatches("python:a:b", lambda split: [], (4, 16), 64)
-    with pytest.raises(UserError, match="no batches of train"):
+    with pytest.raises(UserError, match="no batches for split=train"):
         none.batch(1)
-    with pytest.raises(UserError, match="no batches of validation"):
+    with pytest.raises(UserError, match="no batches for split=validation"):
         next(none.validation(4))
 
 
@@ -377,6 +377,13 @@ def test_a_function_that_cannot_be_called_or_iterated_is_told():
     own.restored = base64.b64encode(pickle.dumps({"other": 1})).decode()
     with pytest.raises(UserError, match=r"cannot be read \(KeyError: 'count'\)"):
         own.batch(7)
+
+
+def test_a_state_that_pickle_cannot_hold_is_told(monkeypatch):
+    monkeypatch.setattr(Stateful, "state_dict", lambda self: (yield))
+    own = OwnBatches("python:a:b", lambda split: Stateful(), (4, 16), 64)
+    with pytest.raises(UserError, match="a state of python:a:b cannot be kept"):
+        own.batch(1)
 
 
 def test_options_that_batches_of_ones_own_would_ignore_are_refused():

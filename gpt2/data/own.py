@@ -77,7 +77,9 @@ class OwnBatches:
         found = next(self._batches)
         self._taken = step
         if self._get_state:
-            pickled = pickle.dumps(self._get_state())
+            how = "Give one that pickle can hold"
+            with reading(f"a state of {self._corpus}", how, "cannot be kept"):
+                pickled = pickle.dumps(self._get_state())
             self._states[step] = base64.b64encode(pickled).decode()
             self._states.pop(step - KEPT, None)
         # The last batch of an epoch may be short, as PyTorch's is. The first of a run is a mistake.
@@ -116,7 +118,7 @@ class OwnBatches:
             is_empty = False
             yield found
         if is_empty:
-            raise UserError(f"{self._corpus} gives no batches of {split}")
+            raise UserError(f"{self._corpus} gives no batches for split={split}")
 
     def _enter(self, batch: object, *, may_be_short: bool) -> Batch:
         """Returns a user's batch as ours, where it cannot be mistaken for another.
