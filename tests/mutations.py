@@ -94,8 +94,8 @@ the average keeps the parameters before the step: optim/transforms.py, optim -k 
     - (1 - kept) * (param + update)
     + (1 - kept) * param
 the mean over the tail begins a step early: optim/transforms.py, optim -k 'formulas and tail'
-    - state.count < start
-    + state.count + 1 < start
+    - state.count + 1 - start, 0
+    + state.count + 2 - start, 0
 scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and scheduled'
     - schedule(count) / peak
     + schedule(count + 1) / peak
@@ -136,7 +136,7 @@ muP leaves the head's multiplier out: ingredients/mup.py, switch_values -k mup
     - return x / self.width_ratio
     + return x
 the first cached token is alone: ingredients/previous_token.py, switches -k 'cached and modded'
-    - if flow.cached is None:
+    - if flow.last_token is None:
     + if True:
 padding has a target: data/loader.py, packing -k mean_over
     - np.full_like(tokens, IGNORED)

@@ -65,8 +65,11 @@ class Run:
         """Returns the options that it is asked to train with, as config.json has them."""
         tree = self.config.to_dict()
         if self.source != SOURCE:
+            known = defaults_of(self.source).keys()
+            for name in self.extra.keys() - known:
+                raise UserError(f"the code in {self.source} has no option {name}")
             usual = flatten(Config().to_dict())
-            for name in usual.keys() - defaults_of(self.source).keys():
+            for name in usual.keys() - known:
                 group, _, option = name.partition(".")
                 if tree[group].pop(option) != usual[name]:
                     raise UserError(f"the code in {self.source} has no option {name}")
@@ -92,7 +95,9 @@ class Run:
         """Raises a UserError unless the folder of a run that has ended holds that run, whole.
 
         It has the options and the seed that are asked for; a finished one, its last step's score.
+        One that has not ended is refused if its code lacks an option.
         """
+        options = flatten(self.options())
         state = self.outcome().state
         if state not in ENDED:
             return
@@ -104,7 +109,7 @@ class Run:
         except DAMAGE as error:
             raise unreadable(self.folder, error) from None
         how = f"Remove {self.folder}, and repeat the command"
-        for name, value in flatten(self.options()).items():
+        for name, value in options.items():
             # Other code may lack an option.
             found = kept.get(name, value)
             if found != value:

@@ -185,9 +185,9 @@ def check_value(name: str, value: object) -> Value:
     if type(value) is not option.kind or not isinstance(value, Value):
         raise UserError(f"{name}={value!r} is not of type {option.kind.__name__}")
     if isinstance(value, str):
-        choice = value.partition(":")[0] if name == "optim.schedule" else value
+        kind, colon, _ = value.partition(":")
         if option.choices:
-            require_choice(name, choice, option.choices)
+            require_choice(name, kind + colon, option.choices)
         if option.factors:
             read_items(f"{name}={value}", value, read_factor, option.factors)
     elif not option.holds(value):

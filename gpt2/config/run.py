@@ -89,10 +89,12 @@ class OptimConfig(default.Optim):
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
         name, _, text = self.schedule.partition(":")
+        if name != "piecewise":
+            return ()
         what = f"optim.schedule={self.schedule}"
         pieces = read_steps(what, text, read_factor, "piecewise:1000=0.5,2000=0.1")
-        if bool(pieces) != (name == "piecewise"):
-            raise UserError(f"{what} cannot be read")
+        if not pieces:
+            raise UserError(f"{what} names no step")
         return tuple(pieces.items())
 
     @cached_property

@@ -43,12 +43,12 @@ class KVCache(struct.PyTreeNode):
             separate and heads come first, so that a step writes them in place and multiplies them
             as they are stored. If layers are scanned, a single pair with a leading axis L.
         length: `[B]` int32, tokens written per sequence.
-        last: by ingredient that wants it, `[B]` int32, the last token; any where there is none.
+        last: `[B]` int32, the last token; any where there is none.
     """
 
     layers: list[Cache] | Cache
     length: Array
-    last: dict[str, Array]
+    last: Array
 
     @classmethod
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
@@ -62,9 +62,7 @@ class KVCache(struct.PyTreeNode):
         L = config.num_layers
         layers = pair(L) if config.scan_layers else [pair() for _ in range(L)]
         none = jnp.zeros(batch_size, jnp.int32)
-        extras = ingredients_of(config)
-        last = {extra.option: none for extra in extras if extra.keeps_last_token}
-        return cls(layers, none, last)
+        return cls(layers, none, none)
 
 
 class GPT(nn.Module):
@@ -177,14 +175,14 @@ class GPT(nn.Module):
         has_room = cache.length + tokens.shape[1] <= capacity
         flow = _flow(tokens, None, True)
         positions = flow.positions + cache.length[:, None]
-        flow = flow.replace(positions=positions, cached=cache.last)
+        flow = flow.replace(positions=positions, last_token=cache.last)
         hidden, layers = self._hidden(self.wte.table(), flow, cache.layers)
         end = (num_new - 1)[:, None]
         newest = jnp.take_along_axis(tokens, end, axis=1)[:, 0]
         cache = cache.replace(
             layers=layers,
             length=cache.length + num_new,
-            last=dict.fromkeys(cache.last, newest),
+            last=newest,
         )
         # The head unpadded: padding would copy it at every token.
         hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)
@@ -231,10 +229,8 @@ class GPT(nn.Module):
     ) -> tuple[Stream, list[Cache] | Cache | None]:
         """Returns the stream after all layers, and their caches."""
         cfg = self.config
-        block: type[nn.Module] = Block
-        if cfg.remat != "none":
-            static = () if cfg.scan_layers else ("layer",)
-            block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
+        static = () if cfg.scan_layers else ("layer",)
+        block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
             scanned = scan_layers(
                 block,
@@ -263,7 +259,7 @@ class GPT(nn.Module):
         wpe = Embedding(
             cfg, self.ops, cfg.context_length, axes, cfg.init_std / 2, name="wpe"
         )
-        if flow.cached is None and flow.segments is None:
+        if flow.last_token is None and flow.segments is None:
             return self.ops.add_rows(x, wpe.table())
         return x + wpe(flow.positions)
 

@@ -15,8 +15,8 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     """
     peak = optim.learning_rate
     warmup = optim.warmup(num_steps)
-    name, _, _ = optim.schedule.partition(":")
-    after = SCHEDULES[name](optim, max(num_steps - warmup, 1), num_steps)
+    name, colon, _ = optim.schedule.partition(":")
+    after = SCHEDULES[name + colon](optim, max(num_steps - warmup, 1), num_steps)
     if not warmup:
         return after
     return optax.join_schedules(
@@ -91,5 +91,5 @@ SCHEDULES = {
     "constant": _constant,
     "wsd": _wsd,
     "inverse_sqrt": _inverse_sqrt,
-    "piecewise": _piecewise,
+    "piecewise:": _piecewise,
 }

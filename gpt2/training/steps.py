@@ -11,7 +11,7 @@ metric `train/NAME` or `eval/NAME`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from jax import Array
 from gpt2.config import LossConfig
 from gpt2.model import GPT
 from gpt2.model.gpt import Params
-from gpt2.model.losses import LossIngredient, Weight, loss_ingredients
+from gpt2.model.losses import Weight, loss_ingredients
 from gpt2.ops import plain
 from gpt2.ops.plain import Lose
 from gpt2.optim import num_updates
@@ -67,8 +67,31 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
             for extra in extras:
                 asked |= extra.targets(batch["targets"], batch.get("segments"), step)
         targets = jnp.stack([each for each, _ in asked.values()], axis=2)
-        weights = {name: weight for name, (_, weight) in asked.items()}
-        lose = _loss_of_logits(model, extras, weights)
+
+        def lose(logits: Array, targets: Array) -> tuple[Array, Sums]:
+            """Returns what is differentiated, and what is logged: see `apply_loss`."""
+            log_normaliser = model.ops.log_sum_exp(logits)
+            at_targets = plain.pick(logits, targets)
+            losses = log_normaliser - at_targets
+            is_real = targets >= 0
+            counts = is_real.sum((0, 1), dtype=jnp.float32)
+            found: Sums = {}
+            for extra in extras:
+                real_logits = logits[..., : model.config.vocab_size]
+                term = extra.term(real_logits, log_normaliser, at_targets)
+                if term is not None:
+                    # A term of the position counts once, with its first target.
+                    missing = targets.shape[2] - term.shape[2]
+                    losses += jnp.pad(term, ((0, 0), (0, 0), (0, missing)))
+                    of_first = jnp.where(is_real[..., 0], term[..., 0], 0.0)
+                    found[extra.option] = of_first.sum(), counts[0]
+            totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
+            lost = jnp.float32(0.0)
+            for k, (name, (_, weight)) in enumerate(asked.items()):
+                lost += weight * totals[k]
+                found[name] = totals[k], counts[k]
+            return lost, found
+
         return apply_loss(model, params, batch, targets, lose, key)
 
     return loss
@@ -107,40 +130,6 @@ def apply_loss(
             lost += auxiliary
     total, count = found["loss"]
     return found | {"loss": (with_derivative_of(total, lost), count)}
-
-
-def _loss_of_logits(
-    model: GPT, extras: Sequence[LossIngredient], weights: Mapping[str, Weight]
-) -> Lose:
-    """Returns `lose(logits, targets)`, for targets `[B, T, K]` whose losses have names and weights.
-
-    It gives what is differentiated, and what is logged, `{name: (sum, count)}`.
-    """
-
-    def lose(logits: Array, targets: Array) -> tuple[Array, Sums]:
-        log_normaliser = model.ops.log_sum_exp(logits)
-        at_targets = plain.pick(logits, targets)
-        losses = log_normaliser - at_targets
-        is_real = targets >= 0
-        counts = is_real.sum((0, 1), dtype=jnp.float32)
-        found: Sums = {}
-        for extra in extras:
-            real_logits = logits[..., : model.config.vocab_size]
-            term = extra.term(real_logits, log_normaliser, at_targets)
-            if term is not None:
-                # A term of the position counts once, with its first target.
-                missing = targets.shape[2] - term.shape[2]
-                losses += jnp.pad(term, ((0, 0), (0, 0), (0, missing)))
-                of_first = jnp.where(is_real[..., 0], term[..., 0], 0.0)
-                found[extra.option] = of_first.sum(), counts[0]
-        totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
-        lost = jnp.float32(0.0)
-        for k, (name, weight) in enumerate(weights.items()):
-            lost += weight * totals[k]
-            found[name] = totals[k], counts[k]
-        return lost, found
-
-    return lose
 
 
 @jax.custom_jvp

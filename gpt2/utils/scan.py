@@ -63,10 +63,11 @@ def report(
 ) -> None:
     """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
 
-    PATH is the module's, as `h_3/attn`. `total` and `count` add up over micro-batches, devices and
-    batches of a validation; their quotient is logged. An auxiliary loss has a `weight`: so many
-    times its total, summed over tokens, is differentiated with the loss, and not logged in it.
-    Within an expert the totals of all experts add up; those of places that no token took are in.
+    PATH is the module's, as `h_3/attn`. `total` (a sum in float32: 16 bits would show) and `count`
+    add up over micro-batches, devices and batches of a validation; their quotient is logged. An
+    auxiliary loss has a `weight`: so many times its total, summed over tokens, is differentiated
+    with the loss, and not logged in it. Within an expert the totals of all experts add up; those of
+    places that no token took are in.
     """
     # What is only logged gives no gradient: 0 times that of a root at 0 is NaN.
     auxiliary = jnp.float32(weight * total if weight else 0.0)

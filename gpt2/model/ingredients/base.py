@@ -25,7 +25,7 @@ class Flow(struct.PyTreeNode):
         segments: `[B, T]` int32 or None; positions see only those of their own segment.
         has_target: `[B, T]` bool, the positions that losses count; None: all.
         rotation: cosines and sines for `model.position=rope`, see `plain.rotation`; else None.
-        cached: by ingredient, what a cache kept of the tokens before; None without one.
+        last_token: `[B]` int32, the token before the first in a cache; None without a cache.
         layer: the number of the layer, from 0 on; in a scan an int32 scalar.
         shared: by ingredient, what its `enter` hands to all layers.
         carried: by ingredient, what goes from layer to layer. `enter` puts it there, and every
@@ -38,7 +38,7 @@ class Flow(struct.PyTreeNode):
     segments: Array | None = None
     has_target: Array | None = None
     rotation: tuple[Array, Array] | None = None
-    cached: dict[str, Array] | None = None
+    last_token: Array | None = None
     layer: int | Array = 0
     shared: dict[str, Array] = struct.field(default_factory=dict)
     carried: dict[str, Array] = struct.field(default_factory=dict)
@@ -74,8 +74,6 @@ class Ingredient:
     option: ClassVar[str]
     # Of `score_terms`, if kernels know its kind
     score_term: ClassVar[type | None] = None
-    # Whether `Flow.cached` shall have it, int32 [B]
-    keeps_last_token: ClassVar[bool] = False
     keeps_final_norm: bool = True
 
     @property

@@ -9,8 +9,6 @@ from gpt2.model.ingredients.base import Flow, Ingredient
 class PreviousToken(Ingredient):
     """An ingredient that reads the token before each."""
 
-    keeps_last_token = True
-
     def before(self, x: Array, last: Array, flow: Flow, missing: int) -> Array:
         """Returns what is a position earlier in `x` `[B, T, ...]`.
 
@@ -24,6 +22,6 @@ class PreviousToken(Ingredient):
 
     def last_tokens(self, flow: Flow) -> Array:
         """Returns the tokens before the first ones, int32 `[B, 1]`; any where there is none."""
-        if flow.cached is None:
+        if flow.last_token is None:
             return flow.tokens[:, :1]
-        return flow.cached[self.option][:, None]
+        return flow.last_token[:, None]
