@@ -229,8 +229,10 @@ class GPT(nn.Module):
     ) -> tuple[Stream, list[Cache] | Cache | None]:
         """Returns the stream after all layers, and their caches."""
         cfg = self.config
-        static = () if cfg.scan_layers else ("layer",)
-        block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
+        block: type[nn.Module] = Block
+        if cfg.remat != "none":
+            static = () if cfg.scan_layers else ("layer",)
+            block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
             scanned = scan_layers(
                 block,

@@ -264,7 +264,9 @@ def _set_aside(workdir: Path, name: str) -> None:
     target.parent.mkdir(exist_ok=True)
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         path.rename(target)
-        warn(f"{path} does not belong to the run that goes on; it is now {target}")
+        warn(
+            f"{path} was cut short, or the run goes on from before it; it is now {target}"
+        )
 
 
 @distributed.only_first

@@ -37,8 +37,6 @@ def remat(
 
     `static` names its arguments that are not arrays. `looped`: it is the body of a loop.
     """
-    if policy == "none":
-        return block
     arguments = list(inspect.signature(block.__call__).parameters)  # self is number 0
 
     def keep(operation, *_, **parameters):
