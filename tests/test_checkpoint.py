@@ -20,6 +20,7 @@ from configs import quickstart
 from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
 from gpt2.data.tokenizer import ByteTokenizer
 from gpt2.errors import UserError
+from gpt2.hf import weights
 from gpt2.hf.weights import load_initial_params, load_model, load_params
 from gpt2.model import GPT
 from gpt2.training import checkpoint
@@ -109,6 +110,20 @@ def test_scores_that_are_damaged_matter_to_the_best_alone(saved, tmp_path):
     with pytest.raises(UserError, match=r"50 is damaged \(metrics/metrics"):
         load_params(workdir)
     assert steps_in(load_params(workdir, "latest")[1]) == {60}
+
+
+def test_what_a_run_at_work_removes_meanwhile_is_not_called_damaged(
+    saved, tmp_path, monkeypatch
+):
+    workdir = shutil.copytree(saved[0], tmp_path / "run")
+    find = weights.find_damage
+
+    def remove_first(*given):
+        shutil.rmtree(workdir / "checkpoints/50", ignore_errors=True)
+        return find(*given)
+
+    monkeypatch.setattr(weights, "find_damage", remove_first)
+    assert steps_in(load_params(workdir)[1]) == {20}
 
 
 def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):

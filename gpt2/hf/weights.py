@@ -90,11 +90,23 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
     The options that suited the run's devices are set to their defaults.
     """
-    defaults = {"model.attention": "auto", "memory.remat": "none"}
     workdir = Path(workdir)
+    saved = saved_steps(workdir)
+    try:
+        return _load_params(workdir, saved, which)
+    except (UserError, OSError):
+        # Unless a run at work has removed what was to be read, and saved others.
+        if {*saved} <= {*saved_steps(workdir)}:
+            raise
+    return load_params(workdir, which)
+
+
+def _load_params(
+    workdir: Path, saved: list[int], which: str | int
+) -> tuple[Config, Tree]:
+    defaults = {"model.attention": "auto", "memory.remat": "none"}
     config = with_options(load_config(workdir), defaults)
     config = dataclasses.replace(config, parallel=ParallelConfig())
-    saved = saved_steps(workdir)
     if not saved:
         raise UserError(
             f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
