@@ -25,6 +25,7 @@ from gpt2.ablate.judge import grow, judge
 from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
+from gpt2.ablate.runs import defaults_of
 from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import _share, reach_table
 from gpt2.ablate.terms import (
@@ -156,6 +157,13 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     for run in sweep.runs():
         if run.extra and not run.source.exists():
             shutil.copytree(ROOT / "configs", run.source / "configs")
+            with pytest.raises(UserError, match=r"has no option (loss|optim)\."):
+                run.check("eval/loss")
+            options = run.source / "configs" / "default.py"
+            own = "    turn: bool = False\n    kind: str = 'hard'\n    z_loss:"
+            replace_text(options, "    z_loss:", own)
+            replace_text(options, "    ema:", "    twist: float = 0.0\n    ema:")
+            defaults_of.cache_clear()
         write_run(run, 3.8, noise=rng)
     sweep.save()
     assert load_sweep(sweep.root) == sweep
@@ -494,9 +502,12 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
         continued(sweep_in(tmp_path, "optim.name=lion", equal="flops"))
     with pytest.raises(UserError, match="score"):
         continued(sweep_in(tmp_path, "data.tokenizer=byte", score="eval/bits_per_byte"))
-    shorter = with_options(BASE, {"train.num_steps": 900})
+    # All that differs is named, before what only follows from it.
+    shorter = {"train.num_steps": 900, "train.eval_batches": 2, "data.batch_size": 8}
+    shorter = with_options(BASE, shorter)
     other = make_arms(shorter, ["optim.name=lion"], one_at_a_time=False)
-    with pytest.raises(UserError, match=r"train\.num_steps=1000, not 900"):
+    told = r"batch_size=\d+, not 8; .*num_steps=1000, not 900; train\.eval_batches"
+    with pytest.raises(UserError, match=told):
         continued(dataclasses.replace(before, arms=tuple(other)))
 
 

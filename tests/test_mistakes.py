@@ -94,6 +94,10 @@ MISTAKES = [  # a command, and a word of the line
     (["gpt2.compare", "run", "--reference=points.csv"], "points.csv"),
     (["gpt2.profile", "in.txt"], "in.txt"),
     (["gpt2.ablate", *SHORT, "--vary=optim.nme=adam", "--workdir=sweep"], "optim.name"),
+    (
+        ["gpt2.ablate", *SHORT, "--vary=model.num_kv_heads=0", "--workdir=sweep"],
+        "the baseline alone",
+    ),
     (["gpt2.ablate.ledger", *SHORT, "--ledger=s3://bucket/ideas"], "--ledger"),
     (
         ["gpt2.ablate", *SHORT, "--config.data.batch_size=5", "--workdir=sweep"],

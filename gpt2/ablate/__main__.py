@@ -112,6 +112,8 @@ def main() -> int:
 def _read_sweep(root: Path, slot: Slot) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
+    if FLAGS.vary and len(arms) == 1:
+        raise UserError("--vary names the baseline alone", "Give it another value")
     looks = _read_looks(FLAGS.seeds)
     score = choose_score(arms)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)

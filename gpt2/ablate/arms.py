@@ -81,6 +81,17 @@ def differences(old: Config, new: Config) -> Differences:
     return found
 
 
+def refuse_differences(
+    what: str, found: Mapping[str, tuple[object, object]], how: str
+) -> None:
+    """Raises a UserError that names all values which are not the old ones."""
+    told = [
+        f"{name}={old}, not {new}" for name, (old, new) in found.items() if old != new
+    ]
+    if told:
+        raise UserError(f"{what} with {'; '.join(told)}", how)
+
+
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
     """Returns the arms, the baseline first, which is `config` itself, named or not.
 

@@ -115,11 +115,11 @@ def _begin(root: Path) -> Ledger:
             append_idea(root, Idea(0, "start", 0, arm, code))
             return read_ledger(root)
     first = ledger.ideas[0].arm.config
-    for name, (old, new) in arms.differences(first, config).items():
-        raise UserError(
-            f"{root} began with {name}={old}, not {new}",
-            "Give the options that it began with, or another --ledger",
-        )
+    arms.refuse_differences(
+        f"{root} began",
+        arms.differences(first, config),
+        "Give the options that it began with, or another --ledger",
+    )
     return ledger
 
 
@@ -281,7 +281,9 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
             f"See {pair[0].folder}",
         )
     if own != "finished":
-        return "discard" if own == "diverged" else "failed", f"{own}: {error}"
+        if own == "diverged":
+            return "discard", f"diverged: {error}"
+        return "failed", error
     best_score, score = results.score
     facts = {"seed": seed, "best_score": best_score, "score": score}
     with files.locked(root / _LOCK):
@@ -328,10 +330,13 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
     named = [f" --config.{name}={value}" for name, value in options.items()]
     told = f"{idea.text} is the best, commit {commit or 'none'}{''.join(named)}"
     if FLAGS.idea:
-        told = (
-            f"{idea.answer}: {tables.number(difference, '+.4f')}"
-            f" {tables.interval(low, high, '+.4f')} after {counted(pairs, 'pair')},"
-            f" {format_duration(idea.seconds)}, {idea.why};"
+        told = f"{idea.answer}:"
+        if pairs:
+            told += f" {difference:+.4f}"
+        if interval := tables.interval(low, high, "+.4f"):
+            told += f" {interval}"
+        told += (
+            f" after {counted(pairs, 'pair')}, {format_duration(idea.seconds)}, {idea.why};"
             f" level {idea.level:.2%}"
         )
     print(

@@ -104,7 +104,7 @@ def plot_curves(
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
     """Draws ideas with their intervals, in their order, and the best so far as a line.
 
-    `gains` are differences of the best from the start, by its number.
+    `gains` are differences of the best from the start, by its number. What has no score is a cross.
     """
     figure, (axes,) = _figure(5)
     numbers = [*gains, len(ideas) + 0.5]
@@ -113,9 +113,12 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
     for answer, color in _ANSWERS.items():
         axes.plot([], [], "o", color=color, label=answer)
     for idea in ideas:
+        color = _ANSWERS.get(idea.answer, _BASELINE)  # of one that is open
+        if not idea.pairs:
+            axes.plot(idea.number, gains[idea.best], "x", color=color)
+            continue
         difference, low, _ = np.nan_to_num(idea.interval, neginf=np.nan)
         place = gains[idea.best] + difference
-        color = _ANSWERS.get(idea.answer, _BASELINE)  # of one that is open
         half_width = difference - low
         axes.errorbar(idea.number, place, yerr=half_width, fmt="o", color=color)
         if idea.number in gains:  # below the line nothing else is drawn

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gpt2.ablate.arms import Arm, differences
+from gpt2.ablate.arms import Arm, differences, refuse_differences
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import DAMAGE, ENDED, Run, Setting, Settings, describe, unreadable
 from gpt2.ablate.terms import LOSS, choose_score
@@ -198,19 +198,16 @@ def continued(sweep: Sweep) -> Sweep:
         known = arms.setdefault(arm.name, arm)
         clashes |= differences(known.config, arm.config)
         clashes[f"commits of {arm.name}"] = (known.commit, arm.commit)
-    score = choose_score(list(arms.values()))
-    clashes["score"] = (before.score, score)
     clashes["equal"] = (before.equal, sweep.equal)
     clashes["tune"] = (before.tune, sweep.tune)
     looks_once = len(before.looks) == len(sweep.looks) == 1
     if not looks_once:
         clashes["seeds"] = (before.looks, sweep.looks)
-    for name, (old, new) in clashes.items():
-        if old != new:
-            raise UserError(
-                f"{sweep.root} holds a sweep with {name}={old}, not {new}",
-                "Give another --workdir, or the old value",
-            )
+    what = f"{sweep.root} holds a sweep"
+    how = "Give another --workdir, or the old values"
+    refuse_differences(what, clashes, how)
+    score = choose_score(list(arms.values()))
+    refuse_differences(what, {"score": (before.score, score)}, how)
     raised_from = before.raised_from
     if sweep.looks > before.looks and not raised_from:
         states = {run.outcome().state for run in before.runs()}

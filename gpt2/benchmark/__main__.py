@@ -20,6 +20,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import importlib.util
 import json
 import math
 import sys
@@ -80,6 +81,9 @@ def main(command: str) -> int:
 def measure_cases() -> list[Row]:
     """Returns a row for the config, for each peer and for each variation."""
     args = flags.FLAGS
+    has_torch = importlib.util.find_spec("torch") is not None
+    if args.peers and args.peer_python == sys.executable and not has_torch:
+        raise UserError("--peers needs PyTorch", "Install it, or give --peer_python")
     case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}
     for peer in args.peers:
