@@ -17,27 +17,27 @@ ROOT = Path(__file__).parents[1]
 # Thousands of tokens of Python in a room: names, numbers, strings and signs, without comments,
 # docstrings and layout. So lines are free, and squeezing gains nothing.
 ROOMS = {
-    "model": 13.8,
+    "model": 13.7,
     "ops": 11.1,
     "optim": 6.1,
-    "parallel": 7.5,
+    "parallel": 7.6,
     "training": 11.1,
-    "data": 14.7,
-    "telemetry": 5.0,
+    "data": 14.8,
+    "telemetry": 5.1,
     "config cli errors signals": 7.1,
     "utils": 6.8,
-    "evals": 5.6,
-    "hf": 6.2,
+    "evals": 5.7,
+    "hf": 6.3,
     "generate compare": 1.6,
-    "ablate": 21.2,
+    "ablate": 21.7,
     "plan": 4.8,
     "profile": 4.6,
-    "benchmark": 5.8,
+    "benchmark": 5.9,
 }
-TOKENS = 133_100  # under gpt2/
+TOKENS = 134_000  # under gpt2/
 DENSITY = 8.48  # tokens a line of code; nanodo has 6.6, levanter 7.4, nanochat 8.1
 PAIRS = 5  # assignments of a tuple to a tuple
-TESTS = 137_800
+TESTS = 141_000
 WORDS = 19_000
 
 LAYOUT = {
