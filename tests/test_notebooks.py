@@ -26,4 +26,4 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
         for taken, fewer in FEWER.items():
             cell.source = cell.source.replace(taken, fewer)
     folder = {"metadata": {"path": tmp_path}}
-    nbclient.NotebookClient(notebook, timeout=240, resources=folder).execute()
+    nbclient.NotebookClient(notebook, timeout=900, resources=folder).execute()
