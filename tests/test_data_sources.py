@@ -60,7 +60,6 @@ def test_hub_data_set_is_read_from_its_parquet_files(
     [
         ("a/b", ["only/train"], ""),
         ("a/b", ["default/train", "other/train"], ""),
-        ("a/b/en", ["ab/train", "en/train"], ""),
         ("a/b/20231101.en", ["20231101.ab/train", "20231101.en/train"], ""),
         (
             "a/b",
@@ -68,7 +67,6 @@ def test_hub_data_set_is_read_from_its_parquet_files(
             r"2 subsets: ab, en\. Name .*: hf:a/b/SUBSET",
         ),
         ("a/b/de", ["ab/train", "en/train"], r"2 subsets: ab, en"),
-        ("a/b", ["20231101.ab/train", "20231101.en/train"], "2 subsets: 20231101.ab"),
         (
             "a/b",
             ["default/test", "default/validation"],
@@ -304,20 +302,15 @@ def _saved(save, *arrays):
 
 
 IDS = np.arange(8000, dtype=np.uint16).reshape(200, 40)
-ARCHIVE = _saved(np.savez, IDS)
 OTHERS = {
     "in Fortran's order": ("a.npy", _saved(np.save, np.asfortranarray(IDS))),
-    "an archive": ("a.npz", ARCHIVE),
-    "an archive by another name": ("a.bin", ARCHIVE),
-    "text": ("a.txt", b"To be, or not to be. " * 99),
-    "text by another name": ("a.bin", b"Sein " * 999),
+    "an archive": ("a.npz", _saved(np.savez, IDS)),
+    "text": ("a.bin", b"Sein " * 999),
     "long characters": ("a.bin", "測試naïve\n".encode() * 500),
     "compressed": ("a.bin", gzip.compress(IDS)),
     "bare, by another name": ("a.tokens", IDS.tobytes()),
-    "empty": ("a.bin", b""),
     "an empty array": ("a.npy", _saved(np.save, IDS[:0])),
     "a cut array": ("a.npy", _saved(np.save, IDS)[:-100]),
-    "a cut header": ("a.npy", _saved(np.save, IDS)[:50]),
     "of 64 bits": ("a.bin", IDS.astype(np.int64).tobytes()),
     "few of 64 bits": ("a.bin", IDS[1].astype(np.int64).tobytes()),
     "signed": ("a.npy", _saved(np.save, IDS.astype(np.int16))),

@@ -14,8 +14,8 @@ from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.core import core
 from gpt2.evals.examples import hellaswag, lambada
-from gpt2.evals.perplexity import compression, detokenize, wikitext
-from gpt2.evals.report import Figure, mean, print_table, ratio
+from gpt2.evals.perplexity import detokenize, wikitext
+from gpt2.evals.report import mean, ratio
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import TASKS, validation_data
@@ -170,14 +170,6 @@ def test_standard_errors_are_those_of_the_sample_mean_and_of_resampling():
     assert math.isnan(mean([1.0])[1])
 
 
-def test_a_convention_is_printed_once_for_all_its_figures(capsys):
-    rows = [("a", "loss", "windows"), ("a", "perplexity", "windows")]
-    rows += [("a", "by word", "words"), ("b", "loss", "windows")]
-    print_table([Figure(task, each, 1.0, 0.1, 2, how) for task, each, how in rows])
-    told = capsys.readouterr().out.splitlines()[-3:]
-    assert told == ["a: windows", "a: words", "b: windows"]
-
-
 def figures_by_metric(figures):
     return {figure.metric: figure for figure in figures}
 
@@ -216,13 +208,11 @@ def test_hellaswag_sums_and_normalises_by_token(params, scorer, tmp_path):
         assert figures[name].value == np.mean(right)
 
 
-def test_texts_are_scored_by_token_word_and_byte(params, scorer, tmp_path):
+def test_wikitext_is_scored_by_token_and_by_word(params, scorer, tmp_path):
     text = "A small text , of some words .\n" * 3
     (tmp_path / "text").write_text(text)
     ids = [BYTES.eot, *BYTES.encode(text).tolist()]
     nats = -log_prob_by_hand(params, ids[:1], ids[1:])
-    (bits,) = compression("enwik8", scorer, BYTES, tmp_path / "text")
-    assert bits.value == pytest.approx(nats / math.log(2) / len(text), rel=1e-4)
     figures = figures_by_metric(wikitext(scorer, BYTES, tmp_path / "text"))
     assert figures["perplexity per token"].value == pytest.approx(
         math.exp(nats / len(text)), rel=1e-4
@@ -272,7 +262,7 @@ def test_wikitext_is_detokenised():
     )
 
 
-@pytest.mark.parametrize("label", ["", "4", -1, None])
+@pytest.mark.parametrize("label", ["", "4"])
 def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
     example = dict(ctx="a b", endings=list("defg"))
     rows = [example | {"label": each} for each in (3, "0", label)]
@@ -452,36 +442,21 @@ def test_a_small_bundle_is_scored(tmp_path):
             dict(num_fewshot=[10]),
         ),  # a bundle that was cut short for a trial
         ("toy.jsonl", dict(num_fewshot=[-1])),
-        ("toy.jsonl", dict(examples=[], num_fewshot=[0])),
         ("toy.jsonl, line 2", after(CHOICE | {"gold": 2})),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": -1})),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": "1"})),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": 0.5})),
         ("toy.jsonl, line 2", after(CHOICE | {"choices": "no"})),
         ("toy.jsonl, line 2", after(CHOICE | {"gold": True})),
         ("toy.jsonl, line 2", after(CHOICE | {"choices": ["no", None]})),
         ("toy.jsonl, line 2", after({"query": "Q"})),
-        ("toy.jsonl, line 2", after(CHOICE | {"query": None})),
         ("line 1", dict(examples=[{"query": "", "choices": ["y"], "gold": 0}] * 3)),
         ("toy.jsonl, line 1", dict(text='{"query": "Q')),
-        ("toy.jsonl, line 1", dict(text="[" * 99_999)),
-        ("toy.jsonl, line 1", dict(text="7")),
         ("toy.jsonl, line 1", dict(icl_task_type="schema")),
         ("absent.jsonl", dict(dataset_uri="absent.jsonl")),
         ("eval_meta_data.csv", dict(table="other,50")),
-        ("eval_meta_data.csv", dict(table="toy,100")),
-        ("eval_meta_data.csv", dict(table="toy,-1")),
         ("eval_meta_data.csv", dict(table="toy,nan")),
         ("eval_meta_data.csv", dict(table="toy,half")),
-        ("eval_meta_data.csv", dict(table="toy")),
-        ("core.yaml", dict(num_fewshot=[])),
         ("core.yaml", dict(num_fewshot=["1"])),
-        ("core.yaml", dict(num_fewshot=[1.0])),
         ("core.yaml", dict(continuation_delimiter=5)),
-        ("core.yaml", dict(num_fewshot=None)),
         ("core.yaml", dict(label=None)),
-        ("core.yaml", dict(label=["toy"])),
-        ("core.yaml", dict(dataset_uri=5)),
     ],
     ids=str,
 )
@@ -491,9 +466,7 @@ def test_what_is_wrong_with_a_bundle_is_told_in_a_line(file, damage, tmp_path):
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "5", "icl_tasks: []", "icl_tasks: 5", "a: [", "- b"]
-)
+@pytest.mark.parametrize("text", ["icl_tasks: []", "a: [", "- b"])
 def test_a_list_of_tasks_that_holds_none_is_told(text, tmp_path):
     (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
     (tmp_path / "core.yaml").write_text(text)
@@ -505,13 +478,9 @@ def test_a_list_of_tasks_that_holds_none_is_told(text, tmp_path):
     ("task", "example"),
     [
         ("lambada", {"text": 5}),
-        ("lambada", {"txt": "a b"}),
-        ("lambada", "a b"),
         ("hellaswag", {"ctx": "a", "endings": "abcd", "label": 0}),
-        ("hellaswag", {"ctx": None, "endings": ["a", "b"], "label": 0}),
         ("hellaswag", {"ctx": "a", "endings": ["a"], "label": 0}),
         ("hellaswag", {"ctx": "a", "endings": ["a", None], "label": 0}),
-        ("hellaswag", ["a"]),
     ],
 )
 def test_examples_of_another_kind_are_refused_by_their_line(task, example, tmp_path):

@@ -78,11 +78,6 @@ def tokenizer(tokens, **more):
     ).encode()
 
 
-def config(**options):
-    sizes = dict(vocab_size=131, n_positions=96, n_layer=2, n_head=4, n_embd=32)
-    return json.dumps({"model_type": "gpt2"} | sizes | options).encode()
-
-
 CODE = {
     "pickle": pickle.dumps({"wte.weight": Attack()}),
     "old pickle": b"cposix\nsystem\n(S'touch witness'\ntR.",
@@ -121,9 +116,6 @@ FILES = {
     "tensor of 4 TiB": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 2**42))),
     "tensor of 0 bytes": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 0))),
     "tensor in the header": (IMPORT, WEIGHTS, safetensors(tensor([5], -20, 0))),
-    "layers": (IMPORT, "hf/config.json", config(n_layer=10**9)),
-    "width": (IMPORT, "hf/config.json", config(n_embd=2**30)),
-    "vocabulary": (IMPORT, "hf/config.json", config(vocab_size=2**31 - 1)),
     "id of 2**31": (
         NAMED,
         "named.json",

@@ -397,10 +397,8 @@ def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
 
 
 DAMAGES = {  # the lines of a ledger of an idea -> damaged ones, and the first that is
-    "garbage": (lambda lines: [*lines[:2], b"garbage\n", *lines[2:]], 3),
     "a list": (lambda lines: [*lines[:2], b"[]\n"], 3),
     "the start is lost": (lambda lines: lines[1:], 1),
-    "an idea is lost": (lambda lines: lines[:1] + lines[2:], 2),
     "an idea is there twice": (lambda lines: lines[:2] + lines[1:], 3),
     "the answer that keeps is lost": (
         lambda lines: [
