@@ -1,79 +1,75 @@
 """The page profile.md: what costs most, then tables of where a step's time goes."""
 
-from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-from gpt2.errors import UserError
 from gpt2.profile.breakdown import Breakdown, break_down
 from gpt2.profile.program import ProgramText
 from gpt2.profile.trace import find_trace, read_trace
+from gpt2.utils.files import reading
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PAGE = "profile.md"
 PROGRAM = "step.hlo.txt"
 WORTH_NAMING = 0.02  # share of a step
 _TOP = 15
+_ALL = "all"  # parts, and kinds
+_TIME = "per step"  # the column of seconds
 
 
 def explain(path: Path) -> str:
     """Returns the page of a workdir, of its profile folder, or of a trace file."""
     file = find_trace(path)
-    text = ""
+    trace = read_trace(file)
     # The text of the step lies above the trace, which the profiler puts under plugins/profile/TIME.
-    for folder in reversed(file.parents[:4]):
+    text = file.with_name(PROGRAM)
+    for folder in file.parents[:4]:
         if (folder / PROGRAM).exists():
-            text = (folder / PROGRAM).read_text("utf-8")
-    try:
-        program = ProgramText(text)
-        return render(break_down(read_trace(file), program), program)
-    except ValueError as error:
-        raise UserError(
-            f"{file}: {error}", "Trace more steps of a run of train.py"
-        ) from None
+            text = folder / PROGRAM
+    with reading(text, "Trace the run again"):
+        program = ProgramText(text.read_text("utf-8"))
+    return render(break_down(trace, program), program)
 
 
 def render(found: Breakdown, program: ProgramText) -> str:
     """Returns the page as markdown."""
-    parts: dict[str, float] = defaultdict(float)
-    kinds: dict[str, float] = defaultdict(float)
-    cells: dict[tuple[str, str], float] = defaultdict(float)
-    for name, cost in found.operations.items():
-        operation = program.find(name)
-        parts[operation.part] += cost.seconds
-        kinds[operation.kind] += cost.seconds
-        cells[operation.part, operation.kind] += cost.seconds
+    import pandas as pd
 
-    def share(seconds: float) -> list[str]:
-        return [_ms(seconds), f"{seconds / found.seconds:.1%}"]
-
-    waits = []
-    for wait, seconds in _largest_first(found.gaps):
-        at = f"`{wait.line}`" if wait.line else ""
-        if wait.text:
-            at += f": `{wait.text}`"
-        waits.append([wait.cause, *share(seconds), at])
-    columns = [kind for kind, _ in _largest_first(kinds)]
     rows = []
-    for part, seconds in _largest_first(parts):
-        by_kind = [_ms(cells[part, kind]) for kind in columns]
-        rows.append([part, *share(seconds), *by_kind])
-    largest = rows[0][0]
-    rows.append(["idle inside of a step", *share(found.idle), *[""] * len(columns)])
-    longest = []
-    seconds_of = {name: cost.seconds for name, cost in found.operations.items()}
-    for name, seconds in _largest_first(seconds_of)[:_TOP]:
-        times = f"{found.operations[name].runs:,.0f}"
-        longest.append([f"`{name}`", *program.find(name), times, *share(seconds)])
+    for name, cost in found.operations.items():
+        runs = f"{cost.runs:,.0f}"
+        rows.append([f"`{name}`", *program.find(name), runs, cost.seconds])
+    columns = ["operation", "kind", "part", "path", "runs", _TIME]
+    operations = pd.DataFrame(rows, columns=columns)
+    operations = operations.sort_values(_TIME, ascending=False)
+    parts = operations.pivot_table(
+        values=_TIME,
+        index="part",
+        columns="kind",
+        aggfunc="sum",
+        fill_value=0.0,
+        margins=True,
+        margins_name=_ALL,
+    )
+    parts = parts.sort_values(_ALL, ascending=False)
+    parts = parts.sort_values(_ALL, axis=1, ascending=False)
+    busy = parts.loc[_ALL, _ALL] / found.seconds
+    largest = parts.index[1]
+    parts = parts.reset_index().rename(columns={_ALL: _TIME})
+    gaps = pd.DataFrame(found.gaps.items(), columns=["the devices wait for", _TIME])
+    gaps = gaps.sort_values(_TIME, ascending=False)
 
     step = f"of each step's {_ms(found.seconds)}"
-    busy = f"{sum(kinds.values()) / found.seconds:.0%}"
-    headline = f"**The devices compute {busy} {step}.** The largest part is {largest}."
-    most = max(found.gaps.values(), default=0.0)
+    headline = (
+        f"**The devices compute {busy:.0%} {step}.** The largest part is {largest}."
+    )
+    most = gaps[_TIME].max()
     if most >= WORTH_NAMING * found.seconds:
-        cause, *_, at = waits[0]
-        what = f"{cause[0].upper()}{cause[1:]}: {_ms(most)} {step}, {most / found.seconds:.0%}"
-        headline = f"**{what}** ({at})." if at else f"**{what}**."
+        cause = gaps.iloc[0, 0]
+        share = f"{most / found.seconds:.0%}"
+        headline = f"**{cause[0].upper()}{cause[1:]}: {_ms(most)} {step}, {share}**."
     return "\n".join(
         [
             "# Where the time of a step goes",
@@ -81,36 +77,24 @@ def render(found: Breakdown, program: ProgramText) -> str:
             headline,
             "",
             f"Mean of {found.steps} steps. Operations that run at once share their time.",
-            *_table(
-                "Between steps",
-                ["the devices wait for", "per step", "share", "the host at"],
-                waits,
-            ),
-            *_table("By part and kind", ["part", "per step", "share", *columns], rows),
-            *_table(
-                "The longest operations",
-                ["operation", "kind", "part", "path", "runs", "per step", "share"],
-                longest,
-            ),
+            f"For {_ms(found.idle)} inside of a step, none runs.",
+            *_table("Between steps", gaps, found.seconds),
+            *_table("By part and kind", parts, found.seconds),
+            *_table("The longest operations", operations.head(_TOP), found.seconds),
             "",
         ]
     )
 
 
-Key = TypeVar("Key")
-
-
-def _largest_first(seconds: Mapping[Key, float]) -> list[tuple[Key, float]]:
-    return sorted(seconds.items(), key=lambda item: -item[1])
-
-
-def _table(title: str, head: list[str], rows: list[list[str]]) -> list[str]:
-    """Returns the lines of a table, of none if it has no rows."""
-    if not rows:
-        return []
-    rule = ["---"] * len(head)
-    lines = [f"| {' | '.join(line)} |" for line in (head, rule, *rows)]
-    return ["", f"## {title}", "", *lines]
+def _table(title: str, rows: "pd.DataFrame", step: float) -> list[str]:
+    """Returns the lines of a table, whose numbers are seconds of a step."""
+    shares = rows[_TIME] / step
+    rows = rows.assign(share=shares.map("{:.1%}".format))
+    times = rows.select_dtypes("number").columns
+    rows[times] = rows[times].map(_ms)
+    rule = ["---"] * len(rows.columns)
+    lines = [rows.columns, rule, *rows.itertuples(index=False)]
+    return ["", f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines)]
 
 
 def _ms(seconds: float) -> str:

@@ -11,7 +11,6 @@ import jax
 from gpt2.config import LoggingConfig
 from gpt2.errors import tell, warn
 from gpt2.profile.page import PAGE, PROGRAM, explain
-from gpt2.profile.sampler import sampled
 from gpt2.profile.trace import STEP
 from gpt2.utils.files import write_text
 
@@ -79,5 +78,4 @@ class Profiler:
             logdir = logdir / f"process_{jax.process_index()}"
         trace = jax.profiler.trace(str(logdir), profiler_options=options)
         self._trace.enter_context(trace)
-        self._trace.enter_context(sampled())
         self._has_trace = True

@@ -48,14 +48,11 @@ class Operation(NamedTuple):
 class ProgramText:
     """A compiled program, read from its optimised HLO, as `CompiledStep.text()` gives it.
 
-    Its name is `module`, which a trace gives too. Other text, if not empty, is a ValueError.
+    Its name is `module`, which a trace gives too.
     """
 
     def __init__(self, text: str):
-        header = re.match(r"HloModule ([\w.\-]+)", text)
-        if text and not header:
-            raise ValueError("no HLO text")
-        self.module = header[1] if header else ""
+        self.module = text.partition(",")[0].removeprefix("HloModule ")
         self._hlo = Hlo(text)
         self._lines = {}
         for line in text.splitlines():

@@ -4,32 +4,23 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote
 
 from jax.profiler import ProfileData, ProfilePlane
 
 from gpt2.errors import UserError
-from gpt2.profile.sampler import LINE
 from gpt2.utils.files import reading
 
 STEP = "train"  # the annotation of a step
 # Of `StepClock`, where devices may wait.
 PHASES = ("data wait", "validation", "checkpoint")
-# What a function or a line of Python is called that waits for a device.
-_WAIT = re.compile(
-    r"block_until_ready|asarray|np\.array|_value\b|__(array|float|int|bool)__"
-    r"|device_get|\.item\(|\bfloat\(|\bint\("
-)
 
 
 class Span(NamedTuple):
-    """What took time on the host, in seconds since the trace began; or a line, FILE:LINE."""
+    """What took time on the host, in seconds since the trace began."""
 
     name: str
     start: float
     end: float
-    text: str = ""  # a line's source
-    waits: bool = False  # for a device
 
 
 class Ran(NamedTuple):
@@ -45,12 +36,11 @@ class Ran(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a trace holds, each list in the order of time."""
+    """What a trace holds, in the order of time."""
 
     operations: list[Ran]  # of all programs; of several accelerators, those of one
     steps: list[Span]  # of the host's loop, named by their numbers
-    phases: list[Span]  # of the host's loop, named as in `PHASES`
-    lines: list[Span]  # of Python in which the host's loop was seen
+    phases: list[Span]  # of the host's loop, named as in `PHASES`, in any order
 
 
 def find_trace(path: Path) -> Path:
@@ -72,35 +62,25 @@ def find_trace(path: Path) -> Path:
 def read_trace(path: Path) -> Trace:
     """Reads a file `*.xplane.pb`, as JAX's profiler writes it for CPUs and GPUs."""
     with reading(path, "Trace the run again"):
-        planes = list(ProfileData.from_file(str(path)).planes)
-    by_name = {plane.name: plane for plane in planes}
-    host = by_name.get("/host:CPU")
-    chips = [name for name in by_name if re.match(r"/device:(GPU|TPU)", name)]
-    device = by_name[min(chips)] if chips else host
+        data = ProfileData.from_file(str(path))
+        planes = {plane.name: plane for plane in data.planes}
+        host = planes["/host:CPU"]
+    chips = [name for name in planes if re.match(r"/device:(GPU|TPU)", name)]
+    device = planes[min(chips)] if chips else host
     steps: list[Span] = []
     phases: list[Span] = []
-    lines: list[Span] = []
-    for thread in host.lines if host else ():
+    for thread in host.lines:
         for event in thread.events:
             span = Span(event.name, 1e-9 * event.start_ns, 1e-9 * event.end_ns)
-            if event.name == LINE:
-                stats = dict(event.stats)
-                text = unquote(str(stats.get("text", "")))
-                called = f"{stats.get('inside', '')} {text}"
-                waits = bool(_WAIT.search(called))
-                name = str(stats.get("where", ""))
-                lines.append(span._replace(name=name, text=text, waits=waits))
-            elif event.name == STEP:
-                number = dict(event.stats).get("step_num")
-                if number is not None:
-                    steps.append(span._replace(name=str(number)))
+            if event.name == STEP:
+                number = dict(event.stats)["step_num"]
+                steps.append(span._replace(name=str(number)))
             elif event.name in PHASES:
                 phases.append(span)
-    for spans in (steps, phases, lines):
-        spans.sort(key=lambda span: span.start)
-    operations = list(_operations(device)) if device else []
+    operations = list(_operations(device))
     operations.sort(key=lambda ran: ran.start)
-    return Trace(operations, steps, phases, lines)
+    steps.sort(key=lambda span: span.start)
+    return Trace(operations, steps, phases)
 
 
 def _operations(plane: ProfilePlane) -> Iterator[Ran]:
