@@ -4,14 +4,12 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from gpt2.errors import UserError
 from gpt2.utils import files
 
 Example = TypeVar("Example")
-_HOW = "docs/evaluation.md says what the file holds"
-reading = partial(files.reading, how=_HOW)
+reading = partial(files.reading, how="docs/evaluation.md says what the file holds")
 
 
 def read_text(path: Path) -> str:
@@ -20,14 +18,10 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
 
 
-def read_jsonl(path: Path, parse: Callable[[object], Example | None]) -> list[Example]:
-    """Reads a JSON value a line. `parse` returns the example, or None if the value holds none."""
+def read_jsonl(path: Path, parse: Callable[[Any], Example]) -> list[Example]:
+    """Reads a JSON value a line, and what `parse` makes of it. Whatever it raises is told."""
     examples = []
     for number, line in enumerate(read_text(path).rstrip("\n").split("\n"), 1):
         with reading(f"{path}, line {number}"):
-            example = parse(json.loads(line))
-            if example is None:
-                what = f"{path}, line {number} lacks a part, or a known answer"
-                raise UserError(what, _HOW)
-            examples.append(example)
+            examples.append(parse(json.loads(line)))
     return examples

@@ -3,10 +3,7 @@
 import codecs
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare
@@ -14,7 +11,7 @@ from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
 from gpt2.evals.files import read_text, reading
-from gpt2.evals.report import Estimate, Figure, perplexity, ratio
+from gpt2.evals.report import Figure, mean_loss, total
 from gpt2.evals.scoring import Request, Score, Scorer, windows
 
 
@@ -29,7 +26,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
         )
     figures: list[Figure] = []
-    mixed: list[Estimate] = []
+    mixed = []
     for name, (share, part) in dataset.parts.items():
         loader = ValidationLoader(
             part,
@@ -43,33 +40,24 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             window = {key: rows[0] for key, rows in batch.items()}
             requests.append(Request(**window))
         scores = scorer.score(requests, "validation")
-        losses = [-score.log_prob for score in scores]
-        loss = ratio(losses, [score.count for score in scores])
-        mixed.append(_scaled(loss, float(share)))
+        loss = mean_loss(scores)
+        mixed.append(loss.scaled(float(share)))
         task = f"validation {name}".strip()
         convention = (
             f"validation split of {name or data.corpus}; "
             f"windows of {scorer.context_length} tokens, none overlapping"
         )
-        spread = perplexity(scores)
         figures += [
             Figure(task, "loss (nats per token)", *loss, convention),
-            Figure(task, "perplexity per token", *spread, convention),
+            Figure(task, "perplexity per token", *loss.exp(), convention),
         ]
         if part.targets_per_byte is not None:
-            bits = _scaled(loss, part.targets_per_byte / math.log(2.0))
+            bits = loss.scaled(part.targets_per_byte / math.log(2.0))
             figures.append(Figure(task, "bits per byte", *bits, convention))
     if dataset.mixed:
-        values, errors, numbers = zip(*mixed, strict=True)
-        loss = Estimate(sum(values), math.hypot(*errors), sum(numbers))
         convention = "the parts above by their weights"
-        figures.append(Figure("validation", "loss, mixed", *loss, convention))
+        figures.append(Figure("validation", "loss, mixed", *total(mixed), convention))
     return figures
-
-
-def _scaled(estimate: Estimate, factor: float) -> Estimate:
-    value, stderr, n = estimate
-    return Estimate(factor * value, factor * stderr, n)
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
@@ -77,9 +65,9 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     text = read_text(path)
     plain = detokenize(text)
     scores = _score(scorer, tokenizer, text, "wikitext tokens")
-    by_token = perplexity(scores)
+    by_token = mean_loss(scores).exp()
     scores = _score(scorer, tokenizer, plain, "wikitext words")
-    by_word = perplexity(scores, _shares(scores, len(text.split())))
+    by_word = mean_loss(scores, len(text.split())).exp()
     context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"
     token = f"text as it is; {context}"
     word = f"detokenised text, per whitespace-separated word of the original; {context}"
@@ -107,16 +95,9 @@ def compression(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
     scores = _score(scorer, tokenizer, text, task)
-    losses = [-score.log_prob / math.log(2.0) for score in scores]
-    bits = ratio(losses, _shares(scores, len(text.encode())))
+    bits = mean_loss(scores, len(text.encode())).scaled(1 / math.log(2.0))
     context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"
     return [Figure(task, "bits per byte", *bits, f"whole file; {context}")]
-
-
-def _shares(scores: Sequence[Score], total: int) -> np.ndarray:
-    """Shares words or bytes by tokens: windows do not end where words do."""
-    counts = np.array([score.count for score in scores])
-    return total * counts / counts.sum()
 
 
 def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[Score]:
@@ -127,8 +108,6 @@ def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[
     tokens = tokenizer.encode(text).tolist()
     if tokenizer.eot is not None:
         tokens.insert(0, tokenizer.eot)
-    if len(tokens) < 2 or not text.strip():
-        raise UserError(f"a text of {len(text)} characters holds nothing to predict")
     requests = windows(tokens, scorer.context_length, scorer.stride)
     return scorer.score(requests, label)
 

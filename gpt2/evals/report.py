@@ -31,13 +31,29 @@ class Estimate(NamedTuple):
     stderr: float  # NaN of a single example
     num_examples: int
 
+    def scaled(self, factor: float) -> "Estimate":
+        """Returns the number in another unit."""
+        value, stderr, n = self
+        return Estimate(factor * value, factor * stderr, n)
 
-def mean(values: Sequence[float]) -> Estimate:
-    """Returns the mean of values, one an example."""
-    return ratio(values, np.ones(len(values)))
+    def exp(self) -> "Estimate":
+        """Returns the perplexity of a loss, with an error by the slope of exp."""
+        value = math.exp(min(self.value, 700.0))
+        return Estimate(value, value * self.stderr, self.num_examples)
+
+
+def total(estimates: Sequence[Estimate]) -> Estimate:
+    """Returns the sum of numbers over different examples."""
+    values, errors, numbers = zip(*estimates, strict=True)
+    return Estimate(sum(values), math.hypot(*errors), sum(numbers))
 
 
 Numbers = Sequence[float] | np.ndarray
+
+
+def mean(values: Numbers) -> Estimate:
+    """Returns the mean of values, one an example."""
+    return ratio(values, np.ones(len(values)))
 
 
 def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
@@ -57,17 +73,16 @@ def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
     return Estimate(value, float(stderr), n)
 
 
-def perplexity(scores: Sequence[Score], units: Numbers | None = None) -> Estimate:
-    """Returns exp(loss per unit), with a standard error by the slope of exp.
+def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
+    """Returns the loss in nats per scored token, or per unit of a text of so many `units`.
 
-    `units` says how many units each example counts; its scored tokens if not given.
+    Units are shared out by tokens, since windows of a text do not end where words do.
     """
-    if units is None:
-        units = [score.count for score in scores]
     losses = [-score.log_prob for score in scores]
-    loss, stderr, n = ratio(losses, units)
-    value = math.exp(min(loss, 700.0))
-    return Estimate(value, value * stderr, n)
+    counts = np.array([score.count for score in scores], np.float64)
+    if units is not None:
+        counts *= units / counts.sum()
+    return ratio(losses, counts)
 
 
 def print_table(figures: Sequence[Figure]) -> None:

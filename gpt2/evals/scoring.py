@@ -5,7 +5,7 @@ a batch of fixed shape at a time. Causal attention keeps the padding out of ever
 are most of the work for a small model, and are computed for scored tokens only.
 """
 
-import sys
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -109,7 +109,7 @@ class Scorer:
                 f"--stride={stride} skips tokens: the context is {T}", "Lower it"
             )
         self.num_tokens = 0
-        self._console = Console(file=sys.stderr, quiet=devices is not None)
+        self._console = Console(stderr=True, quiet=devices is not None)
         devices = devices or jax.local_devices()
         automatic = (AxisType.Auto,)
         mesh = Mesh(devices, ("data",), axis_types=automatic)
@@ -154,6 +154,14 @@ class Scorer:
             for index, *values in zip(rows, *columns, strict=False):
                 scores[index] = Score(*values)
         return [scores[index] for index in range(len(requests))]
+
+    def score_groups(
+        self, groups: Sequence[Sequence[Request]], label: str
+    ) -> list[list[Score]]:
+        """Scores the requests of examples, each of which has several."""
+        requests = itertools.chain.from_iterable(groups)
+        scores = iter(self.score([*requests], label))
+        return [[*itertools.islice(scores, len(group))] for group in groups]
 
     def _put(self, rows: np.ndarray) -> jax.Array:
         return jax.make_array_from_callback(rows.shape, self._rows, rows.__getitem__)
