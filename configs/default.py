@@ -76,9 +76,8 @@ class Model:
     # Of each branch; post: after the sum (Vaswani et al. 2017); sandwich: before and after the
     # branch (Gemma 2, arXiv 2408.00118).
     norm_position: Literal["pre", "post", "sandwich"] = "pre"
-    # rope: Su et al. 2021, arXiv 2104.09864; sinusoidal: Vaswani et al. 2017, section 3.5; alibi:
-    # Press et al. 2022, arXiv 2108.12409.
-    position: Literal["learned", "rope", "sinusoidal", "alibi", "none"] = "learned"
+    # rope: Su et al. 2021, arXiv 2104.09864; alibi: Press et al. 2022, arXiv 2108.12409.
+    position: Literal["learned", "rope", "alibi", "none"] = "learned"
     rope_base: AboveZero = 10000.0  # longest wavelength of rope over 2 pi, in tokens
     # Of a head's dimensions that rope turns, the first ones (GPT-NeoX, arXiv 2204.06745).
     rope_share: UpToOne = 1.0

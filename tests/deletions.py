@@ -33,7 +33,7 @@ MORE = {
         "expert_z_loss",
     ),
 }
-VALUES = {"alibi": '"alibi", ', "sinusoidal": '"sinusoidal", '}
+VALUES = {"alibi": '"alibi", '}
 
 
 def copy(place):

@@ -129,9 +129,6 @@ a scan gives the window to the layers that see all: utils/scan.py, switches -k '
 values mix with the layer before: ingredients/value_residual.py, switch_values -k four_layers
     - jnp.where(flow.layer == 0, heads.v
     + jnp.where(flow.layer <= 1, heads.v
-an embedding with sinusoids is not scaled: ingredients/sinusoidal.py, switch_values -k sinusoidal
-    - x * scale + waves
-    + x + waves
 muP leaves the head's multiplier out: ingredients/mup.py, switch_values -k mup
     - return x / self.width_ratio
     + return x

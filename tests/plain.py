@@ -63,12 +63,6 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
             x[t] += params["bigram"]["embedding"][row]
     if cfg.position == "learned":
         x = x + params["wpe"]["embedding"][:T]
-    if cfg.position == "sinusoidal":  # Vaswani et al. 2017, sections 3.4 and 3.5
-        x = x * math.sqrt(cfg.mup_base_width or D)
-        for pos in range(T):
-            for i in range(D // 2):
-                x[pos, 2 * i] += math.sin(pos / 10000 ** (2 * i / D))
-                x[pos, 2 * i + 1] += math.cos(pos / 10000 ** (2 * i / D))
     x = drop(x)
     x = np.array([x] * cfg.hyper_connections) if cfg.hyper_connections else x
     embedded = x

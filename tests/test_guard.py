@@ -245,7 +245,7 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         checkpointer.save(plain.replace(step=jnp.int32(4)), 4)
         checkpointer.wait()
         fresh = checkpointer.restore(4, program)
-        chex.assert_trees_all_equal(fresh.guard, Guard.create(program.config.train))
+        chex.assert_trees_all_equal(fresh.guard, Guard.create(3))
         # A streak that is longer than a lower limit ends no run.
         saved, _ = train(program, range(4), {1, 2, 3})
         assert saved.guard.bad_in_a_row == saved.guard.skipped == 3

@@ -361,7 +361,6 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
     [
         {"smear": True},
         {"position": "rope", "bigram_embeddings": 96},
-        {"position": "sinusoidal"},
     ],
 )
 def test_segments_see_only_themselves(switch):

@@ -53,7 +53,6 @@ SWITCHES = {
     "yarn": """
         model.position=rope model.rope_scaling=yarn model.rope_factor=8.0
         model.rope_context=4096""",
-    "sinusoidal": "model.position=sinusoidal",
     "alibi": "model.position=alibi",
     "none": "model.position=none",
     "grouped": "model.num_kv_heads=2",

@@ -162,11 +162,10 @@ class ParallelConfig(default.Parallel):
     def __post_init__(self) -> None:
         if self.sizes["fsdp"] == self.sizes["tensor"] == 1:
             return
-        whose = "is data parallel only, without fsdp or tensor"
-        if self.strategy == "ddp":
-            raise UserError(f"parallel.strategy=ddp {whose}")
-        if self.backend == "pmap":
-            raise UserError(f"parallel.backend=pmap {whose}")
+        if self.strategy == "ddp" or self.backend == "pmap":
+            raise UserError(
+                "parallel.strategy=ddp and backend=pmap have no fsdp and no tensor"
+            )
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from gpt2.config import TrainConfig
-
 
 class Guard(struct.PyTreeNode):
     """What a run remembers to tell steps that it skips: they change no parameter and no moment."""
@@ -20,11 +18,9 @@ class Guard(struct.PyTreeNode):
     max_bad: int = struct.field(pytree_node=False)  # train.skip_bad_steps
 
     @classmethod
-    def create(cls, train: TrainConfig) -> "Guard | None":
-        """Returns the guard at the start of a run, or None if its options skip no step."""
-        if not train.skip_bad_steps:
-            return None
-        return cls(jnp.int32(0), jnp.int32(0), train.skip_bad_steps)
+    def create(cls, max_bad: int) -> "Guard":
+        """Returns the guard at the start of a run."""
+        return cls(jnp.int32(0), jnp.int32(0), max_bad)
 
     def capped(self) -> "Guard":
         """Returns a restored guard with no more bad steps in a row than `max_bad`, now lower."""

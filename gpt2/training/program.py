@@ -127,8 +127,8 @@ class Program:
 
     def _first_state(self, params: Tree) -> TrainState:
         compute = self.config.precision.compute
-        train = self.config.train
-        return TrainState.create(params, self.optimizer, compute, train)
+        skip_bad_steps = self.config.train.skip_bad_steps
+        return TrainState.create(params, self.optimizer, compute, skip_bad_steps)
 
     def init_state(self, params: Tree = None) -> TrainState:
         """Returns the state before the first step. Each device draws its own part.

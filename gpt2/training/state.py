@@ -5,7 +5,6 @@ import optax
 from flax import struct
 from jax import Array
 
-from gpt2.config import TrainConfig
 from gpt2.optim import averaged_params
 from gpt2.training.guard import Guard
 from gpt2.utils.trees import Tree
@@ -42,7 +41,7 @@ class TrainState(struct.PyTreeNode):
     params: Tree  # plain nested dictionaries
     opt_state: optax.OptState
     loss_scale: LossScale | None  # for float16
-    guard: Guard | None = None  # for `train.skip_bad_steps`
+    guard: Guard | None = None  # for `train.skip_bad_steps` and float16
 
     @classmethod
     def create(
@@ -50,15 +49,16 @@ class TrainState(struct.PyTreeNode):
         params: Tree,
         optimizer: optax.GradientTransformation,
         compute_dtype: str,
-        train: TrainConfig | None = None,
+        skip_bad_steps: int = 0,
     ) -> "TrainState":
         """Returns the state before the first step."""
+        overflows = compute_dtype == "float16"
         return cls(
             step=jnp.int32(0),
             params=params,
             opt_state=optimizer.init(params),
-            loss_scale=LossScale.create() if compute_dtype == "float16" else None,
-            guard=Guard.create(train) if train else None,
+            loss_scale=LossScale.create() if overflows else None,
+            guard=Guard.create(skip_bad_steps) if skip_bad_steps or overflows else None,
         )
 
     @property

@@ -257,25 +257,21 @@ def _judge(
     state: TrainState, loss: Array, grad_norm: Array
 ) -> tuple[Array | None, TrainState, Metrics]:
     """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
-    keep: Array | None = None
-    overflows: Tree = False
-    about_skips = Metrics()
+    if state.guard is None:
+        return None, state, Metrics()
+    keep, guard = state.guard.judge(loss, grad_norm)
     loss_scale = state.loss_scale
-    guard = state.guard
     if loss_scale is not None:
-        keep = jnp.isfinite(grad_norm)
-        # A scale that cannot be lowered is not to blame.
-        overflows = jnp.isfinite(loss) & ~keep & (loss_scale.scale > 1)
-        is_bad = ~overflows & ~(keep & jnp.isfinite(loss))
-        about_skips["train/bad_in_a_row"] = is_bad.astype(jnp.float32)
-        loss_scale = loss_scale.update(keep)
-    if guard is not None:
-        keep, after = guard.judge(loss, grad_norm)  # none that overflows is kept
-        guard = _choose(overflows, guard, after)
-        loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
-        about_skips["train/skipped_steps"] = jnp.float32(guard.skipped)
-        # Steps up to this one.
-        about_skips["train/bad_in_a_row"] = jnp.float32(guard.bad_in_a_row)
+        is_finite = jnp.isfinite(grad_norm)
+        # The batch is not to blame, unless the scale cannot be lowered.
+        overflows = jnp.isfinite(loss) & ~is_finite & (loss_scale.scale > 1)
+        guard = _choose(overflows, state.guard, guard)
+        updated = loss_scale.update(is_finite)
+        loss_scale = _choose(overflows | keep, updated, loss_scale)
+    about_skips = {
+        "train/skipped_steps": jnp.float32(guard.skipped),
+        "train/bad_in_a_row": jnp.float32(guard.bad_in_a_row),  # up to this one
+    }
     return keep, state.replace(guard=guard, loss_scale=loss_scale), about_skips
 
 

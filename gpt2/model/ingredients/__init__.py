@@ -32,7 +32,6 @@ from gpt2.model.ingredients.norm_position import NormPosition
 from gpt2.model.ingredients.parallel_block import ParallelBlock
 from gpt2.model.ingredients.qk_norm import QKNorm
 from gpt2.model.ingredients.rope_scaling import RopeScaling
-from gpt2.model.ingredients.sinusoidal import Sinusoidal
 from gpt2.model.ingredients.smear import Smear
 from gpt2.model.ingredients.value_embeddings import ValueEmbeddings
 from gpt2.model.ingredients.value_residual import ValueResidual
@@ -44,7 +43,6 @@ INGREDIENTS: tuple[type[Ingredient], ...] = (
     MuP,
     Smear,
     BigramEmbeddings,
-    Sinusoidal,
     RopeScaling,
     HyperConnections,
     Backout,
