@@ -39,7 +39,7 @@ OPTIMIZERS = {
 }
 
 # How attention is computed: blocked is for CPUs, cudnn for GPUs, splash for TPUs.
-Attention = Literal["auto", "plain", "xla", "blocked", "cudnn", "splash"]
+Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
 
 # What `optim.schedule` may be; behind a colon follows what the schedule itself reads.
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise:")

@@ -24,10 +24,7 @@ _FEW_KERNELS = {
     "memory.scan_layers": True,
     "memory.scan_unroll": 12,
 }  # docs/performance.md
-_TURING = {
-    "precision.compute": "float16",
-    "model.attention": "xla",
-}  # no bfloat16, no flash
+_TURING = {"precision.compute": "float16"}  # which has no bfloat16
 # Machines by the names of --plan_chips: devices, sequences that each takes at a time, options.
 MACHINES = {
     "v3-8": (8, 4, {}),

@@ -183,7 +183,7 @@ def use_ingredient(monkeypatch):
     ingredients.ingredients_of.cache_clear()
 
 
-@pytest.mark.parametrize("attention", ["blocked", "xla"])
+@pytest.mark.parametrize("attention", ["blocked", "cudnn"])
 def test_a_kernel_asked_for_by_name_refuses_a_term_it_does_not_know(
     use_ingredient, attention
 ):
@@ -448,10 +448,9 @@ def test_flax_tabulates_the_model_with_its_operations():
 @pytest.mark.parametrize(
     ("kind", "platform", "capability", "dtype", "expected"),
     [
-        ("TPU v3", "tpu", {}, "bfloat16", "xla"),
+        ("TPU v3", "tpu", {}, "bfloat16", "plain"),
         ("TPU v5 lite", "tpu", {}, "bfloat16", "splash"),
-        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "bfloat16", "plain"),
-        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "float16", "xla"),
+        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "float16", "plain"),
         ("NVIDIA L4", "cuda", {"compute_capability": "8.9"}, "bfloat16", "cudnn"),
     ],
 )

@@ -225,19 +225,18 @@ def nearer_first(scores, query, key):
         ("blocked", 600, dict(window=7, terms=(SoftCap(0.4),), scale=0.7)),
         ("blocked", 600, dict(window=256)),
         ("blocked", 600, dict(window=301, terms=(SoftCap(2.0),))),
-        ("xla", 40, dict(window=7, scale=0.7)),
         ("splash", 128, dict(window=7, terms=(SoftCap(0.4),), scale=0.7)),
         # By the formula: terms that an implementation lacks, alone or beside one that it has.
         *(
             (name, 128, dict(terms=terms))
-            for name in ("blocked", "xla", "splash")
+            for name in ("blocked", "cudnn", "splash")
             for terms in (
                 (nearer_first,),
                 (nearer_first, SoftCap(0.4)),
                 (SoftCap(0.4), add_column),
             )
         ),
-        ("xla", 40, dict(terms=(SoftCap(0.4),))),
+        ("cudnn", 40, dict(terms=(SoftCap(0.4),))),
         ("splash", 40, dict(terms=(SoftCap(0.4),))),
     ],
 )
@@ -258,7 +257,7 @@ def test_odd_lengths_are_the_formulas_where_cudnn_would_refuse_them():
         check_attention("cudnn", q[:, 1:], k[:, 1:], v[:, 1:], None, "bfloat16")
 
 
-@pytest.mark.parametrize("name", ["blocked", "xla", "splash"])
+@pytest.mark.parametrize("name", ["blocked", "cudnn", "splash"])
 def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
     q, k, v = qkv(2, 128, 4, 8)
 
@@ -282,7 +281,7 @@ def test_terms_of_scores_act_in_their_order():
             assert jnp.abs(one - other).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["blocked", "xla", "splash"])
+@pytest.mark.parametrize("name", ["blocked", "cudnn", "splash"])
 def test_dropout_of_weights_is_the_formulas_in_every_implementation(name):
     q, k, v = qkv(2, 128, 4, 8)
     how = Scoring(8**-0.5, dropout=0.5, dropout_key=jax.random.key(0))
@@ -320,10 +319,10 @@ SUNK = {"model.attention_sink": object}
         ("cpu", "float32", 64, 32, {}, "plain"),
         ("cpu", "bfloat16", 1024, 64, CAPPED, "blocked"),
         ("gpu", "bfloat16", 1024, 64, {}, "cudnn"),
-        ("gpu", "float32", 1024, 64, {}, "xla"),
+        ("gpu", "float32", 1024, 64, {}, "plain"),
         ("gpu", "bfloat16", 1024, 64, CAPPED, "plain"),
         ("tpu", "bfloat16", 1024, 64, {}, "splash"),
-        ("tpu", "bfloat16", 1000, 64, {}, "xla"),
+        ("tpu", "bfloat16", 1000, 64, {}, "plain"),
         ("tpu", "bfloat16", 1024, 64, CAPPED, "splash"),
         ("tpu", "bfloat16", 1024, 64, SUNK, "plain"),
     ],

@@ -32,7 +32,7 @@ TOTALS = dict(
 B = 16
 T = 1024
 V = 50257
-IMPLEMENTATIONS = ("plain", "blocked", "xla", "splash")
+IMPLEMENTATIONS = ("plain", "blocked", "splash")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -99,7 +99,7 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
         ("", "model.num_layers=2", "model.num_layers=1, not 2"),
         ("", "model.vocab_size=51", "model.vocab_size=50, not 51"),
         ("", "model.vocab_size=0", ""),  # not known yet
-        ("", "model.attention=xla", ""),
+        ("", "model.attention=plain", ""),
         ("", "train.accumulate_steps=2", ""),
         (
             "model.dropout=0.1",  # whose masks are drawn by micro-batch

@@ -1,19 +1,18 @@
-"""Attention by kernels of libraries: JAX's own form of it, cuDNN's and Pallas' splash attention.
+"""Attention by kernels of libraries: cuDNN's, and Pallas' splash attention.
 
 Each computes `plain.attention` without dropout and terms, splash with a soft cap; what one cannot
-do, the formula does. cuDNN takes 8.8 of 63 ms of a step of 124M on an H200; with
-scores in memory the step moves 122 GB in place of 33. Splash is 1.7 times as fast as XLA's form.
+do, the formula does. cuDNN takes 8.8 of 63 ms of a step of 124M on an H200; with scores in memory
+the step moves 122 GB in place of 33. Splash is 1.7 times as fast as scores in memory.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.ops import plain
 from gpt2.ops.plain import Scoring
@@ -21,35 +20,28 @@ from gpt2.ops.table import Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
 
-def library_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    scoring: Scoring,
-    *,
-    implementation: Literal["xla", "cudnn"],
-    spread: Spread | None = None,
+def cudnn_attention(
+    q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Computes `plain.attention` by `jax.nn.dot_product_attention`.
+    """Computes `plain.attention` on GPUs, of an even number of positions.
 
-    `spread` makes a function run on each device's heads, for cuDNN, which XLA does not split.
+    `spread` makes a function run on each device's heads: XLA does not split it.
     """
     is_odd = q.shape[1] % 2 == 1  # for which cuDNN has no derivative
-    if scoring.terms or scoring.dropout or (is_odd and implementation == "cudnn"):
+    if scoring.terms or scoring.dropout or is_odd:
         return plain.attention(q, k, v, scoring)
-    kernel: Callable = partial(
-        _from_jax, scoring=scoring, implementation=implementation
-    )
-    if spread and implementation == "cudnn":
+    kernel: Callable = partial(_cudnn, scoring=scoring)
+    if spread:
         kernel = spread(kernel)
     return kernel(q, k, v, scoring.segments)
 
 
-def _from_jax(q, k, v, segments, scoring, implementation):
+def _cudnn(q, k, v, segments, scoring):
     mask = None
     if segments is not None:
         mask = segments[:, None, :, None] == segments[:, None, None, :]
-    out = jax.nn.dot_product_attention(
+    # It has a name of its own for rematerialisation; with two, the output would be kept twice.
+    return jax.nn.dot_product_attention(
         q,
         k,
         v,
@@ -57,10 +49,8 @@ def _from_jax(q, k, v, segments, scoring, implementation):
         scale=scoring.scale,
         is_causal=True,
         local_window_size=(scoring.window - 1, 0) if scoring.window else None,
-        implementation=implementation,
+        implementation="cudnn",
     )
-    # A policy that knew cuDNN's output by two names would keep it twice.
-    return out if implementation == "cudnn" else checkpoint_name(out, CORE_ATTENTION)
 
 
 def splash_attention(

@@ -186,8 +186,8 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
         share = 1.0 - scoring.dropout
         kept = jax.random.bernoulli(scoring.dropout_key, share, weights.shape)
         weights = jnp.where(kept, weights / share, 0.0)
-    out = jnp.einsum("bnts,bsnh->btnh", weights, v, preferred_element_type=jnp.float32)
-    return checkpoint_name(out.astype(q.dtype), CORE_ATTENTION)  # for rematerialisation
+    out = jnp.einsum("bnts,bsnh->btnh", weights, v)
+    return checkpoint_name(out, CORE_ATTENTION)  # for rematerialisation
 
 
 def attention_cached(

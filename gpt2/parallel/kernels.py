@@ -18,7 +18,7 @@ from gpt2.errors import UserError
 from gpt2.ops import Ops, plain
 from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.fsdp import look_up
-from gpt2.ops.fused_attention import library_attention, splash_attention
+from gpt2.ops.fused_attention import cudnn_attention, splash_attention
 from gpt2.ops.head_loss import (
     head_loss,
     look_up_padded,
@@ -43,7 +43,6 @@ SHORT = 64  # up to so many positions, the formula is as fast as blocks on a CPU
 # `model.attention` -> the terms of scores that it computes. "plain" computes all.
 TERMS: dict[str, tuple[type, ...]] = {
     "blocked": (SoftCap,),
-    "xla": (),
     "cudnn": (),
     "splash": (SoftCap,),
 }
@@ -61,47 +60,42 @@ def choose_attention(
     The reason is empty where there is nothing to tell. One that is asked for by `model.attention`
     and cannot run is a UserError.
     """
-
-    def obstacle(name: str) -> str:
-        platform = platform_of(device)
-        for option, kind in terms.items():
-            if kind not in TERMS[name]:
-                return f"cannot compute {option}"
-        if name in ("cudnn", "splash") and (
-            PREFERRED.get(platform) != name or is_older(device)
-        ):
-            return f"does not run on this device ({device.device_kind})"
-        is_bfloat16 = cfg.compute_dtype == "bfloat16"
-        if name == "xla" and is_bfloat16 and platform == "gpu" and is_older(device):
-            return f"multiplies no bfloat16 on this device ({device.device_kind})"
-        if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
-            return f"needs bfloat16 or float16, and precision.compute is {cfg.compute_dtype}"
-        if name == "cudnn" and (cfg.head_size % 8 or cfg.head_size > 128):
-            return f"needs heads of at most 128 in steps of 8, and these have {cfg.head_size}"
-        if name == "splash" and cfg.context_length % 128:
-            return (
-                f"needs a context in steps of 128, and this one is {cfg.context_length}"
-            )
-        return ""
-
-    asked = cfg.attention
-    if asked == "plain" or jit_is_off():
+    is_free = cfg.attention == "auto"
+    preferred = PREFERRED.get(platform_of(device), "plain")
+    name = preferred if is_free else cfg.attention
+    is_short = name == "blocked" and cfg.context_length <= SHORT
+    if name == "plain" or (is_free and is_short) or jit_is_off():
         return "plain", ""
-    if asked != "auto":
-        if found := obstacle(asked):
-            raise UserError(
-                f"model.attention={asked!r} {found}",
-                "Use --config.model.attention=auto",
-            )
-        return asked, ""
-    preferred = PREFERRED.get(platform_of(device), "xla")
-    if preferred == "blocked" and cfg.context_length <= SHORT:
-        return "plain", ""
-    for name in (preferred, "xla"):
-        if not obstacle(name):
-            return name, ""
-    found = obstacle("xla")
-    return "plain", found.removeprefix("cannot compute ")
+    obstacle = _find_obstacle(name, cfg, device, terms)
+    if not obstacle:
+        return name, ""
+    if not is_free:
+        raise UserError(
+            f"model.attention={name!r} {obstacle}",
+            "Use --config.model.attention=auto",
+        )
+    return "plain", f"{name} {obstacle}"
+
+
+def _find_obstacle(name: str, cfg: GPTConfig, device: jax.Device, terms: Terms) -> str:
+    """Returns why an implementation cannot compute a model's attention, or an empty text."""
+    for option, kind in terms.items():
+        if kind not in TERMS[name]:
+            return f"cannot compute {option}"
+    is_at_home = PREFERRED.get(platform_of(device)) == name
+    if name != "blocked" and (not is_at_home or is_older(device)):
+        return f"does not run on this device ({device.device_kind})"
+    if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
+        return (
+            f"needs bfloat16 or float16, and precision.compute is {cfg.compute_dtype}"
+        )
+    if name == "cudnn" and (cfg.head_size % 8 or cfg.head_size > 128):
+        return (
+            f"needs heads of at most 128 in steps of 8, and these have {cfg.head_size}"
+        )
+    if name == "splash" and cfg.context_length % 128:
+        return f"needs a context in steps of 128, and this one is {cfg.context_length}"
+    return ""
 
 
 def make_ops(
@@ -180,8 +174,8 @@ def attention_by(name: str, platform: str, spread: Spread | None = None) -> Atte
     """Returns the function of an implementation, one of `TERMS` or `plain`."""
     if name == "blocked":
         return partial(blocked_attention, spread=spread)
+    if name == "cudnn":
+        return partial(cudnn_attention, spread=spread)
     if name == "splash":
         return partial(splash_attention, interpret=platform != "tpu", spread=spread)
-    if name == "plain":
-        return plain.attention
-    return partial(library_attention, implementation=name, spread=spread)  # type: ignore[arg-type]
+    return plain.attention
