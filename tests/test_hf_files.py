@@ -1,7 +1,6 @@
 """Hugging Face's files: damaged ones, and tokenizers into them and out of them."""
 
 import json
-import re
 
 import chex
 import jax
@@ -129,7 +128,7 @@ def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path)
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
     # The umask's, also of what safetensors writes.
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
-    with pytest.raises(UserError, match="no place for 3 of"):
+    with pytest.raises(UserError, match="no place for gate"):
         hf.save(tmp_path / "more", cfg, params | {"gate": np.zeros(3)})
 
 
@@ -259,15 +258,15 @@ def test_two_tensors_for_one_parameter_have_to_be_equal(source):
     [
         {"vocab_size": 131.0},
         {"n_layer": "2"},
-        {"layer_norm_epsilon": None},
+        {"layer_norm_epsilon": "1e-5"},
         {"tie_word_embeddings": "no"},
     ],
     ids=str,
 )
 def test_options_of_another_type_are_refused_by_name(options, source):
     peer.rewrite_config(source, **options)
-    ((name, value),) = options.items()
-    with pytest.raises(UserError, match=re.escape(f"{name}={value!r} is no ")):
+    (value,) = options.values()
+    with pytest.raises(UserError, match=rf"model\..*={value!r} is not of type"):
         hf.load(source)
 
 
@@ -279,14 +278,6 @@ def test_a_full_disk_ends_an_export_by_a_line_and_leaves_nothing(tmp_path, monke
     with pytest.raises(UserError, match=r"cannot be written .*No space left"):
         hf.save(tmp_path / "out", *make_model(257))
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
-def test_a_size_that_no_model_has_is_told_in_a_line(name, source):
-    value = 10**9
-    peer.rewrite_config(source, **{name: value})
-    with pytest.raises(UserError, match=f"{name}={value} is more than any model has"):
-        hf.load(source)
 
 
 @pytest.mark.parametrize("text", ["[" * 99_999, "5", "{"])

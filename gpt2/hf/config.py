@@ -9,8 +9,6 @@ from gpt2.hf.families import FAMILIES, TITLES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
-# Of any size: more would fill the memory before weights are looked at.
-_MOST = 2**24
 # By the rope_type of Hugging Face, the numbers that `model.rope_scaling` has fixed.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},
@@ -34,7 +32,7 @@ def read_config(directory: Path) -> GPTConfig:
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)
-        options = _typed(path, family, config)
+        options = _options(family, config)
         return canonical(GPTConfig(**options, **family.switches))
 
 
@@ -64,7 +62,7 @@ def _refuse_others(path: Path, family: Family, config: Json) -> None:
         **_ROPE_TYPES.get(config.get("rope_type", "default"), {}),
     }
     allowed: dict[str, list] = {name: [value] for name, value in fixed.items()}
-    allowed[family.options["activation"]] = [*family.activation_names()]
+    allowed[family.options["activation"]] = [*family.activations]
     allowed["rope_type"] = [*_ROPE_TYPES]
     layer_types = config.get("layer_types")
     if layer_types:
@@ -77,25 +75,16 @@ def _refuse_others(path: Path, family: Family, config: Json) -> None:
             )
 
 
-def _typed(path: Path, family: Family, config: Json) -> Json:
-    """Returns the options of `model.` that config.json gives, each of its option's type."""
+def _options(family: Family, config: Json) -> Json:
+    """Returns the options of `model.` that config.json gives."""
     names = dict(family.options)
     if config.get("rope_type", "default") != "default":
         names |= SCALED_ROPE
     options = {}
     for ours, theirs in names.items():
-        value = config[theirs]
-        kind = type(getattr(GPTConfig, ours))  # of its default
-        if value is None and kind is int:  # a size that follows from others
-            continue
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise UserError(f"{path}: {theirs}={value!r} is no {kind.__name__}")
-        if kind is int and value > _MOST:
-            raise UserError(f"{path}: {theirs}={value} is more than any model has")
-        options[ours] = value
-    options["activation"] = family.activation_names()[options["activation"]]
+        if config[theirs] is not None:  # as is a size that follows from others
+            options[ours] = config[theirs]
+    options["activation"] = family.activations[options["activation"]]
     return options
 
 
@@ -106,11 +95,14 @@ def to_hf_config(cfg: GPTConfig) -> Json:
     """
     family = family_for(cfg)
     values = {ours: getattr(cfg, ours) for ours in family.options}
+    names = [
+        name for name, ours in family.activations.items() if ours == cfg.activation
+    ]
     values |= {
         "mlp_dim": cfg.hidden_dim,
         "num_kv_heads": cfg.kv_heads,
         "head_dim": cfg.head_size,
-        "activation": family.activations[cfg.activation],
+        "activation": names[0],
     }
     config = {
         "architectures": [family.architecture],

@@ -9,13 +9,15 @@ from gpt2.errors import UserError
 from gpt2.hf.family import Family, Row
 
 _ACTIVATIONS = {
-    "gelu_tanh": "gelu_new",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
-    "relu_squared": "relu2",
+    "relu2": "relu_squared",
     "silu": "silu",
 }
-_GATES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
+_GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
 # Names that all families but GPT-2 share.
 _OPTIONS = {
     "vocab_size": "vocab_size",
@@ -114,30 +116,13 @@ LLAMA = Family(
     rows=(
         Row("input_layernorm.weight", "ln_1/scale", "D"),
         Row("post_attention_layernorm.weight", "ln_2/scale", "D"),
-        Row(
-            "self_attn.q_proj.weight",
-            "attn/c_attn/kernel",
-            "D0NH",
-            "NH D",
-            "multi-head",
-        ),
-        Row(
-            "self_attn.k_proj.weight",
-            "attn/c_attn/kernel",
-            "D1NH",
-            "NH D",
-            "multi-head",
-        ),
-        Row(
-            "self_attn.v_proj.weight",
-            "attn/c_attn/kernel",
-            "D2NH",
-            "NH D",
-            "multi-head",
-        ),
-        Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D", "grouped"),
-        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "D0KH", "KH D", "grouped"),
-        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "D1KH", "KH D", "grouped"),
+        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "D0NH", "NH D"),
+        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "D1NH", "NH D"),
+        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "D2NH", "NH D"),
+        # Of grouped queries, in place of the three above.
+        Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D"),
+        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "D0KH", "KH D"),
+        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "D1KH", "KH D"),
         Row("self_attn.o_proj.weight", "attn/c_proj/kernel", "NHD", "D NH"),
         Row("mlp.gate_proj.weight", "mlp/c_gate/kernel", "DF", "F D"),
         Row("mlp.up_proj.weight", "mlp/c_fc/kernel", "DF", "F D"),

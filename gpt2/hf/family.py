@@ -23,18 +23,6 @@ SCALED_ROPE = {
 # Endings of stored names that hold no parameter: a mask, its fill value, and frequencies of rope.
 BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
-# The function that an activation of Hugging Face is. Those that differ by rounding count as one.
-_FUNCTIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu_squared",
-    "silu": "silu",
-    "swish": "silu",
-}
-
 
 def canonical(cfg: GPTConfig) -> GPTConfig:
     """Returns the same architecture with its sizes written in one way: 0 where that can be."""
@@ -68,14 +56,12 @@ class Row(NamedTuple):
             values, C: queries, keys and values. A digit is an index: the tensor is that part.
         stored: the letters as Hugging Face orders them. Letters without a space between them are
             one axis there. Empty: `axes`.
-        when: the models that have the tensor, as `Family.tensors` names them.
     """
 
     name: str
     path: str
     axes: str
     stored: str = ""
-    when: str = "any"
 
 
 class Tensor(NamedTuple):
@@ -133,7 +119,8 @@ class Family(NamedTuple):
         switches: values of `model.` in every model of the family. Those that are named neither here
             nor in `options` have their defaults.
         options: fields of `GPTConfig`, and their names in config.json.
-        activations: of `model.activation`, and their names in config.json.
+        activations: names in config.json, and those of `model.activation`. Of several names for one
+            function, or for some that differ by rounding, export writes the first.
         defaults: what an option is where config.json lacks it.
         fixed: options of config.json that change the computed function, with the only value that
             the switches can express.
@@ -172,12 +159,9 @@ class Family(NamedTuple):
             "H": cfg.head_size,
             "C": 3,
         }
-        is_grouped = cfg.kv_heads < cfg.num_heads
-        exists = {
-            "any": True,
-            "grouped": is_grouped,
-            "multi-head": not is_grouped,
-        }
+        absent: tuple[str, ...] = ("attn/c_q/", "attn/c_kv/")
+        if cfg.kv_heads < cfg.num_heads:
+            absent = ("attn/c_attn/",)
         places = [("", "", self.first)]
         for i in range(cfg.num_layers):
             places.append((self.prefix + self.layer.format(i), f"h_{i}/", self.rows))
@@ -187,7 +171,7 @@ class Family(NamedTuple):
             places.append(("", "", (head,)))
         for name, path, rows in places:
             for row in rows:
-                if exists[row.when]:
+                if not row.path.startswith(absent):
                     parts = tuple((path + row.path).split("/"))
                     stored = row.stored or row.axes
                     yield Tensor(name + row.name, parts, row.axes, stored, sizes)
@@ -197,11 +181,6 @@ class Family(NamedTuple):
         if name in (self.head, "lm_head.weight"):
             return self.head
         return self.prefix + name.removeprefix(self.prefix)
-
-    def activation_names(self) -> dict[str, str]:
-        """Returns the names that config.json may give an activation, and those of `model.`."""
-        ours = {_FUNCTIONS[theirs]: ours for ours, theirs in self.activations.items()}
-        return {name: ours[kind] for name, kind in _FUNCTIONS.items() if kind in ours}
 
     def lacks(self, cfg: GPTConfig) -> list[str]:
         """Returns the fields of `cfg` for whose value the family has no option."""
@@ -217,6 +196,6 @@ class Family(NamedTuple):
             for name, value in expected.items()
             if name not in held and getattr(cfg, name) != value
         )
-        if cfg.activation not in self.activations:
+        if cfg.activation not in self.activations.values():
             lacking.append("activation")
         return lacking

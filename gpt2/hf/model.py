@@ -102,32 +102,24 @@ def save(
     directory = Path(directory)
     eot = None
     if tokenizer is not None:
-        rows = cfg.vocab_size
-        known = tokenizer.vocab_size
-        if known > rows:
-            raise UserError(f"the tokenizer has {known} tokens, and the model {rows}")
-        cfg = dataclasses.replace(cfg, vocab_size=known)
+        cfg = dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size)
         eot = tokenizer.eot
     config = to_hf_config(cfg) | {"bos_token_id": eot, "eos_token_id": eot}
-    require_new(directory)
     leaves = flatten_dict(in_layout(params, scanned=False))
+    tensors = [*family_for(cfg).tensors(cfg)]
+    homeless = leaves.keys() - {tensor.path for tensor in tensors}
+    if homeless:
+        names = ", ".join("/".join(path) for path in homeless)
+        raise UserError(f"Hugging Face's model has no place for {names}")
     arrays: dict[str, np.ndarray] = {}
-    sizes: dict[tuple[str, ...], int] = {}
-    for tensor in family_for(cfg).tensors(cfg):
+    for tensor in tensors:
         if tensor.path[-1] == "bias" and not cfg.bias:
             arrays[tensor.name] = np.zeros(tensor.shape, np.float32)
             continue
         leaf = leaves[tensor.path]
-        sizes[tensor.path] = leaf.size
         if "V" in tensor.axes:
             leaf = leaf[: cfg.vocab_size]
         arrays[tensor.name] = tensor.to_stored(leaf)
-    all_sizes = [leaf.size for leaf in leaves.values()]
-    more = sum(all_sizes) - sum(sizes.values())
-    if more:
-        raise UserError(
-            f"Hugging Face's model has no place for {more:,} of the parameters"
-        )
     with files.new_directory(directory) as partial:
         files.write_json(partial / "config.json", config)
         if tokenizer is not None:
@@ -137,16 +129,6 @@ def save(
             save_file(arrays, weights, metadata={"format": "pt"})
         # It would be for its owner alone, whatever the umask.
         shutil.copymode(partial / "config.json", weights)
-
-
-def require_new(directory: Path) -> None:
-    """Raises a UserError unless `directory` does not exist yet, or is empty."""
-    if not directory.exists():
-        return
-    if not directory.is_dir() or any(directory.iterdir()):
-        raise UserError(
-            f"{directory} exists already", "Give another directory, or remove it"
-        )
 
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:

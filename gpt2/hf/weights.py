@@ -21,7 +21,7 @@ from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.family import FREE, SCALED_ROPE, canonical
-from gpt2.hf.model import load, require_new, save
+from gpt2.hf.model import load, save
 from gpt2.hf.tokenizer import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
@@ -36,9 +36,8 @@ _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 def import_run(source: str | Path, place: str | Path) -> None:
     """Turns a Hugging Face directory into a run at step 0."""
-    require_new(Path(place))
-    cfg, params, tokenizer = load_model(None, source)
     with stores.writing(place) as workdir, files.new_directory(workdir) as scratch:
+        cfg, params, tokenizer = load_model(None, source)
         options = {name: getattr(cfg, name) for name in _MODEL}
         data = DataConfig(tokenizer=f"{place}/tokenizer.json")
         config = Config(model=ModelConfig(**options), data=data)

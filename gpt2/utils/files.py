@@ -64,6 +64,9 @@ def sync_tree(directory: Path) -> None:
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
     """Yields a directory that takes the name of `directory`, absent or empty, if all goes well."""
+    if directory.is_file() or any(directory.glob("*")):
+        how = "Give another directory, or remove it"
+        raise UserError(f"{directory} exists already", how)
     parent = directory.parent
     parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
