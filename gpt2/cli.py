@@ -17,7 +17,6 @@ from gpt2.config.options import (
     Options,
     flatten,
     no_option,
-    read_option,
     require_option,
 )
 from gpt2.config.run import Config, read_options
@@ -72,11 +71,8 @@ def parse_flags(argv: list[str]) -> list[str]:
             path = Path(__file__).parents[1] / "configs/quickstart.py"
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
-            if match := re.match(r"--?(?:no)?config\.([^=]*)(=?)(.*)", argument):
-                name, given, value = match.groups()
-                require_option(name, "--config.")
-                if given:
-                    read_option(name, value)
+            if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
+                require_option(match[1], "--config.")
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([each for each in argv if each != "--help"])
             flag = flags.FLAGS["config"]

@@ -24,7 +24,9 @@ class ModelConfig(default.Model):
 
     def __post_init__(self) -> None:
         if not self.head_dim and self.embed_dim % self.num_heads:
-            raise UserError("model.num_heads does not divide model.embed_dim")
+            raise UserError(
+                f"model.num_heads={self.num_heads} does not divide embed_dim={self.embed_dim}"
+            )
         if self.num_heads % self.kv_heads:
             raise UserError("model.num_kv_heads does not divide num_heads")
         given = changed(self)

@@ -147,10 +147,7 @@ def read_option(name: str, text: str) -> Value:
     try:
         return flags.BooleanParser().parse(text) if kind is bool else kind(text)
     except ValueError:
-        example = f"For example, {name}={flatten(DEFAULTS)[name]}"
-        raise UserError(
-            f"{name}={text} is not of type {kind.__name__}", example
-        ) from None
+        raise UserError(f"{name}={text} is not of type {kind.__name__}") from None
 
 
 def read_factor(text: str) -> float:
