@@ -38,6 +38,20 @@ OPTIMIZERS = {
     "soap": (*_MATRIX, "precondition_every"),
 }
 
+# `model.` options -> the option that makes a model read them.
+READ_WITH = {
+    "rope_base": "position=rope",
+    "rope_share": "position=rope",
+    "rope_scaling": "position=rope",
+    "rope_factor": "position=rope",
+    "rope_context": "position=rope",
+    "window_pattern": "window",
+    "experts_per_token": "num_experts",
+    "expert_capacity": "num_experts",
+    "expert_balance_loss": "num_experts",
+    "expert_z_loss": "num_experts",
+}
+
 # How attention is computed: blocked is for CPUs, cudnn for GPUs, splash for TPUs.
 Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
 

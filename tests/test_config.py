@@ -130,11 +130,10 @@ def test_a_file_that_is_no_record_of_a_run_is_named(tmp_path, text, told):
 WRONG = [  # options and a word of the message
     ("seed=-1", "seed=-1"),
     ("model.num_heads=7", "embed_dim"),
-    ("model.dropout=0.1 model.attention='blocked'", "dropout"),
     ("model.activation='gelo'", "mean gelu"),
     ("model.position='rope' model.embed_dim=36", "even"),
     ("model.position='rope' model.rope_share=0.01", "even"),
-    ("model.rope_base=5e5 model.rope_share=0.5", "rope_base, rope_share"),
+    ("model.rope_base=5e5 model.rope_share=0.5", "rope_base"),
     ("model.position='rope' model.rope_factor=2.0", "rope_scaling"),
     ("model.window_pattern='SL'", "window"),
     ("model.window=4 model.window_pattern='L'", "window"),

@@ -30,9 +30,11 @@ class ModelConfig(default.Model):
         if self.num_heads % self.kv_heads:
             raise UserError("model.num_kv_heads does not divide num_heads")
         given = changed(self)
-        ropes = ", ".join(sorted(name for name in given if name.startswith("rope_")))
-        if ropes and self.position != "rope":
-            raise UserError(f"model.{ropes} is for model.position=rope")
+        for name in sorted(given & default.READ_WITH.keys()):
+            needed = default.READ_WITH[name]
+            other, _, value = needed.partition("=")
+            if other not in given or (value and getattr(self, other) != value):
+                raise UserError(f"model.{name} is for model.{needed}")
         if self.position == "rope" and (self.rope_size < 2 or self.rope_size % 2):
             raise UserError(
                 "model.position=rope needs an even number of a head's dimensions to turn"
@@ -46,21 +48,12 @@ class ModelConfig(default.Model):
         without_rule = given & {"hyper_connections", "num_experts"}
         if without_rule and "mup_base_width" in given:
             raise UserError(f"muP has no rule for model.{without_rule.pop()}")
-        if "window_pattern" in given and not self.window:
-            raise UserError("window_pattern needs model.window")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise UserError("model.window_pattern has other than S, L")
         sees_all = self.window >= self.context_length or "S" not in self.window_pattern
         if self.window and sees_all:
             raise UserError(f"model.window={self.window} hides nothing")
-        if self.dropout and self.attention not in ("auto", "plain"):
-            raise UserError(
-                f"model.attention={self.attention} has no weights for model.dropout to drop"
-            )
-        of_experts = ", ".join(sorted(n for n in given if n.startswith("expert")))
-        if of_experts and "num_experts" not in given:
-            raise UserError(f"model.{of_experts} is for model.num_experts")
-        if of_experts and self.experts_per_token > self.num_experts:
+        if "num_experts" in given and self.experts_per_token > self.num_experts:
             raise UserError("model.experts_per_token is more than num_experts")
         # By name, so that the option may go with its ingredient.
         has_two_sums = "hyper_connections" in given or (
