@@ -8,8 +8,6 @@ from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.stores import place_of
 
-_GREYS = ("0.25", "0.5", "0.65", "0.8")
-
 
 def plot_losses(workdir: Path, reference: str = "") -> None:
     """Draws loss.png: validation, training (faint) and its mean.
@@ -46,35 +44,24 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         newest = validation.iloc[-1]
         label = f"validation {newest:.3f} (best {best:.3f})"
         axes.plot(validation, color="C3", marker=".", label=label)
-    limits = axes.get_xlim()  # of the run, whatever is published
+    axes.set_xlim(axes.get_xlim())  # of the run, whatever is published
 
+    tokens = losses["tokens"].dropna()
+    # From nothing on, and beyond the run in proportion.
+    known = [0, *tokens, 1e6 * tokens.iloc[-1]]
+    at = [0, *tokens.index, 1e6 * tokens.index[-1]]
+    axes.set_prop_cycle(color=["0.25", "0.5", "0.65", "0.8"])
+    for name, points in read_reference(reference).items():
+        published, level = points.T
+        if np.isnan(published).all():
+            axes.axhline(level[0], color="0.4", label=f"{name} {level[0]:.3f}")
+        else:
+            steps = np.interp(published, known, at)
+            axes.plot(steps, level, marker=".", label=name)
     # Without the first values, before the model knows which tokens are frequent.
     first = len(train) // 20
     shown = [*train.iloc[first:], *validation]
-    tokens = losses["tokens"].dropna()
-    last = tokens.index[-1]
-    total = tokens.iloc[-1]
-    curves = read_reference(reference)
-    for index, name in enumerate(curves):
-        points = curves[name]
-        published = points[:, 0]
-        steps = np.interp(published, [0, *tokens], [0, *tokens.index])
-        beyond = published * last / total
-        steps = np.where(published > total, beyond, steps)
-        losses = points[:, 1]
-        color = _GREYS[index % len(_GREYS)]
-        if np.isnan(steps).all():
-            label = f"{name} {losses[0]:.3f}"
-            axes.axhline(losses[0], color=color, label=label)
-        else:
-            axes.plot(steps, losses, color=color, marker=".", label=name)
-        is_before = steps < 0.05 * last
-        is_beyond = steps > last
-        within = losses[~is_before & ~is_beyond]
-        shown += within.tolist()
-    low = min(shown)
-    span = max(shown) - low + 0.1
-    axes.set_ylim(low - 0.1 * span, low + 1.6 * span)
-    axes.set_xlim(limits)
+    span = max(shown) - min(shown) + 0.1
+    axes.set_ylim(top=max(shown) + 0.6 * span)
     axes.legend(frameon=False, loc="upper right")
     figure.savefig(workdir / "loss.png")

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from gpt2.errors import tell, warn
+from gpt2.errors import tell
 from gpt2.telemetry.writers import Metrics, Writer
 from gpt2.utils.text import format_count, format_duration
 
@@ -40,7 +40,6 @@ class Progress(Writer):
         self._began = time.perf_counter()
         self._work = work
         self._names = set(names)
-        self._unseen = set(names)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Shows the metrics of a step, which are named as in metrics.jsonl."""
@@ -51,16 +50,9 @@ class Progress(Writer):
         is_validation = any(name.startswith("eval/") for name in metrics)
         is_tasks = is_validation and not shown  # whose names are their own
         for name, value in metrics.items():
-            _, _, short = name.partition("/")
-            asked = self._names & {name, short}
-            if short and (is_tasks or asked):
+            short = name.partition("/")[2] or name
+            if is_tasks or self._names & {name, short}:
                 shown.append(f"{short} {value:.4g}")
-                self._unseen -= asked
-        if self._unseen and "train/loss" in metrics:
-            warn(
-                f"logging.screen: the first metrics lack {', '.join(sorted(self._unseen))}"
-            )
-            self._unseen.clear()
         if not shown:
             return
         if step > self._start and not is_validation:
