@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2.config import Config, with_options
 from gpt2.config.options import read_option
 from gpt2.hf.weights import load_params
 from gpt2.model import GPT
@@ -37,6 +38,11 @@ def options_of(text):
     """Reads options as a command line has them: `model.bias=False optim.eps=1e-4`."""
     pairs = [setting.partition("=") for setting in text.split()]
     return {name: read_option(name, value) for name, _, value in pairs}
+
+
+def configured(text=""):
+    """The default config with options as a command line has them."""
+    return with_options(Config(), options_of(text))
 
 
 def tokens_of(dataset, split):

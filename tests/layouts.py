@@ -20,21 +20,14 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import numpy as np
 
-from gpt2.config import (
-    Config,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    RulesConfig,
-    with_options,
-)
+from gpt2.config import Config, ModelConfig, OptimConfig
 from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import CompiledStep
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.scan import in_layout
-from tests.helpers import by_name
+from tests.helpers import by_name, configured
 
 MODEL = ModelConfig(
     vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64
@@ -48,36 +41,25 @@ NUM_STEPS = 5
 BATCH_SIZE = 32
 TOLERANCE = 1e-5
 
-_OTHER_RULES = RulesConfig(
-    embed="none",
-    norm="none",
-    heads="fsdp",
-    mlp="tensor,fsdp",
-    table="tensor",
-    position="fsdp",
-)
-_MIXED = dict(data=2, fsdp=2, tensor=2)
+# Options of `parallel`.
 LAYOUTS = {
-    "one device": ParallelConfig(),
-    "pmap x 8": ParallelConfig(backend="pmap"),
-    "data 8": ParallelConfig(data=8),
-    "fsdp 8": ParallelConfig(data=1, fsdp=8, fsdp_gather="step"),
-    "fsdp 8 by layer": ParallelConfig(data=1, fsdp=8, fsdp_gather="layer"),
-    "data 2 x tensor 4": ParallelConfig(data=2, tensor=4),
-    "data 2 x fsdp 2 x tensor 2": ParallelConfig(**_MIXED, fsdp_gather="step"),
-    "zero1 x 8": ParallelConfig(strategy="zero1"),
-    "data 2 x zero1 x 2 x tensor 2": ParallelConfig(strategy="zero1", **_MIXED),
-    "data 2 x megatron x 4": ParallelConfig(data=2, strategy="megatron"),
-    "fsdp 2 x megatron x 4": ParallelConfig(
-        data=1, fsdp=2, tensor=4, strategy="megatron"
-    ),
-    "fsdp 4 x tensor 2": ParallelConfig(data=1, fsdp=4, tensor=2),
-    "data 2 x fsdp 2 x experts 2": ParallelConfig(
-        **_MIXED, rules=RulesConfig(experts="tensor", mlp="none")
-    ),
-    "fsdp 4 x tensor 2 by other rules": ParallelConfig(
-        data=1, fsdp=4, tensor=2, rules=_OTHER_RULES
-    ),
+    "one device": "",
+    "pmap x 8": "backend=pmap",
+    "data 8": "data=8",
+    "fsdp 8": "data=1 fsdp=8 fsdp_gather=step",
+    "fsdp 8 by layer": "data=1 fsdp=8 fsdp_gather=layer",
+    "data 2 x tensor 4": "data=2 tensor=4",
+    "data 2 x fsdp 2 x tensor 2": "data=2 fsdp=2 tensor=2 fsdp_gather=step",
+    "zero1 x 8": "strategy=zero1",
+    "data 2 x zero1 x 2 x tensor 2": "strategy=zero1 data=2 fsdp=2 tensor=2",
+    "data 2 x megatron x 4": "strategy=megatron data=2",
+    "fsdp 2 x megatron x 4": "strategy=megatron data=1 fsdp=2 tensor=4",
+    "fsdp 4 x tensor 2": "data=1 fsdp=4 tensor=2",
+    "data 2 x fsdp 2 x experts 2": """
+        data=2 fsdp=2 tensor=2 rules.experts=tensor rules.mlp=none""",
+    "fsdp 4 x tensor 2 by other rules": """
+        data=1 fsdp=4 tensor=2 rules.embed=none rules.norm=none rules.heads=fsdp
+        rules.mlp=tensor,fsdp rules.table=tensor rules.position=fsdp""",
 }
 
 
@@ -94,20 +76,13 @@ class Case:
     model: ModelConfig = dataclasses.field(default=MODEL, repr=False)
 
     def config(self) -> Config:
-        options = {
-            "data.batch_size": BATCH_SIZE,
-            "train.num_steps": NUM_STEPS,
-            "train.accumulate_steps": self.accumulate,
-            "memory.remat": self.remat,
-            "memory.scan_layers": self.scanned,
-            "memory.scan_unroll": self.unroll,
-        }
-        return dataclasses.replace(
-            with_options(Config(), options),
-            model=self.model,
-            optim=self.optim,
-            parallel=LAYOUTS[self.layout],
-        )
+        layout = [f"parallel.{option}" for option in LAYOUTS[self.layout].split()]
+        config = configured(f"""
+            data.batch_size={BATCH_SIZE} train.num_steps={NUM_STEPS}
+            train.accumulate_steps={self.accumulate} memory.remat={self.remat}
+            memory.scan_layers={self.scanned} memory.scan_unroll={self.unroll}
+            {" ".join(layout)}""")
+        return dataclasses.replace(config, model=self.model, optim=self.optim)
 
 
 REFERENCE = Case()

@@ -18,26 +18,24 @@ from absl import flags
 from gpt2.benchmark import __main__ as command
 from gpt2.benchmark import measure, ours, suite
 from gpt2.benchmark.first_steps import TOLERANCES, compare, draw_batch
-from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from tests.helpers import options_of, write_rows
+from tests.helpers import configured, write_rows
 
-SMALL = options_of("""
+SMALL = """
     model.num_layers=2 model.num_heads=2 model.embed_dim=32 model.context_length=16
     model.vocab_size=50 data.batch_size=8 optim.schedule=constant optim.warmup_steps=0
-    optim.end_learning_rate=6e-4""")
+    optim.end_learning_rate=6e-4"""
 
 
 @functools.cache
-def make_config(**options):
-    """Returns a small config; of `group__name=value`, each sets an option."""
-    given = {name.replace("__", "."): value for name, value in options.items()}
-    return with_options(Config(), SMALL | given)
+def make_config(options=""):
+    """Returns a small config, with some options changed."""
+    return configured(f"{SMALL} {options}")
 
 
 @functools.cache
-def our_losses(**options):
-    return ours.Training(make_config(**options)).first_losses()
+def our_losses(options=""):
+    return ours.Training(make_config(options)).first_losses()
 
 
 def peers_module():
@@ -46,33 +44,24 @@ def peers_module():
     )
 
 
-def their_losses(peer="torch", **options):
-    return peers_module().Training(peer, make_config(**options), "cpu").first_losses()
+def difference(options="", peer="torch"):
+    config = make_config(options)
+    theirs = peers_module().Training(peer, config, "cpu").first_losses()
+    return compare(our_losses(options), theirs, TOLERANCES[config.precision.compute])
 
 
-def difference(peer="torch", **options):
-    tolerance = TOLERANCES[options.get("precision__compute", "float32")]
-    return compare(our_losses(**options), their_losses(peer, **options), tolerance)
-
-
-BFLOAT16 = {"precision__compute": "bfloat16"}
+BFLOAT16 = "precision.compute=bfloat16"
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        BFLOAT16,
-        {"train__accumulate_steps": 2, "data__batch_size": 16},
-        {"model__bias": False},
-    ],
-    ids=str,
+    ["", BFLOAT16, "train.accumulate_steps=2 data.batch_size=16", "model.bias=False"],
 )
 def test_a_peer_computes_what_this_project_computes(options):
-    assert difference(**options) is None
+    assert difference(options) is None
     # And they are losses.
-    assert all(abs(loss - np.log(50)) < 3 for loss in our_losses(**options))
+    assert all(abs(loss - np.log(50)) < 3 for loss in our_losses(options))
 
 
 @pytest.mark.peers
@@ -80,7 +69,7 @@ def test_a_compiled_peer_computes_what_this_project_computes(tmp_path, monkeypat
     torch = pytest.importorskip("torch")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    assert difference("torch_compile", model__num_layers=1) is None
+    assert difference("model.num_layers=1", "torch_compile") is None
     assert list(tmp_path.rglob("*.so"))  # inductor compiled it
 
 
@@ -115,14 +104,14 @@ NO_CLIPPING = ("nn.utils.clip_grad_norm_", lambda clip: lambda *_: None)
 @pytest.mark.parametrize(
     ("options", "fault"),
     [  # a fault is a name in the module of peers, and what turns its value into another
-        ({}, ("nn.LayerNorm", lambda norm: partial(norm, eps=1e-6))),
-        ({}, ("F.gelu", lambda gelu: lambda x, approximate: gelu(x))),
-        ({}, ("torch.autocast", in_bfloat16)),
-        ({}, NO_CLIPPING),
-        ({}, adamw(eps=1e-5)),
-        ({}, adamw(lr=1.01 * 6e-4)),
-        ({}, adamw(betas=(0.9, 0.999))),
-        ({}, adamw(weight_decay=0.0)),
+        ("", ("nn.LayerNorm", lambda norm: partial(norm, eps=1e-6))),
+        ("", ("F.gelu", lambda gelu: lambda x, approximate: gelu(x))),
+        ("", ("torch.autocast", in_bfloat16)),
+        ("", NO_CLIPPING),
+        ("", adamw(eps=1e-5)),
+        ("", adamw(lr=1.01 * 6e-4)),
+        ("", adamw(betas=(0.9, 0.999))),
+        ("", adamw(weight_decay=0.0)),
         (BFLOAT16, ("Block.forward", skip_the_first_layer)),
     ],
 )
@@ -130,7 +119,7 @@ def test_a_planted_difference_is_named(options, fault, monkeypatch):
     (name, plant), peers = fault, peers_module()
     right = operator.attrgetter(name)(peers)
     monkeypatch.setattr(f"{peers.__name__}.{name}", plant(right))
-    assert difference(**options).startswith("the loss of step")
+    assert difference(options).startswith("the loss of step")
 
 
 def test_a_difference_is_named():
@@ -184,9 +173,7 @@ def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
 
 
 def test_steps_of_several_shapes_are_timed_and_counted_by_the_largest(fake):
-    config = make_config(
-        train__batch_schedule="3=32", train__context_schedule="0=8,3=16"
-    )
+    config = make_config("train.batch_schedule=3=32 train.context_schedule=0=8,3=16")
     assert draw_batch(config).shape == (2, 32, 16)
     (row,) = measure.measure({"jax": measure.Case(config)}, rounds=1, seconds=0.0)
     assert row["tokens_per_second"] == 32 * 16 / 0.5 and row["batch_size"] == 32
@@ -207,10 +194,9 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     case = measure.Case(make_config())
     text = "model.position=rope,optim.layer_rates=h_0/=0.5,wte=2,model.bias=False,optim.eps=1"
-    options = dict(
-        model__position="rope", optim__layer_rates="h_0/=0.5,wte=2", model__bias=False
-    )
-    assert case.varied(text).config == make_config(**options, optim__eps=1.0)
+    options = "model.position=rope optim.layer_rates=h_0/=0.5,wte=2"
+    options += " model.bias=False optim.eps=1"
+    assert case.varied(text).config == make_config(options)
     assert case.varied("XLA_FLAGS=--b=2").xla_flags == "--a=1 --b=2"
     with pytest.raises(UserError):
         case.varied("model.positron=rope")

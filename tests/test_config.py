@@ -18,21 +18,13 @@ from gpt2.optim import OPTIMIZERS, SCHEDULES
 from gpt2.optim.muon import POLYNOMIALS
 from gpt2.parallel.kernels import TERMS
 from gpt2.utils.remat import KEPT
+from tests.helpers import configured
 
 CONFIGS = sorted(
     path.stem
     for path in Path(configs.default.__file__).parent.glob("*.py")
     if path.stem[0] != "_"
 )
-
-
-def build(**options):
-    """The default config with dotted options changed, `a__b` for `a.b`."""
-    tree = configs.default.get_config().to_dict()
-    for name, value in options.items():
-        group, _, member = name.rpartition("__")
-        (tree[group] if group else tree)[member] = value
-    return Config.from_dict(tree)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -79,9 +71,8 @@ def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice
     }
     for name, names in implemented.items():
         assert set(OPTIONS[name].choices) == set(names), name
-    gated = {
-        name for name in ACTIVATIONS if build(model__activation=name).model.is_gated
-    }
+    each = {name: configured(f"model.activation={name}") for name in ACTIVATIONS}
+    gated = {name for name, config in each.items() if config.model.is_gated}
     assert gated == {"swiglu", "geglu"}
 
 
@@ -101,13 +92,13 @@ def test_the_gpt2_configs_have_openais_shapes(name):
 
 
 def test_the_vocabulary_is_the_tokenizers_or_larger():
-    assert build().with_vocabulary(257).model.vocab_size == 257
-    assert build(model__vocab_size=300).with_vocabulary(257).model.vocab_size == 300
-    assert build(model__vocab_size=300).with_vocabulary(0).model.vocab_size == 300
+    assert Config().with_vocabulary(257).model.vocab_size == 257
+    larger = configured("model.vocab_size=300")
+    assert larger.with_vocabulary(257) == larger.with_vocabulary(0) == larger
     with pytest.raises(UserError, match="less than the 257"):
-        build(model__vocab_size=256).with_vocabulary(257)
+        configured("model.vocab_size=256").with_vocabulary(257)
     with pytest.raises(UserError, match="vocab_size"):
-        build().with_vocabulary(0)
+        Config().with_vocabulary(0)
 
 
 @pytest.mark.parametrize(
@@ -127,88 +118,78 @@ def test_a_file_that_is_no_record_of_a_run_is_named(tmp_path, text, told):
         read_options(str(path))
 
 
-WRONG = [  # options and a word of the message
-    ("seed=-1", "seed=-1"),
-    ("model.num_heads=7", "embed_dim"),
-    ("model.activation='gelo'", "mean gelu"),
-    ("model.position='rope' model.embed_dim=36", "even"),
-    ("model.position='rope' model.rope_share=0.01", "even"),
-    ("model.rope_base=5e5 model.rope_share=0.5", "rope_base"),
-    ("model.position='rope' model.rope_factor=2.0", "rope_scaling"),
-    ("model.window_pattern='SL'", "window"),
-    ("model.window=4 model.window_pattern='L'", "window"),
-    ("model.window=1024", "window"),
-    ("model.parallel_block=True model.norm_position='post'", "parallel_block"),
-    ("model.expert_capacity=1.25", "num_experts"),
-    ("model.mup_base_width=256 model.init='xavier'", "init"),
-    ("model.mup_base_width=256 model.num_experts=4", "num_experts"),
-    ("model.mup_base_width=256 model.hyper_connections=2", "hyper_connections"),
-    ("precision.logits='bfloat16'", "logits=bfloat16"),
-    ("data.val_fraction=1.0", "val_fraction"),
-    ("train.accumulate_steps=7", "accumulate_steps=7"),
-    ("train.keep_every=1500", "keep_every"),
-    ("train.keep_every=5 train.checkpoint_every=0", "keep_every"),
-    ("train.init_from='somewhere'", "somewhere"),
-    ("optim.name='sgd' optim.beta1=0.8", "beta1"),
-    (
-        "optim.name='schedule_free' optim.schedule='constant' optim.cautious='updates'",
-        "cautious",
-    ),
-    ("optim.name='schedule_free'", "schedule"),
-    ("optim.ema=0.9 optim.tail_average=0.2", "tail_average"),
-    ("optim.name='sgd' optim.scheduled_weight_decay=True", "scheduled_weight_decay"),
-    ("optim.warmup_percent=10.0", "warmup"),
-    ("optim.decay_steps=10", "wsd"),
-    ("optim.schedule='piecewise:5=0.5,5=0.1'", "piecewise"),
-    ("optim.schedule='piecewise:5=0.5,x'", "piecewise"),
-    ("optim.schedule='piecewise'", "Did you mean piecewise:?"),
-    ("optim.schedule='piecewise:'", "names no step"),
-    ("optim.schedule='piecewise:4=-1'", "-1 is neither"),
-    ("optim.schedule='piecewise:5=nan'", "nan is neither"),
-    ("optim.schedule='piecewise:2=1e30'", "1e30 is neither"),
-    ("optim.schedule='cosine:3=1'", "Did you mean cosine?"),
-    ("train.batch_schedule='9=64,5=32'", "batch_schedule"),
-    ("train.batch_schedule='9=7' train.accumulate_steps=2", "accumulate_steps"),
-    ("train.context_schedule='9=300'", "300"),
-    ("train.context_schedule='0=8,1=1024' train.batch_schedule='0=1'", "8 tokens"),
-    ("train.window_schedule='9=2048'", "window"),
-    ("train.context_schedule='0=100'", "100"),
-    ("train.window_schedule='9=64' train.num_steps=9", "past the end"),
-    ("optim.learning_rate=0.0", "would rise"),
-    ("loss.ahead='1.2.3'", "ahead"),
-    (
-        "optim.name='muon' optim.learning_rate=0 optim.adam_learning_rate=1e-3",
-        "above 0",
-    ),
-    ("loss.ahead='0.5,,0.25'", "ahead"),
-    ("loss.ahead='-0.5'", "-0.5 is neither"),
-    ("train.context_schedule='9=512' data.packing='bos'", "bos"),
-    ("optim.layer_rates='wte'", "layer_rates"),
-    ("optim.layer_rates='h_(=1'", "layer_rates"),
-    ("optim.layer_rates='wte=1e40'", "1e40 is neither"),
-    ("optim.layer_rates='wte=1e-46'", "1e-46 is neither"),
-    ("optim.layer_rates='wte=-1'", "-1 is neither"),
-    ("optim.learning_rate=float('nan')", "learning_rate=nan"),
-    ("optim.beta1=1.0", "[0, 1)"),
-    ("model.norm_eps=0.0", "(0, inf)"),
-    ("data.val_fraction=0.0", "(0, 1]"),
-    ("parallel.fsdp=-2", "[-1, inf)"),
-    ("model.num_layers=0", "[1, inf)"),
-    ("model.num_layers=True", "int"),
-    ("parallel.strategy='ddp' parallel.fsdp=8", "ddp"),
-    ("parallel.strategy='zero3' parallel.backend='pmap'", "pmap"),
-    ("parallel.rules=dict(embed='fsp')", "fsp"),
-    ("memory.scan_layers=True memory.scan_unroll=5", "scan_unroll"),
-]
+# Options, and a word of the message.
+WRONG = """
+    seed=-1 | seed=-1
+    model.num_heads=7 | embed_dim
+    model.activation=gelo | mean gelu
+    model.position=rope model.embed_dim=36 | even
+    model.position=rope model.rope_share=0.01 | even
+    model.rope_base=5e5 model.rope_share=0.5 | rope_base
+    model.position=rope model.rope_factor=2.0 | rope_scaling
+    model.window_pattern=SL | window
+    model.window=4 model.window_pattern=L | window
+    model.window=1024 | window
+    model.parallel_block=True model.norm_position=post | parallel_block
+    model.expert_capacity=1.25 | num_experts
+    model.mup_base_width=256 model.init=xavier | init
+    model.mup_base_width=256 model.num_experts=4 | num_experts
+    model.mup_base_width=256 model.hyper_connections=2 | hyper_connections
+    precision.logits=bfloat16 | logits=bfloat16
+    data.val_fraction=1.0 | val_fraction
+    train.accumulate_steps=7 | accumulate_steps=7
+    train.keep_every=1500 | keep_every
+    train.keep_every=5 train.checkpoint_every=0 | keep_every
+    train.init_from=somewhere | somewhere
+    optim.name=sgd optim.beta1=0.8 | beta1
+    optim.name=schedule_free optim.schedule=constant optim.cautious=updates | cautious
+    optim.name=schedule_free | schedule
+    optim.ema=0.9 optim.tail_average=0.2 | tail_average
+    optim.name=sgd optim.scheduled_weight_decay=True | scheduled_weight_decay
+    optim.warmup_percent=10.0 | warmup
+    optim.decay_steps=10 | wsd
+    optim.schedule=piecewise:5=0.5,5=0.1 | piecewise
+    optim.schedule=piecewise:5=0.5,x | piecewise
+    optim.schedule=piecewise | Did you mean piecewise:?
+    optim.schedule=piecewise: | names no step
+    optim.schedule=piecewise:4=-1 | -1 is neither
+    optim.schedule=cosine:3=1 | Did you mean cosine?
+    train.batch_schedule=9=64,5=32 | batch_schedule
+    train.batch_schedule=9=7 train.accumulate_steps=2 | accumulate_steps
+    train.context_schedule=9=300 | 300
+    train.context_schedule=0=8,1=1024 train.batch_schedule=0=1 | 8 tokens
+    train.window_schedule=9=2048 | window
+    train.context_schedule=0=100 | 100
+    train.window_schedule=9=64 train.num_steps=9 | past the end
+    optim.learning_rate=0.0 | would rise
+    loss.ahead=1.2.3 | ahead
+    optim.name=muon optim.learning_rate=0 optim.adam_learning_rate=1e-3 | above 0
+    loss.ahead=0.5,,0.25 | ahead
+    loss.ahead=-0.5 | -0.5 is neither
+    train.context_schedule=9=512 data.packing=bos | bos
+    optim.layer_rates=wte | layer_rates
+    optim.layer_rates=h_(=1 | layer_rates
+    optim.layer_rates=wte=1e-46 | 1e-46 is neither
+    optim.learning_rate=nan | learning_rate=nan
+    optim.beta1=1.0 | [0, 1)
+    model.norm_eps=0.0 | (0, inf)
+    data.val_fraction=0.0 | (0, 1]
+    parallel.fsdp=-2 | [-1, inf)
+    model.num_layers=0 | [1, inf)
+    parallel.strategy=ddp parallel.fsdp=8 | ddp
+    parallel.strategy=zero3 parallel.backend=pmap | pmap
+    parallel.rules.embed=fsp | fsp
+    memory.scan_layers=True memory.scan_unroll=5 | scan_unroll
+"""
+WRONG = [line.strip().split(" | ") for line in WRONG.strip().splitlines()]
 
 
 @pytest.mark.parametrize(
     ("options", "word"), WRONG, ids=[options for options, _ in WRONG]
 )
 def test_options_that_cannot_work_or_would_mislead_are_refused(options, word):
-    given = (each.partition("=")[::2] for each in options.split(" "))
     with pytest.raises(UserError) as error:
-        build(**{name.replace(".", "__"): eval(value) for name, value in given})
+        configured(options)
     assert word in str(error.value) and "\n" not in str(error.value)
 
 
@@ -275,8 +256,5 @@ def test_a_type_checker_sees_options_and_their_types(tmp_path):
 
 def test_what_is_derived_from_options():
     assert OptimConfig(warmup_steps=0, warmup_percent=2.3).warmup(1000) == 23
-    assert build(model__window=4, model__window_pattern="SL").model.windows[:3] == (
-        4,
-        0,
-        4,
-    )
+    config = configured("model.window=4 model.window_pattern=SL")
+    assert config.model.windows[:3] == (4, 0, 4)

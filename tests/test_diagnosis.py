@@ -89,17 +89,22 @@ def stub_checkpointer():
 
 
 @pytest.mark.parametrize(
-    ("layout", "scanned", "remat"),
+    ("layout", "options"),
     [
-        ("one device", False, "none"),
-        thorough("pmap", True, "full"),
-        thorough("by layer", True, "full"),
-        pytest.param("by step", False, "full", marks=pytest.mark.slow),
+        ("one device", ""),
+        thorough("pmap", "memory.remat=full"),
+        thorough("by layer", "memory.remat=full"),
+        pytest.param(
+            *("by step", "memory.scan_layers=False memory.remat=full"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_a_weight_and_an_output_are_named(tmp_path, layout, scanned, remat):
-    program = make_program(layout, scanned, remat=remat)
-    name, layer = ("h/mlp/c_fc/kernel", 1) if scanned else ("h_1/mlp/c_fc/kernel", None)
+def test_a_weight_and_an_output_are_named(tmp_path, layout, options):
+    program = make_program(layout, options)
+    name, layer = "h_1/mlp/c_fc/kernel", None
+    if program.config.memory.scan_layers:
+        name, layer = "h/mlp/c_fc/kernel", 1
     told = diagnose(tmp_path, program, lambda state: plant(state, name, layer=layer))
     assert "at step 1: parameter h_1/mlp/c_fc/kernel was the first" in told
     # The row overflows in the block, and only where its token is looked up.
@@ -112,7 +117,7 @@ def test_a_weight_and_an_output_are_named(tmp_path, layout, scanned, remat):
 
 @pytest.mark.thorough
 def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
-    program = make_program(skip_bad_steps=2)
+    program = make_program(options="train.skip_bad_steps=2")
     told = diagnose(
         tmp_path, program, lambda state: plant(state, "h_1/mlp/c_fc/kernel")
     )
@@ -128,7 +133,8 @@ def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):  # noqa: F811
         np.tile([100.0, -100.0], 8),
         slice(POISON * 16, (POISON + 1) * 16),
     )
-    told = diagnose(tmp_path, make_program.__wrapped__(scanned=scanned), loud, (2, 1))
+    program = make_program.__wrapped__(options=f"memory.scan_layers={scanned}")
+    told = diagnose(tmp_path, program, loud, (2, 1))
     assert "the gradients are not finite at step 3" in told
     assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first", told)
 

@@ -1,6 +1,5 @@
 """Steps that are skipped: the others come out as if their batches had never been."""
 
-import dataclasses
 import functools
 
 import chex
@@ -9,67 +8,42 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import (
-    MemoryConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-)
 from gpt2.parallel import kernels
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import Guard
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
-from tests.helpers import batch_of, thorough
-from tests.test_config import build
+from tests.helpers import batch_of, configured, thorough
 
 T = 8
 ROWS = 32
 MICRO_BATCHES = 4
 POISON = 50
-MODEL = ModelConfig(
-    vocab_size=160,
-    context_length=T,
-    num_layers=2,
-    num_heads=2,
-    embed_dim=16,
-    tie_embeddings=False,
-)
+# A schedule that shows how many updates there were.
+SMALL = f"""
+    model.vocab_size=160 model.context_length={T} model.num_layers=2 model.num_heads=2
+    model.embed_dim=16 model.tie_embeddings=False data.batch_size={ROWS}
+    train.num_steps=10 train.accumulate_steps={MICRO_BATCHES} logging.watch_every=1
+    optim.warmup_steps=2 optim.learning_rate=1e-2 optim.end_learning_rate=1e-3"""
 LAYOUTS = {
-    "one device": (ParallelConfig(), 1),
-    "pmap": (ParallelConfig(backend="pmap"), 8),
-    "by layer": (ParallelConfig(data=2, fsdp=4, fsdp_gather="layer"), 8),
-    "by step": (ParallelConfig(data=2, fsdp=2, tensor=2, fsdp_gather="step"), 8),
+    "one device": "",
+    "pmap": "parallel.backend=pmap memory.scan_layers=True",
+    "by layer": """
+        parallel.data=2 parallel.fsdp=4 parallel.fsdp_gather=layer
+        memory.scan_layers=True""",
+    "by step": """
+        parallel.data=2 parallel.fsdp=2 parallel.tensor=2 parallel.fsdp_gather=step
+        memory.scan_layers=True""",
 }
+FLOAT16 = "precision.compute=float16 model.num_layers=1"
 
 
 @functools.cache
-def make_program(
-    layout="one device",
-    scanned=None,
-    compute="float32",
-    loss=next_token_loss,
-    remat="none",
-    **on,
-):
-    """A tiny program; layers are scanned on several devices unless that is given."""
-    parallel, number = LAYOUTS[layout]
-    # A schedule that shows how many updates there were.
-    optim = OptimConfig(warmup_steps=2, learning_rate=1e-2, end_learning_rate=1e-3)
-    config = dataclasses.replace(
-        build(
-            data__batch_size=ROWS, precision__compute=compute, logging__watch_every=1
-        ),
-        model=dataclasses.replace(MODEL, num_layers=1 if compute == "float16" else 2),
-        optim=optim,
-        parallel=parallel,
-        memory=MemoryConfig(
-            scan_layers=number > 1 if scanned is None else scanned, remat=remat
-        ),
-        train=TrainConfig(num_steps=10, accumulate_steps=MICRO_BATCHES, **on),
-    )
-    return Program.from_config(config, jax.devices()[:number], loss=loss)
+def make_program(layout="one device", options="", loss=next_token_loss):
+    """A tiny program in a layout, with some options changed."""
+    config = configured(f"{SMALL} {LAYOUTS[layout]} {options}")
+    devices = jax.devices()[: 1 if layout == "one device" else 8]
+    return Program.from_config(config, devices, loss=loss)
 
 
 @functools.cache
@@ -111,7 +85,7 @@ def train(program, batches, poisoned=(), state=None):
     "layout", ["one device", *(thorough(n) for n in ("pmap", "by layer"))]
 )
 def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
-    program = make_program(layout, skip_bad_steps=2)
+    program = make_program(layout, "train.skip_bad_steps=2")
     poisoned = {2, 3, 6}
     state, seen = train(program, range(8), poisoned)
     without, others = train(program, [i for i in range(8) if i not in poisoned])
@@ -168,7 +142,7 @@ def breaking_norms(monkeypatch):
 
 @pytest.mark.thorough
 def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
-    program = make_program.__wrapped__(skip_bad_steps=1)
+    program = make_program.__wrapped__(options="train.skip_bad_steps=1")
     state = program.init_state()
     table = (
         state.params["wte"]["embedding"]
@@ -199,7 +173,7 @@ def test_without_the_option_the_same_step_spoils_the_run():
 
 
 def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
-    program = make_program(skip_bad_steps=2)
+    program = make_program(options="train.skip_bad_steps=2")
     before, _ = train(program, range(2))
     state, seen = train(program, range(7), {2, 3, 4})
     chex.assert_trees_all_equal(state.params, before.params)
@@ -208,7 +182,7 @@ def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
 
 @pytest.mark.thorough
 def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
-    program = make_program(compute="float16", skip_bad_steps=1)
+    program = make_program(options=f"{FLOAT16} train.skip_bad_steps=1")
     state = first_state(program)
     huge = state.loss_scale.replace(scale=jnp.float32(2.0**24))
     loud = state.replace(loss_scale=huge)
@@ -219,7 +193,7 @@ def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
     assert before.loss_scale.scale < 2.0**24
     chex.assert_trees_all_equal(state.loss_scale, before.loss_scale)
     least = state.loss_scale.replace(scale=jnp.float32(1.0))
-    program = make_program(compute="float16")
+    program = make_program(options=FLOAT16)
     state = first_state(program).replace(loss_scale=least)
     _, seen = train(program, range(2), {1}, state)
     assert [metrics["train/bad_in_a_row"] for metrics in seen] == [0, 1]
@@ -227,7 +201,7 @@ def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
 
 @pytest.mark.thorough
 def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
-    program = make_program(skip_bad_steps=3)
+    program = make_program(options="train.skip_bad_steps=3")
     whole, metrics = train(program, range(6), {1, 2, 3})
     with Checkpointer(tmp_path) as checkpointer:
         state, _ = train(program, range(3), {1, 2, 3})
@@ -251,7 +225,7 @@ def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
         assert saved.guard.bad_in_a_row == saved.guard.skipped == 3
         checkpointer.save(saved.replace(step=jnp.int32(5)), 5)
         checkpointer.wait()
-        lower = make_program(skip_bad_steps=1)
+        lower = make_program(options="train.skip_bad_steps=1")
         after, seen = train(lower, [4], (), checkpointer.restore(5, lower))
         assert seen[0]["train/skipped_steps"] == 3
         assert after.guard.bad_in_a_row == 0
