@@ -76,7 +76,8 @@ def train_together(configs, devices, steps=20):
     dataset = prepare(configs[0].data)
     places = Places(configs, jax.devices()[:devices], dataset)
     batches = [batches_of(config, dataset, places.program) for config in configs]
-    places.begin(configs, [places.first_state(config) for config in configs])
+    programs = map(places.program.with_config, configs)
+    places.begin(configs, [train.first_state(each, dataset) for each in programs])
     found = []
     for _ in range(steps):
         given = dict(enumerate(map(next, batches)))
@@ -145,27 +146,6 @@ def test_every_optimizer_takes_its_numbers_from_outside(name):
             rounded = train_alone(config, steps=12, scale=1 + 2**-22)["train/loss"]
             rtol += 10 * np.abs(rounded / alone - 1).max()
         np.testing.assert_allclose(found["train/loss"][place], alone, rtol=rtol)
-
-
-def test_first_states_are_those_of_runs_alone_and_one_program_draws_all_of_a_model(
-    monkeypatch,
-):
-    configs = configs_of([*ADAM, {"model.init_std": 0.04, "seed": 1}])
-    dataset = prepare(BASE.data)
-    places = Places(configs, jax.devices()[:1], dataset)
-    programs = [train.make_program(each, jax.devices()[:1]) for each in configs]
-    alone = [train.first_state(program, dataset) for program in programs]
-    drawn = []
-    first_state = train.first_state
-
-    def draw(program, dataset):
-        drawn.append(program)
-        return first_state(program, dataset)
-
-    monkeypatch.setattr(train, "first_state", draw)
-    for config, known in zip(configs, alone, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, places.first_state(config), known)
-    assert len(drawn) == 2
 
 
 @pytest.mark.parametrize("devices", [3, 1])

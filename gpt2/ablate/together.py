@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
 import contextlib
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ import train
 from gpt2 import cli
 from gpt2.ablate.groups import NUMBERS
 from gpt2.ablate.runs import Outcome
-from gpt2.config import Config, ModelConfig, load_config, option
+from gpt2.config import Config, load_config, option
 from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, tell
 from gpt2.parallel import find_devices
@@ -97,7 +96,6 @@ class Places:
         self._each = NamedSharding(self._mesh, PartitionSpec(AXIS))
         self.program = train.make_program(self._first, devices[:1])
         self._batches = Batches(self._first, dataset, self.program.backend)
-        self._draw = dict[ModelConfig, Callable]()
         memory = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
         is_cpu = platform_of(devices[0]) == "cpu"
         width = 1 if is_cpu else math.ceil(len(configs) / len(devices))
@@ -138,18 +136,6 @@ class Places:
         each = [*trees, *left * [trees[-1]]]
         stacked = jax.tree.map(lambda *x: np.stack(x), *each)
         return jax.device_put(stacked, self._each)
-
-    def first_state(self, config: Config) -> TrainState:
-        """Returns the state of a run before its first step. Runs of a model share what draws it."""
-
-        def draw(numbers: Mapping[str, jax.Array]) -> TrainState:
-            program = self.program.with_config(with_numbers(config, numbers))
-            return train.first_state(program, self.dataset)
-
-        if config.train.init_from:  # which a program would hold as constants
-            return draw({})
-        compiled = self._draw.setdefault(config.model, jax.jit(draw))
-        return compiled(numbers_of(config))
 
     def begin(self, configs: Sequence[Config], states: Sequence[TrainState]) -> None:
         """Gives the first places to runs."""
@@ -200,8 +186,7 @@ class Member:
         self._path = path
         self._dataset = dataset = places.dataset
         self._workdir = workdir = path / "run"
-        # Of other numbers, which only the step and the samples take.
-        self._program = program = dataclasses.replace(places.program, config=config)
+        self._program = program = places.program.with_config(config)
         options = config.train
         folder.check_options(workdir, config)
         folder.check_data(workdir, dataset)
@@ -220,11 +205,11 @@ class Member:
         )
         self.reporter = enter(Reporter.for_run(config, self.clock, workdir, start))
         steps = {config.shapes.last: (places.train_step, lambda *_: None)}
-        tell(places.program.describe(batches, steps, start), self.log)
+        tell(program.describe(batches, steps, start), self.log)
         if start:
-            state = self.checkpointer.restore(start, places.program)
+            state = self.checkpointer.restore(start, program)
         else:
-            state = places.first_state(config)
+            state = train.first_state(program, dataset)
         self.first_state = jax.device_get(state)  # a device has no room for all twice
 
     def keep(
