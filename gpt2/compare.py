@@ -27,14 +27,13 @@ from absl import flags
 from gpt2 import cli
 from gpt2.ablate.pictures import plot_curves
 from gpt2.ablate.results import Amount, Curve, read_curve, unknown
-from gpt2.ablate.runs import DAMAGE
 from gpt2.ablate.tables import spread
 from gpt2.ablate.terms import BITS_PER_BYTE, LOSS, flops
 from gpt2.config import Config, flatten
 from gpt2.errors import UserError, warn
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.code import read_starts
-from gpt2.utils.files import read_sealed
+from gpt2.utils.files import read_sealed, reading
 from gpt2.utils.stores import fetch, writing
 from gpt2.utils.text import format_count, format_duration
 
@@ -124,7 +123,7 @@ def _read_origin(workdir: Path) -> Origin:
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
-    try:
+    with reading(workdir, "Leave it out"):
         tree = json.loads(path.read_text("utf-8"))
         found = read_sealed(workdir / "data.json") or {}
         starts = read_starts(workdir)
@@ -140,8 +139,6 @@ def _read_origin(workdir: Path) -> Origin:
             tokenizer=found.get("tokenizer_sha256", data["tokenizer"]),
             text=text,
         )
-    except DAMAGE as error:
-        raise UserError(f"{workdir} cannot be read ({error})", "Leave it out") from None
 
 
 def _read_curves(

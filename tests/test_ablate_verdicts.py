@@ -143,7 +143,7 @@ def test_looks_keep_the_level_and_most_power_and_save_runs():
 def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
     arms = [SimpleNamespace(name=name) for name in ("baseline", *NAMES)]
     looks = list(verdict_rates.LOOKS)
-    sweep = Sweep(tmp_path, [], tuple(arms), "eval/loss", "tokens", looks, {})
+    sweep = Sweep(tmp_path, [], tuple(arms), "tokens", looks, [])
     rows = [
         (a.name, seed, "compare", "finished") for a in arms for seed in range(looks[-1])
     ]

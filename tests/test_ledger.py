@@ -175,8 +175,8 @@ def test_code_that_lacks_an_option_is_not_given_it(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs/default.py").write_text(text.replace(line, ""))
     older = Run("older", BASE, tmp_path, source=tmp_path).options()
-    assert "unique" not in older["data"]
-    assert "unique" in Run("newer", BASE, tmp_path).options()["data"]
+    assert "data.unique" not in older
+    assert "data.unique" in Run("newer", BASE, tmp_path).options()
     unique = with_options(BASE, {"data.unique": True})
     with pytest.raises(UserError, match=r"no option data\.unique"):
         Run("older", unique, tmp_path, source=tmp_path).options()

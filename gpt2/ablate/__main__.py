@@ -115,7 +115,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     if FLAGS.vary and len(arms) == 1:
         raise UserError("--vary names the baseline alone", "Give it another value")
     looks = _read_looks(FLAGS.seeds)
-    score = choose_score(arms)
+    choose_score(arms)  # which refuses other texts
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     vocabulary = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     for i, arm in enumerate(arms):
@@ -128,7 +128,6 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
         root=root,
         commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
         arms=tuple(equalize(arms, FLAGS.equal, partial(measure, root, slot=slot))),
-        score=score,
         equal=FLAGS.equal,
         looks=looks,
         tune=tune,

@@ -30,7 +30,6 @@ _HERE = "."
 _TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
 
 _KNOWN = flatten(Config.from_dict({}).to_dict()).keys()
-Differences = dict[str, tuple[Setting, Setting]]  # option -> (old, new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +65,20 @@ class Arm:
         return cls(**{**tree, "config": config, "extra": extra})
 
     @property
-    def options(self) -> Settings:
+    def options(self) -> dict[str, Setting]:
         """All of its options, those that only its code has too."""
         return {**flatten(self.config.to_dict()), **self.extra}
 
 
-def differences(old: Config, new: Config) -> Differences:
-    """Returns the options in which two configs differ."""
-    before = flatten(old.to_dict())
-    found = {}
-    for name, value in flatten(new.to_dict()).items():
-        if value != before[name]:
-            found[name] = (before[name], value)
+def differences(old: Arm, new: Arm) -> dict[str, tuple[object, object]]:
+    """Returns the options of an arm that another has not, or otherwise, and the values of both."""
+    before = old.options | {_CODE: old.commit or _HERE}
+    after = new.options | {_CODE: new.commit or _HERE}
+    found = dict[str, tuple[object, object]]()
+    for name, value in after.items():
+        known = before.get(name, "none")
+        if value != known:
+            found[name] = (known, value)
     return found
 
 
@@ -123,29 +124,26 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     return list(arms.values())
 
 
-def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> dict[str, list[Setting]]:
-    """Returns the values of each option of `--tune`, which all arms try."""
-    varied = set[str]()
+def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
+    """Returns the values of each `--tune`, which all arms try."""
+    taken = set[str]()
     for text in vary:
-        varied.update(*_read_axis(text))
-    tuned = {}
+        taken.update(*_read_axis(text))
+    axes = []
     for text in tune:
-        name = text.partition("=")[0]
-        values = _read_axis(text)
-        sets_several = max(map(len, values)) > 1
-        if sets_several:
-            raise UserError(
-                f"--tune={text} sets several options", "Use one --tune for each"
-            )
-        if not name.startswith(_TUNABLE):
-            raise UserError(
-                f"--tune={text} would change the terms of the comparison",
-                "Tune options of optim. or loss.",
-            )
-        if name in varied:
-            raise UserError(f"{name} is both varied and tuned")
-        tuned[name] = [value[name] for value in values]
-    return tuned
+        axis = _read_axis(text)
+        names = set[str]().union(*axis)
+        for name in names:
+            if not name.startswith(_TUNABLE):
+                raise UserError(
+                    f"--tune={text} would change the terms of the comparison",
+                    "Tune options of optim. or loss.",
+                )
+            if name in taken:
+                raise UserError(f"{name} is both varied and tuned, or tuned twice")
+        taken |= names
+        axes.append(axis)
+    return axes
 
 
 def _read_axis(text: str) -> list[Settings]:
@@ -221,11 +219,6 @@ def find_commit(name: str) -> str:
     if not commit:
         raise UserError(f"{name} is no branch, tag or commit of {SOURCE}")
     return commit
-
-
-def diffstat(arm: Arm) -> str:
-    """Returns how much the code of an arm changes, as git tells it."""
-    return _git("diff", "-R", "--shortstat", arm.commit, "--", "*.py")
 
 
 def diff(old: Arm, new: Arm, form: str = "--patch") -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpt2.ablate.runs import Run
-from gpt2.config import Config, ParallelConfig, flatten, option
+from gpt2.config import Config, ParallelConfig, option
 from gpt2.utils.code import SOURCE
 
 # Options that a step only computes with: their values may be arguments of a program. Others choose
@@ -42,7 +42,7 @@ def group_runs(runs: Sequence[Run], shares: int) -> list[list[Run]]:
         if not _may_share(run):
             groups.append([run])
             continue
-        kind = flatten(run.options()) | dict.fromkeys((*NUMBERS, *_DRAWN))
+        kind = run.options() | dict.fromkeys((*NUMBERS, *_DRAWN))
         kinds.setdefault(json.dumps(kind), []).append(run)
     for alike in kinds.values():
         parts = [alike[start::shares] for start in range(shares)]

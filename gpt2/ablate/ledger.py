@@ -116,10 +116,10 @@ def _begin(root: Path) -> Ledger:
             code = hash_code(check_out(arm, root))
             append_idea(root, Idea(0, "start", 0, arm, code))
             return read_ledger(root)
-    first = ledger.ideas[0].arm.config
+    first = ledger.ideas[0].arm
     arms.refuse_differences(
         f"{root} began",
-        arms.differences(first, config),
+        arms.differences(first, replace(first, config=config)),
         "Give the options that it began with, or another --ledger",
     )
     return ledger
@@ -264,10 +264,9 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
         root=root,
         commands=[],
         arms=(ledger.ideas[idea.best].arm, idea.arm),
-        score=LOSS,
         equal=FLAGS.equal,
         looks=[seed + 1],
-        tune={},
+        tune=[],
     )
     pair = sweep.with_choices().runs()[-2:]
     train_all([[run] for run in pair], [slot], LOSS)
@@ -301,11 +300,9 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
     kept = len(ledger.kept)
     next_level = ledger.level(len(ledger.ideas))
     commit = ledger.best.arm.commit
-    began = ledger.ideas[0].arm.options
-    options = dict[str, object]()  # those that were kept
-    for name, value in ledger.best.arm.options.items():
-        if began.get(name) != value:
-            options[name] = value
+    kept_options = arms.differences(ledger.ideas[0].arm, ledger.best.arm)
+    kept_options.pop("code", None)
+    options = {name: value for name, (_, value) in kept_options.items()}
     if FLAGS.json:
         facts = pd.Series(
             {

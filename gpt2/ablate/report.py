@@ -11,7 +11,7 @@ import pandas as pd
 from markdown_it import MarkdownIt
 
 from gpt2.ablate import pictures, tables
-from gpt2.ablate.arms import differences, diffstat
+from gpt2.ablate.arms import differences
 from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
@@ -89,12 +89,7 @@ def _list_options(sweep: Sweep) -> pd.DataFrame:
     rows = []
     first, *arms = sweep.arms
     for arm in arms:
-        changed = differences(first.config, arm.config)
-        if arm.commit:
-            changed["code"] = (diffstat(arm), arm.commit)
-        for name, value in arm.extra.items():
-            changed[name] = ("none", value)
-        for name, (old, new) in changed.items():
+        for name, (old, new) in differences(first, arm).items():
             rows.append((arm.name, name, str(new), str(old)))
     return pd.DataFrame(rows, columns=["arm", "option", "value", "of the baseline"])
 

@@ -19,15 +19,12 @@ from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.utils.code import SOURCE, read_starts
-from gpt2.utils.files import write_json
+from gpt2.utils.files import reading, write_json
 from gpt2.utils.stores import is_url
 
 Setting = bool | int | float | str  # the value of an option
 Settings = Mapping[str, Setting]  # of options by their dotted names
 ENDED = ("finished", "diverged")  # the states of runs that are not trained any more
-STATES = (*ENDED, "failed", "waiting")
-# What a file raises that was cut, altered or not meant to be read.
-DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 class Outcome(NamedTuple):
@@ -61,35 +58,24 @@ class Run:
         values = f" {describe(self.tuned)}" if self.chooses else ""
         return f"{self.arm}{values} seed {self.config.seed}"
 
-    def options(self) -> dict[str, dict[str, Setting]]:
+    def options(self) -> dict[str, Setting]:
         """Returns the options that it is asked to train with, as config.json has them."""
-        tree = self.config.to_dict()
+        options = {**flatten(self.config.to_dict()), **self.extra}
         if self.source != SOURCE:
-            known = defaults_of(self.source).keys()
-            for name in self.extra.keys() - known:
-                raise UserError(f"the code in {self.source} has no option {name}")
             usual = flatten(Config().to_dict())
-            for name in usual.keys() - known:
-                group, _, option = name.partition(".")
-                if tree[group].pop(option) != usual[name]:
+            for name in options.keys() - defaults_of(self.source).keys():
+                if options.pop(name) != usual.get(name):
                     raise UserError(f"the code in {self.source} has no option {name}")
-        for name, value in self.extra.items():
-            group, _, option = name.partition(".")
-            tree.setdefault(group, {})[option] = value
-        return tree
+        return options
 
     def outcome(self) -> Outcome:
         """Returns how it ended; `waiting` if it has not."""
         path = self.folder / "outcome.json"
-        try:
-            outcome = Outcome(**json.loads(path.read_bytes()))
-            if outcome.state not in STATES:
-                raise ValueError(f"no run is {outcome.state}")
-            return outcome
-        except FileNotFoundError:
-            return Outcome("waiting")
-        except DAMAGE as error:
-            raise unreadable(path, error) from None
+        with reading(path, f"Remove {path}, and repeat the command"):
+            try:
+                return Outcome(**json.loads(path.read_bytes()))
+            except FileNotFoundError:
+                return Outcome("waiting")
 
     def check(self, score: str) -> None:
         """Raises a UserError unless the folder of a run that has ended holds that run, whole.
@@ -97,24 +83,22 @@ class Run:
         It has the options and the seed that are asked for; a finished one, its last step's score.
         One that has not ended is refused if its code lacks an option.
         """
-        options = flatten(self.options())
+        options = self.options()
         state = self.outcome().state
         if state not in ENDED:
             return
-        try:
+        how = f"Remove {self.folder}, and repeat the command"
+        with reading(self.folder, how):
             text = (self.workdir / "config.json").read_bytes()
             kept = flatten(json.loads(text))
             records = read_metrics(self.workdir / "metrics.jsonl")
             self.codes()
-        except DAMAGE as error:
-            raise unreadable(self.folder, error) from None
-        how = f"Remove {self.folder}, and repeat the command"
-        for name, value in options.items():
+        for name, wanted in options.items():
             # Other code may lack an option.
-            found = kept.get(name, value)
-            if found != value:
+            found = kept.get(name, wanted)
+            if found != wanted:
                 raise UserError(
-                    f"{self.folder} holds a run with {name}={found}, not {value}", how
+                    f"{self.folder} holds a run with {name}={found}, not {wanted}", how
                 )
         if state == "diverged":
             return
@@ -159,11 +143,9 @@ class Run:
 def defaults_of(source: Path) -> Settings:
     """Returns the options that the code in a folder has, and their defaults."""
     path = source / "configs" / "default.py"
-    try:
+    with reading(path, "", "does not work"):  # it is anyone's code
         code = runpy.run_path(str(path))
         return flatten(code["get_config"]())
-    except Exception as error:  # it is anyone's code
-        raise UserError(f"{path} does not work ({error})") from None
 
 
 def find_root(flag: str, place: str | None) -> Path:
@@ -176,9 +158,3 @@ def find_root(flag: str, place: str | None) -> Path:
 def describe(settings: Settings) -> str:
     """Writes options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
     return ",".join(f"{name}={value}" for name, value in settings.items())
-
-
-def unreadable(path: Path, error: Exception) -> UserError:
-    """Returns what to tell of a damaged file or folder."""
-    how = f"Remove {path}, and repeat the command"
-    return UserError(f"{path} cannot be read ({error})", how)

@@ -11,12 +11,12 @@ import pandas as pd
 
 from gpt2.ablate.arms import Arm, differences, refuse_differences
 from gpt2.ablate.results import read_results
-from gpt2.ablate.runs import DAMAGE, ENDED, Run, Setting, Settings, describe, unreadable
+from gpt2.ablate.runs import ENDED, Run, Setting, Settings, describe
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import DataConfig, with_options
 from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE, hash_code
-from gpt2.utils.files import locked, write_json
+from gpt2.utils.files import locked, reading, write_json
 
 # The seed of runs that choose values is that far above those of runs that are compared.
 CHOOSING_SEED = 1000
@@ -29,11 +29,10 @@ class Sweep:
     root: Path
     commands: Sequence[str]  # the command lines that made it, for the report
     arms: tuple[Arm, ...]  # on equal terms, the baseline first
-    score: str  # the metric that is compared, of the last validation
     equal: str  # what the arms have alike, one of terms.TERMS
     # Seeds of each arm; of several numbers, each is a look that may end it.
     looks: list[int]
-    tune: Mapping[str, Sequence[Setting]]  # for each option that is tuned, its values
+    tune: Sequence[Sequence[Settings]]  # for each `--tune`, its values
     # Of arms that got more than the first look's.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # Seeds when a command asked for more after runs had ended; else 0.
@@ -41,6 +40,11 @@ class Sweep:
     # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
     # the first if all diverged. It stays, whatever is trained later.
     chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
+
+    @property
+    def score(self) -> str:
+        """The metric that is compared, of the last validation."""
+        return choose_score(self.arms)
 
     @property
     def unit(self) -> str:
@@ -56,8 +60,10 @@ class Sweep:
         if not self.tune:
             return runs
         for arm in self.arms:
-            for values in itertools.product(*self.tune.values()):
-                choice = dict(zip(self.tune, values, strict=True))
+            for values in itertools.product(*self.tune):
+                choice = dict[str, Setting]()
+                for value in values:
+                    choice |= value
                 folder = self.root / "tune" / arm.name / describe(choice)
                 run = self._run(arm, CHOOSING_SEED, choice, folder)
                 runs.append(dataclasses.replace(run, chooses=True))
@@ -165,14 +171,10 @@ def load_sweep(root: Path) -> Sweep:
     path = root / "sweep.json"
     if not path.exists():
         raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
-    try:
+    with reading(path, f"Remove {path}, and repeat the command"):
         tree = json.loads(path.read_bytes())
         arms = map(Arm.from_tree, tree["arms"])
-        sweep = Sweep(**tree | {"root": root, "arms": tuple(arms)})
-        sweep.all_runs()
-        return sweep
-    except DAMAGE as error:
-        raise unreadable(path, error) from None
+        return Sweep(**tree | {"root": root, "arms": tuple(arms)})
 
 
 def register(sweep: Sweep) -> Sweep:
@@ -196,18 +198,14 @@ def continued(sweep: Sweep) -> Sweep:
     clashes: dict[str, tuple[object, object]] = {}
     for arm in sweep.arms:
         known = arms.setdefault(arm.name, arm)
-        clashes |= differences(known.config, arm.config)
-        clashes[f"commits of {arm.name}"] = (known.commit, arm.commit)
+        clashes |= differences(known, arm)
     clashes["equal"] = (before.equal, sweep.equal)
     clashes["tune"] = (before.tune, sweep.tune)
     looks_once = len(before.looks) == len(sweep.looks) == 1
     if not looks_once:
         clashes["seeds"] = (before.looks, sweep.looks)
-    what = f"{sweep.root} holds a sweep"
     how = "Give another --workdir, or the old values"
-    refuse_differences(what, clashes, how)
-    score = choose_score(list(arms.values()))
-    refuse_differences(what, {"score": (before.score, score)}, how)
+    refuse_differences(f"{sweep.root} holds a sweep", clashes, how)
     raised_from = before.raised_from
     if sweep.looks > before.looks and not raised_from:
         states = {run.outcome().state for run in before.runs()}
@@ -218,7 +216,6 @@ def continued(sweep: Sweep) -> Sweep:
         sweep,
         commands=list(commands),
         arms=tuple(arms.values()),
-        score=score,
         looks=max(before.looks, sweep.looks),
         seeds={**before.seeds, **sweep.seeds},
         raised_from=raised_from,
