@@ -781,7 +781,7 @@ def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
     for arm in sweep.arms:
         write_measure(tmp_path, arm)
     *_, last, total = describe_runs(sweep, make_slots(1)).splitlines()
-    assert last == "then 3 seeds of optim.name=lion with the values it chooses"
+    assert last == "optim.name=lion seed 2  1000 steps  0:02:00"
     assert total.startswith("about 0:20:00 ")  # 2 * 2 runs choose, and 2 * 3 follow
 
 

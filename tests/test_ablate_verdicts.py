@@ -38,7 +38,7 @@ BLOOD = (
 
 
 def sample(values, **counts):
-    return Sample(dict(enumerate(values)), **counts)
+    return Sample(np.array(values), **counts)
 
 
 def draw_sweep(rng, setting, shift=0.0):

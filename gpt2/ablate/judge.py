@@ -30,10 +30,9 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
 def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
     """Returns the final scores of an arm, or of its first seeds."""
     runs = compared(results, arm)[:seeds]
-    finished = runs[runs.state == "finished"]
     states = list(runs.state)
     return Sample(
-        scores=dict(zip(finished.seed, finished.score, strict=True)),
+        scores=runs.score.dropna().to_numpy(),
         diverged=states.count("diverged"),
         failed=states.count("failed"),
     )
@@ -82,10 +81,7 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 def grow(sweep: Sweep) -> Sweep:
     """Returns the sweep with the seeds that its next look adds, once all runs have ended."""
     results = sweep.results()
-    names = {arm.name for arm in sweep.arms}
-    if "waiting" in set(results.state):
-        return sweep
-    if not names <= sweep.chosen.keys():
+    if "waiting" in set(results.state) or len(sweep.chosen) < len(sweep.arms):
         return sweep
     verdicts = judge(sweep, results)
     baseline, *arms = sweep.arms
@@ -95,14 +91,11 @@ def grow(sweep: Sweep) -> Sweep:
     # An arm that was added has fewer.
     least = min(map(sweep.num_seeds, goes_on))
     number = min(look for look in sweep.looks if look > least)
-    more = dict[str, int]()
+    seeds = dict(sweep.seeds)
     for arm in (baseline, *goes_on):
-        if sweep.num_seeds(arm) < number:
-            more[arm.name] = number
-    if more:
-        every = counted(len(arms), "arm")
-        print(f"{len(goes_on)} of {every} go on to {number} seeds")
-    return replace(sweep, seeds={**sweep.seeds, **more})
+        seeds[arm.name] = max(number, sweep.num_seeds(arm))
+    print(f"{len(goes_on)} of {counted(len(arms), 'arm')} go on to {number} seeds")
+    return replace(sweep, seeds=seeds)
 
 
 def level_at(looks: Sequence[int], look: int) -> float:

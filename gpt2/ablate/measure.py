@@ -4,6 +4,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -80,16 +81,13 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
         seconds[arm.name] = start + arm.config.train.num_steps * step
     lines = ["would train"]
     total = 0.0
+    later = dict.fromkeys(seconds, {})  # values that are still to be chosen
+    sweep = replace(sweep, chosen={**later, **sweep.chosen})
     for run in sweep.all_runs():
         if run.outcome().state not in ENDED:
             total += seconds[run.arm]
             told = format_duration(seconds[run.arm])
             lines.append(f"{run.label}  {run.config.train.num_steps} steps  {told}")
-    for arm in sweep.arms:
-        if arm.name not in sweep.chosen:
-            seeds = sweep.num_seeds(arm)
-            total += seeds * seconds[arm.name]
-            lines.append(f"then {seeds} seeds of {arm.name} with the values it chooses")
     whole = format_duration(total / len(slots))
     lines.append(f"about {whole} by runs apart, without validations and checkpoints")
     return "\n".join(lines)

@@ -118,7 +118,7 @@ def _draw(
     dots = {}
     curves = {}
     for arm in sweep.arms:
-        dots[arm.name] = samples[arm.name].values - first
+        dots[arm.name] = samples[arm.name].scores - first
         found = compared(results, arm).curve
         validated = [curve for curve in found if len(curve.scores)]
         if validated:

@@ -23,11 +23,10 @@ def verdict_table(
     """Returns a row for each arm: its runs, and what they say."""
     rows = []
     for name, sample in by_arm.items():
-        scores = list(sample.scores.values())
         row = {
             "arm": name,
-            "runs": str(len(scores)),
-            "mean ± sd": spread(scores),
+            "runs": str(len(sample.scores)),
+            "mean ± sd": spread(sample.scores),
         }
         if name in verdicts:
             verdict = verdicts[name]

@@ -52,20 +52,15 @@ _OUTLYING = 10  # times the median variance of groups, above which an arm is not
 class Sample:
     """The runs of one arm, or of the baseline."""
 
-    scores: Mapping[int, float]  # final losses of the finished runs, by seed; finite
+    scores: Array  # final losses of the finished runs, [n]; finite
     diverged: int = 0  # runs without a score
     # Runs that broke for other reasons, which say nothing about the arm.
     failed: int = 0
 
     @property
-    def values(self) -> Array:
-        """The scores, `[n]`."""
-        return np.array(list(self.scores.values()), np.float64)
-
-    @property
     def mean(self) -> float:
         """The mean score; nan without any."""
-        return float(self.values.mean()) if self.scores else math.nan
+        return float(self.scores.mean()) if len(self.scores) else math.nan
 
     @property
     def num_runs(self) -> int:
@@ -125,7 +120,7 @@ def _obstacle(baseline: Sample, arm: Sample) -> str:
         return f"the baseline diverged in {baseline.diverged_share}: no verdict"
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
         if len(sample.scores) < 2:
-            number = "one" if sample.scores else "no"
+            number = "one" if len(sample.scores) else "no"
             return f"{number} run{whose} finished: no verdict"
     return ""
 
@@ -143,10 +138,8 @@ def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
     """Tests by Dunnett's and Welch's methods, as the module's docstring says, where runs differ."""
-    first = baseline.values
-    groups = [first]
-    for arm in arms.values():
-        groups.append(arm.values)
+    first = baseline.scores
+    groups = [first, *(arm.scores for arm in arms.values())]
     sizes = tuple(map(len, groups))
     strictness = math.sqrt(len(arms))  # of Welch's test
     verdicts = {}
