@@ -19,7 +19,7 @@ from gpt2.ablate import __main__ as command
 from gpt2.ablate.groups import group_runs
 from gpt2.ablate.runs import Run
 from gpt2.ablate.together import Places
-from gpt2.config import Config, with_options
+from gpt2.config import with_options
 from gpt2.data import prepare
 from gpt2.training import Batches
 from gpt2.utils.code import read_starts
@@ -27,6 +27,7 @@ from tests.forks import environment, run_command
 from tests.helpers import (
     ROOT,
     TINY,
+    configured,
     metrics_of,
     options_of,
     params_of,
@@ -38,13 +39,10 @@ from tests.helpers import (
 from tests.test_ablate import ablate, rows_of, start_ablate
 
 # Higher rates amplify rounding.
-BASE = with_options(
-    Config(),
-    options_of("""
-        model.num_layers=1 model.num_heads=2 model.embed_dim=32 model.context_length=16
-        model.vocab_size=257 data.corpus=synthetic data.tokenizer=byte data.batch_size=4
-        optim.learning_rate=1e-3 optim.warmup_steps=10 train.num_steps=100"""),
-)
+BASE = configured("""
+    model.num_layers=1 model.num_heads=2 model.embed_dim=32 model.context_length=16
+    model.vocab_size=257 data.corpus=synthetic data.tokenizer=byte data.batch_size=4
+    optim.learning_rate=1e-3 optim.warmup_steps=10 train.num_steps=100""")
 ADAM = [
     {"seed": 1, "model.init_std": 0.04},
     {"seed": 4294967295, "optim.learning_rate": 5e-4},
@@ -53,11 +51,9 @@ ADAM = [
 ]
 
 
-def configs_of(changes, **options):
-    """Returns a config for each change of `BASE` and `options` of groups."""
-    base = with_options(
-        BASE, {name.replace("__", "."): options[name] for name in options}
-    )
+def configs_of(changes, options=""):
+    """Returns a config for each change of `BASE` with some options."""
+    base = with_options(BASE, options_of(options))
     return [with_options(base, change) for change in changes]
 
 
@@ -109,7 +105,7 @@ def train_alone(config, steps=20, scale=1.0):
 def test_runs_together_have_the_losses_of_runs_alone(devices, request):
     if devices == 1:
         request.getfixturevalue("on_one_device")
-    configs = configs_of(ADAM, model__dropout=0.1)
+    configs = configs_of(ADAM, "model.dropout=0.1")
     found, _ = train_together(configs, devices)
     losses = found["train/loss"]
     last = losses[: len(configs), -1]
@@ -124,18 +120,12 @@ def test_runs_together_have_the_losses_of_runs_alone(devices, request):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(default.OPTIMIZERS) - {"schedule_free"}))
 def test_every_optimizer_takes_its_numbers_from_outside(name):
-    options = {"optim__name": name}
     reads = default.OPTIMIZERS[name]
     changes = [{}, {"seed": 1, "optim.weight_decay": 0.2}]
-    for option, value in {
-        "beta1": 0.8,
-        "beta2": 0.9,
-        "eps": 1e-5,
-        "alpha": 3.0,
-    }.items():
-        if option in reads:
-            changes.append({f"optim.{option}": value})
-    configs = configs_of(changes, **options)
+    for setting in ("beta1=0.8", "beta2=0.9", "eps=1e-5", "alpha=3.0"):
+        if setting.partition("=")[0] in reads:
+            changes.append(options_of(f"optim.{setting}"))
+    configs = configs_of(changes, f"optim.name={name}")
     found, _ = train_together(configs, len(configs), steps=12)
     assert len(np.unique(found["train/loss"][:, -1])) == len(configs)
     for place, config in enumerate(configs):
@@ -159,7 +149,7 @@ def test_no_bit_of_a_run_changes_when_its_neighbours_do(devices, request):
     losses = []
     states = []
     for first, last in others:
-        configs = configs_of([first, {"seed": 1}, last], model__dropout=0.1)
+        configs = configs_of([first, {"seed": 1}, last], "model.dropout=0.1")
         found, places = train_together(configs, devices)
         assert places.number == 3
         losses.append(found["train/loss"])
@@ -193,17 +183,15 @@ def test_runs_that_differ_in_numbers_alone_train_together(tmp_path):
     others = runs_of(*configs_of([{"optim.name": "lion"}, {"model.dropout": 0.1}]))
     assert group_runs([*alike, *others], 1) == [alike, *([each] for each in others)]
     assert group_runs(alike, 2) == [[alike[0], alike[2]], [alike[1]]]
-    for option, value in {
-        "optim.name": "schedule_free",
-        "train.batch_schedule": "50=8",
-        "parallel.data": 2,
-        "logging.watch_every": 5,
-        "data.corpus": "python:a:b",
-    }.items():
-        schedule = {"optim.schedule": "constant"}
-        apart = runs_of(
-            *configs_of([schedule | {option: value, "seed": i} for i in (0, 1)])
-        )
+    for option in (
+        "optim.name=schedule_free",
+        "train.batch_schedule=50=8",
+        "parallel.data=2",
+        "logging.watch_every=5",
+        "data.corpus=python:a:b",
+    ):
+        seeds = [{"seed": 0}, {"seed": 1}]
+        apart = runs_of(*configs_of(seeds, f"optim.schedule=constant {option}"))
         assert group_runs(apart, 1) == [[each] for each in apart]
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     code = runs_of(*configs_of(changes), source=tmp_path)
@@ -264,15 +252,14 @@ def test_a_look_ends_an_arm_of_runs_together_and_the_report_is_that_of_runs_apar
     assert alone == [*three_seeds, *two_more]
 
 
-def written(folder, *changes, **more):
+def written(folder, *changes, more=""):
     """Writes the folders of runs of a tiny model, and returns them."""
-    options = {"train.eval_every": 4, "train.checkpoint_every": 2, "train.log_every": 1}
-    options |= {"train.num_steps": 8, "train.eval_batches": 2, "optim.warmup_steps": 2}
-    options |= {"logging.tensorboard": False}
-    options |= {f"train.{name}": value for name, value in more.items()}
+    options = f"""
+        train.num_steps=8 train.eval_every=4 train.checkpoint_every=2 train.log_every=1
+        train.eval_batches=2 optim.warmup_steps=2 logging.tensorboard=False {more}"""
     runs = []
-    for i, config in enumerate(configs_of(changes)):
-        each = Run("arm", with_options(config, options), folder / str(i))
+    for i, config in enumerate(configs_of(changes, options)):
+        each = Run("arm", config, folder / str(i))
         each.prepare()
         runs.append(each)
     return runs
@@ -322,10 +309,10 @@ def test_a_run_that_diverges_leaves_and_the_others_end_as_runs_of_train_py(tmp_p
 @pytest.mark.thorough
 def test_runs_that_are_killed_together_go_on_to_the_same_bits(tmp_path):
     changes = [{"seed": 1, "model.dropout": 0.1}, {"seed": 2, "model.dropout": 0.1}]
-    often = dict(num_steps=200, eval_every=100, checkpoint_every=20)
-    whole = written(tmp_path / "whole", *changes, **often)
+    often = "train.num_steps=200 train.eval_every=100 train.checkpoint_every=20"
+    whole = written(tmp_path / "whole", *changes, more=often)
     assert together(whole).code == 0
-    killed = written(tmp_path / "killed", *changes, **often)
+    killed = written(tmp_path / "killed", *changes, more=often)
     command = [sys.executable, "-m", "gpt2.ablate.together"]
     folders = [str(each.folder) for each in killed]
     process = subprocess.Popen([*command, *folders], env=environment(2), cwd=ROOT)
@@ -367,7 +354,7 @@ def test_a_sweep_together_that_is_killed_goes_on_and_has_the_results_of_runs_alo
     rows = zip(rows_of(killed), rows_of(apart), strict=True)
     for found, known in rows:
         assert found.keys() == known.keys()
-        for name in (
+        for name in [
             "arm",
             "purpose",
             "values",
@@ -375,7 +362,7 @@ def test_a_sweep_together_that_is_killed_goes_on_and_has_the_results_of_runs_alo
             "state",
             "parameters",
             "steps",
-        ):
+        ]:
             assert found[name] == known[name]
         assert float(found["eval/loss"]) == pytest.approx(
             float(known["eval/loss"]), rel=1e-5

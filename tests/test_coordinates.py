@@ -41,13 +41,12 @@ def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Ar
 
 def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
     """Returns the mean absolute change of every activation after `STEPS` steps."""
-    size = dict(model__embed_dim=width, model__num_heads=width // HEAD_SIZE)
-    size |= dict(
-        model__context_length=LENGTH, data__batch_size=ROWS, train__num_steps=STEPS
-    )
-    optim = dict(optim__name=optimizer, optim__weight_decay=0.0, optim__eps=1e-8)
-    mup = dict(model__mup_base_width=BASE if is_mup else 0)
-    config = config_of("default", **size, **optim, **mup)
+    changes = f"""
+        model.embed_dim={width} model.num_heads={width // HEAD_SIZE}
+        model.context_length={LENGTH} model.mup_base_width={BASE if is_mup else 0}
+        data.batch_size={ROWS} train.num_steps={STEPS} optim.name={optimizer}
+        optim.weight_decay=0.0 optim.eps=1e-8"""
+    config = config_of("default", changes)
     program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()
     tokens = (

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
 from gpt2.model.flops import count_compute_parameters
@@ -31,8 +30,8 @@ from tests import plain as in_numpy
 from tests.helpers import (
     assert_rounded,
     batch_of,
+    configured,
     first_params,
-    options_of,
     thorough,
 )
 
@@ -220,14 +219,13 @@ class OwnMLP(Ingredient):
         return Pair
 
 
-def trained_by_muon(devices, **options):
+def trained_by_muon(devices, options):
     """Returns the MLP's parameters before and after a step of Muon."""
-    sizes = options_of("""
+    # The norm: centered rows would have a rank less.
+    config = configured(f"""
         model.vocab_size=64 model.context_length=16 model.num_layers=2 model.num_heads=2
         model.embed_dim=32 model.attention_sink=True model.norm=rmsnorm
-        data.batch_size=8 optim.name=muon optim.warmup_steps=0""")
-    # The norm: centered rows would have a rank less.
-    config = with_options(Config(), sizes | options)
+        data.batch_size=8 optim.name=muon optim.warmup_steps=0 {options}""")
     program = Program.from_config(config, devices)
     state = program.init_state()
     first = jax.device_get(state.params)
@@ -243,16 +241,16 @@ def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
     use_ingredient, compute
 ):
     use_ingredient(OwnMLP)
-    options = {"precision.compute": compute}
-    sharded = {"parallel.strategy": "zero3", "parallel.fsdp_gather": "layer"}
-    first, found = trained_by_muon(jax.devices(), **options, **sharded)
+    options = f"precision.compute={compute}"
+    sharded = f"{options} parallel.strategy=zero3 parallel.fsdp_gather=layer"
+    first, found = trained_by_muon(jax.devices(), sharded)
     for name in ("up_kernel", "kernel"):
         # Newton-Schulz leaves singular values between 0.68 and 1.21; Adam's would differ by far.
         values = np.linalg.svd(found[name] - first[name], compute_uv=False)
         assert values.shape == (2, 32) and values.max() < 2 * values.min()
     assert all(jax.tree.leaves(decay_mask({"h_0": {"mlp": found}})))
     if compute == "float32":
-        _, wanted = trained_by_muon(jax.devices()[:1], **options)
+        _, wanted = trained_by_muon(jax.devices()[:1], options)
         # Rounding, times the largest singular value over the least.
         chex.assert_trees_all_close(found, wanted, atol=1e-5)
 

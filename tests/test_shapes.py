@@ -1,7 +1,6 @@
 """Shapes and types at every border, at OpenAI's sizes; a wrong one raises. Almost nothing runs."""
 
 import dataclasses
-import functools
 from functools import partial
 from unittest import mock
 
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from configs import default
-from gpt2.config import SIZES, Config
+from gpt2.config import SIZES
 from gpt2.model import KVCache, layers, num_params
 from gpt2.model.attention import Attention
 from gpt2.model.ingredients import Flow, Heads, Ingredient
@@ -24,12 +22,11 @@ from gpt2.ops.norm import norm
 from gpt2.ops.variants import VARIANTS
 from gpt2.parallel.kernels import attention_by
 from gpt2.training.program import Program
-from tests.helpers import thorough
+from tests.helpers import configured, thorough
 
 TOTALS = dict(
     zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True)
 )
-B = 16
 T = 1024
 V = 50257
 IMPLEMENTATIONS = ("plain", "blocked", "splash")
@@ -53,26 +50,6 @@ ints, floats, halves = (
 
 def assert_same(actual, expected):
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes(actual), shapes(expected))
-
-
-def mesh_sizes(size):
-    splits_heads = size != "gpt2-1558m"  # which has 25
-    return (
-        dict(data=2, fsdp=2, tensor=2)
-        if splits_heads
-        else dict(data=2, fsdp=4, tensor=1)
-    )
-
-
-@functools.cache
-def program(size, scanned):
-    (L, N, D), options = SIZES[size], default.get_config()
-    options.model.update(vocab_size=V, num_layers=L, num_heads=N, embed_dim=D)
-    options.data.batch_size = B
-    options.precision.compute = "bfloat16"
-    options.memory.scan_layers = scanned
-    options.parallel.update(mesh_sizes(size))
-    return Program.from_config(Config.from_dict(options), jax.devices())
 
 
 def method(model, name):
@@ -103,7 +80,14 @@ def known_parameters(size, scanned):
 def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_named(
     size, scanned
 ):
-    state = program(size, scanned).state_shapes
+    L, N, D = SIZES[size]
+    tensor = 1 if N % 2 else 2  # gpt2-1558m has 25 heads
+    config = configured(f"""
+        model.vocab_size={V} model.num_layers={L} model.num_heads={N}
+        model.embed_dim={D} precision.compute=bfloat16 memory.scan_layers={scanned}
+        data.batch_size=16 parallel.data=2 parallel.fsdp={4 // tensor}
+        parallel.tensor={tensor}""")
+    state = Program.from_config(config, jax.devices()).state_shapes
     assert num_params(state.params) == TOTALS[size]
     assert_same(state.params, known_parameters(size, scanned))
     for moment in ("mu", "nu"):
@@ -130,13 +114,11 @@ def attend(name):
 
 def small(accumulate_steps=1):
     """The program of a small model: B 2, T 8 of 16, D 32, N 2, H 16, V 300."""
-    options = default.get_config()
-    options.model.update(
-        vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32
-    )
-    options.data.batch_size = 2
-    options.train.accumulate_steps = accumulate_steps
-    return Program.from_config(Config.from_dict(options), jax.devices()[:1])
+    config = configured(f"""
+        model.vocab_size=300 model.context_length=16 model.num_layers=2
+        model.num_heads=2 model.embed_dim=32 data.batch_size=2
+        train.accumulate_steps={accumulate_steps}""")
+    return Program.from_config(config, jax.devices()[:1])
 
 
 MODEL = small().model
@@ -189,21 +171,19 @@ VECTOR = floats(32)
 TABLE = floats(12, 32)
 # What is wrong in the place of each: first whatever broadcasts.
 NOT_X = all_of(floats, (2, 8, 1), (2, 8, 31))
-NOT_ROWS = [*all_of(ints, (1, 8), (2, 1), (8,), (2, 7), (2, 8, 1)), floats(2, 8)]
+NOT_ROWS = [*all_of(ints, (1, 8), (2, 1), (8,), (2, 8, 1)), floats(2, 8)]
 NOT_TOKENS = [ints(8), ints(2, 8, 1), ints(2, 17), floats(2, 8)]
-NOT_LENGTHS = [*all_of(ints, (1,), (3,), (2, 1))]
-NOT_Q = all_of(floats, (1, 128, 2, 16), (2, 1, 2, 16), (2, 128, 2, 1), (2, 127, 2, 16))
+NOT_LENGTHS = all_of(ints, (1,), (2, 1))
+NOT_Q = all_of(floats, (1, 128, 2, 16), (2, 1, 2, 16), (2, 128, 2, 1))
 NOT_Q += [floats(2, 128, 32), halves(2, 128, 2, 16)]
 NOT_K = [*NOT_Q, floats(2, 128, 1, 16), floats(2, 128, 3, 16)]
-NOT_CACHE = [cache_of(1), cache_of(3), cache_of(2).replace(length=ints(1))]
+NOT_CACHE = [cache_of(1), cache_of(2).replace(length=ints(1))]
 NOT_CACHE += [cache_of(2, num_heads=4), cache_of(2, compute_dtype="bfloat16")]
-NOT_VECTOR = all_of(floats, (), (1,), (1, 32), (8, 32))
-NOT_BIAS = all_of(floats, (), (5,), (1, 5), (8, 3, 5))
+NOT_VECTOR = all_of(floats, (), (1,), (8, 32))
+NOT_BIAS = all_of(floats, (), (5,), (8, 3, 5))
 NOT_W = [floats(1, 3, 5), floats(5, 32)]
 NOT_TABLE = all_of(floats, (10, 32), (12, 1), (32, 12))
-NOT_TARGETS = all_of(
-    ints, (1, 8, 1), (2, 1, 1), (8, 1), (2, 7, 1), (2, 8), (2, 8, 1, 1)
-)
+NOT_TARGETS = all_of(ints, (1, 8, 1), (2, 1, 1), (8, 1), (2, 8), (2, 8, 1, 1))
 NOT_TARGETS += [floats(2, 8, 1)]
 EXTEND = (PARAMS, ROWS, LENGTHS, cache_of(2)), (), NOT_TOKENS, NOT_LENGTHS, NOT_CACHE
 NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
@@ -234,12 +214,11 @@ BORDERS = {
         NOT_VECTOR,
     ),
     "head_loss": (
-        *(score, (X, TABLE, ints(2, 8, 1))),
-        *(
-            [*NOT_X, floats(8, 32)],
-            NOT_TABLE,
-            NOT_TARGETS,
-        ),
+        score,
+        (X, TABLE, ints(2, 8, 1)),
+        [*NOT_X, floats(8, 32)],
+        NOT_TABLE,
+        NOT_TARGETS,
     ),
     "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
     "train 2": (

@@ -30,7 +30,7 @@ from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import ROOT, batch_of, in_float64, thorough
+from tests.helpers import ROOT, batch_of, in_float64, options_of, thorough
 
 # Of 8 frequencies one is kept, two are slowed a little, and five 8 times.
 LLAMA3 = "model.rope_scaling=llama3 model.rope_factor=8.0 model.rope_context=64"
@@ -157,13 +157,12 @@ each_switch_by_itself = pytest.mark.parametrize(
 
 
 @functools.cache
-def config_of(name, **changes):
-    """The options of a small model with a switch; `changes`: `a__b` for `a.b`."""
+def config_of(name, changes=""):
+    """The options of a small model with a switch, and changes of them."""
     options = dict(SMALL)
     for part in name.split("+"):
         options |= ALL.get(part, {})
-    options |= {option.replace("__", "."): changes[option] for option in changes}
-    return with_options(Config(), options)
+    return with_options(Config(), options | options_of(changes))
 
 
 def groups(seed=None):
@@ -401,9 +400,9 @@ def test_cached_logits_equal_uncached_ones(name):
             lengths = lengths + 1
 
 
-def train(name, devices, **changes):
+def train(name, devices, changes=""):
     """Trains two steps; returns the losses and the parameters, layers unrolled."""
-    program = Program.from_config(config_of(name, **changes), devices)
+    program = Program.from_config(config_of(name, changes), devices)
     T = program.config.model.context_length
     state = program.init_state()
     rng = np.random.default_rng(0)
@@ -421,18 +420,19 @@ def train(name, devices, **changes):
     return losses, in_layout(jax.device_get(state.params), scanned=False)
 
 
-MESH = dict(parallel__data=2, parallel__fsdp=2, parallel__tensor=2)
-WAYS = dict(memory__remat="full", memory__scan_layers=True, train__accumulate_steps=2)
+WAYS = """
+    parallel.data=2 parallel.fsdp=2 parallel.tensor=2 memory.remat=full
+    memory.scan_layers=True train.accumulate_steps=2"""
 
 
 @each_group
 def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name):
     losses, params = train(name, jax.devices()[:1])
-    others = [{**MESH, **WAYS}]
+    others = [WAYS]
     if name == "modded":
-        others.append({"parallel__backend": "pmap", "memory__remat": "dots"})
+        others.append("parallel.backend=pmap memory.remat=dots")
     for changes in others:
-        other_losses, other_params = train(name, jax.devices(), **changes)
+        other_losses, other_params = train(name, jax.devices(), changes)
         np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
         # Relative to the largest entry: Adam's first steps are as large for small gradients.
         chex.assert_trees_all_close(other_params, params, atol=1e-5)
@@ -440,12 +440,12 @@ def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name
 
 @each_switch_by_itself
 def test_flops_and_compute_parameters_are_those_of_the_program(name):
-    sizes = dict(model__embed_dim=256, model__context_length=32, model__num_layers=3)
+    sizes = "model.embed_dim=256 model.context_length=32 model.num_layers=3"
     if "model.mlp_dim" in ALL[name]:
-        sizes["model__mlp_dim"] = 320
+        sizes += " model.mlp_dim=320"
     if "model.num_experts" in ALL[name]:
-        sizes["model__expert_capacity"] = 1.0
-    cfg = dataclasses.replace(config_of(name, **sizes).gpt(), attention="plain")
+        sizes += " model.expert_capacity=1.0"
+    cfg = config_of(name, f"{sizes} model.attention=plain").gpt()
     model = GPT(cfg)
     tokens = jax.ShapeDtypeStruct((8, 32), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
