@@ -81,8 +81,9 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
         seconds[arm.name] = start + arm.config.train.num_steps * step
     lines = ["would train"]
     total = 0.0
-    later = dict.fromkeys(seconds, {})  # values that are still to be chosen
-    sweep = replace(sweep, chosen={**later, **sweep.chosen})
+    # Of values that are still to be chosen, any take as long.
+    chosen = {name: sweep.chosen.get(name, {}) for name in seconds}
+    sweep = replace(sweep, chosen=chosen)
     for run in sweep.all_runs():
         if run.outcome().state not in ENDED:
             total += seconds[run.arm]

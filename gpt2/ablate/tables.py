@@ -1,7 +1,7 @@
 """The tables of a sweep's report; every cell is text."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from statistics import mean, stdev
 
 import numpy as np
@@ -134,7 +134,7 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows.values())
 
 
-def spread(scores: Sequence[float]) -> str:
+def spread(scores: Collection[float]) -> str:
     """Writes the mean of scores, and their deviation if there are several."""
     if not len(scores):
         return "-"
