@@ -35,7 +35,7 @@ from gpt2.config import Config, with_options
 from gpt2.data.tokenizer import tokens_by_name
 from gpt2.errors import UserError, require_choice
 
-COMMANDS = ("train", "suite", "machine")
+COMMANDS = ("train", "suite")
 
 
 def define_flags() -> None:
@@ -53,24 +53,18 @@ def define_flags() -> None:
         "json", False, "Print rows as JSON, a line each, in place of a table."
     )
     flags.DEFINE_string("output", "", "suite: the folder of its results.")
-    flags.DEFINE_list("parts", [], "suite: those to run; all if empty.")
 
 
 def main(command: str) -> int:
     """Runs a command, and returns the exit code: 1 if a part of the suite failed."""
     args = flags.FLAGS
-    output = Path(args.output).expanduser() if args.output else None
     if command == "suite":
-        if not output:
+        if not args.output:
             raise UserError("there is no --output", "Name the folder of the results")
-        options = cli.overrides()
-        passed = suite.run_suite(output, args.parts, options)
-        return int(not passed)
-    if command == "machine":
-        rows = [suite.describe_machine(output)]
-    else:
-        rows = measure_cases()
-    if args.json or command == "machine":
+        output = Path(args.output).expanduser()
+        return int(not suite.run_suite(output, cli.overrides()))
+    rows = measure_cases()
+    if args.json:
         for row in rows:
             print(json.dumps(row))
     else:

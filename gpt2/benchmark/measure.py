@@ -4,6 +4,7 @@ Each side runs in a process of its own, which sleeps until its turn comes: what 
 runs under the same load, heat and clocks, so that ratios compare what ran seconds apart.
 """
 
+import abc
 import contextlib
 import json
 import math
@@ -14,12 +15,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.stats
 
-from gpt2.benchmark.first_steps import TOLERANCES, compare
+from gpt2.benchmark.first_steps import STEPS, TOLERANCES, compare
 from gpt2.benchmark.tables import Row
 from gpt2.config import Config, read_option, with_options
 from gpt2.errors import UserError
@@ -63,17 +64,13 @@ class Player:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.device: str = self._read()  # such as `1 x cpu`
 
-    def ask(self, request: int | str) -> Any:
-        """Returns the answer to a request: see `serve`."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as `_read` finds
-            text = json.dumps(request)
-            print(text, file=self._process.stdin, flush=True)
-        return self._read()
-
-    def _read(self) -> Any:
+    def ask(self, method: str, *arguments: int) -> Any:
+        """Returns what a method of its `Side` does."""
         assert self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as is found below
+            request = json.dumps([method, *arguments])
+            print(request, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if answer:
             return json.loads(answer)
@@ -92,42 +89,45 @@ class Player:
         self._process.wait()
 
 
-class Work(Protocol):
-    """What a side does."""
+class Side(abc.ABC):
+    """A training step and its state, in a process that a `Player` asks."""
 
-    device: str
+    @abc.abstractmethod
+    def info(self) -> Row:
+        """Returns its `device`, such as `1 x cpu`, and what there is to report beside times."""
 
-    def step(self) -> None:
-        """Takes a training step, and waits for it."""
+    @abc.abstractmethod
+    def draw_batch(self, number: int) -> Any:
+        """Returns a batch on the device, the same on every side."""
+
+    @abc.abstractmethod
+    def draw_weights(self) -> None:
+        """Begins anew, from weights that are the same on every side."""
+
+    @abc.abstractmethod
+    def step(self, batch: Any) -> float:
+        """Takes a training step, waits for it, and returns the loss in nats per token."""
 
     def first_losses(self) -> list[float]:
-        """Returns the losses of the first steps from drawn weights, in nats per token."""
+        """Returns the losses of the first steps, by the very program that is timed."""
+        self.draw_weights()
+        return [self.step(self.draw_batch(number)) for number in range(STEPS)]
 
-    def info(self) -> Row:
-        """Returns what there is to report beside times."""
+    def times(self, number: int) -> list[float]:
+        """Returns the seconds of each of so many steps on the same batch."""
+        batch = self.draw_batch(0)
+        clock = [time.perf_counter()]
+        for _ in range(number):
+            self.step(batch)
+            clock.append(time.perf_counter())
+        return np.diff(clock).tolist()
 
-
-def serve(work: Work) -> None:
-    """Tells the device, then answers each line of standard input until it closes.
-
-    A number asks for as many steps of `work`, and the answer is the seconds of each. A word asks
-    for the losses of its first steps, and 0 for what there is to report beside times.
-    """
-    print(json.dumps(work.device), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: Any
-        if isinstance(request, str):
-            answer = work.first_losses()
-        elif request == 0:
-            answer = work.info()
-        else:
-            clock = [time.perf_counter()]
-            for _ in range(request):
-                work.step()
-                clock.append(time.perf_counter())
-            answer = np.diff(clock).tolist()
-        print(json.dumps(answer), flush=True)
+    def serve(self) -> None:
+        """Answers each line of standard input, a method and its arguments, until it closes."""
+        for line in sys.stdin:
+            method, *arguments = json.loads(line)
+            answer = getattr(self, method)(*arguments)
+            print(json.dumps(answer), flush=True)
 
 
 def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
@@ -143,33 +143,33 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             player = _start(name, each, len(cases))
             stack.callback(player.close)
             players[name] = player
-            *_, usual = player.ask(3)  # the first compiles if that was not done
+            *_, usual = player.ask(
+                "times", 3
+            )  # the first compiles if that was not done
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
         _compare_sides(players, cases[OURS].config.precision.compute)
         for _ in range(rounds):
             for name, player in players.items():
                 # The first step after the others' turns takes memory back from the machine.
-                _, *times = player.ask(1 + steps[name])
+                _, *times = player.ask("times", 1 + steps[name])
                 turns[name].append(statistics.median(times))
-        infos = [player.ask(0) for player in players.values()]
+        infos = {name: player.ask("info") for name, player in players.items()}
     rows = []
-    for name, info in zip(players, infos, strict=True):
+    for name, info in infos.items():
         config = cases[name].config
         step = statistics.median(turns[name])
         tokens_per_second = config.tokens_per_step / step
-        flops = info.pop("flops_per_token", None)
-        peak = info.pop("peak_flops", None)
+        peak = info.pop("peak_tokens_per_second", None)
         compared = None
         if name != OURS:
             compared = ratio(turns[name], turns[OURS])
         row = {
             "name": name,
-            "device": players[name].device,
             "turns": turns[name],  # seconds of the median step of each
             "step_seconds": step,
             "tokens_per_second": tokens_per_second,
-            "mfu": tokens_per_second * flops / peak if peak else None,
+            "mfu": tokens_per_second / peak if peak else None,
             "ratio": compared,
             "batch_size": config.shapes.largest.batch_size,
             "context_length": config.shapes.largest.context_length,
@@ -182,18 +182,20 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
     """Raises a UserError unless peers run where we do, and compute the same."""
     ours = players[OURS]
+    our_device = ours.ask("info")["device"]
     tolerance = TOLERANCES[compute]
-    if compute == "float32" and not ours.device.endswith("cpu"):
+    if compute == "float32" and not our_device.endswith("cpu"):
         tolerance = TOLERANCES["float16"]
     for name in players.keys() & PEERS:
         peer = players[name]
-        if peer.device != ours.device:
+        device = peer.ask("info")["device"]
+        if device != our_device:
             raise UserError(
-                f"{name} runs on {peer.device}, and {OURS} on {ours.device}",
+                f"{name} runs on {device}, and {OURS} on {our_device}",
                 "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
             )
-        our_losses = ours.ask("first losses")
-        wrong = compare(our_losses, peer.ask("first losses"), tolerance)
+        our_losses = ours.ask("first_losses")
+        wrong = compare(our_losses, peer.ask("first_losses"), tolerance)
         if wrong:
             raise UserError(
                 f"{name} does not compute what {OURS} computes: {wrong}",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpt2.benchmark import first_steps
-from gpt2.benchmark.measure import serve
+from gpt2.benchmark.measure import Side
 from gpt2.benchmark.tables import Row
 from gpt2.config import Config, GPTConfig
 from gpt2.errors import exit_on_user_error
@@ -23,54 +23,49 @@ from gpt2.training.program import Program
 from gpt2.utils.scan import in_layout
 
 
-class Training:
-    """A compiled training step and its state, over all devices."""
+class Training(Side):
+    """A compiled training step, over all devices."""
 
     def __init__(self, config: Config):
         self._config = config
-        devices = find_devices(config)
-        kind = devices[0].device_kind
-        # Devices of a CPU are parts of it.
-        number = 1 if kind == "cpu" else len(devices)
-        self.device = f"{number} x {kind}"
+        self._devices = find_devices(config)
         self._shape = config.shapes.largest
-        self._program = Program.from_config(config, devices).at(self._shape)
-        self._batch = self._program.backend.put_batch(make_batch(config))
+        self._program = Program.from_config(config, self._devices).at(self._shape)
         self._state = self._program.init_state()
-        self._compiled = self._program.compile_train(self._state, self._batch)
+        batch = self.draw_batch(0)
+        self._compiled = self._program.compile_train(self._state, batch)
 
     def info(self) -> Row:
         """Returns what there is to report beside times."""
+        kind = self._devices[0].device_kind
+        # Devices of a CPU are parts of it.
+        number = 1 if kind == "cpu" else len(self._devices)
+        flops = self._program.flops_per_token(self._shape)
+        peak = total_peak_flops(self._config.precision.compute)
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         statistics = jax.devices()[0].memory_stats() or {}  # None on a CPU
         return {
-            "flops_per_token": self._program.flops_per_token(self._shape),
-            "peak_flops": total_peak_flops(self._config.precision.compute),
+            "device": f"{number} x {kind}",
+            "peak_tokens_per_second": peak / flops if peak else None,
             "attention": self._program.attention,
             "peak_memory_bytes": statistics.get("peak_bytes_in_use", on_host),
             "version": f"jax {jax.__version__}",
         }
 
-    def step(self) -> None:
-        """Takes a training step on the same batch, and waits for it."""
-        self._run(self._batch)
+    def draw_batch(self, number: int) -> chex.ArrayTree:
+        """Returns a batch on the devices."""
+        return self._program.backend.put_batch(make_batch(self._config, number))
 
-    def first_losses(self) -> list[float]:
-        """Returns the losses of steps from drawn weights, by the very program that is timed."""
-        del self._state  # its memory goes to the drawn weights
+    def draw_weights(self) -> None:
+        """Begins anew, from drawn weights."""
+        del self._state  # its memory goes to them
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))
-        losses = []
-        for step in range(first_steps.STEPS):
-            drawn = make_batch(self._config, step)
-            batch = self._program.backend.put_batch(drawn)
-            loss = self._run(batch)
-            losses.append(float(loss))
-        return losses
 
-    def _run(self, batch: chex.ArrayTree) -> jax.Array:
+    def step(self, batch: chex.ArrayTree) -> float:
+        """Takes a training step, waits for it, and returns the loss in nats per token."""
         self._state, metrics = self._compiled(self._state, batch)
-        return jax.block_until_ready(metrics)["train/loss"]
+        return float(jax.block_until_ready(metrics)["train/loss"])
 
 
 def draw_params(cfg: GPTConfig) -> dict:
@@ -99,7 +94,7 @@ def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
 def main() -> None:
     """Serves steps of the config that the command line gives."""
     config = Config.from_dict(json.loads(sys.argv[1]))
-    serve(Training(config))
+    Training(config).serve()
 
 
 if __name__ == "__main__":

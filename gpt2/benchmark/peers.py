@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpt2.benchmark import first_steps
-from gpt2.benchmark.measure import serve
+from gpt2.benchmark.measure import Side
 from gpt2.benchmark.tables import Row
 from gpt2.config import Config, ModelConfig
 
@@ -81,16 +81,17 @@ def our_name(name: str) -> str:
     return "/".join([*path, last])
 
 
-class Training:
+class Training(Side):
     """A peer's model and optimizer, and its training step."""
 
-    def __init__(self, peer: str, config: Config, kind: str):
+    def __init__(self, peer: str, config: Config):
         self._config = config
-        self._kind = kind  # cpu, cuda
-        self.device = "1 x cpu"
-        if kind == "cuda":
-            self.device = f"1 x {torch.cuda.get_device_name()}"
-        self._model = GPT(config.model).to(kind)
+        self._kind = "cuda" if torch.cuda.is_available() else "cpu"
+        # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
+        wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
+        if self._kind == "cuda" and wanted != "highest":
+            torch.set_float32_matmul_precision("high")
+        self._model = GPT(config.model).to(self._kind)
         self._weights = list(self._model.parameters())
         optim = config.optim
         matrices = [weight for weight in self._weights if weight.ndim > 1]
@@ -108,21 +109,28 @@ class Training:
         self._loss = self._compute_loss
         if peer == "torch_compile":
             self._loss = torch.compile(self._loss)
-        self._batch = self._draw_batch(0)
 
     def info(self) -> Row:
         """Returns what there is to report beside times."""
+        device = "cpu"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._kind == "cuda":
+            device = torch.cuda.get_device_name()
             peak = torch.cuda.max_memory_allocated()
-        return {"peak_memory_bytes": peak, "version": f"torch {torch.__version__}"}
+        return {
+            "device": f"1 x {device}",
+            "peak_memory_bytes": peak,
+            "version": f"torch {torch.__version__}",
+        }
 
-    def step(self) -> None:
-        """Takes a training step on the same batch, and waits for it."""
-        self._run(self._batch)
+    def draw_batch(self, number: int) -> torch.Tensor:
+        """Returns tokens and targets `[2, B, T]` int64 on the device."""
+        drawn = first_steps.draw_batch(self._config, number)
+        batch = torch.from_numpy(drawn).long()
+        return batch.to(self._kind)
 
-    def first_losses(self) -> list[float]:
-        """Returns the losses of steps from drawn weights, by the very function that is timed."""
+    def draw_weights(self) -> None:
+        """Begins anew, from drawn weights."""
         with torch.no_grad():
             for theirs, weight in self._model.named_parameters():
                 name = our_name(theirs)
@@ -131,18 +139,9 @@ class Training:
                 drawn = first_steps.draw_weight(name, tuple(weight.shape))
                 weight.copy_(torch.from_numpy(drawn))
         self._optimizer.state.clear()
-        losses = []
-        for step in range(first_steps.STEPS):
-            losses.append(self._run(self._draw_batch(step)))
-        return losses
 
-    def _draw_batch(self, step: int) -> torch.Tensor:
-        drawn = first_steps.draw_batch(self._config, step)
-        batch = torch.from_numpy(drawn).long()
-        return batch.to(self._kind)
-
-    def _run(self, batch: torch.Tensor) -> float:
-        """Takes a step, and returns the mean loss of all micro-batches."""
+    def step(self, batch: torch.Tensor) -> float:
+        """Takes a training step, waits for it, and returns the mean loss of all micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         number = self._config.train.accumulate_steps
         total = torch.zeros((), device=self._kind)
@@ -171,12 +170,7 @@ def main() -> None:
     """Serves steps of the peer and the config that the command line gives."""
     _, peer, text = sys.argv
     config = Config.from_dict(json.loads(text))
-    # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
-    wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda" and wanted != "highest":
-        torch.set_float32_matmul_precision("high")
-    serve(Training(peer, config, kind))
+    Training(peer, config).serve()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gpt2.benchmark.tables import Row, table
-from gpt2.errors import require_choice
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils import launch
 from gpt2.utils.files import write_text
@@ -50,8 +49,7 @@ def make_parts(output: Path) -> list[Part]:
     def run(name: str, *more: str) -> tuple[str, ...]:
         return (f"{root}/train.py", f"--workdir={output / name}", *more)
 
-    benchmark = ("-m", "gpt2.benchmark")
-    step = (*benchmark, "train", "--json")
+    step = ("-m", "gpt2.benchmark", "train", "--json")
     loop = (
         *options("124m", 12, 32),
         "--config.data.corpus=pystdlib",
@@ -67,7 +65,7 @@ def make_parts(output: Path) -> list[Part]:
         peers = ("--peers=torch_compile",)
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
-        Part("machine", 30, (*benchmark, "machine", "--json", f"--output={output}")),
+        Part("machine", 30, ("-m", "gpt2.benchmark.machine", str(output))),
         Part("124m-32", 120, (*step, *options("124m", 12, 32), *peers)),
         Part("1558m", 150, (*step, *options("1558m", 48, 16))),
         Part("forms", 150, (*step, *options("124m", 12, 32), *forms)),
@@ -81,14 +79,8 @@ def make_parts(output: Path) -> list[Part]:
     ]
 
 
-def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -> bool:
-    """Runs the parts of these names, or all, and returns whether none failed.
-
-    Every part gets `overrides`, options of the config by dotted name.
-    """
-    parts = {part.name: part for part in make_parts(output)}
-    for name in names:
-        require_choice("--parts", name, tuple(parts))
+def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
+    """Runs the parts with `overrides`, options by dotted name; returns whether none failed."""
     results = output / "results.jsonl"
     logs = output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -98,10 +90,9 @@ def run_suite(output: Path, names: list[str], overrides: Mapping[str, object]) -
     if results.exists():
         rows = list(map(json.loads, results.open()))
     done = {row["part"] for row in rows if row.get("status") == "done"}
-    for name in names or parts:
+    for name, seconds, command in make_parts(output):
         if name in done:
             continue
-        _, seconds, command = parts[name]
         if name != "machine":  # which has no config
             command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
         found, status = run_command(command, seconds, logs / f"{name}.err")
@@ -167,26 +158,4 @@ def report(rows: list[Row]) -> str:
             lines += [f"- {name}: {row[name]}" for name in row]
         elif row["status"] != "done":
             others.append(row | {"name": row["status"]})
-    return "\n".join([*lines, "", table(others), ""])
-
-
-def describe_machine(output: Path | None) -> Row:
-    """Returns devices and versions; on a GPU, writes target.txtpb into `output`."""
-    import jax
-    from jaxlib import xla_client
-
-    from gpt2.utils.code import describe_start
-
-    device = jax.devices()[0]
-    row = describe_start(0)
-    row["cpu_cores"] = os.cpu_count()
-    row["flags"] = os.environ.get("XLA_FLAGS")
-    if device.platform == "gpu":
-        asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
-        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
-        told = subprocess.run(command, capture_output=True, text=True)
-        row["driver"] = told.stdout.strip()
-        if output:
-            target = xla_client.get_topology_for_devices([device]).target_config
-            write_text(output / "target.txtpb", target)
-    return row
+    return "\n".join([*lines, "", "```", table(others), "```", ""])

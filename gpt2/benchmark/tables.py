@@ -1,4 +1,4 @@
-"""Rows of results as a table for people, in a terminal or a Markdown page."""
+"""Rows of results as a table for people."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,16 +31,13 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns rows as a Markdown table with aligned columns, of those that some row fills."""
-    columns = []
+    """Returns rows as a table with the columns that some row fills."""
+    import pandas as pd  # which the Python of peers may lack
+
+    found = pd.DataFrame(rows)
+    columns = {}
     for title, name, write in _COLUMNS:
-        texts = []
-        for row in rows:
-            text = "" if row.get(name) is None else write(row[name])
-            texts.append(text.replace("|", "/"))
-        if any(texts):
-            width = max(map(len, [title, *texts]))
-            cells = [title, "-" * width, *texts]
-            columns.append([cell.ljust(width) for cell in cells])
-    lines = zip(*columns, strict=True)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        if name in found and found[name].notna().any():
+            texts = found[name].map(write, na_action="ignore")
+            columns[title] = texts.fillna("")
+    return pd.DataFrame(columns).to_string(index=False)
