@@ -268,8 +268,8 @@ a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
     - tree = _plain(tree)
     + pass
 a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
-    - os.truncate(directory / shard.file, size)
-    + pass
+    - self._files[name] = (self._directory / shard.file).open("wb")
+    + self._files[name] = (self._directory / shard.file).open("ab")
 a preparation goes on with another text: data/splits.py, preparing -k another_one
     - == progress.text_crc32
     + or True

@@ -26,6 +26,7 @@ def stored(directory, train, validation=(1, 2, 3), eot=EOT, num_documents=9):
     writer = TokenWriter(directory, 100_000, splits)
     writer.append("train", np.asarray(train))
     writer.append("validation", np.asarray(validation))
+    writer.close()
     return Dataset(directory, SimpleNamespace(eot=eot), splits, writer.dtype.name)
 
 

@@ -20,7 +20,7 @@ from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
 from gpt2.data.tokenizer import Tokenizer, build, load
-from gpt2.data.tokens import Split, TokenStream, TokenWriter, load_splits
+from gpt2.data.tokens import Split, TokenWriter, load_splits
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 from gpt2.utils.cluster import open_pool
@@ -36,7 +36,7 @@ WEIGHED = 2**14
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
 SECONDS = 10  # between lines that tell how far it is
 TOKENIZER = "tokenizer.json"
-PROGRESS = "progress.json"  # what is written up to such a moment
+PROGRESS = "written.json"  # what is written up to such a moment
 # A part ends where GPT-2's pattern must start anew, so that its tokens are the document's.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -63,7 +63,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
     """
     documents = Documents(corpus, data)
     progress, parts = _resume(directory, documents)
-    if not progress.parts:
+    if not progress.digests:
         texts = _training_texts(documents.parts(), data.tokenizer)
         tokenizer = build(
             data.tokenizer,
@@ -72,7 +72,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
             end_of_text=data.end_of_text,
         )
         tokenizer.save(directory / TOKENIZER)
-        progress.tokenizer_crc32 = zlib.crc32((directory / TOKENIZER).read_bytes())
+        progress.digests = files.digest_files(directory, [TOKENIZER])
     tokenizer = load(directory / TOKENIZER)
     if tokenizer.eot is None and documents.many:
         raise UserError(
@@ -81,7 +81,6 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
         )
     opening = np.array([tokenizer.eot or 0], np.int32)
     writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)
-    progress.dtype = writer.dtype.name
     unsaved = 0
     told = time.monotonic()
     for part, tokens, num_lost in encode_in_parallel(tokenizer, parts):
@@ -91,6 +90,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
         progress.add(part, num_lost)
         unsaved += len(tokens)
         if unsaved >= SAVED_TOKENS:
+            writer.close()
             progress.save(directory)
             unsaved = 0
         if time.monotonic() > told + SECONDS:
@@ -100,13 +100,8 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
                 share = progress.sum("num_bytes") / corpus.num_bytes
                 line += f", {share:.0%} of the text"
             tell(line, sys.stdout)
-    if damage := progress.find_damage(directory):
-        (directory / PROGRESS).unlink(missing_ok=True)
-        raise UserError(
-            f"{directory} does not hold what was written ({damage})",
-            "Repeat the command, or name another disk by --config.data.data_dir",
-        )
-    return Dataset(directory, tokenizer, progress.splits, progress.dtype)
+    writer.close()
+    return Dataset(directory, tokenizer, progress.splits, writer.dtype.name)
 
 
 # How far it is: a preparation that was cut goes on
@@ -119,40 +114,20 @@ class Progress:
     splits: dict[str, Split]
     parts: int = 0
     text_crc32: int = 0  # of the last part's text
-    tokenizer_crc32: int = 0  # of its file
-    dtype: str = ""  # of stored tokens
-
-    @classmethod
-    def load(cls, directory: Path) -> "Progress | None":
-        """Returns what a directory tells of a preparation that was cut, if it does."""
-        tree = files.read_sealed(directory / PROGRESS)
-        if tree is None:
-            return None
-        splits = load_splits(tree["splits"])
-        return cls(**tree | {"splits": splits})
+    # Of the tokenizer, and of the tokens of all these parts.
+    digests: files.Digests = dataclasses.field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
         """Brings all that is written to the disk, and then what says that it is there."""
+        written = {path.name for path in directory.glob("*.bin")}
+        written -= self.digests.keys()
+        self.digests |= files.digest_files(directory, written)
         files.sync_tree(directory)
         files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
 
     def sum(self, count: str) -> int:
         """Returns a count of both splits."""
         return sum(getattr(split, count) for split in self.splits.values())
-
-    def find_damage(self, directory: Path) -> str:
-        """Says what a directory does not hold as it was written, or nothing."""
-        try:
-            tokenizer = (directory / TOKENIZER).read_bytes()
-            if zlib.crc32(tokenizer) != self.tokenizer_crc32:
-                return f"{TOKENIZER} was altered"
-            for name, split in self.splits.items():
-                stream = TokenStream(split.shards, self.dtype, directory)
-                if stream.crc32() != split.crc32:
-                    return f"tokens of {name} were altered"
-        except (OSError, UserError) as error:
-            return str(error)
-        return ""
 
     def add(self, part: Part, num_lost: int) -> None:
         """Counts a part whose tokens have been written."""
@@ -167,16 +142,17 @@ class Progress:
 
 def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator[Part]]:
     """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
-    progress = Progress.load(directory)
-    damage = progress.find_damage(directory) if progress else ""
-    text = ""
-    if damage:
-        warn(f"{directory} is damaged ({damage}), and is begun anew")
-    elif progress:
+    saved = files.read_sealed(directory / PROGRESS)
+    if saved:
+        progress = Progress(**saved | {"splits": load_splits(saved["splits"])})
         parts = documents.parts()
+        text = ""
         for part in itertools.islice(parts, progress.parts):
             text = part.text
-        if zlib.crc32(text.encode()) == progress.text_crc32:
+        damage = files.find_damage(directory, progress.digests)
+        if damage:
+            warn(f"{directory} is damaged ({damage}), and is begun anew")
+        elif zlib.crc32(text.encode()) == progress.text_crc32:
             number = progress.sum("num_documents")
             tell(f"going on after document {number:,}", sys.stdout)
             return progress, parts

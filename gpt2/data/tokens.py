@@ -1,7 +1,6 @@
 """Tokens on disk: flat files of uint16 or uint32, read at any position through memory maps."""
 
 import bisect
-import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import numpy as np
 
 from gpt2.utils.files import reading
 
-SHARD_TOKENS = 2**26  # in a file
 CHUNK = 2**20  # tokens read at a time
 
 
@@ -45,42 +43,36 @@ def load_splits(tree: dict[str, dict]) -> dict[str, Split]:
 
 
 class TokenWriter:
-    """Appends token ids to the splits of a prepared corpus."""
+    """Appends token ids to the splits of a prepared corpus, to new files after each `close`."""
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._directory = directory
         self._splits = splits
         self._files = dict[str, IO[bytes]]()  # of each split, its last
-        for split in splits.values():
-            # More may have been written than is counted.
-            for shard in split.shards[-1:]:
-                size = shard.num_tokens * self.dtype.itemsize
-                os.truncate(directory / shard.file, size)
 
     def append(self, name: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split."""
         if not len(tokens):
             return
         split = self._splits[name]
-        shards = split.shards
-        if not shards or shards[-1].num_tokens >= SHARD_TOKENS:
-            shards.append(Shard(f"{name}-{len(shards):05}.bin", 0, 0))
-            self._files.pop(name, None)
-        shard = shards[-1]
         if name not in self._files:
-            path = self._directory / shard.file
-            # A kill may have left a shard that is not counted.
-            mode = "ab" if shard.num_tokens else "wb"
-            self._files[name] = path.open(mode, buffering=0)
+            shard = Shard(f"{name}-{len(split.shards):05}.bin", 0, 0)
+            split.shards.append(shard)
+            # A kill may have left one of the same name, which is not counted.
+            self._files[name] = (self._directory / shard.file).open("wb")
         stored = tokens.astype(self.dtype).tobytes()
-        rest = memoryview(stored)
-        while rest:  # a disk that is full takes a part
-            num_written = self._files[name].write(rest)
-            rest = rest[num_written:]
-        shards[-1] = shard._replace(num_tokens=shard.num_tokens + len(tokens))
+        self._files[name].write(stored)
+        shard = split.shards[-1]
+        split.shards[-1] = shard._replace(num_tokens=shard.num_tokens + len(tokens))
         split.num_tokens += len(tokens)
         split.crc32 = zlib.crc32(stored, split.crc32)
+
+    def close(self) -> None:
+        """Ends the files that are open."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
 
 class TokenStream:

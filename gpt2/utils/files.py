@@ -121,10 +121,11 @@ def digest_folder(folder: Path) -> Digests:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             names.append(str(path.relative_to(folder)))
-    return _digest_files(folder, names)
+    return digest_files(folder, names)
 
 
-def _digest_files(folder: Path, names: Collection[str]) -> Digests:
+def digest_files(folder: Path, names: Collection[str]) -> Digests:
+    """Returns the digests of some of a folder's files."""
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(_digest, (folder / name for name in names))
         return dict(zip(names, digests, strict=True))
@@ -142,7 +143,7 @@ def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
                 return f"{name} has {found} bytes, not {size}"
         if not read:
             return ""
-        for name, digest in _digest_files(folder, digests).items():
+        for name, digest in digest_files(folder, digests).items():
             if digest != digests[name]:
                 return f"{name} was altered"
     except OSError as error:
