@@ -18,7 +18,7 @@ import pytest
 
 from configs import quickstart
 from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
-from gpt2.data.tokenizer import ByteTokenizer
+from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf import weights
 from gpt2.hf.weights import load_initial_params, load_model, load_params
@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     config = make_config("model.vocab_size=257")
     write_run(workdir, config)
-    ByteTokenizer().save(workdir / "tokenizer.json")
+    build("byte").save(workdir / "tokenizer.json")
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), tokens)["params"]
     with Checkpointer(workdir, keep=2) as checkpointer:
@@ -98,7 +98,7 @@ def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
     workdir, cfg, steps, best = saved
     assert steps == saved_steps(workdir) == [20, 50, 60] and best == (20, 2.0)
     for suffix, step in ("", 20), ("@50", 50):
-        params = load_initial_params(f"run:{workdir}{suffix}", cfg, ByteTokenizer())
+        params = load_initial_params(f"run:{workdir}{suffix}", cfg, build("byte"))
         assert steps_in(params) == {step}
     with pytest.raises(UserError, match=r"has no checkpoint 30.*20, 50, 60"):
         load_params(workdir, "30")
@@ -291,7 +291,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
 
 def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):
     run_path = tmp_path / "run"
-    data = SimpleNamespace(describe=dict, tokenizer=ByteTokenizer())
+    data = SimpleNamespace(describe=dict, tokenizer=build("byte"))
     save_checkpoints(run_path, 2, 4)
     scores = run_path / "checkpoints/2/metrics/metrics"
     scores.write_text(scores.read_text().replace("8.0", "0.0"))

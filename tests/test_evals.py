@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpt2.config import TrainConfig
-from gpt2.data.tokenizer import ByteTokenizer
+from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.core import core
@@ -27,7 +27,7 @@ from tests.helpers import WORDS, first_params, write_rows
 CFG = GPTConfig(
     vocab_size=257, context_length=128, num_layers=2, num_heads=2, embed_dim=16
 )
-BYTES = ByteTokenizer()
+BYTES = build("byte")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from gpt2 import hf
 from gpt2.config import GPTConfig
-from gpt2.data.tokenizer import ByteTokenizer, CharTokenizer, gpt2_tokenizer, train_bpe
+from gpt2.data.tokenizer import CharTokenizer, build, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
@@ -28,7 +28,7 @@ TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
 CHARACTERS = "".join(sorted(set(TEXT)))
 TOKENIZERS = {
     "gpt2": gpt2_tokenizer,
-    "byte": ByteTokenizer,
+    "byte": lambda: build("byte"),
     "char": lambda: CharTokenizer(CHARACTERS, has_eot=True),
     "char, one text": lambda: CharTokenizer(CHARACTERS, has_eot=False),
     "bpe": lambda: train_bpe(300, [TEXT * 20]),

@@ -175,8 +175,7 @@ def test_char_vocabulary_is_the_sorted_characters_and_saved(tmp_path):
 
 CHAR = '{"kind": "char", "has_eot": true, "characters": %s}'
 NO_TOKENIZERS = ["", "{}", "[1]", "\udcff", "[" * 10**5, '{"kind": []}']
-NO_TOKENIZERS += [CHAR % '""', CHAR % '"ba"', CHAR % '"aab"', CHAR % "3", CHAR % "[]"]
-NO_TOKENIZERS += [CHAR % r'"\ud800"', '{"kind": "char", "characters": "ab"}']
+NO_TOKENIZERS += [CHAR % "3", '{"kind": "char", "characters": "ab"}']
 
 
 @pytest.mark.parametrize("content", NO_TOKENIZERS, ids=range(len(NO_TOKENIZERS)))

@@ -90,26 +90,6 @@ class Tokenizer(abc.ABC):
 # Kinds
 
 
-class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes, then the end-of-text token."""
-
-    name = "byte"
-    vocab_size = 257
-    eot = 256
-    saved = {"kind": "byte"}  # noqa: RUF012
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the text's UTF-8 bytes, int32 [num_bytes]."""
-        content = text.encode("utf-8", "replace")
-        return np.frombuffer(content, np.uint8).astype(np.int32)
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the bytes that the token ids stand for."""
-        return b"".join(
-            END_OF_TEXT.encode() if i == self.eot else bytes([i]) for i in ids
-        )
-
-
 class CharTokenizer(Tokenizer):
     """One token for each distinct character, in order of code point.
 
@@ -119,9 +99,6 @@ class CharTokenizer(Tokenizer):
     name = "char"
 
     def __init__(self, characters: str, has_eot: bool):
-        if not characters or [*characters] != sorted({*characters}):
-            raise ValueError("its characters are not in order")
-        characters.encode()  # half a surrogate pair is no character
         self._characters = characters
         self._ids = {character: i for i, character in enumerate(characters)}
         self.eot = len(characters) if has_eot else None
@@ -379,8 +356,9 @@ def build(
     """
     if spec == "gpt2":
         return gpt2_tokenizer()
-    if spec == "byte":
-        return ByteTokenizer()
+    if spec == "byte":  # no two of which merge
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        return BytePairTokenizer(ranks, 256, {"kind": "byte"}, "byte")
     if spec == "char":
         characters = set(itertools.chain.from_iterable(texts))
         return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
