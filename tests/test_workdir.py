@@ -192,9 +192,7 @@ def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     altered = [DOCUMENTS[0][:50] + "#" + DOCUMENTS[0][51:], *DOCUMENTS[1:]]
     reordered = [*DOCUMENTS[3:], *DOCUMENTS[:3]]
     for name, documents in (("altered", altered), ("reordered", reordered)):
-        with pytest.raises(
-            UserError, match=r"text that data\.corpus names is no longer what"
-        ):
+        with pytest.raises(UserError, match="is no longer what"):
             resume(data_at(tmp_path / name, documents))
     with pytest.raises(
         UserError, match=r"holds a run with data\.corpus=.*, not pystdlib"
@@ -214,18 +212,8 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     data = data_at(tmp_path / "here", tokenizer=f"{tmp_path}/first.json")
     begin(data)
     resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
-    with pytest.raises(
-        UserError, match=r"tokenizer that data\.tokenizer names is no longer what"
-    ):
+    with pytest.raises(UserError, match="is no longer what"):
         resume(data | {"tokenizer": f"{tmp_path}/2.json"})
-
-
-def test_another_text_is_no_other_tokenizer_though_it_makes_one(tmp_path, begun):
-    begin, resume = begun
-    begin(data_at(tmp_path / "here", tokenizer="char"))
-    other = data_at(tmp_path / "other", [*DOCUMENTS, "~"], tokenizer="char")
-    with pytest.raises(UserError, match=r"text that data\.corpus names"):
-        resume(other)
 
 
 ENDLESS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]

@@ -71,21 +71,11 @@ class Dataset:
 def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Refuses a corpus that is not the one of a run's data.json; returns if that tells anything."""
     saved = files.read_sealed(path)
-    if not saved:
+    if saved is None:
         return False
-    differing = set[str]()
-    for name, found in dataset.describe().items():
-        if saved.get(name, found) != found:
-            differing.add(name)
-    if differing:
-        name = "the text that data.corpus"
-        before = [counts["num_bytes"] for counts in saved["splits"].values()]
-        now = [split.num_bytes for split in dataset.splits.values()]
-        # Another text may have made another tokenizer, too.
-        if now == before and differing & {"tokenizer", "tokenizer_sha256"}:
-            name = "the tokenizer that data.tokenizer"
+    if saved != dataset.describe():
         raise UserError(
-            f"{name} names is no longer what {path.parent} was trained on",
+            f"the text or tokenizer is no longer what {path.parent} was trained on",
             "Restore it, or give another --workdir",
         )
     return True
