@@ -241,28 +241,23 @@ def _hugging_face(argument: str) -> Corpus:
 
 def _hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
     """Returns the folder of the training split of OWNER/NAME or OWNER/NAME/SUBSET."""
-
-    def names_in(folder: str) -> list[str]:
-        paths = map(str, hub.ls(folder, detail=False))
-        return sorted(path.rpartition("/")[2] for path in paths)
-
     parts = name.split("/")
     repository = "/".join(parts[:2])
     subset = "/".join(parts[2:])
     root = f"datasets/{repository}@refs/convert/parquet"
-    subsets = [name for name in names_in(root) if not name.startswith(".")]
+    names = [str(path).rpartition("/")[2] for path in hub.ls(root, detail=False)]
+    subsets = sorted(name for name in names if not name.startswith("."))
     if not subset:
         subset = subsets[0] if len(subsets) == 1 else "default"
-    if subset not in subsets:
-        told = f"{len(subsets)} subsets: {', '.join(subsets[:20])}"
-        how = f"Name one of them: hf:{repository}/SUBSET#{column}"
-        raise UserError(f"hf:{repository} has {told}", how)
-    splits = names_in(f"{root}/{subset}")
     # Of a large data set the hub converts a first part, and calls it so.
     for split in ("train", "partial-train"):
-        if split in splits:
-            return f"{root}/{subset}/{split}"
-    raise UserError(f"hf:{name} has no training split, but {', '.join(splits)}")
+        folder = f"{root}/{subset}/{split}"
+        if hub.exists(folder):
+            return folder
+    raise UserError(
+        f"hf:{repository} has no training split in {subset!r}, but {', '.join(subsets[:20])}",
+        f"Name one of them: hf:{repository}/SUBSET#{column}",
+    )
 
 
 def _tfds(argument: str) -> Corpus:

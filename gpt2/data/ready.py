@@ -3,9 +3,7 @@
 nanoGPT writes bare .bin files, llm.c and modded-nanogpt some with a header, build-nanogpt .npy.
 """
 
-import contextlib
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +11,12 @@ import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.dataset import Dataset
-from gpt2.data.foreign import File, find_files, fingerprint
+from gpt2.data.foreign import find_files, fingerprint
 from gpt2.data.tokenizer import build, is_path
 from gpt2.data.tokens import Shard, Split, TokenStream
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
-from gpt2.utils.stores import Remote, at_hand, find
+from gpt2.utils.stores import at_hand
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version: those of GPT-2's and of Llama 3's tokens.
@@ -54,11 +52,16 @@ def open_ready_tokens(data: DataConfig) -> ReadyTokens:
         )
     found = find_files(data.corpus.removeprefix("tokens:"))
     files = [at_hand(file).absolute() for file in found]
-    _refuse_characters([*found, *files])
     train = Shards()
     validation = Shards()
     dtypes = set[str]()
     for file in files:
+        meta = file.with_name("meta.pkl")
+        if meta.exists():  # nanoGPT's, of tokens that are characters
+            raise UserError(
+                f"{meta} gives the tokens beside it another meaning",
+                f"Use text:{file.parent}/input.txt and --config.data.tokenizer=char",
+            )
         shard, dtype = _open_shard(file)
         dtypes.add(dtype)
         is_validation = VALIDATION.search(file.name)
@@ -108,21 +111,6 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
     return Dataset(directory, tokenizer, splits, ready.dtype)
 
 
-def _refuse_characters(files: Sequence[File]) -> None:
-    """Refuses nanoGPT's tokens that are characters, which a file beside them tells."""
-    for place in {str(file).partition("?")[0].rpartition("/")[0] for file in files}:
-        meta = f"{place}/meta.pkl"
-        found = list[Remote]()
-        # Of a file that is not there, many servers say that it is forbidden.
-        with contextlib.suppress(UserError):
-            found = find(meta)
-        if found:
-            raise UserError(
-                f"{meta} gives the tokens beside it another meaning",
-                f"Use text:{place}/input.txt and --config.data.tokenizer=char",
-            )
-
-
 def _open_shard(file: Path) -> tuple[Shard, str]:
     """Finds the tokens in a file, and their type."""
     how = "Leave it out of tokens:GLOB, or download it again"
@@ -149,21 +137,14 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
                 if size % 4 == 0 and quarters[:, 1::2].max() < 4:
                     dtype = "uint32" if quarters[:, 2:].any() else "uint64"
                 num_tokens = size // np.dtype(dtype).itemsize
-                is_right = file.suffix == ".bin" and not _is_other(start)
+                # A thousand bytes of tokens hold some that are small; text does not.
+                is_right = file.suffix == ".bin" and min(start, default=0) < 9
     if dtype not in ("uint16", "uint32"):
         raise UserError(f"{file} holds {dtype}, not uint16 or uint32", how)
     itemsize = np.dtype(dtype).itemsize
     if not is_right or not num_tokens or offset + num_tokens * itemsize != size:
         raise UserError(f"{file} is no file of {dtype} tokens, or is cut", how)
     return Shard(str(file), offset // itemsize, num_tokens), dtype
-
-
-def _is_other(start: bytes) -> bool:
-    """Returns whether a file begins as one of PyTorch, gzip or text does, not as tokens."""
-    if not start or start.startswith((b"PK\x03\x04", b"\x1f\x8b\x08")):
-        return True
-    # A thousand bytes of tokens hold some that are small.
-    return min(start) > 8
 
 
 def _cut(shards: Shards, num_first: int) -> tuple[Shards, Shards]:

@@ -65,18 +65,10 @@ def find(pattern: str) -> list[Remote]:
     """Returns the files that a URL, maybe with wildcards, names: sorted."""
     found = list[Remote]()
     with _reaching(pattern) as (store, root):
-        is_web = "http" in store.protocol
-        try:
-            if re.search(r"[*?[]", root) and not is_web:
-                infos = store.glob(root, detail=True)
-            else:
-                infos = {root: store.info(root)}
-        except FileNotFoundError as error:
-            # The web's file system calls every failure so.
-            cause = error.__cause__
-            if is_web and cause and "404" not in str(cause):
-                raise cause from None
-            return []
+        if "http" in store.protocol:  # which lists no files
+            infos = {root: store.info(root)}
+        else:
+            infos = store.glob(root, detail=True)
         for name, info in infos.items():
             if info["type"] == "file":
                 url = store.unstrip_protocol(name)
@@ -100,9 +92,7 @@ def at_hand(file: Path | Remote) -> Path:
 
 def fetch_file(place: str | Path) -> Path:
     """Returns where a file lies on this machine that a path or a URL names, JSON beside it too."""
-    if not is_url(place):
-        return Path(place).expanduser()
-    folder, _, name = str(place).rpartition("/")
+    folder, name = os.path.split(place)
     return fetch(folder, r"[^/]+\.json$") / name
 
 
