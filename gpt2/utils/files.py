@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -69,14 +68,14 @@ def new_directory(directory: Path) -> Iterator[Path]:
         raise UserError(f"{directory} exists already", how)
     parent = directory.parent
     parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=parent))
-    try:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{directory.name}-", dir=parent
+    ) as scratch:
+        partial = Path(scratch)
         yield partial
         partial.chmod(0o755)
         sync_tree(partial)
         os.replace(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager
