@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 from functools import partial
-from types import SimpleNamespace
 
 import chex
 import flax.linen as nn
@@ -23,7 +22,6 @@ from gpt2.ops import Ops, plain
 from gpt2.ops import head_loss as head_loss_module
 from gpt2.ops.head_loss import look_up_padded, pad_vocab
 from gpt2.optim.parameters import decay_mask
-from gpt2.parallel.kernels import choose_attention
 from gpt2.training.program import Program
 from gpt2.utils.scan import METRICS
 from tests import plain as in_numpy
@@ -441,20 +439,3 @@ def test_the_formulas_have_forward_derivatives_and_the_gradients_of_kernels(acti
 def test_flax_tabulates_the_model_with_its_operations():
     table = nn.tabulate(GPT(SMALL), jax.random.key(0), compute_flops=True)(tokens_of(0))
     assert "flops" in table and f"{num_params(first_params(SMALL)):,}" in table
-
-
-@pytest.mark.parametrize(
-    ("kind", "platform", "capability", "dtype", "expected"),
-    [
-        ("TPU v3", "tpu", {}, "bfloat16", "plain"),
-        ("TPU v5 lite", "tpu", {}, "bfloat16", "splash"),
-        ("Tesla T4", "gpu", {"compute_capability": "7.5"}, "float16", "plain"),
-        ("NVIDIA L4", "cuda", {"compute_capability": "8.9"}, "bfloat16", "cudnn"),
-    ],
-)
-def test_older_devices_take_attention_that_they_can_compile(
-    kind, platform, capability, dtype, expected
-):
-    device = SimpleNamespace(device_kind=kind, platform=platform, **capability)
-    cfg = replaced(compute_dtype=dtype, context_length=128)
-    assert choose_attention(cfg, device, {})[0] == expected

@@ -310,30 +310,41 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(dtype, kv_heads, new)
 
 CAPPED = {"model.attention_softcap": SoftCap}
 SUNK = {"model.attention_sink": object}
+# Platforms of kinds of devices, and compute capabilities, which NVIDIA's alone have.
+DEVICES = {
+    "CPU": ("cpu", "9"),
+    "NVIDIA L4": ("cuda", "8.9"),
+    "Tesla T4": ("gpu", "7.5"),
+    "TPU v5 lite": ("tpu", "9"),
+    "TPU v3": ("tpu", "9"),
+}
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "length", "head_size", "terms", "expected"),
+    ("kind", "dtype", "length", "terms", "expected"),
     [
-        ("cpu", "float32", 1024, 64, {}, "blocked"),
-        ("cpu", "float32", 64, 32, {}, "plain"),
-        ("cpu", "bfloat16", 1024, 64, CAPPED, "blocked"),
-        ("gpu", "bfloat16", 1024, 64, {}, "cudnn"),
-        ("gpu", "float32", 1024, 64, {}, "plain"),
-        ("gpu", "bfloat16", 1024, 64, CAPPED, "plain"),
-        ("tpu", "bfloat16", 1024, 64, {}, "splash"),
-        ("tpu", "bfloat16", 1000, 64, {}, "plain"),
-        ("tpu", "bfloat16", 1024, 64, CAPPED, "splash"),
-        ("tpu", "bfloat16", 1024, 64, SUNK, "plain"),
+        ("CPU", "float32", 1024, {}, "blocked"),
+        ("CPU", "float32", 64, {}, "plain"),
+        ("CPU", "bfloat16", 1024, CAPPED, "blocked"),
+        ("NVIDIA L4", "bfloat16", 1024, {}, "cudnn"),
+        ("NVIDIA L4", "float32", 1024, {}, "plain"),
+        ("NVIDIA L4", "bfloat16", 1024, CAPPED, "plain"),
+        ("Tesla T4", "float16", 1024, {}, "plain"),
+        ("TPU v5 lite", "bfloat16", 1024, {}, "splash"),
+        ("TPU v5 lite", "bfloat16", 1000, {}, "plain"),
+        ("TPU v5 lite", "bfloat16", 1024, CAPPED, "splash"),
+        ("TPU v5 lite", "bfloat16", 1024, SUNK, "plain"),
+        ("TPU v3", "bfloat16", 1024, {}, "plain"),
     ],
 )
-def test_auto_attention_is_what_can_run(
-    platform, dtype, length, head_size, terms, expected
-):
+def test_auto_attention_is_what_can_run(kind, dtype, length, terms, expected):
     def choose(name):
-        size = dict(num_heads=2, embed_dim=2 * head_size, context_length=length)
+        size = dict(num_heads=2, embed_dim=128, context_length=length)
         cfg = GPTConfig(attention=name, compute_dtype=dtype, **size)
-        device = SimpleNamespace(platform=platform, device_kind=platform)
+        platform, capability = DEVICES[kind]
+        device = SimpleNamespace(
+            device_kind=kind, platform=platform, compute_capability=capability
+        )
         return choose_attention(cfg, device, terms)[0]
 
     assert choose("auto") == expected

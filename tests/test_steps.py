@@ -246,22 +246,6 @@ def test_loss_scale_doubles_after_its_interval():
     assert (grown.scale, grown.good_steps) == (8.0, 0)
 
 
-@pytest.mark.thorough
-def test_gradients_equal_an_unfused_reference():
-    """XLA:CPU has fused wrongly before: the same step, one operation at a time."""
-    state, _ = setup()
-    batch = make_batch(3, batch_size=2)
-
-    def total_loss(model, params):
-        return next_token_loss(model)(params, batch)["loss"][0]
-
-    with jax.disable_jit():
-        unfused = jax.grad(partial(total_loss, GPT(CONFIG)))(state.params)
-    kernels = with_kernels(GPT(CONFIG))
-    fused = jax.jit(jax.grad(partial(total_loss, kernels)))(state.params)
-    chex.assert_trees_all_close(fused, unfused, rtol=1e-4, atol=1e-5)
-
-
 def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
     batch = make_batch(0)
     mask = jnp.ones_like(batch["tokens"])
@@ -269,20 +253,29 @@ def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
         next_token_loss(GPT(CONFIG))(None, batch | {"mask": mask})
 
 
-def report_size(next_method, args, kwargs, context, weight=0.0):
-    """Lets every layer's MLP report the squares of what it gives."""
-    y = next_method(*args, **kwargs)
-    if isinstance(context.module, MLP) and context.method_name == "__call__":
-        squares = jnp.sum(jnp.square(y.astype(jnp.float32)))
-        report(context.module, "size", squares, y.size, weight=weight)
-    return y
+def at_each_mlp(look):
+    """Lets a function look at every layer's MLP and at what it gives."""
+
+    def intercept(next_method, args, kwargs, context):
+        y = next_method(*args, **kwargs)
+        if isinstance(context.module, MLP) and context.method_name == "__call__":
+            look(context.module, y)
+        return y
+
+    return nn.intercept_methods(intercept)
+
+
+def report_size(mlp, y, weight=0.0):
+    """Reports the squares of what an MLP gives."""
+    squares = jnp.sum(jnp.square(y.astype(jnp.float32)))
+    report(mlp, "size", squares, y.size, weight=weight)
 
 
 def size_of_mlp(model):
     """A loss with a name of its own, and one from within every layer's MLP."""
 
     def loss(params, batch, *key_and_step):
-        with nn.intercept_methods(report_size):
+        with at_each_mlp(report_size):
             sums = next_token_loss(model)(params, batch, *key_and_step)
         small = jnp.sum(jnp.square(params["wte"]["embedding"])), jnp.float32(1.0)
         total, count = sums["loss"]
@@ -324,7 +317,7 @@ def with_auxiliary_loss(model):
     """Cross-entropy, and an auxiliary loss that every layer's MLP reports."""
 
     def loss(*arguments):
-        with nn.intercept_methods(partial(report_size, weight=30.0)):
+        with at_each_mlp(partial(report_size, weight=30.0)):
             return next_token_loss(model)(*arguments)
 
     return loss
@@ -336,13 +329,10 @@ def with_its_sum(model):
     def loss(*arguments):
         squares = []
 
-        def keep(next_method, args, kwargs, context):
-            y = next_method(*args, **kwargs)
-            if isinstance(context.module, MLP) and context.method_name == "__call__":
-                squares.append(jnp.sum(jnp.square(y.astype(jnp.float32))))
-            return y
+        def keep(mlp, y):
+            squares.append(jnp.sum(jnp.square(y.astype(jnp.float32))))
 
-        with nn.intercept_methods(keep):
+        with at_each_mlp(keep):
             sums = next_token_loss(model)(*arguments)
         total, count = sums["loss"]
         return sums | {"loss": (total + 30.0 * sum(squares), count)}
@@ -370,7 +360,7 @@ def test_a_loss_of_ones_own_trains_and_brings_what_modules_report():
     found = own(state, batch)[1]
     assert found["train/grad_norm"] > 0.01
     assert found["train/loss"] < setup()[1](state, batch)[1]["train/loss"]
-    with nn.intercept_methods(partial(report_size, weight=30.0)):
+    with at_each_mlp(partial(report_size, weight=30.0)):
         moved = setup.__wrapped__(loss=focal)[1](state, batch)[1]
     assert "train/h_0/mlp/size" in moved and moved["train/loss"] == found["train/loss"]
     assert moved["train/grad_norm"] > found["train/grad_norm"] + 0.01
@@ -378,30 +368,25 @@ def test_a_loss_of_ones_own_trains_and_brings_what_modules_report():
 
 @pytest.mark.parametrize("scan_layers", [True, thorough(False)])
 def test_what_is_only_logged_gives_no_gradient(scan_layers):
-    def root(next_method, args, kwargs, context):
-        y = next_method(*args, **kwargs)
-        if isinstance(context.module, MLP) and context.method_name == "__call__":
-            report(context.module, "root", jnp.sqrt(jnp.sum(0.0 * y)))  # of 0
-        return y
+    def root(mlp, y):
+        report(mlp, "root", jnp.sqrt(jnp.sum(0.0 * y)))  # of 0
 
     config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers)
     state, step = setup(config)
     expected = step(state, make_batch(0))[1]["train/grad_norm"]
-    with nn.intercept_methods(root):
+    with at_each_mlp(root):
         metrics = setup.__wrapped__(config)[1](state, make_batch(0))[1]
     assert metrics["train/h_1/mlp/root"] == 0
     assert metrics["train/grad_norm"] == expected
 
 
 def test_what_a_module_reports_twice_adds_up():
-    def twice(next_method, args, kwargs, context):
-        if isinstance(context.module, MLP) and context.method_name == "__call__":
-            report(context.module, "size", jnp.float32(1.0))
-            report(context.module, "size", jnp.float32(5.0))
-        return next_method(*args, **kwargs)
+    def twice(mlp, y):
+        report(mlp, "size", jnp.float32(1.0))
+        report(mlp, "size", jnp.float32(5.0))
 
     state, step = setup.__wrapped__()
-    with nn.intercept_methods(twice):
+    with at_each_mlp(twice):
         assert step(state, make_batch(0))[1]["train/h_0/mlp/size"] == 3
 
 

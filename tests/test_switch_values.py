@@ -6,7 +6,6 @@ import itertools
 from functools import partial
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +16,12 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
-from gpt2.model.layers import MLP
 from gpt2.model.losses.ahead import Ahead
 from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
 from gpt2.utils.scan import in_layout, report
 from tests import plain
 from tests.helpers import assert_rounded, first_params, in_float64, thorough
+from tests.test_steps import at_each_mlp
 from tests.test_switches import (
     ALL,
     config_of,
@@ -197,22 +196,6 @@ def test_padding_counts_in_no_figure_of_a_router(name):
 
 
 @needs_experts
-def test_no_expert_takes_a_later_token_in_place_of_an_earlier_one():
-    model = model_of("two experts")
-    tokens = tokens_of(5)
-    variables = {"params": params_of("two experts")}
-
-    def hidden(tokens):
-        return model.apply(variables, tokens, deterministic=False)
-
-    others = tokens.at[:, 9:].set((tokens[:, 9:] + 1) % 64)
-    found = hidden(others)
-    wanted = hidden(tokens)
-    np.testing.assert_array_equal(found[:, :9], wanted[:, :9])
-    assert jnp.abs(found[:, 9:] - wanted[:, 9:]).max() > 0.1
-
-
-@needs_experts
 def test_flops_are_those_of_the_experts_that_a_token_asks():
     # By hand: the head; two layers with attention, norms, two MLPs, router; a norm.
     layer = 64 * 192 + 192 + 64 * 64 + 64 + 4 * 64
@@ -231,21 +214,19 @@ def test_more_experts_for_a_token_than_there_are_is_an_error():
 
 @needs_experts
 def test_what_experts_report_adds_up_over_them_and_reaches_the_gradient():
-    def report_weight(next_method, args, kwargs, context):
-        if isinstance(context.module, MLP) and context.method_name == "__call__":
-            report(context.module, "each", jnp.sum(args[0] ** 2), weight=1e3)
-        return next_method(*args, **kwargs)
+    def report_each(mlp, y):
+        report(mlp, "each", jnp.sum(y**2), weight=1e3)
 
-    model, params = model_of("experts"), params_of("experts")
-    tokens = tokens_of(5)
-    batch = rolled(tokens)
+    model = model_of("experts")
+    params = params_of("experts")
+    batch = rolled(tokens_of(5))
 
     def lose(params):
         sums = next_token_loss(model)(params, batch)
         return sums["loss"][0], sums
 
     dense, _ = jax.jit(jax.grad(lose, has_aux=True))(params)
-    with nn.intercept_methods(report_weight):
+    with at_each_mlp(report_each):
         more, sums = jax.jit(jax.grad(lambda p: lose(p), has_aux=True))(params)
     total, count = sums["h_1/mlp/experts/each"]
     assert total > 0 and count == model.config.num_experts
@@ -296,15 +277,6 @@ def test_slopes_of_alibi_are_the_papers(num_heads):
     np.testing.assert_allclose(
         alibi_slopes(num_heads), plain.ALIBI[num_heads], rtol=1e-6
     )
-
-
-def test_hyper_connections_start_as_the_plain_model():
-    models = model_of("hyper_connections"), model_of("default")
-    each = [
-        model.apply({"params": first_params(model.config)}, tokens_of(1))
-        for model in models
-    ]
-    np.testing.assert_allclose(*each, atol=1e-5)
 
 
 def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
