@@ -58,24 +58,32 @@ def define_flags() -> None:
 
 def main(*directories: str) -> None:
     """Draws the curves, and prints where each ends and what it has unlike the first."""
-    if not directories:
-        raise UserError("no run is named", "For example, give runs/first runs/second")
     workdirs: dict[str, list[Path]] = {}
     for place in directories:
         workdirs |= _find_workdirs(place)
     origins = {name: _read_origin(members[0]) for name, members in workdirs.items()}
-    unit = "nats per token"
     reference = flags.FLAGS.reference
-    curves = _read_curves(workdirs, origins, LOSS, unit)
-    if len({origins[name].tokenizer for name in curves}) > 1:
+    score = LOSS
+    unit = "nats per token"
+    if len({origin.tokenizer for origin in origins.values()}) > 1:
         if reference:
             raise UserError(
                 "runs with different tokenizers compare in bits per byte, a reference in nats",
                 "Compare them without --reference",
             )
+        score = BITS_PER_BYTE
         unit = "bits per byte"
-        workdirs = {name: workdirs[name] for name in curves}
-        curves = _read_curves(workdirs, origins, BITS_PER_BYTE, unit)
+    curves = {}
+    for name, members in workdirs.items():
+        tokens, flops = _find_amounts(origins[name].tree)
+        found = [read_curve(workdir, score, tokens, flops) for workdir in members]
+        found = [curve for curve in found if len(curve.scores)]
+        if found:
+            curves[name] = found
+        else:
+            print(f"{name} has no validation in {unit}, and is skipped")
+    if not curves:
+        raise UserError(f"no run has a validation in {unit} yet", "Name one that has")
     first, *others = curves
     usual = origins[first]
     tokenizer = usual.options["data.tokenizer"]
@@ -84,9 +92,9 @@ def main(*directories: str) -> None:
             f"{reference} compares only if its losses, too, are of the tokenizer {tokenizer}"
         )
     for name, points in read_reference(reference).items():
-        tokens, losses = points.T
+        published, losses = points.T
         nothing = np.full(len(points), np.nan)
-        curves[name] = [Curve(tokens, nothing, nothing, losses)]
+        curves[name] = [Curve(published, nothing, nothing, losses)]
     output = flags.FLAGS.output
     with writing(output) as picture:
         plot_curves(picture, curves, unit)
@@ -109,8 +117,6 @@ def main(*directories: str) -> None:
 def _find_workdirs(place: str) -> dict[str, list[Path]]:
     """Returns the workdirs to draw, by the name of their curve: several for the arm of a sweep."""
     folder = fetch(place)
-    if (folder / "run" / "config.json").exists():  # the folder of a sweep's run
-        folder = folder / "run"
     workdirs: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("runs/*/seed-*/run/config.json")):
         arm = path.parents[2].name
@@ -120,11 +126,8 @@ def _find_workdirs(place: str) -> dict[str, list[Path]]:
 
 def _read_origin(workdir: Path) -> Origin:
     """Reads what a run was made of, as it stands: other code may have other options."""
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
-    with reading(workdir, "Leave it out"):
-        tree = json.loads(path.read_text("utf-8"))
+    with reading(workdir, "Name a workdir of train.py"):
+        tree = json.loads((workdir / "config.json").read_text("utf-8"))
         found = read_sealed(workdir / "data.json") or {}
         starts = read_starts(workdir)
         code = starts[-1].get("code") if starts else None
@@ -139,27 +142,6 @@ def _read_origin(workdir: Path) -> Origin:
             tokenizer=found.get("tokenizer_sha256", data["tokenizer"]),
             text=text,
         )
-
-
-def _read_curves(
-    workdirs: Mapping[str, Sequence[Path]],
-    origins: Mapping[str, Origin],
-    score: str,
-    unit: str,
-) -> dict[str, list[Curve]]:
-    """Returns the curves of the runs that have validations, and tells of the others."""
-    curves = {}
-    for name, members in workdirs.items():
-        tokens, flops = _find_amounts(origins[name].tree)
-        found = [read_curve(workdir, score, tokens, flops) for workdir in members]
-        found = [curve for curve in found if len(curve.scores)]
-        if found:
-            curves[name] = found
-        else:
-            print(f"{name} has no validation in {unit}, and is skipped")
-    if not curves:
-        raise UserError(f"no run has a validation in {unit} yet")
-    return curves
 
 
 def _find_amounts(options: Mapping[str, Any]) -> tuple[Amount, Amount]:

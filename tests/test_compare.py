@@ -29,11 +29,9 @@ def compare(folder, *given):
     return run(None, *given, script="gpt2.compare", cwd=folder)
 
 
-def test_runs_without_a_validation_neither_choose_the_unit_nor_stand_against_a_reference(
-    tmp_path,
-):
+def test_runs_without_a_validation_are_told_and_tokenizers_choose_the_unit(tmp_path):
     write_run(tmp_path / "first", "byte", SCORED)
-    write_run(tmp_path / "young", "char", {"step": 1}, corpus="synthetic")
+    write_run(tmp_path / "young", "byte", {"step": 1}, corpus="synthetic")
     write_run(tmp_path / "other", "char", SCORED)
     write_run(tmp_path / "partly", "gpt2", {"step": 1, "eval/loss": 5.0})
     (tmp_path / "points.csv").write_text("tokens,loss\n64,5.5\n")
