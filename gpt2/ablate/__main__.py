@@ -14,7 +14,6 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import functools
 import os
 import shlex
 import sys
@@ -117,12 +116,10 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     looks = _read_looks(FLAGS.seeds)
     choose_score(arms)  # which refuses other texts
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
-    vocabulary = functools.cache(lambda data: prepare(data).tokenizer.vocab_size)
     for i, arm in enumerate(arms):
         check_devices(arm.config, FLAGS.jobs)
-        config = arm.config.with_vocabulary(vocabulary(arm.config.data))
-        arms[i] = replace(arm, config=config)
-    for arm in arms:
+        vocabulary = prepare(arm.config.data).tokenizer.vocab_size
+        arms[i] = replace(arm, config=arm.config.with_vocabulary(vocabulary))
         check_out(arm, root)
     return Sweep(
         root=root,

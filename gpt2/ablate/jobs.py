@@ -187,13 +187,11 @@ class _Training:
         if code < 0:
             return Outcome("failed", f"killed by {signal.Signals(-code).name}")
         error = f"exit code {code}"
-        log = self._log.read_bytes()[self._log_start :]
-        lines = log.decode(errors="replace").split("\n")
+        log = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         # The last line of the kind that tells most: JAX ends tracebacks with words of its own.
-        for kind in (r".*\S", r"[\w.]+(Error|Exception)\b", "error: "):
-            for line in lines:
-                if re.match(kind, line):
-                    error = line.strip()
+        for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
+            for line in re.findall(rf"^{kind}", log, re.MULTILINE):
+                error = line.strip()
         if code != _DIVERGED:
             return Outcome("failed", error)
         # The rest of the line names checkpoints, which depend on when the run was stopped.

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,20 +111,17 @@ def _enter(ledger: Ledger, event: dict) -> None:
         return
     idea = ledger.ideas[number]
     if event["event"] == "pair":
-        scores = event["best_score"], event["score"]
-        if not math.isfinite(sum(scores)):
-            raise ValueError("a score is no number")
-        idea.pairs[event["seed"]] = scores
+        idea.pairs[event["seed"]] = (event["best_score"], event["score"])
     else:
+        idea.level = ledger.level(number)
         idea.answer = event["answer"]
         idea.why = event["why"]
-        idea.level = event["level"]
         idea.seconds += event["seconds"]
     if idea.pairs or idea.answer == "discard":
         ledger.tests.setdefault(number)
 
 
-def append(root: Path, event: str, number: int, facts: Mapping[str, object]) -> None:
+def append(root: Path, event: str, number: int, **facts: object) -> None:
     """Adds a line, whole or not at all. Who calls holds the lock of the ledger."""
     tree = {"event": event, "number": number, "time": time.time(), **facts}
     with open(root / "ledger.jsonl", "ab+") as file:
@@ -139,8 +135,15 @@ def append(root: Path, event: str, number: int, facts: Mapping[str, object]) -> 
 
 def append_idea(root: Path, idea: Idea) -> None:
     """Adds the line of an idea."""
-    facts = {"text": idea.text, "best": idea.best, "code": idea.code}
-    append(root, "idea", idea.number, {**facts, "arm": idea.arm.to_tree()})
+    append(
+        root,
+        "idea",
+        idea.number,
+        text=idea.text,
+        best=idea.best,
+        code=idea.code,
+        arm=idea.arm.to_tree(),
+    )
 
 
 def _whole(text: bytes) -> bytes:

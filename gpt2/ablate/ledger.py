@@ -228,13 +228,10 @@ def _try_idea(root: Path, slot: Slot) -> Idea:
                 answer = "undecided"
                 why = f"{FLAGS.minutes:g} minutes are used up"
             if answer:
-                facts = {
-                    "answer": answer,
-                    "why": why,
-                    "level": ledger.level(idea.number),
-                    "seconds": now - began,
-                }
-                append(root, "answer", idea.number, facts)
+                seconds = now - began
+                append(
+                    root, "answer", idea.number, answer=answer, why=why, seconds=seconds
+                )
                 return read_ledger(root).ideas[idea.number]
         answer, why = _train_pair(root, ledger, idea, slot)
         pair_seconds = time.monotonic() - now
@@ -267,15 +264,13 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
         equal=FLAGS.equal,
         looks=[seed + 1],
         tune=[],
-    )
-    pair = sweep.with_choices().runs()[-2:]
+    ).with_choices()
+    pair = sweep.runs()[-2:]
     train_all([[run] for run in pair], [slot], LOSS)
     sweep.check_runs()
     results = read_results(pair, LOSS)
     of_best, own = results.state
     error_of_best, error = results.error
-    if of_best == "diverged":
-        return "undecided", f"the best diverges with seed {seed}"
     if of_best != "finished":
         raise UserError(
             f"the best, {pair[0].label}, {of_best}: {error_of_best}",
@@ -286,9 +281,8 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
             return "discard", f"diverged: {error}"
         return "failed", error
     best_score, score = results.score
-    facts = {"seed": seed, "best_score": best_score, "score": score}
     with files.locked(root / _LOCK):
-        append(root, "pair", idea.number, facts)
+        append(root, "pair", idea.number, seed=seed, best_score=best_score, score=score)
     return "", ""
 
 
