@@ -18,7 +18,7 @@ from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.utils.code import read_starts
 from gpt2.utils.files import write_text
-from gpt2.utils.text import counted, format_count
+from gpt2.utils.text import counted
 
 _MADE_WITH = ["code", "commit", "clean", "jax", "device_kind", "devices"]
 
@@ -48,7 +48,6 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         states=states.value_counts().sort_index(),
         pictures=drawn,
         verdicts=table,
-        costs=tables.cost_table(sweep, results),
         metrics=tables.metrics_table(sweep, results),
         reach=tables.reach_table(sweep, results),
         tuning=tables.tuning_table(sweep, results),
@@ -80,7 +79,7 @@ def render(template: str, **context: object) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"counted": counted, "count": format_count}
+    environment.filters["counted"] = counted
     return environment.get_template(template).render(context)
 
 

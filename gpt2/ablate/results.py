@@ -21,7 +21,11 @@ AMOUNTS = {  # of a curve, by their names in pictures and tables
     "flops": "FLOPs",
     "seconds": "seconds of training steps",
 }
-METRICS = ("train/", "eval/")  # what the names of metrics in results begin with
+METRICS = (
+    "train/",
+    "eval/",
+    "perf/",
+)  # what the names of metrics in results begin with
 
 
 class Curve(NamedTuple):

@@ -9,12 +9,10 @@ import pandas as pd
 import scipy  # loads its parts when they are used
 
 from gpt2.ablate.judge import compared
-from gpt2.ablate.power import welch
 from gpt2.ablate.results import AMOUNTS, METRICS, amount_to_reach
 from gpt2.ablate.runs import describe
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
-from gpt2.utils.text import format_count
 
 
 def verdict_table(
@@ -40,25 +38,6 @@ def verdict_table(
             }
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
-
-
-def cost_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Returns what a run of each arm takes."""
-    rows = []
-    for arm in sweep.arms:
-        runs = compared(results, arm, "finished")
-        steps = arm.config.train.num_steps
-        seconds = runs.seconds.mean() / steps
-        rows.append(
-            {
-                "arm": arm.name,
-                "parameters": ", ".join(runs.parameters.unique()),
-                "steps": f"{steps:,}",
-                "tokens": format_count(arm.config.shapes.tokens(steps)),
-                "seconds a step": number(seconds, ".4g"),
-            }
-        )
-    return pd.DataFrame(rows)
 
 
 def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
@@ -110,16 +89,13 @@ def _share(shares: np.ndarray) -> str:
     own = shares[:, 0]
     targets = shares[:, 1:].mean(0)
     middle = own.mean()
-    num = len(own)
-    num_targets = len(targets)
-    if num < 2 or num_targets < 2:
+    if min(len(own), len(targets)) < 2:
         return f"{middle:.2f}"
-    variance0 = targets.var(ddof=1)
-    variance = own.var(ddof=1)
-    error, df = welch(variance0, variance, num_targets, num)
-    half_width = scipy.stats.t.isf(0.025, df) * error
-    ends = interval(middle - half_width, middle + half_width, ".2f")
-    return f"{middle:.2f} {ends}"
+    welch = scipy.stats.ttest_ind(own, targets, equal_var=False)
+    ends = welch.confidence_interval(0.95)
+    half_width = (ends.high - ends.low) / 2
+    told = interval(middle - half_width, middle + half_width, ".2f")
+    return f"{middle:.2f} {told}"
 
 
 def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
