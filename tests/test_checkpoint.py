@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from configs import quickstart
-from gpt2.config import Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
+from gpt2.config import Config, MemoryConfig, ModelConfig, ParallelConfig
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf import weights
@@ -186,24 +186,18 @@ def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer)
             checkpointer.restore(1, other)
 
 
-CONSTANT = dict(
-    schedule="constant", learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=0
-)
-
-
 @pytest.mark.parametrize(
     "optim",
     [
-        thorough(dict(ema=0.9), id="ema"),
-        thorough(dict(tail_average=1.0, **CONSTANT), id="tail average"),
-        thorough(dict(name="schedule_free", **CONSTANT), id="schedule_free"),
+        thorough("optim.ema=0.9"),
+        thorough("optim.tail_average=1.0 optim.schedule=constant optim.warmup_steps=0"),
+        thorough("optim.name=schedule_free optim.schedule=constant"),
     ],
 )
 def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
     tmp_path, optim
 ):
-    config = make_config("model.vocab_size=257 model.num_layers=2")
-    config = dataclasses.replace(config, optim=OptimConfig(**optim))
+    config = make_config(f"model.vocab_size=257 model.num_layers=2 {optim}")
     write_run(tmp_path, config)
     program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()

@@ -17,7 +17,7 @@ from gpt2.model import GPTConfig
 from gpt2.optim import averaged_params, joint_norm, make_optimizer, make_schedule
 from gpt2.optim.transforms import average_parameters, clip_by_global_norm
 from gpt2.utils.scan import in_layout
-from tests.helpers import by_name, first_params, thorough
+from tests.helpers import by_name, configured, first_params, thorough
 
 SMALL = GPTConfig(
     vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16
@@ -25,32 +25,36 @@ SMALL = GPTConfig(
 NUM_STEPS = 10
 WIDER_TOO = ("lion", "schedule_free", "normuon")
 TOLERANCE = 1e-5  # of the largest entry
-RATES = dict(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
-CONSTANT = dict(
-    learning_rate=1e-2, end_learning_rate=1e-2, warmup_steps=2, schedule="constant"
-)
+RATES = "learning_rate=1e-2 end_learning_rate=1e-3 warmup_steps=2"
+CONSTANT = "schedule=constant end_learning_rate=1e-2"
 OPTIMS = {
-    "adamw": OptimConfig(**RATES),
-    "adam": OptimConfig(name="adam", **RATES),
-    "sgd": OptimConfig(name="sgd", momentum=0.9, **RATES),
-    "sgd, plain momentum": OptimConfig(
-        name="sgd", momentum=0.9, nesterov=False, **RATES
-    ),
-    "sgd, no momentum": OptimConfig(name="sgd", momentum=0.0, nesterov=False, **RATES),
-    "lion": OptimConfig(name="lion", **RATES),
-    "ademamix": OptimConfig(name="ademamix", **RATES),
-    "schedule_free": OptimConfig(name="schedule_free", **CONSTANT),
-    "cautious updates": OptimConfig(cautious="updates", **RATES),
-    "cautious decay": OptimConfig(cautious="decay", **RATES),
-    "cautious lion": OptimConfig(name="lion", cautious="both", **RATES),
-    "scheduled decay": OptimConfig(scheduled_weight_decay=True, **RATES),
-    "scheduled cautious decay": OptimConfig(
-        name="lion", scheduled_weight_decay=True, cautious="decay", **RATES
-    ),
-    "ema": OptimConfig(ema=0.9, **RATES),
-    "tail average": OptimConfig(tail_average=0.4, **RATES),
-    "before the tail": OptimConfig(tail_average=0.09, **RATES),
+    "adamw": "",
+    "adam": "name=adam",
+    "sgd": "name=sgd momentum=0.9",
+    "sgd, plain momentum": "name=sgd momentum=0.9 nesterov=False",
+    "sgd, no momentum": "name=sgd momentum=0.0 nesterov=False",
+    "lion": "name=lion",
+    "ademamix": "name=ademamix",
+    "schedule_free": f"name=schedule_free {CONSTANT}",
+    "cautious updates": "cautious=updates",
+    "cautious decay": "cautious=decay",
+    "cautious lion": "name=lion cautious=both",
+    "scheduled decay": "scheduled_weight_decay=True",
+    "scheduled cautious decay": """
+        name=lion scheduled_weight_decay=True cautious=decay""",
+    "ema": "ema=0.9",
+    "tail average": "tail_average=0.4",
+    "before the tail": "tail_average=0.09",
 }
+
+
+def optim_of(text=""):
+    """Returns the options of `optim` with those of a text."""
+    return configured(
+        " ".join(f"optim.{option}" for option in f"{RATES} {text}".split())
+    ).optim
+
+
 each_optimizer = pytest.mark.parametrize("name", OPTIMS)
 each_layout = pytest.mark.parametrize(
     "scanned", [False, True], ids=["unrolled", "scanned"]
@@ -213,7 +217,7 @@ def test_a_tail_that_begins_at_another_step_after_a_resume_averages_what_follows
 
 @pytest.mark.parametrize("beta", ["beta1", "beta3"])
 def test_ademamix_without_one_of_its_averages_is_finite(beta):
-    optim = OptimConfig(name="ademamix", **{beta: 0.0}, **RATES)
+    optim = optim_of(f"name=ademamix {beta}=0.0")
     for params in train(optim, False):
         assert all(np.isfinite(param).all() for param in params.values())
 
@@ -223,9 +227,9 @@ def test_ademamix_without_one_of_its_averages_is_finite(beta):
 )
 @each_optimizer
 def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
-    results = train(OPTIMS[name], scanned)
-    formulas = by_formula(OPTIMS[name])
-    for actual, expected in zip(results, formulas, strict=True):
+    optim = optim_of(OPTIMS[name])
+    results = zip(train(optim, scanned), by_formula(optim), strict=True)
+    for actual, expected in results:
         assert_close(actual, expected)
 
 
@@ -265,12 +269,10 @@ def moves(optim, scanned=False, **options):
 
 @each_layout
 def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
-    plain = OptimConfig(name="sgd", momentum=0.0, weight_decay=0.1, **RATES)
+    plain = optim_of("name=sgd momentum=0.0 weight_decay=0.0")
     rates = r"h_1/attn/c_attn=0.0,h_\d+/attn=0.5,wte=3"
-    scaled = moves(
-        dataclasses.replace(plain, layer_rates=rates, weight_decay=0.0), scanned
-    )
-    for name, move in moves(dataclasses.replace(plain, weight_decay=0.0)).items():
+    scaled = moves(dataclasses.replace(plain, layer_rates=rates), scanned)
+    for name, move in moves(plain).items():
         factor = 3.0 if name.startswith("wte") else 0.5 if "attn" in name else 1.0
         factor *= not name.startswith("h_1/attn/c_attn")
         np.testing.assert_allclose(scaled[name], factor * move, atol=1e-7)
@@ -281,9 +283,8 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
 def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(
     name, scanned
 ):
-    optim = OptimConfig(
-        name=name, weight_decay=0.0, **(CONSTANT if "free" in name else RATES)
-    )
+    schedule = CONSTANT if name == "schedule_free" else ""
+    optim = optim_of(f"name={name} weight_decay=0.0 {schedule}")
     plain = moves(optim)
     wide = moves(optim, scanned, width_ratio=4.0)
     for parameter, move in plain.items():
@@ -292,10 +293,10 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(
         np.testing.assert_allclose(wide[parameter], move / factor, atol=1e-6)
     if name == "adamw":
         without, _ = train(optim, width_ratio=1e9)
-        decayed, _ = train(OPTIMS[name], width_ratio=1e9)
+        decayed, _ = train(optim_of(), width_ratio=1e9)
         schedule = make_schedule(optim, NUM_STEPS)
         share = np.prod(
-            [1 - float(schedule(i)) * OPTIMS[name].weight_decay for i in range(10)]
+            [1 - float(schedule(i)) * optim_of().weight_decay for i in range(10)]
         )
         kernel = "h_0/mlp/c_fc/kernel"
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
@@ -310,10 +311,9 @@ def test_hidden_kernels_alone_get_the_direction_for_matrices(
         monkeypatch.setattr(
             f"gpt2.optim.optimizers.{module}", lambda *_: optax.identity()
         )
-    optim = OptimConfig(name=name, adam_learning_rate=5e-3, **RATES)
-    halved = dict(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=2)
-    rest, _ = train(OptimConfig(**halved))
-    plain, _ = train(OptimConfig(name="sgd", momentum=0.0, weight_decay=0.0, **RATES))
+    optim = optim_of(f"name={name} adam_learning_rate=5e-3")
+    rest, _ = train(optim_of("learning_rate=5e-3 end_learning_rate=5e-4"))
+    plain, _ = train(optim_of("name=sgd momentum=0.0 weight_decay=0.0"))
     trained, _ = train(dataclasses.replace(optim, weight_decay=0.0), scanned)
     decayed, _ = train(optim, scanned)
     for parameter, value in decayed.items():

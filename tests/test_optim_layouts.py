@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
-from gpt2.config import OptimConfig, ParallelConfig
+from gpt2.config import ParallelConfig
 from gpt2.config.options import OPTIONS
-from gpt2.parallel import rules
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.state import optimizer_specs
 from tests.layouts import (
@@ -25,33 +25,29 @@ from tests.layouts import (
     loss_difference,
     setup,
 )
+from tests.test_optim import optim_of
 
 pytestmark = pytest.mark.thorough
 
 # Without biases: the gradient of one on all keys is zero in theory and noise in practice, which an
 # update of fixed size would follow.
 WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
-RATES = dict(learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2)
-OPTIMS = {
-    n: OptimConfig(name=n, **RATES)
-    for n in OPTIONS["optim.name"].choices
-    if n != "schedule_free"
+RATES = "learning_rate=1e-3 end_learning_rate=1e-4"
+OPTIMS = {name: f"name={name}" for name in OPTIONS["optim.name"].choices}
+OPTIMS |= {
+    "schedule_free": "name=schedule_free schedule=constant end_learning_rate=1e-3",
+    "ema": "ema=0.9 layer_rates=h_1/=0.5",
+    "normuon, tail average": """
+        name=normuon orthogonalize=polar_express momentum_warmup=4 tail_average=0.8
+        scheduled_weight_decay=True""",
 }
-OPTIMS["schedule_free"] = OptimConfig(
-    name="schedule_free", schedule="constant", **RATES | dict(end_learning_rate=1e-3)
-)
-OPTIMS["ema"] = OptimConfig(ema=0.9, layer_rates="h_1/=0.5", **RATES)
-OPTIMS["normuon, tail average"] = OptimConfig(
-    **{"name": "normuon", "orthogonalize": "polar_express", "momentum_warmup": 4},
-    **{"tail_average": 0.8, "scheduled_weight_decay": True},
-    **RATES,
-)
 LAYOUTS = ("fsdp 4 x tensor 2", "pmap x 8")
 SPREAD = ParallelConfig(data=1, fsdp=4, tensor=2)
 
 
 def case(name, layout="one device", scanned=False):
-    return Case(layout, scanned=scanned, optim=OPTIMS[name], model=WITHOUT_BIASES)
+    optim = optim_of(f"{RATES} {OPTIMS[name]}")
+    return Case(layout, scanned=scanned, optim=optim, model=WITHOUT_BIASES)
 
 
 def assert_alike(name, result, reference):
@@ -67,8 +63,8 @@ SOME = [
     ("schedule_free", LAYOUTS[0], False),
     ("ema", LAYOUTS[1], True),
     ("soap", LAYOUTS[0], True),
+    ("normuon, tail average", LAYOUTS[0], True),
 ]
-SOME += [("normuon, tail average", LAYOUTS[0], True)]
 MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
 REST = [
     each
@@ -110,37 +106,20 @@ def shape(*sizes):
 
 
 def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
-    axes = {
-        "h": {
-            "kernel": jax.sharding.PartitionSpec(
-                "layers", "embed", "qkv", "heads", "norm"
-            )
-        }
-    }
-    storage = rules.specs(
-        axes, {**rules.Rules.from_config(ParallelConfig()).storage, "norm": ()}
-    )
-    params = {"h": {"kernel": shape(2, 64, 3, 4, 16)}}
+    params = {"kernel": shape(2, 64, 3, 4, 16)}
+    axes = PartitionSpec(None, "fsdp", None, "tensor", None)
 
-    def spread(*sizes, parallel=SPREAD):
-        state = optax.TraceState(trace={"h": {"kernel": shape(*sizes)}})
-        return tuple(
-            optimizer_specs(state, params, storage, make_mesh(parallel)).trace["h"][
-                "kernel"
-            ]
-        )
+    def spread(*sizes, name="kernel", parallel=SPREAD):
+        state = optax.TraceState(trace={name: shape(*sizes)})
+        mesh = make_mesh(parallel)
+        specs = optimizer_specs(state, params, {"kernel": axes}, mesh)
+        return tuple(specs.trace[name])
 
-    assert spread(2, 64, 3, 4, 16) == (None, "fsdp", None, "tensor", None)
+    assert spread(2, 64, 3, 4, 16) == tuple(axes)
     assert spread(2, 64, 1, 1, 1) == (None, "fsdp", None, None, None)
     assert spread(2, 3, 4, 16) == (None, None, "tensor", None)
     assert spread() == spread(7) == () and spread(1) == (None,)
     assert spread(2, 192, 192) == (None, "fsdp", "tensor")
     assert spread(2, 190, 190) == (None, None, "tensor")
     assert spread(2, 192, 192, parallel=ParallelConfig()) == (None, None, None)
-    other = optax.TraceState(trace={"kernel": shape(2, 64)})
-    assert (
-        tuple(
-            optimizer_specs(other, params, storage, make_mesh(SPREAD)).trace["kernel"]
-        )
-        == ()
-    )
+    assert spread(2, 64, name="another") == ()

@@ -341,6 +341,9 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     assert set(sums(params)) == {"loss", "z_loss"}
 
 
+SIZE = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128)
+
+
 @pytest.mark.parametrize(
     ("options", "attn", "gate_in", "mlp_out"),
     [
@@ -354,10 +357,7 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     ],
 )
 def test_kernels_are_drawn_as_init_says(options, attn, gate_in, mlp_out):
-    size = dict(
-        vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128
-    )
-    params = first_params(GPTConfig(**size, **options))
+    params = first_params(GPTConfig(**SIZE, **options))
     layer = params["h_1"]
     kernels = layer["attn"]["c_attn"], layer["mlp"]["c_fc"], layer["mlp"]["c_proj"]
     stddevs = [np.std(each["kernel"]) for each in kernels]
@@ -368,11 +368,8 @@ def test_kernels_are_drawn_as_init_says(options, attn, gate_in, mlp_out):
 
 
 def test_mup_at_its_base_width_with_heads_of_64_is_the_plain_model():
-    size = dict(
-        vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128
-    )
     plain_model, mup = (
-        GPT(GPTConfig(**size, mup_base_width=base)) for base in (0, 128)
+        GPT(GPTConfig(**SIZE, mup_base_width=base)) for base in (0, 128)
     )
     params = first_params(plain_model.config)
     chex.assert_trees_all_equal(first_params(mup.config), params)

@@ -252,13 +252,6 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
         run_files.lock(tmp_path, start=0)
 
 
-def starts_of(workdir):
-    return [
-        json.loads(line)
-        for line in (workdir / "environment.jsonl").read_text().splitlines()
-    ]
-
-
 def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
     monkeypatch.setattr(code, "SOURCE", tmp_path)  # no checkout; see below for those
@@ -266,7 +259,7 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     for step in (0, 20):
         run_files.begin(tmp_path, make_config(), data, step)
-    new, continued = starts_of(tmp_path)
+    new, continued = read_starts(tmp_path)
     assert (new["step"], continued["step"]) == (0, 20)
     began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
