@@ -38,24 +38,22 @@ def plot_differences(
 ) -> None:
     """Draws each arm's difference from the baseline, with its interval and its runs.
 
-    `scores` are final ones less the baseline's mean. A baseline, without a verdict, has runs alone.
+    `scores` are final ones less the baseline's mean. The baseline's difference is 0.
     """
 
     def place(name: str) -> float:
-        return verdicts[name].difference if name in verdicts else 0.0
+        return verdicts[name].difference
 
-    names = sorted(scores, key=place, reverse=True)
+    names = sorted(verdicts, key=place, reverse=True)
     height = 1.4 + 0.42 * len(names)
     figure, (axes,) = _figure(height)
     axes.axvline(0, color=_BASELINE, linewidth=1.2)
     for row, name in enumerate(names):
-        color = _BASELINE
-        if name in verdicts:
-            verdict = verdicts[name]
-            color = _VERDICTS.get(verdict.words, _MUTED)
-            middle = verdict.difference
-            half_width = verdict.high - middle
-            axes.errorbar(middle, row, xerr=half_width, fmt="D", color=color)
+        verdict = verdicts[name]
+        color = _VERDICTS.get(verdict.words, _MUTED)
+        middle = verdict.difference
+        half_width = verdict.high - middle
+        axes.errorbar(middle, row, xerr=half_width, fmt="D", color=color)
         dots = scores[name]
         below = np.full(len(dots), row - 0.2)  # where the bar does not hide them
         axes.plot(dots, below, "o", color=color, alpha=0.6, markersize=5)
@@ -82,17 +80,16 @@ def plot_curves(
     figure, panels = _figure(height, width=14, columns=3)
     styles = [("-", _BASELINE), *itertools.product(_LINES, _COLORS)]
     for axes, (amount, title) in zip(panels, AMOUNTS.items(), strict=True):
-        for i, (name, members) in enumerate(curves.items()):
-            _plot_mean(axes, amount, name, members, styles[i % len(styles)])
+        for name, style in zip(curves, itertools.cycle(styles), strict=False):
+            _plot_mean(axes, amount, name, curves[name], style)
         axes.set_xlabel(title)
         if amount != "seconds":  # whose thousandths would read as minutes
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What lies high at first would leave little room for the rest.
-    shown: list[float] = []
-    for members in curves.values():
-        for curve in members:
-            skipped = len(curve.scores) // 10
-            shown.extend(curve.scores[skipped:])
+    shown = list[float]()
+    for curve in itertools.chain(*curves.values()):
+        skipped = len(curve.scores) // 10
+        shown.extend(curve.scores[skipped:])
     margin = 0.06 * np.ptp(shown) or 0.1
     low = min(shown) - margin
     high = max(shown) + margin
@@ -131,8 +128,7 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
                 rotation=30,
                 rotation_mode="anchor",
             )
-    low, high = axes.get_ylim()
-    axes.set_ylim(low - 0.4 * (high - low), high)  # room for names
+    axes.margins(y=0.3)  # room for names
     axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("idea")
     axes.set_ylabel("nats per token, from the start")
@@ -169,8 +165,7 @@ def _figure(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    subplots = figure.subplots(1, columns, sharey=True)
-    panels = list(np.ravel(subplots))
+    (panels,) = figure.subplots(1, columns, sharey=True, squeeze=False)
     for axes in panels:
         axes.grid(alpha=0.3)
     return figure, panels

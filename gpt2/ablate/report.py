@@ -113,7 +113,9 @@ def _draw(
     differences = [verdict.difference for verdict in verdicts.values()]
     if not np.isfinite(differences).any():
         return []
-    first = samples[sweep.arms[0].name].mean
+    baseline = sweep.arms[0].name
+    first = samples[baseline].mean
+    shown = {baseline: Verdict(0.0, "baseline", first), **verdicts}
     dots = {}
     curves = {}
     for arm in sweep.arms:
@@ -122,6 +124,6 @@ def _draw(
         validated = [curve for curve in found if len(curve.scores)]
         if validated:
             curves[arm.name] = validated
-    pictures.plot_differences(root / "differences.png", verdicts, dots, sweep.unit)
+    pictures.plot_differences(root / "differences.png", shown, dots, sweep.unit)
     pictures.plot_curves(root / "curves.png", curves, sweep.unit)
     return ["differences.png", "curves.png"]
