@@ -158,7 +158,7 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
         if run.extra and not run.source.exists():
             shutil.copytree(ROOT / "configs", run.source / "configs")
             with pytest.raises(UserError, match=r"has no option (loss|optim)\."):
-                run.check("eval/loss")
+                run.read("eval/loss")
             options = run.source / "configs" / "default.py"
             own = "    turn: bool = False\n    kind: str = 'hard'\n    z_loss:"
             replace_text(options, "    z_loss:", own)

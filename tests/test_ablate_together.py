@@ -293,7 +293,7 @@ def test_a_run_that_diverges_leaves_and_the_others_end_as_runs_of_train_py(tmp_p
         alone = tmp_path / f"alone-{each.folder.name}"
         options = f"--config={each.folder / 'config.json'}"
         succeed(alone, options)
-        each.check("eval/loss")
+        each.read("eval/loss")
         known = metrics_of(alone, speed=False)
         found = metrics_of(each.workdir, speed=False)
         assert [list(line) for line in known] == [list(line) for line in found]

@@ -160,11 +160,11 @@ def test_no_gain_has_more_evidence_than_the_most_however_large(pairs):
 
 def test_an_arm_of_code_with_more_options_keeps_them():
     tree = json.loads(json.dumps(Arm("loud", BASE, commit="abc").to_tree()))
-    tree["config"]["model"]["gain"] = 0.1
-    arm = Arm.from_tree(tree)
+    tree["options"]["model.gain"] = 0.1
+    arm = Arm.from_options(**tree)
     assert arm.config == BASE and arm.extra == {"model.gain": 0.1}
     assert arm.options["model.gain"] == 0.1
-    assert Arm.from_tree(json.loads(json.dumps(arm.to_tree()))) == arm
+    assert Arm.from_options(**json.loads(json.dumps(arm.to_tree()))) == arm
 
 
 def test_code_that_lacks_an_option_is_not_given_it(tmp_path):

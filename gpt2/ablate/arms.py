@@ -47,22 +47,16 @@ class Arm:
         """Returns where the code of the arm lies, in a sweep of the directory `root`."""
         return root / "code" / self.commit if self.commit else SOURCE
 
-    def to_tree(self) -> dict:
-        """Returns it as JSON has it."""
-        return vars(self) | {"config": self.config.to_dict()}
+    def to_tree(self) -> dict[str, object]:
+        """Returns it as JSON has it, and as `from_options` takes it."""
+        return {"name": self.name, "options": self.options, "commit": self.commit}
 
     @classmethod
-    def from_tree(cls, tree: Mapping) -> "Arm":
-        """Returns what `to_tree` gave, also in code that has other options."""
-        known = {}
-        extra = dict(tree["extra"])
-        for name, value in flatten(tree["config"]).items():
-            if name in _KNOWN:
-                known[name] = value
-            else:
-                extra[name] = value
-        config = Config.from_dict(known)
-        return cls(**{**tree, "config": config, "extra": extra})
+    def from_options(cls, name: str, options: Settings, commit: str) -> "Arm":
+        """Returns the arm of all these options, of which our code need not have each."""
+        known = dict(options)
+        extra = {each: known.pop(each) for each in options.keys() - _KNOWN}
+        return cls(name, Config.from_dict(known), commit, extra)
 
     @property
     def options(self) -> dict[str, Setting]:
@@ -203,10 +197,8 @@ def _apply(config: Config, values: Sequence[Settings], name: str) -> Arm:
             # What the command line sets holds for all arms.
             overrides = {each: option(config, each) for each in cli.overrides()}
             config = with_options(Config.from_dict(recipe), overrides)
-        own = options.keys() - _KNOWN
-        extra = {each: options.pop(each) for each in own}
-        config = with_options(config, options)
-        return Arm(name, config, commit=commit, extra=extra)
+        usual = flatten(config.to_dict())
+        return Arm.from_options(name, usual | options, commit)
     except UserError as error:
         raise UserError(f"the arm {name} cannot work", str(error)) from None
 

@@ -105,7 +105,7 @@ def _enter(ledger: Ledger, event: dict) -> None:
         best = ledger.best.number if ledger.ideas else 0
         if number != len(ledger.ideas) or event["best"] != best:
             raise ValueError("lines before it are lost, or it is there twice")
-        arm = Arm.from_tree(event["arm"])
+        arm = Arm.from_options(**event["arm"])
         idea = Idea(number, event["text"], best, arm, event["code"])
         ledger.ideas.append(idea)
         return

@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+
+import pandas as pd
 
 from gpt2.ablate.arms import Arm
 from gpt2.ablate.jobs import Slot, train_all
@@ -61,14 +62,10 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
         raise UserError(
             f"{arm.name} cannot be measured", f"See {run.folder / 'log.txt'}"
         )
-    run.check(LOSS)
-    steps = []
-    whole = 0.0
-    for record in read_metrics(run.workdir / "metrics.jsonl"):
-        if "perf/step_seconds" in record:
-            steps.append(record["perf/step_seconds"])
-            whole = record["perf/total_seconds"]
-    step = median(steps[1:])  # the first compiles
+    records = pd.DataFrame(read_metrics(run.workdir / "metrics.jsonl"))
+    steps = records["perf/step_seconds"].dropna()
+    step = float(steps[1:].median())  # the first compiles
+    whole = float(records["perf/total_seconds"].max())
     return step, max(0.0, whole - _STEPS * step)
 
 

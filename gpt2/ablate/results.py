@@ -46,7 +46,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """
     rows = []
     for run in runs:
-        run.check(score)
+        records = run.read(score)
         outcome = run.outcome()
         tokens = run.config.shapes.tokens
         flops_of: Amount = partial(flops, run.config)
@@ -56,7 +56,6 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
         seconds = math.nan
         if len(curve.seconds):
             seconds = curve.seconds[-1]
-        records = read_metrics(run.workdir / "metrics.jsonl")
         last = records[-1] if records else {}
         own = {}
         for name, value in last.items():

@@ -77,21 +77,21 @@ class Run:
             except FileNotFoundError:
                 return Outcome("waiting")
 
-    def check(self, score: str) -> None:
-        """Raises a UserError unless the folder of a run that has ended holds that run, whole.
+    def read(self, score: str) -> list[dict]:
+        """Returns its metrics; a UserError unless a run that has ended is that run, whole.
 
         It has the options and the seed that are asked for; a finished one, its last step's score.
         One that has not ended is refused if its code lacks an option.
         """
         options = self.options()
         state = self.outcome().state
+        records = read_metrics(self.workdir / "metrics.jsonl")
         if state not in ENDED:
-            return
+            return records
         how = f"Remove {self.folder}, and repeat the command"
         with reading(self.folder, how):
             text = (self.workdir / "config.json").read_bytes()
             kept = flatten(json.loads(text))
-            records = read_metrics(self.workdir / "metrics.jsonl")
             self.codes()
         for name, wanted in options.items():
             # Other code may lack an option.
@@ -101,7 +101,7 @@ class Run:
                     f"{self.folder} holds a run with {name}={found}, not {wanted}", how
                 )
         if state == "diverged":
-            return
+            return records
         last = records[-1] if records else {"step": 0}
         step = last["step"]
         steps = self.config.train.num_steps
@@ -110,6 +110,7 @@ class Run:
         if step != steps or not has_score:
             where = f"at step {step} of {steps} with {score}={value}"
             raise UserError(f"the metrics of {self.folder} end {where}", how)
+        return records
 
     def codes(self, now: str = "") -> set[str]:
         """Returns the hashes of the code that its steps are of.

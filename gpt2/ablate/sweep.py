@@ -136,7 +136,7 @@ class Sweep:
         texts: dict[DataConfig, tuple[bytes, Run]] = {}  # and who has it first
         codes: dict[Path, tuple[str, Run]] = {}
         for run in self.all_runs():
-            run.check(self.score)
+            run.read(self.score)
             code = now
             if now and run.source != SOURCE:
                 code = hash_code(run.source)
@@ -173,8 +173,8 @@ def load_sweep(root: Path) -> Sweep:
         raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
     with reading(path, f"Remove {path}, and repeat the command"):
         tree = json.loads(path.read_bytes())
-        arms = map(Arm.from_tree, tree["arms"])
-        return Sweep(**tree | {"root": root, "arms": tuple(arms)})
+        arms = tuple(Arm.from_options(**arm) for arm in tree["arms"])
+        return Sweep(**tree | {"root": root, "arms": arms})
 
 
 def register(sweep: Sweep) -> Sweep:
