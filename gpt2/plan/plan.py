@@ -7,7 +7,6 @@ space.
 
 import math
 import os
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -99,9 +98,6 @@ def compile_plan(program: Program) -> Plan:
         told = str(error).strip()
         if "RESOURCE_EXHAUSTED" not in told:
             raise
-        used = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", told)
-        if used:
-            told = f"needs {used[1]}iB of {used[2]}iB"
         raise OutOfMemory(told.partition("\n")[0]) from None
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())

@@ -12,19 +12,12 @@ LOOP = "the host's loop"
 LAUNCH = "start of a program"
 
 
-class Cost(NamedTuple):
-    """Seconds per step of an operation, and its runs per step."""
-
-    seconds: float
-    runs: float
-
-
 class Breakdown(NamedTuple):
     """Where the time of a step goes, in seconds per step."""
 
     seconds: float  # of a step, the sum of all below
     steps: int
-    operations: dict[str, Cost]  # by name; those that run at once share their time
+    operations: dict[str, float]  # by name; those that run at once share their time
     idle: float  # inside a step, while no operation runs
     gaps: dict[str, float]  # between steps, by what devices wait for
 
@@ -43,7 +36,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     borders = max(1, steps - 1)
     began, _ = runs[0]
     ended = max(end for _, end in runs)
-    taken: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    taken: defaultdict[tuple[str, str], float] = defaultdict(float)
     gaps: defaultdict[str, float] = defaultdict(float)
     idle = 0.0
     busy = 0.0
@@ -53,7 +46,7 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
             continue
         if ran.end <= began or ran.start >= ended:
             continue
-        taken[ran.module, ran.name].append(ran.end - ran.start)
+        taken[ran.module, ran.name] += ran.end - ran.start
         if ran.start > busy_until:
             number = sum(start < ran.start for start, _ in runs)  # of the next run
             idle_since = max(end for _, end in runs[:number])
@@ -67,16 +60,14 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
         busy_until = max(ran.end, busy_until)
         busy += busy_until - since
 
-    shared = busy / sum(map(sum, taken.values()))
-    operations: dict[str, Cost] = {}
-    for (owner, name), each in taken.items():
-        seconds = shared * sum(each)
+    shared = busy / sum(taken.values())
+    operations: dict[str, float] = {}
+    for (owner, name), seconds in taken.items():
         if owner == module:
-            operations[name] = Cost(seconds / steps, len(each) / steps)
+            operations[name] = shared * seconds / steps
         else:
-            gaps[f"program {owner}"] += seconds / borders
-    computing = sum(cost.seconds for cost in operations.values())
-    total = computing + idle + sum(gaps.values())
+            gaps[f"program {owner}"] += shared * seconds / borders
+    total = sum(operations.values()) + idle + sum(gaps.values())
     return Breakdown(total, steps, operations, idle, gaps)
 
 

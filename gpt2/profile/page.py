@@ -23,13 +23,10 @@ def explain(path: Path) -> str:
     """Returns the page of a workdir, of its profile folder, or of a trace file."""
     file = find_trace(path)
     trace = read_trace(file)
-    # The text of the step lies above the trace, which the profiler puts under plugins/profile/TIME.
-    text = file.with_name(PROGRAM)
-    for folder in file.parents[:4]:
-        if (folder / PROGRAM).exists():
-            text = folder / PROGRAM
-    with reading(text, "Trace the run again"):
-        program = ProgramText(text.read_text("utf-8"))
+    # It lies above the trace, which the profiler puts under plugins/profile/TIME.
+    with reading(f"{PROGRAM} of {file}", "Trace the run again"):
+        folder = file.absolute().parents[3]
+        program = ProgramText((folder / PROGRAM).read_text("utf-8"))
     return render(break_down(trace, program), program)
 
 
@@ -38,10 +35,9 @@ def render(found: Breakdown, program: ProgramText) -> str:
     import pandas as pd
 
     rows = []
-    for name, cost in found.operations.items():
-        runs = f"{cost.runs:,.0f}"
-        rows.append([f"`{name}`", *program.find(name), runs, cost.seconds])
-    columns = ["operation", "kind", "part", "path", "runs", _TIME]
+    for name, seconds in found.operations.items():
+        rows.append([f"`{name}`", *program.find(name), seconds])
+    columns = ["operation", "kind", "part", "path", _TIME]
     operations = pd.DataFrame(rows, columns=columns)
     operations = operations.sort_values(_TIME, ascending=False)
     parts = operations.pivot_table(

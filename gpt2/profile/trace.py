@@ -48,11 +48,7 @@ def find_trace(path: Path) -> Path:
     if path.is_file():
         return path
     folder = path / "profile" if (path / "profile").is_dir() else path
-    files = [
-        file
-        for file in folder.rglob("*.xplane.pb")
-        if "process_" not in str(file.relative_to(folder))  # of another process
-    ]
+    files = [*folder.glob("plugins/profile/*/*.xplane.pb")]  # of the first process
     if not files:
         how = "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
         raise UserError(f"{path} holds no trace", how)

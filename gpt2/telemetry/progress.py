@@ -63,8 +63,4 @@ class Progress(Writer):
             left = seconds / done * rest
             shown.append(f"{format_duration(left)} left")
         number = f"{step:>{len(str(self._total))}}"
-        self.say("  ".join([f"step {number}/{self._total}", *shown]))
-
-    def say(self, text: str) -> None:
-        """Prints a line of its own."""
-        tell(text, sys.stdout)
+        tell("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from gpt2.config import Config, TrainConfig
-from gpt2.errors import DivergedError, leave, warn
+from gpt2.errors import DivergedError, leave, tell, warn
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
@@ -109,8 +109,9 @@ class Reporter(AbstractContextManager):
         if not bad_in_a_row:
             self._taken.append(dict(values))
             return
-        text = f"step {step} is skipped: its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
-        self._each(lambda writer: writer.say(text))
+        if jax.process_index() == 0:
+            told = f"its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+            tell(f"step {step} is skipped: {told}", sys.stdout)
 
     def write(self, step: int, values: Metrics) -> None:
         """Hands metrics to every writer."""

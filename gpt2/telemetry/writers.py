@@ -20,9 +20,6 @@ class Writer:
     def write(self, step: int, metrics: Metrics) -> None:
         """Adds metrics of a step, by name."""
 
-    def say(self, text: str) -> None:
-        """Tells a person something, in a line."""
-
     def flush(self, step: int) -> None:
         """Puts all metrics up to `step` on disk."""
 
