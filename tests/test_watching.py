@@ -150,7 +150,7 @@ class WatchedStep:
 
 def watch(step, *args, **options):
     compiled = compile_once(step, *args, **options)
-    return WatchedStep(compiled) if compiled.name == "train_step" else compiled
+    return WatchedStep(compiled) if step.__name__ == "train_step" else compiled
 
 
 def watched_wait(tree):

@@ -1,4 +1,4 @@
-"""Compile once, ahead of the loop; a second compilation is an error that names what changed."""
+"""Compile once, ahead of the loop: JAX refuses other arguments, and names what changed."""
 
 import time
 from collections.abc import Callable
@@ -15,18 +15,13 @@ from gpt2.utils.platform import jit_is_off
 _compiler = ThreadPoolExecutor(1, "compile")
 
 
-class RecompileError(RuntimeError):
-    """A function that is compiled once was about to be compiled again."""
-
-
 class CompiledStep:
     """A function that is being compiled, for the arguments that it will take, and no others.
 
     Whatever asks it for something waits, and gets the errors of its compilation.
     """
 
-    def __init__(self, name: str, compiling: Future):
-        self.name = name
+    def __init__(self, compiling: Future):
         self._compiling = compiling
         self._has_run = False
 
@@ -58,16 +53,8 @@ class CompiledStep:
         return self._compiling.result()[0]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it. Other arguments than those it was compiled for are a RecompileError."""
-        try:
-            outputs = self._compiled(*arguments)
-        except (TypeError, ValueError) as error:
-            # It has not run, nor taken a donation.
-            if jit_is_off():
-                raise
-            raise RecompileError(
-                f"{self.name} would be compiled again. {error}"
-            ) from error
+        """Runs it. Other arguments than those it was compiled for are a TypeError or ValueError."""
+        outputs = self._compiled(*arguments)
         if not self._has_run:
             # cuDNN captures graphs of its own in the first run, beside which nothing may run.
             jax.block_until_ready(outputs)
@@ -98,4 +85,4 @@ def compile_once(
         launch.release_free_memory()  # hundreds of megabytes that the compiler used
         return compiled, time.perf_counter() - began
 
-    return CompiledStep(function.__name__, _compiler.submit(finish))
+    return CompiledStep(_compiler.submit(finish))
