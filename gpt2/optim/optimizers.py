@@ -53,7 +53,9 @@ def make_optimizer(
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction)
     decay = _decay(optim, schedule)
-    parts = [direction, *_width_factors(optim, width_ratio)]
+    parts = [direction]
+    if width_ratio != 1:
+        parts.append(_width_factor(optim, width_ratio))
     if optim.name in ("adam", "sgd"):
         if width_ratio != 1:
             wider = optim.weight_decay * (width_ratio - 1)
@@ -112,33 +114,28 @@ def _other_mask(params: Tree) -> Tree:
     return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
-def _width_factors(
+def _width_factor(
     optim: OptimConfig, width_ratio: float
-) -> list[optax.GradientTransformation]:
-    if width_ratio == 1:
-        return []
+) -> optax.GradientTransformation:
     power = OPTIMIZERS[optim.name].width_power
     if power is None:
         raise UserError(f"optim.name={optim.name} has no rule for model.mup_base_width")
-    factor = width_ratio**-power
-    return [optax.masked(optax.scale(factor), _hidden_mask)]
+    return optax.masked(optax.scale(width_ratio**-power), _hidden_mask)
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
+    rates = (*optim.rates, ("", 1.0))  # the last one matches all
 
-    def first_match(name: str) -> int | None:
-        for place, (pattern, _) in enumerate(optim.rates):
-            if re.search(pattern, name):
-                return place
-        return None
+    def first_match(name: str) -> int:
+        matches = [bool(re.search(pattern, name)) for pattern, _ in rates]
+        return matches.index(True)
 
-    def first_matches(path: Path, leaf: Array) -> list[int | None]:
+    def first_matches(path: Path, leaf: Array) -> list[int]:
         return [first_match(name) for name in unrolled_names(path, leaf)]
 
     def scale(path: Path, update: Array) -> Array:
-        matches = first_matches(path, update)
-        factors = [1.0 if i is None else optim.rates[i][1] for i in matches]
+        factors = [rates[place][1] for place in first_matches(path, update)]
         return update * np.array(factors, update.dtype).reshape(
             -1, *[1] * (update.ndim - 1)
         )

@@ -25,7 +25,7 @@ from gpt2.parallel.mesh import check_layout, find_devices, make_mesh
 from gpt2.parallel.pjit import PjitBackend
 from gpt2.parallel.pmap import PmapBackend
 from gpt2.parallel.rules import Rules
-from gpt2.parallel.state import abstract_state, gather_whole
+from gpt2.parallel.state import gather_whole
 
 Backend = PjitBackend | PmapBackend
 

@@ -4,11 +4,11 @@ import math
 import os
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from gpt2.config import Config, ParallelConfig
 from gpt2.errors import UserError
-from gpt2.parallel.rules import BATCH_AXES, MESH_AXES, Rules
+from gpt2.parallel.rules import MESH_AXES, Rules
 
 
 def find_devices(config: Config) -> list[jax.Device]:
@@ -79,11 +79,6 @@ def check_layout(config: Config, num_devices: int) -> None:
             raise UserError(
                 f"a context of {shape.context_length} is not split by {'x'.join(split)}={parts}"
             )
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch's rows."""
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:

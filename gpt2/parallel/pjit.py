@@ -26,7 +26,7 @@ from gpt2.ops.fsdp import Shards
 from gpt2.parallel import rules
 from gpt2.parallel.kernels import Terms, make_ops
 from gpt2.parallel.matrices import Matrices
-from gpt2.parallel.mesh import batch_sharding, describe_mesh, local_rows
+from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
 from gpt2.parallel.state import State, check_split, optimizer_specs
 from gpt2.utils.platform import jit_is_off, platform_of
@@ -52,7 +52,7 @@ class PjitBackend:
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
-        self.batch_sharding = batch_sharding(mesh)
+        self.batch_sharding = NamedSharding(mesh, PartitionSpec(rules.BATCH_AXES))
         # Axes of size 1 are left out, since a collective over one is not always optimised away.
         self._batch_axes = tuple(
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
@@ -128,10 +128,8 @@ class PjitBackend:
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
         """Places this process's rows [B local, T] of a global batch on its devices."""
-        return {
-            name: jax.make_array_from_process_local_data(self.batch_sharding, rows)
-            for name, rows in batch.items()
-        }
+        put = partial(jax.make_array_from_process_local_data, self.batch_sharding)
+        return jax.tree.map(put, batch)
 
     def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
         """Returns the shape of what `put_batch` returns for arrays [B, T]."""

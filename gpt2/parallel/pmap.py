@@ -32,6 +32,7 @@ class PmapBackend:
         self.num_shards = len(devices)
         self._devices = devices
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        self._whole = NamedSharding(self.mesh, PartitionSpec())
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
         """Returns what a model computes with on one device."""
@@ -49,15 +50,13 @@ class PmapBackend:
 
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state: whole on every device."""
-        return jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), state)
+        return jax.tree.map(lambda _: self._whole, state)
 
     gradient_shardings = state_shardings
 
     def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
         """Returns `init_fn(key)`, computed by every device for itself."""
-        return jax.jit(
-            init_fn, out_shardings=NamedSharding(self.mesh, PartitionSpec())
-        )(key)
+        return jax.jit(init_fn, out_shardings=self._whole)(key)
 
     def local_rows(self, batch_size: int) -> slice:
         """Returns which rows of a global batch this process has to provide."""

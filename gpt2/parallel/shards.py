@@ -12,9 +12,6 @@ from gpt2.ops.linear import unpack
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
 
-# How devices hold a parameter; None: whole.
-ShardsFor = Callable[[Names], Shards | None]
-
 
 def shard_param(
     module: nn.Module,
@@ -23,9 +20,9 @@ def shard_param(
     shape: Shape,
     axes: Names,
     *,
-    shards_for: ShardsFor,
+    shards_for: Callable[[Names], Shards | None],
 ) -> Array | Shard:
-    """Reads a parameter as `plain.param` does: a `Shard` of it where it is gathered by layer."""
+    """Reads a parameter as `plain.param` does: a `Shard` of it where `shards_for` gives some."""
     shards = shards_for(axes)
     if shards is None:
         return plain.param(module, name, init, shape, axes)

@@ -1,37 +1,22 @@
 """How a training state is spread over devices, and what it takes of their memory."""
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import jax
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.errors import UserError
 from gpt2.parallel.matrices import matrix_spec
 from gpt2.utils.trees import Tree
 
-if TYPE_CHECKING:
-    from gpt2.parallel import Backend
-
 State = TypeVar("State", bound=Tree)
 
 
-def abstract_state(backend: "Backend", init_fn: Callable[[Array], State]) -> State:
-    """Returns the shapes, dtypes and shardings of the state that `init_fn(key)` would give."""
-    shapes = jax.eval_shape(init_fn, jax.random.key(0))
-    return with_shardings(shapes, backend.state_shardings(shapes))
-
-
-def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
+def with_shardings(shapes: State, shardings: State) -> State:
     """Returns a tree of shapes with shardings."""
     return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding
-        ),
-        shapes,
-        shardings,
+        lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
     )
 
 

@@ -21,10 +21,11 @@ from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients import score_terms, width_ratio
 from gpt2.ops import Ops
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
-from gpt2.parallel import Backend, abstract_state, make_backend
+from gpt2.parallel import Backend, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout
+from gpt2.parallel.state import with_shardings
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
@@ -145,7 +146,8 @@ class Program:
     @functools.cached_property
     def state_shapes(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        return abstract_state(self.backend, self.init)
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        return with_shardings(shapes, self.backend.state_shardings(shapes))
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
