@@ -231,9 +231,6 @@ def snapshot() -> str:
     """Returns a commit of the working tree as it is; "" without a checkout."""
     if not _git("ls-files", "train.py"):
         return ""
-    new = _git("ls-files", "--others", "--exclude-standard", "gpt2", "configs")
-    if new:
-        raise UserError(f"git does not know {new.split()[0]} yet", "Use git add")
     return _git("stash", "create") or _git("rev-parse", "HEAD")
 
 

@@ -14,7 +14,6 @@ from typing import TextIO
 
 import jax
 
-from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import ENDED, Outcome, Run
 from gpt2.config import Config
 from gpt2.errors import UserError
@@ -177,7 +176,7 @@ class _Training:
             lock.close()
             told = f"{outcome.state}: {outcome.error}"
             if outcome.state == "finished":
-                told = f"{read_results([run], score).score[0]:.4f}"
+                told = f"{run.read(score)[-1][score]:.4f}"
             yield run, told
 
     def _read_outcome(self, code: int) -> Outcome:

@@ -82,9 +82,10 @@ class Ledger:
     def noise(self) -> float:
         """Returns the deviation of a difference, of all ideas together; nan without any."""
         spread = [idea.differences for idea in self.ideas if len(idea.pairs) > 1]
-        variances = [each.var(ddof=1) for each in spread]
-        weights = [len(each) - 1 for each in spread]
-        return math.sqrt(np.average(variances, weights=weights)) if spread else math.nan
+        if not spread:
+            return math.nan
+        rest = np.concatenate([each - each.mean() for each in spread])
+        return math.sqrt(rest @ rest / (len(rest) - len(spread)))
 
 
 def read_ledger(root: Path) -> Ledger:

@@ -138,9 +138,8 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
         raise UserError(f"--idea={text} names several", "Try one after another")
     arm = found[-1]  # the best itself if there is no other
     number = len(ledger.ideas)
-    if arm.config.data.tokenizer != best.config.data.tokenizer:
+    if choose_score([best, arm]) != LOSS:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
-    choose_score([best, arm])  # which refuses another text
     check_devices(arm.config)
     arm = replace(
         arm,

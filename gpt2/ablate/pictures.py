@@ -80,8 +80,21 @@ def plot_curves(
     figure, panels = _figure(height, width=14, columns=3)
     styles = [("-", _BASELINE), *itertools.product(_LINES, _COLORS)]
     for axes, (amount, title) in zip(panels, AMOUNTS.items(), strict=True):
-        for name, style in zip(curves, itertools.cycle(styles), strict=False):
-            _plot_mean(axes, amount, name, curves[name], style)
+        for name, (line, color) in zip(curves, itertools.cycle(styles), strict=False):
+            members = curves[name]
+            is_level = any(np.isnan(curve.tokens).any() for curve in members)
+            if is_level:
+                level = members[0].scores[0]
+                axes.axhline(level, label=name, color=color, linestyle=line)
+                continue
+            # Curves of one arm are validated at the same steps; a shorter one has not come as far.
+            number = min(len(curve.scores) for curve in members)
+            x = np.mean([getattr(curve, amount)[:number] for curve in members], axis=0)
+            y = np.array([curve.scores[:number] for curve in members])
+            marker = "o" if number == 1 else ""
+            mean = y.mean(0)
+            axes.plot(x, mean, marker=marker, label=name, color=color, linestyle=line)
+            axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
         axes.set_xlabel(title)
         if amount != "seconds":  # whose thousandths would read as minutes
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -133,29 +146,6 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
     axes.set_xlabel("idea")
     axes.set_ylabel("nats per token, from the start")
     _save(figure, png)
-
-
-def _plot_mean(
-    axes: "Axes",
-    amount: str,
-    name: str,
-    members: Sequence[Curve],
-    style: tuple[str, str],
-) -> None:
-    """Draws the mean of curves, and their range, over one of `AMOUNTS`."""
-    line, color = style
-    is_level = any(np.isnan(curve.tokens).any() for curve in members)
-    if is_level:
-        level = members[0].scores[0]
-        axes.axhline(level, label=name, color=color, linestyle=line)
-        return
-    # Curves of one arm are validated at the same steps; a shorter one has not come as far.
-    number = min(len(curve.scores) for curve in members)
-    x = np.mean([getattr(curve, amount)[:number] for curve in members], axis=0)
-    y = np.array([curve.scores[:number] for curve in members])
-    marker = "o" if number == 1 else ""
-    axes.plot(x, y.mean(0), marker=marker, label=name, color=color, linestyle=line)
-    axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
 
 
 def _figure(

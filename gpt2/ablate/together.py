@@ -270,7 +270,7 @@ def train_wave(
     """
     here = dict(enumerate(wave))
     options = wave[0].config.train
-    late: Metrics | None = None  # of the newest step, until it is reported
+    late = list[Metrics]()  # of the newest step, until it is reported
     scores: list[dict[str, float]] = []
     stops = False
 
@@ -283,42 +283,37 @@ def train_wave(
             here.pop(place).leave(Outcome("diverged", str(error)))
 
     def catch_up() -> None:
-        nonlocal late
-        if late is None:
-            return
-        values = jax.device_get(late)
-        late = None
-        for place in list(here):
-            with judged(place) as member:
-                member.reporter.step(step, _at(place, values))
-                member.reporter.catch_up()
+        while late:
+            values = jax.device_get(late.pop())
+            for place in list(here):
+                with judged(place) as member:
+                    member.reporter.step(step, _at(place, values))
+                    member.reporter.catch_up()
 
     configs = [member.config for member in wave]
     places.begin(configs, [member.first_state for member in wave])
-    while here and step < options.num_steps and not stops:
-        with phase(here.values(), "step"):
-            metrics = places.step(
-                {place: next(member.upcoming) for place, member in here.items()}
-            )
+    with phase(wave, "step"):
+        while here and step < options.num_steps and not stops:
+            batches = {place: next(here[place].upcoming) for place in here}
+            metrics = places.step(batches)
             catch_up()  # while the devices compute
-        step += 1
-        late = metrics
-        stops = stop.reached(step)
-        validates = options.is_due(step, options.eval_every)
-        saves = stops or options.is_due(step, options.checkpoint_every)
-        if not validates and not saves:
-            continue
-        with phase(here.values(), "step"):
+            step += 1
+            late.append(metrics)
+            stops = stop.reached(step)
+            validates = options.is_due(step, options.eval_every)
+            saves = stops or options.is_due(step, options.checkpoint_every)
+            if not validates and not saves:
+                continue
             catch_up()
-        with phase(here.values(), "validation"):
-            scores = places.score(0 if validates else 1)
-        with phase(here.values(), "checkpoint"):
-            for place in list(here):
-                state = partial(places.state, place)
-                with judged(place) as member:
-                    member.keep(
-                        step, state, scores[place], validates=validates, saves=saves
-                    )
+            with phase(here.values(), "validation"):
+                scores = places.score(0 if validates else 1)
+            with phase(here.values(), "checkpoint"):
+                for place in list(here):
+                    state = partial(places.state, place)
+                    with judged(place) as member:
+                        member.keep(
+                            step, state, scores[place], validates=validates, saves=saves
+                        )
 
     if stop.requested and stops:
         for member in here.values():
