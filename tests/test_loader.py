@@ -36,16 +36,6 @@ def counting(tmp_path_factory):
     return stored(tmp_path_factory.mktemp("counting"), np.arange(5000), np.arange(101))
 
 
-def test_batch_has_the_static_shape_and_shifted_targets(counting):
-    loader = TrainLoader(counting, batch_size=4, context_length=16, seed=0)
-    batch = loader.batch(3)
-    assert set(batch) == {"tokens", "targets"}
-    chex.assert_shape(list(batch.values()), (4, 16))
-    chex.assert_type(list(batch.values()), np.int32)
-    np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
-    np.testing.assert_array_equal(np.diff(batch["tokens"], axis=1), 1)
-
-
 def test_an_epoch_visits_every_window_once_in_another_order_and_offset(counting):
     loader = TrainLoader(counting, batch_size=311, context_length=16, seed=0)
     assert loader.sources[""].num_rows == 311
@@ -141,7 +131,7 @@ def test_segments_count_documents_within_a_row(tmp_path):
     train = TrainLoader(
         dataset, batch_size=4, context_length=20, seed=0, document_mask=True
     )
-    assert train.batch(1)["segments"].dtype == np.int32
+    chex.assert_type(list(train.batch(1).values()), np.int32)
 
 
 def test_document_mask_without_documents_is_refused(tmp_path):

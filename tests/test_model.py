@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig, ingredients, num_params, with_kernels
+from gpt2.model import GPT, GPTConfig, ingredients, with_kernels
 from gpt2.model.flops import count_compute_parameters
 from gpt2.model.ingredients.base import Ingredient
 from gpt2.model.kernels import ops_for
@@ -30,6 +30,7 @@ from tests.helpers import (
     batch_of,
     configured,
     first_params,
+    random_params,
     thorough,
 )
 
@@ -361,7 +362,7 @@ def test_turns_of_several_layers_equal_turns_of_one(unroll):
 )
 def test_segments_see_only_themselves(switch):
     config = replaced(**switch)
-    params = drawn(config)
+    params = random_params(config)
     tokens = tokens_of(1)
     segments = (jnp.arange(16) >= 6).astype(jnp.int32)[None].repeat(2, axis=0)
     together = logits_of(config, params, tokens, segments)
@@ -372,18 +373,6 @@ def test_segments_see_only_themselves(switch):
 
     atol = assert_rounded(together[:, 6:], compute, params)
     assert np.abs(together - logits_of(config, params, tokens)).max() > 100 * atol
-
-
-def drawn(config):
-    """Parameters away from 0 and 1, of the sizes that trained ones have."""
-    rng = np.random.default_rng(0)
-
-    def draw(path, leaf):
-        is_weight = path[-1].key in ("kernel", "embedding", "bias")
-        noise = 0.1 * rng.standard_normal(leaf.shape)
-        return np.float32(noise if is_weight else 0.8 + noise)
-
-    return jax.tree_util.tree_map_with_path(draw, first_params(config))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -434,8 +423,3 @@ def test_the_formulas_have_forward_derivatives_and_the_gradients_of_kernels(acti
     expected = jax.jit(curvature)(params)
     for found, wanted in zip(*map(jax.tree.leaves, (along, expected)), strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-3 * np.abs(wanted).max())
-
-
-def test_flax_tabulates_the_model_with_its_operations():
-    table = nn.tabulate(GPT(SMALL), jax.random.key(0), compute_flops=True)(tokens_of(0))
-    assert "flops" in table and f"{num_params(first_params(SMALL)):,}" in table

@@ -2,10 +2,8 @@
 
 import errno
 import re
-import zlib
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
@@ -105,7 +103,7 @@ def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, d
     write_words(tmp_path / "texts", 60, 700)
     places = dict(corpus=f"text:{tmp_path}/texts/*.txt", tokenizer="bpe:300")
     make = lambda name: prepare(DataConfig(**places, data_dir=str(tmp_path / name)))  # noqa: E731
-    whole = make("whole")
+    make("whole")
     save = splits.Progress.save
     saves = iter(range(10))
 
@@ -123,11 +121,8 @@ def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, d
     (partial / name).unlink()
     if DAMAGE[damage]:
         (partial / name).write_bytes(DAMAGE[damage](content.ljust(2000)))
-    again = make("cut")
-    for split in ("train", "validation"):
-        read = lambda corpus, split=split: corpus.open(split).read(0, 10**9)  # noqa: E731
-        np.testing.assert_array_equal(read(again), read(whole))
-        assert zlib.crc32(read(again).astype(np.uint16)) == again.splits[split].crc32
+    make("cut")
+    assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
 def test_what_a_kill_leaves_beside_what_is_counted_goes(tmp_path, monkeypatch):

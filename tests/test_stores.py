@@ -2,7 +2,6 @@
 
 import contextlib
 import http.server
-import os
 import signal
 import threading
 import time
@@ -36,19 +35,16 @@ DIGESTS = "checkpoints/{}/digests/digests"
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A store in memory, the cache of a first machine, and what goes on to the next one."""
+    """A store in memory, and what makes this another machine; it begins as number 1."""
     memory = fsspec.filesystem("memory", use_listings_cache=False)
     memory.store.clear()
     monkeypatch.setattr(mirror_file, "PAUSE", 0.01)
-    machines = iter(range(9))
 
-    def next_machine():
-        monkeypatch.setenv(
-            "XDG_CACHE_HOME", str(tmp_path / f"machine-{next(machines)}")
-        )
+    def become(number):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"machine-{number}"))
 
-    next_machine()
-    return memory, next_machine
+    become(1)
+    return memory, become
 
 
 @contextlib.contextmanager
@@ -82,7 +78,7 @@ def wait_until(holds):
 def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_needs_them(
     store,
 ):
-    memory, next_machine = store
+    memory, become = store
     with sent("memory://run") as folder:
         save(folder, 1)
         (folder / ".lock").touch()
@@ -91,7 +87,7 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
         wait_until(lambda: DIGESTS.format(1) in names(memory))
         assert names(memory) == set(stores._list_copy(folder))
         assert len(names(memory)) == 4
-    next_machine()
+    become(2)
     folder = stores.fetch("memory://run")
     assert (folder / "metrics.jsonl").read_text() == "1\n"
     assert not (folder / "checkpoints/1/params").exists()
@@ -127,11 +123,11 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
 
 
 def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(store):
-    memory, next_machine = store
+    memory, become = store
     save(stores.copy_of("memory://run"), 1)
     stores.push("memory://run", stores.copy_of("memory://run"))
     memory.pipe_file("/run/checkpoints/2/layout/metadata", b"half")
-    next_machine()
+    become(2)
     folder = stores.fetch("memory://run")
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["1"]
     save(folder, 3)
@@ -150,18 +146,17 @@ def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_pat
 
 
 def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
-    next_machine = store[1]
+    become = store[1]
     mine = stores.copy_of("memory://run")
     save(mine, 1)
     stores.push("memory://run", mine)
     save(mine, 2)
     assert (stores.fetch("memory://run") / "metrics.jsonl").read_text() == "1\n2\n"
-    cache = os.environ["XDG_CACHE_HOME"]
-    next_machine()
+    become(2)
     theirs = stores.fetch("memory://run")
     save(theirs, 3)
     stores.push("memory://run", theirs)
-    os.environ["XDG_CACHE_HOME"] = cache
+    become(1)
     assert stores.fetch("memory://run") == mine
     assert (mine / "metrics.jsonl").read_text() == "1\n3\n"
     assert sorted(path.name for path in (mine / "checkpoints").iterdir()) == ["1", "3"]
@@ -186,17 +181,16 @@ def test_a_record_that_is_damaged_counts_as_none(store, record):
 
 
 def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
-    next_machine = store[1]
+    become = store[1]
     mine = stores.copy_of("memory://run")
     save(mine, 1)
     stores.push("memory://run", mine)
-    cache = os.environ["XDG_CACHE_HOME"]
-    next_machine()
+    become(2)
     theirs = stores.fetch("memory://run")
     save(theirs, 2)
     stores.shutil.rmtree(theirs / "checkpoints/1")
     stores.push("memory://run", theirs)
-    os.environ["XDG_CACHE_HOME"] = cache
+    become(1)
     assert stores.fetch("memory://run") == mine
     assert [path.name for path in (mine / "checkpoints").iterdir()] == ["2"]
 
@@ -204,12 +198,12 @@ def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
 @pytest.mark.parametrize("lost", ["", "/checkpoints", "/checkpoints/2"])
 @pytest.mark.parametrize("by", ["who trains", "who reads"])
 def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
-    memory, next_machine = store
+    memory, become = store
     with sent("memory://run") as folder:
         for step in (1, 2):
             save(folder, step)
     if by == "who reads":
-        next_machine()
+        become(2)
         stores.complete(stores.fetch("memory://run"), ["checkpoints/2/params/array"])
     folder = stores.copy_of("memory://run")
     before = stores._list_copy(folder)
@@ -224,10 +218,10 @@ def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
 
 
 def test_what_a_store_has_lost_beside_checkpoints_is_set_aside(store, capsys):
-    memory, next_machine = store
+    memory, become = store
     with sent("memory://run") as folder:
         save(folder, 1)
-    next_machine()
+    become(2)
     folder = stores.fetch("memory://run")
     memory.rm("/run/metrics.jsonl")
     stores.fetch("memory://run")
@@ -276,12 +270,12 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
 
 
 def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
-    _, next_machine = store
+    _, become = store
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     lost = pytest.raises(UserError, match="another run has taken memory://run over")
     with lost, sent("memory://run") as first:
-        next_machine()
+        become(2)
         with sent("memory://run"):
             save(first, 1)
             wait_until(stopped.is_set)
@@ -289,7 +283,7 @@ def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
 
 
 def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
-    memory, next_machine = store
+    memory, become = store
     texts = [
         f"{number}: some words, then {number**3} naïve 測試\n" * 20
         for number in range(12)
@@ -323,7 +317,7 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
             )
         ]
         assert found[0].describe() == found[1].describe()
-        next_machine()
+        become(kind)
     with pytest.raises(UserError, match=r"no file matches 'memory://b/\*\.md'"):
         prepare(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
 
@@ -336,14 +330,14 @@ def test_a_cached_file_that_was_cut_is_fetched_again(store):
 
 
 def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
-    memory, next_machine = store
+    memory, become = store
     memory.pipe_file("/b/one.txt", b"some words, and some more " * 40)
     data = DataConfig(
         corpus="text:memory://b/one.txt", tokenizer="byte", data_dir="memory://data"
     )
     prepared = prepare(data).describe()
     assert "preparing" in capsys.readouterr().out
-    next_machine()
+    become(2)
     assert prepare(data).describe() == prepared
     assert "preparing" not in capsys.readouterr().out
     memory.pipe_file("/b/one.txt", b"other words, and some more " * 40)

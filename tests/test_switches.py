@@ -30,7 +30,14 @@ from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import ROOT, batch_of, in_float64, options_of, thorough
+from tests.helpers import (
+    ROOT,
+    batch_of,
+    in_float64,
+    options_of,
+    random_params,
+    thorough,
+)
 
 # Of 8 frequencies one is kept, two are slowed a little, and five 8 times.
 LLAMA3 = "model.rope_scaling=llama3 model.rope_factor=8.0 model.rope_context=64"
@@ -199,21 +206,8 @@ def model_of(name):
     return GPT(config_of(name).gpt())
 
 
-@functools.cache
 def params_of(name):
-    """Parameters with all entries away from 0 and 1, at which some gradients vanish."""
-    shapes = jax.eval_shape(model_of(name).init, jax.random.key(0), tokens_of(0))[
-        "params"
-    ]
-    rng = np.random.default_rng(1)
-
-    def draw(path, leaf):
-        is_weight = path[-1].key in ("kernel", "embedding", "bias")
-        return (0.0 if is_weight else 0.8) + 0.1 * rng.normal(size=leaf.shape).astype(
-            leaf.dtype
-        )
-
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return random_params(config_of(name).gpt())
 
 
 def rolled(tokens):

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from gpt2.ablate.judge import is_hopeless, level_at
@@ -181,11 +182,7 @@ def main():
                 for name, rate in rates(sizes, deviations, num=20_000).items():
                     found[name] = max(found[name], rate)
     columns |= {f"worst, {kind}": found for kind, found in worst.items()}
-    for name in RULES:
-        print(
-            f"{name:34}" + " ".join(f"{rate[name]:5.1f}" for rate in columns.values())
-        )
-    print("columns: " + ", ".join(columns))
+    print(pd.DataFrame(columns).T.round(1).to_string())
     print_looks()
 
 
