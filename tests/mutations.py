@@ -49,8 +49,8 @@ a skipped step keeps its moments: training/steps.py, guard -k never_been
     - return state.params, state.opt_state, none
     + return state.params, take()[1], none
 a bad step that is skipped lowers the loss scale: training/steps.py, guard -k float16
-    - loss_scale = _choose(overflows | keep, loss_scale, state.loss_scale)
-    + pass
+    - loss_scale = _choose(overflows | keep, updated, loss_scale)
+    + loss_scale = updated
 the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
     - grads, key=place, reverse=True
     + grads, key=place

@@ -6,8 +6,9 @@ FSDP", section 3.2: a unit is gathered before it is used, and its gradients are 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,14 +87,6 @@ class Shards:
             apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
         return apart.reshape(shard)
 
-    def before_backward(self, shard: Array, gradient: Array) -> tuple[Array, Array]:
-        """Returns its arguments, of which the backward pass gathers and multiplies."""
-        return (
-            jax.lax.optimization_barrier((shard, gradient))
-            if self.forget
-            else (shard, gradient)
-        )
-
 
 class Shard(NamedTuple):
     """A shard of a parameter, and how it belongs to the whole."""
@@ -114,21 +107,66 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
     return (len(coords),)
 
 
+def gather(parameter: Array | Shard, dtype: DTypeLike) -> Array:
+    """Returns a whole parameter, rounded to `dtype`, in which it crosses the network.
+
+    It and its gradient have the parameter's own type.
+    """
+    if not isinstance(parameter, Shard):
+        return parameter
+    return _gather(parameter.array, parameter.shards, jnp.dtype(dtype))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_parameter(shard: Array, shards: Shards, dtype: DTypeLike) -> Array:
-    """Returns a whole parameter in `dtype`; its gradient is summed in the parameter's own type."""
-    return shards.gather(shard.astype(dtype))
+def _gather(array, shards, dtype):
+    return shards.gather(array.astype(dtype)).astype(array.dtype)
 
 
-def _gather_fwd(shard, shards, dtype):
-    return gather_parameter(shard, shards, dtype), None
+_gather.defvjp(
+    lambda array, shards, dtype: (_gather(array, shards, dtype), None),
+    lambda shards, dtype, _, gradient: (shards.scatter(gradient),),
+)
 
 
-def _gather_bwd(shards, dtype, _, gradient):
-    return (shards.scatter(gradient.astype(jnp.float32)),)
+def gathering(function: Callable) -> Callable:
+    """Returns `function(x, parameter, *others, dtype=...)` that takes a `Shard` as its parameter.
 
+    The whole is gathered once forward and once backward, and never kept.
+    """
 
-gather_parameter.defvjp(_gather_fwd, _gather_bwd)
+    def apply(
+        x: Array,
+        parameter: Array | Shard,
+        *others: Array | None,
+        dtype: DTypeLike,
+        **options: Any,
+    ) -> Any:
+        compute = partial(function, dtype=dtype, **options)
+        if not isinstance(parameter, Shard):
+            return compute(x, parameter, *others)
+        shards = parameter.shards
+
+        @jax.custom_vjp
+        def run(x, array, *others):
+            return compute(x, gather(Shard(array, shards), dtype), *others)
+
+        def forward(*arguments):
+            return run(*arguments), arguments
+
+        def backward(arguments, dy):
+            x, array, *others = arguments
+            if shards.forget:
+                array, dy = jax.lax.optimization_barrier((array, dy))
+            whole = gather(Shard(array, shards), dtype)
+            # XLA drops the result, which was computed before.
+            _, derive = jax.vjp(compute, x, whole, *others)
+            dx, dwhole, *dothers = derive(dy)
+            return dx, shards.scatter(dwhole), *dothers
+
+        run.defvjp(forward, backward)
+        return run(x, parameter.array, *others)
+
+    return apply
 
 
 def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from gpt2.ops.fsdp import Shard, Shards
-from gpt2.ops.linear import dot, unpack
+from gpt2.ops.linear import dot
 from gpt2.ops.plain import Lose
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
@@ -35,7 +34,7 @@ LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
 def head_loss(
     lose: Lose,
     hidden: Array,
-    table: Array | Shard,
+    table: Array,
     targets: Array,
     *,
     dtype: DTypeLike,
@@ -47,21 +46,19 @@ def head_loss(
     chex.assert_rank([hidden, targets], 3)
     chex.assert_type(targets, int)
     chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
-    array, shards = unpack(table)
     B, T, _ = hidden.shape
     fitting = max(1, rows // B)
     # A power of two fills the tiles of matrix units, and divides the usual lengths.
     chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
-    vocab_size = shards.whole_shape(array.shape)[0] if shards else len(array)
-    logits = jax.ShapeDtypeStruct((B, chunk, vocab_size), jnp.float32)
+    logits = jax.ShapeDtypeStruct((B, chunk, len(table)), jnp.float32)
     some = jax.ShapeDtypeStruct((B, chunk, targets.shape[2]), targets.dtype)
     # Numbers to learn that the loss brings along become arguments, and get a derivative.
     lose, numbers = jax.closure_convert(lose, logits, some)
     sums = jax.eval_shape(lose, logits, some, *numbers)
     nothing = jax.tree.map(jnp.zeros_like, sums)
     dtype = jnp.dtype(dtype)
-    head = _Head(lose, dtype, jnp.dtype(logits_dtype), variants, chunk, shards)
-    return _loss(hidden.astype(dtype), array, targets, numbers, nothing, head)
+    head = _Head(lose, dtype, jnp.dtype(logits_dtype), variants, chunk)
+    return _loss(hidden.astype(dtype), table, targets, numbers, nothing, head)
 
 
 def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
@@ -81,15 +78,11 @@ class _Head(NamedTuple):
     logits_dtype: jnp.dtype
     variants: Variants
     chunk: int  # of T positions have logits at one time
-    shards: Shards | None
 
-    def whole(self, table: Array) -> Array:
-        """Returns all rows of a table in the type of operands."""
-        table = table.astype(self.dtype)
-        if self.shards:
-            table = self.shards.gather(table)
+    def cast(self, table: Array) -> Array:
+        """Returns a table in the type of operands."""
         # Or XLA:TPU casts in each product (v5e 5 %).
-        return jax.lax.optimization_barrier(table)
+        return jax.lax.optimization_barrier(table.astype(self.dtype))
 
     @property
     def boost(self) -> float:
@@ -111,7 +104,7 @@ def _loss(
     nothing: tuple[Array, Tree],
     head: _Head,
 ) -> tuple[Array, Tree]:
-    table = head.whole(stored)
+    table = head.cast(stored)
 
     def add_chunk(found, rows):
         hidden, targets = rows
@@ -122,7 +115,7 @@ def _loss(
 
 
 def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
-    table = head.whole(stored)
+    table = head.cast(stored)
     result = head.dtype if head.variants.narrow_results else jnp.float32
     # XLA:CPU lacks it in 16 bits.
     by_width = head.variants.head_by_width and head.dtype == jnp.float32
@@ -154,8 +147,6 @@ def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
     # Without the barrier, XLA would transpose both factors of a single chunk.
     if by_width:
         dtable = jax.lax.optimization_barrier(dtable).T
-    if head.shards:
-        dtable = head.shards.scatter(dtable)
     dtable = (dtable / head.boost).astype(stored.dtype)
     return lost, (dhidden, dtable, dnumbers)
 
@@ -226,28 +217,21 @@ def _one_pass_bwd(kept, dy):
 one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 
 
-def pad_vocab(
-    table: Array | Shard,
-    *,
-    multiple: int,
-    constrain: Callable[..., Array],
-) -> Array | Shard:
+def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -> Array:
     """Returns a table `[V, D]` with rows of zeros up to a multiple.
 
     A program that looks up tokens and computes logits does both with the same such array: the two
     gradients add up in the padded table, and nothing copies them.
     """
-    array, shards = unpack(table)
-    padding = -len(array) % multiple
+    padding = -len(table) % multiple
     # By nothing too: XLA:CPU sums the squares of a gradient that comes straight from a product in
     # windows, which takes ten times as long.
-    padded = _pad_apart(array, padding) if padding else _pad(array, padding)
-    padded = constrain(padded, "rows", "table")  # as stored, by columns
-    return Shard(padded, shards) if shards else padded
+    padded = _pad_apart(table, padding) if padding else _pad(table, padding)
+    return constrain(padded, "rows", "table")  # as stored, by columns
 
 
 def look_up_padded(
-    table: Array | Shard,
+    table: Array,
     tokens: Array,
     dtype: DTypeLike,
     *,
@@ -256,8 +240,8 @@ def look_up_padded(
 ) -> Array:
     """Looks up tokens in what `pad_vocab` returned: what the stored table lacks, it lacks too."""
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)
-    rows = len(unpack(table)[0])
-    return look_up(table, jnp.where(exists, tokens % vocab_size, rows), dtype)  # type: ignore[arg-type]
+    nowhere = jnp.iinfo(tokens.dtype).max
+    return look_up(table, jnp.where(exists, tokens % vocab_size, nowhere), dtype)
 
 
 def _pad(table, padding):

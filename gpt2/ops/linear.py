@@ -17,7 +17,6 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops import plain
-from gpt2.ops.fsdp import Shard, Shards, gather_parameter
 from gpt2.ops.plain import Activation
 from gpt2.ops.variants import Variants
 
@@ -29,7 +28,7 @@ _STAGES = 16
 
 def linear(
     x: Array,
-    kernel: Array | Shard,
+    kernel: Array,
     bias: Array | None = None,
     *,
     num_contract: int = 1,
@@ -38,46 +37,37 @@ def linear(
     variants: Variants,
 ) -> Array:
     """Computes `plain.linear`; the gradient of a float32 kernel stays in float32."""
-    array, shards = unpack(kernel)
-    how = _How(num_contract, activation, jnp.dtype(dtype), variants, shards)
-    how.check(x, array, bias)
-    return _linear(x.astype(dtype), array, bias, how)
+    how = _How(num_contract, activation, jnp.dtype(dtype), variants)
+    how.check(x, kernel, bias)
+    return _linear(x.astype(dtype), kernel, bias, how)
 
 
 def linear_apart(
     x: Array,
-    kernel: Array | Shard,
+    kernel: Array,
     bias: Array | None = None,
     *,
     dtype: DTypeLike,
     variants: Variants,
 ) -> list[Array]:
     """Computes `plain.linear_parts` by a product for each part: none is copied."""
-    array, shards = unpack(kernel)
-    how = _How(1, None, jnp.dtype(dtype), variants, shards)
-    how.check(x, array, bias)
-    kernels = [array[:, part] for part in range(array.shape[1])]
+    how = _How(1, None, jnp.dtype(dtype), variants)
+    how.check(x, kernel, bias)
+    kernels = [kernel[:, part] for part in range(kernel.shape[1])]
     return _parts(x.astype(dtype), kernels, bias, how)
 
 
-def add_rows(x: Array, table: Array | Shard) -> Array:
+def add_rows(x: Array, table: Array) -> Array:
     """Computes `plain.add_rows` as a product, whose gradient is a product too.
 
     For a sum over 32 sequences XLA:GPU stores the stream with the batch innermost, and transposes
     it for every linear map (11 % of a step of 124M on an H200).
     """
-    array, shards = unpack(table)
-    rows = array[: x.shape[1]]
-    rows = gather_parameter(rows, shards, x.dtype) if shards else rows.astype(x.dtype)
+    rows = table[: x.shape[1]].astype(x.dtype)
     # A GPU would round float32; asked for in 16 bits, XLA would take it for a sum again.
     precision = "highest" if x.dtype == jnp.float32 else None
     ones = jnp.ones(len(x), x.dtype)
     return x + jnp.einsum("b,td->btd", ones, rows, precision=precision)
-
-
-def unpack(parameter: Array | Shard) -> tuple[Array, Shards | None]:
-    """Returns the array of a parameter, and how it is split."""
-    return parameter if isinstance(parameter, Shard) else (parameter, None)
 
 
 class _How(NamedTuple):
@@ -87,28 +77,19 @@ class _How(NamedTuple):
     activation: Activation | None
     dtype: jnp.dtype
     variants: Variants
-    # Of the kernel, gathered once forward and once backward, never kept.
-    shards: Shards | None
 
     def check(self, x: Array, kernel: Array, bias: Array | None) -> None:
         """Refuses shapes that do not fit; a bias of another shape would broadcast."""
-        shape = self.shards.whole_shape(kernel.shape) if self.shards else kernel.shape
+        contracted = kernel.shape[: self.num_contract]
         chex.assert_type(x, float)
-        chex.assert_equal(
-            shape[: self.num_contract], x.shape[x.ndim - self.num_contract :]
-        )
+        chex.assert_equal(contracted, x.shape[x.ndim - self.num_contract :])
         if bias is not None:
-            chex.assert_shape(bias, shape[self.num_contract :])
+            chex.assert_shape(bias, kernel.shape[self.num_contract :])
 
     @property
     def result(self) -> DTypeLike:
         """The type in which products are returned."""
         return self.dtype if self.variants.narrow_results else jnp.float32
-
-    def whole(self, kernel: Array) -> Array:
-        """Returns a kernel, or what a shard belongs to, in the type of operands."""
-        kernel = kernel.astype(self.dtype)
-        return self.shards.gather(kernel) if self.shards else kernel
 
     @property
     def joins_product(self) -> bool:
@@ -135,7 +116,7 @@ class _How(NamedTuple):
 
     def product(self, x: Array, kernel: Array, bias: Array | None) -> Array:
         """Returns `x @ kernel + bias` in the compute type."""
-        kernel = self.whole(kernel)
+        kernel = kernel.astype(self.dtype)
         shape = (
             x.shape[: x.ndim - self.num_contract] + kernel.shape[self.num_contract :]
         )
@@ -165,12 +146,10 @@ def _linear_fwd(x, kernel, bias, how):
 
 def _linear_bwd(how, residuals, dy):
     x, kept, kernel, bias = residuals
-    if how.shards:
-        kernel, dy = how.shards.before_backward(kernel, dy)
     x_shape = x.shape
     kernel_type = kernel.dtype
-    kernel = how.whole(kernel)
     kernel_shape = kernel.shape
+    kernel = kernel.astype(how.dtype)
     x, kernel, contracted = how.flatten(x, kernel)
     rows = range(x.ndim - contracted)  # the axes over which examples and positions run
     dy = dy.reshape(*x.shape[: len(rows)], *kernel.shape[contracted:])
@@ -187,8 +166,6 @@ def _linear_bwd(how, residuals, dy):
     if kept is not None:
         x = kept.reshape(x.shape)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
-    if how.shards:
-        dkernel = how.shards.scatter(dkernel)
     dx = dx.reshape(x_shape)
     if bias is None:
         return dx, dkernel, None

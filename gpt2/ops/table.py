@@ -1,8 +1,7 @@
 """The table of operations that a model computes with: formulas, or faster functions for them.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py) and hands it
-to the model. Taking a kernel out makes a run slower and nothing else, but that functions which take
-a `Shard` (gpt2/ops/fsdp.py) go together.
+to the model. Taking a kernel out makes a run slower and nothing else.
 """
 
 import dataclasses

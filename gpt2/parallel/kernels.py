@@ -4,7 +4,6 @@ What a kernel cannot do, the formula does: a term of the scores that it does not
 weights, a length, JAX_DISABLE_JIT.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -32,7 +31,7 @@ from gpt2.ops.plain import SoftCap
 from gpt2.ops.table import Attention, LookUp, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
-from gpt2.parallel.shards import isolate, shard_param, whole
+from gpt2.parallel.shards import by_layer
 from gpt2.utils.platform import is_older, jit_is_off, platform_of
 
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
@@ -150,7 +149,7 @@ def make_ops(
         ),
         look_up_tokens=tokens,
         add_rows=add_rows,
-        pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),  # type: ignore[arg-type]
+        pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),
         head_loss=partial(head_loss, variants=variants, rows=rows),
         log_sum_exp=one_pass_log_sum_exp if variants.one_pass else plain.log_sum_exp,
         constrain=by_axes,
@@ -160,14 +159,7 @@ def make_ops(
     # XLA would keep the whole from forward to backward pass, with nothing between them.
     forget = cfg.remat == "none" and not cfg.loops_over_layers
     shards_for = partial(find_shards, mesh=mesh, rules=rules, forget=forget)
-    return dataclasses.replace(
-        ops,
-        # Of which it makes a `Shard`, as the functions below and those above take it.
-        param=partial(shard_param, shards_for=shards_for),  # type: ignore[arg-type]
-        whole=whole,  # type: ignore[arg-type]
-        look_up=look_up,
-        isolate=isolate,
-    )
+    return by_layer(ops, shards_for)
 
 
 def attention_by(name: str, platform: str, spread: Spread | None = None) -> Attention:

@@ -1,16 +1,48 @@
-"""Parameters of FSDP by layer, of which each device holds a shard (gpt2/ops/fsdp.py)."""
+"""FSDP by layer: a table of operations on parameters of which each device holds a shard."""
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import flax.linen as nn
 import jax
 from jax import Array
 
-from gpt2.ops import plain
-from gpt2.ops.fsdp import Shard, Shards, gather_parameter
-from gpt2.ops.linear import unpack
+from gpt2.ops import Ops, plain
+from gpt2.ops.fsdp import Shard, Shards, gather, gathering, look_up
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
+
+
+def by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
+    """Returns a table for parameters that are gathered where they are used (gpt2/ops/fsdp.py)."""
+
+    def add_rows(x, table):
+        return ops.add_rows(x, gather(table, x.dtype))
+
+    def pad_vocab(table):
+        if not isinstance(table, Shard):
+            return ops.pad_vocab(table)
+        return table._replace(array=ops.pad_vocab(table.array))
+
+    def head_loss(lose, hidden, table, targets, *, dtype, logits_dtype="float32"):
+        array = gather(table, dtype)
+        return ops.head_loss(
+            lose, hidden, array, targets, dtype=dtype, logits_dtype=logits_dtype
+        )
+
+    return dataclasses.replace(
+        ops,
+        param=partial(shard_param, shards_for=shards_for),  # type: ignore[arg-type]
+        whole=partial(gather, dtype="float32"),
+        linear=gathering(ops.linear),
+        linear_parts=gathering(ops.linear_parts),
+        look_up=look_up,
+        add_rows=add_rows,
+        pad_vocab=pad_vocab,
+        head_loss=head_loss,
+        isolate=isolate,
+    )
 
 
 def shard_param(
@@ -28,12 +60,6 @@ def shard_param(
         return plain.param(module, name, init, shape, axes)
     array = plain.param(module, name, init, shards.shard_shape(shape), axes)
     return Shard(array, shards)
-
-
-def whole(parameter: Array | Shard) -> Array:
-    """Returns a parameter, gathered."""
-    array, shards = unpack(parameter)
-    return gather_parameter(array, shards, array.dtype) if shards else array
 
 
 def isolate(loss: Callable) -> Callable:
