@@ -358,10 +358,8 @@ class Logging:
     """What a run writes beside its metrics."""
 
     tensorboard: bool = True
-    wandb: bool = False
+    wandb: bool = False  # WANDB_RUN_GROUP and WANDB_TAGS have its group and tags
     wandb_project: str = "gpt2"
-    wandb_group: str = ""  # empty: of a sweep's runs its name, of others none
-    wandb_tags: str = ""  # separated by commas
     # Metrics that the screen shows beside the usual ones, separated by commas; NAME is train/NAME
     # and eval/NAME.
     screen: str = ""

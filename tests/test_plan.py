@@ -13,7 +13,6 @@ from gpt2.errors import UserError
 from gpt2.plan import command
 from gpt2.plan.collectives import Collective, collectives, describe_collectives
 from gpt2.plan.plan import (
-    OutOfMemory,
     Plan,
     compile_plan,
     compute_seconds,
@@ -195,7 +194,7 @@ def test_a_time_that_depends_on_unknown_links_is_called_unknown():
     program = make_program(with_options(Case().config(), options), jax.devices())
     sixteen = tuple(range(16))
     sent = [Collective("all-gather", sixteen, 1000)]
-    plan = Plan(program, {"parameters": 1}, "", sent, compile_seconds=1.0)
+    plan = Plan(program, {"parameters": 1}, "", sent)
     told = {board: command._forecast(plan, board) for board in BOARDS}
     assert "tokens/s" in told["H100"] and "unknown time" in told["L4"]
     whole = format_duration(10**9 * plan.step_seconds("H100"))
@@ -224,7 +223,7 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
         parallel = program.config.parallel
         tried.append(config)
         if parallel.strategy == "megatron":
-            raise OutOfMemory("needs more")
+            raise jax.errors.JaxRuntimeError("needs more")
         kept = {"none": 8e9, "dots": 4e9, "full": 2e9}[config.memory.remat]
         whole = parallel.strategy == "auto" and parallel.fsdp == 1
         seconds = 1.0 + (config.memory.remat == "full") + (parallel.tensor > 1)
@@ -239,7 +238,7 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
     out, err = capsys.readouterr()
     rows = out.splitlines()
     assert len({*rows}) == len(rows) == len(tried)
-    assert len(err.splitlines()) == 1  # and says nothing of them twice
+    assert len(err.splitlines()) == 1 + len(tried)
     fits = [not row.startswith("does not fit") for row in rows]
     assert fits == sorted(fits, reverse=True)  # those that fit come first
     times = [row.split()[0] for row, fit in zip(rows, fits, strict=True) if fit]

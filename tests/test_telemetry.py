@@ -144,14 +144,12 @@ def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     )
     fake = types.SimpleNamespace(init=lambda **given: starts.append(given) or run)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    named = dict(wandb_project="mine", wandb_group="sweep", wandb_tags="a,b")
-    for options in ({}, named):
+    for options in ({}, dict(wandb_project="mine")):
         config = Config(logging=LoggingConfig(**options))
         writers.Wandb(tmp_path, config).write(2, {"train/loss": 2.0})
     assert starts[0]["id"] == starts[1]["id"] and starts[0]["name"] == tmp_path.name
-    names = [[start[key] for key in ("project", "group", "tags")] for start in starts]
-    assert names == [["gpt2", None, None], ["mine", "sweep", ["a", "b"]]]
-    assert starts[1]["config"]["logging"]["wandb_tags"] == "a,b"
+    assert [start["project"] for start in starts] == ["gpt2", "mine"]
+    assert starts[1]["config"]["logging"]["wandb_project"] == "mine"
     monkeypatch.setenv("WANDB_NAME", "lion seed 2")  # as a sweep names its runs
     writers.Wandb(tmp_path, Config())
     assert starts[2]["name"] == "lion seed 2"

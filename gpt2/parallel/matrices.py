@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -59,31 +58,25 @@ class Matrices:
             check_vma=False,
         )
         length = len(jax.tree.leaves(stacks)[0])
-        results = mapped(jax.tree.map(partial(_deal, mesh), stacks), *scalars)
-        return jax.tree.map(lambda x: _collect(mesh, x)[:length], results)
+        missing = -length % mesh.size
+
+        def deal(x: Array) -> Array:
+            x = jnp.pad(x, ((0, missing), (0, 0), (0, 0)))
+            return _split(x, mesh, (0, 1, 2, 3))
+
+        results = mapped(jax.tree.map(deal, stacks), *scalars)
+        return jax.tree.map(lambda x: _split(x, mesh, (2, 1, 0))[:length], results)
 
 
-def _deal(mesh: Mesh, x: Array) -> Array:
-    """Splits a stack over all devices, filled up to a multiple of their number."""
-    missing = -len(x) % mesh.size
-    x = jnp.pad(x, ((0, missing), (0, 0), (0, 0)))
-    # By one axis after another: XLA's partitioner would gather all for several at once.
-    for num_axes in (0, 1, 2, 3):
-        x = _dealt(mesh, x, num_axes)
-    return x
+def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
+    """Splits the first axis of a stack over so many axes of the mesh, by one number after another.
 
-
-def _collect(mesh: Mesh, x: Array) -> Array:
-    """Returns a stack that `_deal` has split to how matrices are stored."""
-    for num_axes in (2, 1, 0):
-        x = _dealt(mesh, x, num_axes)
-    return x
-
-
-def _dealt(mesh: Mesh, x: Array, num_axes: int) -> Array:
-    """Returns a stack, whose first axis is split over so many axes of the mesh."""
-    over = MESH_AXES[:num_axes]
+    XLA's partitioner would gather all for several at once. What is left splits the matrices.
+    """
     stored = matrix_spec(x.shape, mesh)[1:]
-    sides = [None if axis in over else axis for axis in stored]
-    sharding = NamedSharding(mesh, PartitionSpec(over, *sides))
-    return jax.lax.with_sharding_constraint(x, sharding)
+    for number in numbers:
+        over = MESH_AXES[:number]
+        sides = [None if axis in over else axis for axis in stored]
+        sharding = NamedSharding(mesh, PartitionSpec(over, *sides))
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 from absl import flags
-from rich.console import Console
 
 from gpt2.config import Config, option, with_options
 from gpt2.errors import UserError, tell
@@ -15,7 +14,6 @@ from gpt2.parallel.mesh import split_cpu
 from gpt2.plan.collectives import describe_collectives
 from gpt2.plan.plan import (
     ATTAINABLE,
-    OutOfMemory,
     Plan,
     compile_plan,
     make_program,
@@ -68,8 +66,11 @@ def run(config: Config, given: Collection[str]) -> int:
     )
     try:
         plan = compile_plan(program)
-    except OutOfMemory as error:
-        print(f"a step of {len(devices)} devices ({kind}) does not fit: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        told = str(error).strip().partition("\n")[0]
+        print(f"a step of {len(devices)} devices ({kind}) does not fit: {told}")
         return 1
     if args.plan_text:
         with writing(args.plan_text) as path:
@@ -107,7 +108,6 @@ def _print(plan: Plan, kind: str) -> None:
             "parameters": f"{program.num_params:,}",
             "tokens per step": f"{config.tokens_per_step:,}",
             "FLOPs per step": format_count(config.tokens_per_step * per_token),
-            "compiled in": f"{plan.compile_seconds:.1f} s",
             "a checkpoint": format_bytes(plan.bytes_saved),
         },
         "memory of a device": {
@@ -202,29 +202,27 @@ def _search(
         f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}"
     )
     found: dict[str, _Tried] = {}
-    # On a terminal alone, and until the next one.
-    with Console(stderr=True).status("") as status:
-        for layout in _layouts(len(devices)):
-            tensor = int(layout["parallel.tensor"])
-            rows = config.data.batch_size * tensor // len(devices)
-            for options in _variants(layout, rows):
-                changed = {
-                    name: value
-                    for name, value in options.items()
-                    if name not in given and option(config, name) != value
-                }
-                to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
-                status.update(f"compiling {to_add}")
-                try:
-                    if to_add not in found:
-                        each = with_options(config, changed)
-                        found[to_add] = _try(each, devices, board)
-                except UserError as error:
-                    told = f"does not work: {error.what}"
-                    found[to_add] = _Tried(True, math.inf, told)
-                    break
-                if not found[to_add].fails:
-                    break
+    for layout in _layouts(len(devices)):
+        tensor = int(layout["parallel.tensor"])
+        rows = config.data.batch_size * tensor // len(devices)
+        for options in _variants(layout, rows):
+            changed = {
+                name: value
+                for name, value in options.items()
+                if name not in given and option(config, name) != value
+            }
+            to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
+            try:
+                if to_add not in found:
+                    tell(f"compiling {to_add}")
+                    each = with_options(config, changed)
+                    found[to_add] = _try(each, devices, board)
+            except UserError as error:
+                told = f"does not work: {error.what}"
+                found[to_add] = _Tried(True, math.inf, told)
+                break
+            if not found[to_add].fails:
+                break
     ranked = sorted((tried, to_add) for to_add, tried in found.items())
     for tried, to_add in ranked:
         print(f"{tried.told:<40} {to_add or '(no flags to add)'}")
@@ -235,8 +233,8 @@ def _try(config: Config, devices: list[jax.Device], board: str) -> _Tried:
     """Compiles a step."""
     try:
         plan = compile_plan(make_program(config, devices))
-    except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
-        told = str(error).partition("\n")[0]
+    except jax.errors.JaxRuntimeError as error:
+        told = str(error).strip().partition("\n")[0]
         return _Tried(True, math.inf, f"does not fit: {told}")
     seconds = plan.step_seconds(board)
     needed = format_bytes(plan.bytes_needed)

@@ -14,8 +14,6 @@ from gpt2.errors import UserError
 
 # JAX devices of the smallest and the largest slice, and the dimensions of its torus.
 _TPUS = {
-    "v2": (8, 512, 2),
-    "v3": (8, 512, 2),
     "v4": (4, 512, 3),
     "v5p": (4, 512, 3),
     "v5e": (1, 256, 2),
@@ -60,17 +58,15 @@ def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
-    # Chips of v2 and v3 have two devices each.
-    chips = number // 2 if kind in ("v2", "v3") else number
     # The sides are powers of two, as equal as they can be.
-    bits = chips.bit_length() - 1
+    bits = number.bit_length() - 1
     sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
     if sides == [1, 2, 2]:  # the chips of one host lie flat
         sides = [2, 2, 1]
     options: dict[str, object] = {}
     if kind == "v4":
         options["chip_config_name"] = "megacore"
-    if chips == 1:
+    if number == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     topology = f"{kind}:{'x'.join(map(str, sides))}"
     return _describe("tpu", topology, **options)

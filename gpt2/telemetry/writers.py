@@ -71,17 +71,13 @@ class Wandb(Writer):
     def __init__(self, workdir: Path, config: Config):
         import wandb
 
-        logging = config.logging
-
         identity = workdir / "wandb" / "run_id"
         if not identity.exists():
             identity.parent.mkdir(parents=True, exist_ok=True)
             identity.write_text(secrets.token_hex(8))
         # Of two values for a step, W&B keeps the first: the same.
         self._run = wandb.init(
-            project=logging.wandb_project,
-            group=logging.wandb_group or None,  # None: as W&B's variables say
-            tags=logging.wandb_tags.split(",") if logging.wandb_tags else None,
+            project=config.logging.wandb_project,
             id=identity.read_text(),
             resume="allow",
             name=os.environ.get("WANDB_NAME", workdir.resolve().name),
