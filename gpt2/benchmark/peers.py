@@ -5,7 +5,6 @@
 
 import json
 import os
-import re
 import resource
 import sys
 
@@ -70,15 +69,8 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight)
 
 
-def our_name(name: str) -> str:
-    """Returns this project's name of a parameter; a kernel is this project's transposed."""
-    name = re.sub(r"\bh\.(\d+)", r"h_\1", name)
-    *path, last = name.split(".")
-    if last == "weight":
-        kind, *_ = path[-1].split("_")
-        kinds = {"wte": "embedding", "wpe": "embedding", "c": "kernel", "ln": "scale"}
-        last = kinds[kind]
-    return "/".join([*path, last])
+# What this project calls the `weight` of a module.
+WEIGHTS = {nn.Embedding: "embedding", nn.Linear: "kernel", nn.LayerNorm: "scale"}
 
 
 class Training(Side):
@@ -131,13 +123,14 @@ class Training(Side):
 
     def draw_weights(self) -> None:
         """Begins anew, from drawn weights."""
-        with torch.no_grad():
-            for theirs, weight in self._model.named_parameters():
-                name = our_name(theirs)
-                if name.endswith("kernel"):
-                    weight = weight.T
-                drawn = first_steps.draw_weight(name, tuple(weight.shape))
-                weight.copy_(torch.from_numpy(drawn))
+        for path, module in self._model.named_modules():
+            for name, weight in module.named_parameters(recurse=False):
+                if name == "weight":
+                    name = WEIGHTS[type(module)]
+                matrix = weight.T if name == "kernel" else weight
+                ours = f"{path}.{name}".replace("h.", "h_").replace(".", "/")
+                drawn = first_steps.draw_weight(ours, tuple(matrix.shape))
+                matrix.data.copy_(torch.from_numpy(drawn))
         self._optimizer.state.clear()
 
     def step(self, batch: torch.Tensor) -> float:

@@ -72,8 +72,6 @@ def make_parts(output: Path) -> list[Part]:
         Part("loop", 120, run("loop", *loop)),
         # Whether its losses are the same, bit for bit.
         Part("again", 60, run("again", *loop)),
-        Part("124m-8", 80, (*step, *options("124m", 12, 8), *peers)),
-        Part("124m-64", 60, (*step, *options("124m", 12, 64))),
         # The one published curve that fits: 1.4697 (nanoGPT).
         Part("characters", 130, run("characters", characters)),
     ]

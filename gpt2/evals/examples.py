@@ -42,16 +42,13 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         return label, endings
 
     labels, examples = zip(*read_jsonl(path, parse), strict=True)
-    scores = scorer.score_groups(examples, "hellaswag")
-    by_sum = []
-    by_mean = []
-    for label, endings in zip(labels, scores, strict=True):
-        sums = [score.log_prob for score in endings]
-        means = [score.log_prob / score.count for score in endings]
-        by_sum.append(np.argmax(sums) == label)
-        by_mean.append(np.argmax(means) == label)
+    scores = np.array(scorer.score_groups(examples, "hellaswag"))
+    sums = scores[..., 0]  # by example and ending
+    means = sums / scores[..., 1]
+    by_sum = mean(sums.argmax(axis=1) == labels)
+    by_mean = mean(means.argmax(axis=1) == labels)
     highest = "ending of the highest"
     return [
-        Figure("hellaswag", "acc", *mean(by_sum), f"{highest} sum"),
-        Figure("hellaswag", "acc_norm, llm.c", *mean(by_mean), f"{highest} mean"),
+        Figure("hellaswag", "acc", *by_sum, f"{highest} sum"),
+        Figure("hellaswag", "acc_norm, llm.c", *by_mean, f"{highest} mean"),
     ]

@@ -24,12 +24,10 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, with_kernels
 from gpt2.model.sampling import bucket
 
-# On each device: tokens in a batch, and scored tokens whose logits exist at a time. Large numbers
-# keep an accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
+# In a batch, on each device; the logits of an eighth exist at a time. Large numbers keep an
+# accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
 TOKENS_PER_BATCH = 8192
-LOGITS_AT_ONCE = 1024
 CPU_TOKENS_PER_BATCH = 512
-CPU_LOGITS_AT_ONCE = 64
 
 
 class Request(NamedTuple):
@@ -117,10 +115,9 @@ class Scorer:
         whole = NamedSharding(mesh, PartitionSpec())
         self._params = jax.device_put(params, whole)
         self._tokens_per_batch = TOKENS_PER_BATCH
-        at_once = LOGITS_AT_ONCE
         if devices[0].platform == "cpu":
             self._tokens_per_batch = CPU_TOKENS_PER_BATCH
-            at_once = CPU_LOGITS_AT_ONCE
+        at_once = self._tokens_per_batch // 8
         self._score = _program(with_kernels(model, devices[0]), mesh, at_once)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
