@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 import io
 import itertools
+import os
 import re
 import sys
 import time
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -23,7 +24,6 @@ from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import Split, TokenWriter, load_splits
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
-from gpt2.utils.cluster import open_pool
 from gpt2.utils.files import reading
 from gpt2.utils.stores import at_hand
 from gpt2.utils.text import format_count
@@ -303,7 +303,8 @@ def encode_in_parallel(
         return encoded
 
     waiting: deque[Future[list[Encoded]]] = deque()
-    with open_pool() as (num_workers, pool):
+    num_workers = os.cpu_count() or 1
+    with ThreadPoolExecutor(num_workers) as pool:
         for group in _groups(parts):
             waiting.append(pool.submit(encode, group))
             if len(waiting) > 2 * num_workers + AHEAD:

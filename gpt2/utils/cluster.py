@@ -1,13 +1,11 @@
-"""Work at once on this machine: calls in threads, and runs in processes of their own."""
+"""Runs at once on this machine, in processes of their own."""
 
-import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,18 +17,6 @@ class Slot(NamedTuple):
 
     cores: Set[int]
     environment: dict[str, str]
-
-
-@contextlib.contextmanager
-def open_pool() -> Iterator[tuple[int, ThreadPoolExecutor]]:
-    """Yields how many calls run at once, and what runs them, if they release Python's lock."""
-    number = os.cpu_count() or 1
-    interval = sys.getswitchinterval()
-    # Seconds for which they wait for the lock, less than 5e-3.
-    sys.setswitchinterval(2e-4)
-    with ThreadPoolExecutor(number) as pool:
-        yield number, pool
-    sys.setswitchinterval(interval)  # a run may follow
 
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
