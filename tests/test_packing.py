@@ -1,9 +1,7 @@
 """How documents become rows: every packing, mixtures, and batches of a user's own."""
 
-import base64
 import collections
 import dataclasses
-import pickle
 import shutil
 from fractions import Fraction
 from types import SimpleNamespace
@@ -290,7 +288,6 @@ WRONG = {
     ),
     "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
     "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
-    "ragged lists": ({"tokens": [[1], [1, 2]]}, "tokens of python:a:b cannot be read"),
     "another target": ({"targets": ROWS - 2}, "targets .* numbers of -1 to 63"),
     "a mask of NaN": ({"mask": np.full((4, 16), np.nan)}, "mask .* numbers of 0 to 1"),
     "all are masked": ({"mask": np.zeros((4, 16), bool)}, "nothing to predict"),
@@ -309,19 +306,6 @@ def test_own_batches_that_cannot_be_meant_are_refused(change, message):
             continue  # a short last batch
         with pytest.raises(UserError, match=message):
             own.batch(1) if split == "train" else next(own.validation(4))
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_segments_of_some_batches_alone_are_refused(step):
-    without = {"tokens": ROWS, "targets": ROWS}
-    batches = [without, without | {"segments": 0 * ROWS}]
-    train = {"validation": [without], "train": batches[2 - step :]}
-    own = own_batches(lambda split: train[split])
-    next(own.validation(4))
-    for before in range(1, step):
-        own.batch(before)
-    with pytest.raises(UserError, match="segments with some batches alone"):
-        own.batch(step)
 
 
 def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
@@ -356,27 +340,6 @@ def test_a_function_that_gives_no_batches_is_refused():
         none.batch(1)
     with pytest.raises(UserError, match="no batches for split=validation"):
         next(none.validation(4))
-
-
-def test_a_function_that_cannot_be_called_or_iterated_is_told():
-    for function in (lambda split, rows: [], lambda split, /: []):
-        with pytest.raises(UserError, match=r"cannot be called .*defaults"):
-            own_batches(function)
-    own = own_batches(None)
-    for read in (lambda: own.batch(1), lambda: next(own.validation(4))):
-        with pytest.raises(UserError, match="what python:a:b returns cannot be read"):
-            read()
-    own = own_batches(lambda split: Stateful())
-    own.restored = base64.b64encode(pickle.dumps({"other": 1})).decode()
-    with pytest.raises(UserError, match=r"cannot be read \(KeyError: 'count'\)"):
-        own.batch(7)
-
-
-def test_a_state_that_pickle_cannot_hold_is_told(monkeypatch):
-    monkeypatch.setattr(Stateful, "state_dict", lambda self: (yield))
-    own = own_batches(lambda split: Stateful())
-    with pytest.raises(UserError, match="a state of python:a:b cannot be kept"):
-        own.batch(1)
 
 
 def test_options_that_batches_of_ones_own_would_ignore_are_refused():

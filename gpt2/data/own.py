@@ -11,7 +11,6 @@ import numpy as np
 from gpt2.data.corpus import import_function
 from gpt2.data.loader import ALL_ROWS, IGNORED, Batch
 from gpt2.errors import UserError, warn
-from gpt2.utils.files import reading
 
 KEPT = 16  # states, which is more than batches are read ahead
 
@@ -46,9 +45,6 @@ class OwnBatches:
         self._corpus = corpus
         takes_seed = "seed" in inspect.signature(make).parameters
         self._make = functools.partial(make, seed=seed) if takes_seed else make
-        how = "Give its parameters defaults, but for split and seed"
-        with reading(corpus, how, "cannot be called"):
-            inspect.signature(self._make).bind(split="train")
         self._shape = shape
         # The least and the largest number of each array.
         self._ranges = {
@@ -58,7 +54,6 @@ class OwnBatches:
             "segments": (0, 2**31 - 1),
         }
         self._taken: int | None = None  # steps
-        self._has_segments: bool | None = None  # all batches, or none
         self._states = dict[int, str]()  # by the steps before them
         self.restored = ""  # a state, with which the first batch begins
 
@@ -77,9 +72,7 @@ class OwnBatches:
         found = next(self._batches)
         self._taken = step
         if self._get_state:
-            how = "Give one that pickle can hold"
-            with reading(f"a state of {self._corpus}", how, "cannot be kept"):
-                pickled = pickle.dumps(self._get_state())
+            pickled = pickle.dumps(self._get_state())
             self._states[step] = base64.b64encode(pickled).decode()
             self._states.pop(step - KEPT, None)
         # The last batch of an epoch may be short, as PyTorch's is. The first of a run is a mistake.
@@ -102,14 +95,12 @@ class OwnBatches:
     def _read(self, split: str, state: str = "") -> Iterator[object]:
         """Yields the user's batches of a split once, from a state on."""
         source = self._make(split=split)
-        how = "Return an iterable of batches, that knows a state of an earlier one"
-        with reading(f"what {self._corpus} returns", how):
-            kept = pickle.loads(base64.b64decode(state)) if state else None
-            if state and hasattr(source, "load_state_dict"):
-                source.load_state_dict(kept)
-            iterator = iter(source)
-            if state and hasattr(iterator, "set_state"):
-                iterator.set_state(kept)
+        kept = pickle.loads(base64.b64decode(state)) if state else None
+        if state and hasattr(source, "load_state_dict"):
+            source.load_state_dict(kept)
+        iterator = iter(source)
+        if state and hasattr(iterator, "set_state"):
+            iterator.set_state(kept)
         if split == "train":
             states = getattr(source, "state_dict", None)
             self._get_state = getattr(iterator, "get_state", states)
@@ -150,17 +141,12 @@ class OwnBatches:
             targets[arrays.pop("mask") == 0] = IGNORED
         if np.all(targets == IGNORED):
             raise UserError(f"{self._corpus} gives a batch with nothing to predict")
-        has_segments = "segments" in arrays
-        if self._has_segments not in (None, has_segments):
-            raise UserError(f"{self._corpus} gives segments with some batches alone")
-        self._has_segments = has_segments
         return arrays
 
     def _enter_array(self, name: str, values: object) -> np.ndarray:
         """Returns int32 of the same numbers, which are whole and in the range of the name."""
         lowest, highest = self._ranges[name]
-        with reading(f"{name} of {self._corpus}", "Give arrays"):
-            array = np.asarray(values)
+        array = np.asarray(values)
         # A mask of numpy's would be lost.
         is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
         if is_right:
