@@ -90,53 +90,28 @@ class Tokenizer(abc.ABC):
 # Kinds
 
 
-class CharTokenizer(Tokenizer):
-    """One token for each distinct character, in order of code point.
-
-    With `has_eot` an end-of-text token comes after them; a corpus of a single text needs none.
-    """
-
-    name = "char"
-
-    def __init__(self, characters: str, has_eot: bool):
-        self._characters = characters
-        self._ids = {character: i for i, character in enumerate(characters)}
-        self.eot = len(characters) if has_eot else None
-        self.vocab_size = len(characters) + has_eot
-        self.saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns a token id for each character, int32 [num_characters]; all must be known."""
-        unseen = set(text) - self._ids.keys()
-        if unseen:
-            some = "".join(sorted(unseen))[:20]
-            raise UserError(
-                f"The char tokenizer does not know {some!r}: its corpus lacks them",
-                "Use only characters of the training text, or the byte tokenizer",
-            )
-        return np.array([self._ids[character] for character in text], np.int32)
-
-    def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes of the ids' characters."""
-        texts = (END_OF_TEXT if i == self.eot else self._characters[i] for i in ids)
-        return "".join(texts).encode("utf-8")
-
-
 class BytePairTokenizer(Tokenizer):
-    """Byte-level byte-pair encoding with GPT-2's pattern, by tiktoken.
+    """Byte-level byte-pair encoding of what a pattern finds, by tiktoken.
 
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
 
-    def __init__(self, ranks: dict[bytes, int], eot: int, saved: Tree, name: str = ""):
+    def __init__(
+        self,
+        ranks: dict[bytes, int],
+        eot: int | None,
+        saved: Tree,
+        name: str = "",
+        pattern: str = GPT2_PATTERN,
+    ):
         self.name = name or f"bpe:{len(ranks) + 1}"
         self.eot = eot
         self.saved = saved
         self._encoding = tiktoken.Encoding(
             self.name,
-            pat_str=GPT2_PATTERN,
+            pat_str=pattern,
             mergeable_ranks=ranks,
-            special_tokens={END_OF_TEXT: eot},
+            special_tokens={} if eot is None else {END_OF_TEXT: eot},
         )
         self.vocab_size = self._encoding.n_vocab
 
@@ -151,6 +126,31 @@ class BytePairTokenizer(Tokenizer):
         return self._encoding.decode_bytes([int(i) for i in ids])
 
 
+class CharTokenizer(BytePairTokenizer):
+    """One token for each distinct character, in order of code point.
+
+    With `has_eot` an end-of-text token comes after them; a corpus of a single text needs none.
+    """
+
+    def __init__(self, characters: str, has_eot: bool):
+        ranks = {character.encode(): i for i, character in enumerate(characters)}
+        eot = len(characters) if has_eot else None
+        saved = {"kind": "char", "characters": characters, "has_eot": has_eot}
+        super().__init__(ranks, eot, saved, "char", r"(?s:.)")
+        self._characters = set(characters)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns a token id for each character, int32 [num_characters]; all must be known."""
+        unseen = set(text) - self._characters
+        if unseen:
+            some = "".join(sorted(unseen))[:20]
+            raise UserError(
+                f"The char tokenizer does not know {some!r}: its corpus lacks them",
+                "Use only characters of the training text, or the byte tokenizer",
+            )
+        return super().encode(text)
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
@@ -158,11 +158,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = name
         self._backend = _backend(tree)
         # What begins a text is no part of the rest of a document.
-        rest = dict(tree)
-        for part in tree.keys() & {"normalizer", "pre_tokenizer", "decoder"}:
-            text = json.dumps(tree[part])
-            rest[part] = json.loads(text, object_hook=_go_on)
-        self._rest = _backend(rest)
+        steps = json.dumps(tree | {"model": None})
+        rest = json.loads(steps, object_hook=_go_on)
+        self._rest = _backend(rest | {"model": tree["model"]})
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
@@ -205,12 +203,7 @@ class HuggingFaceTokenizer(Tokenizer):
         pieces = list[np.ndarray]()
         begin = 0
         for number in np.flatnonzero(is_special):
-            start, end = encoding.offsets[number]
-            if end - start < 2:
-                raise UserError(
-                    f"{self.name} makes one of its special tokens of {text[start:end]!r}, which "
-                    "is text"
-                )
+            start, _ = encoding.offsets[number]
             pieces.append(self._encode(text[begin : start + 1], backend))
             backend = self._rest
             begin = start + 1
