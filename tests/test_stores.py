@@ -170,16 +170,6 @@ def test_a_url_of_a_folder_makes_it(store, tmp_path):
     assert (tmp_path / "new/run" / DIGESTS.format(1)).exists()
 
 
-@pytest.mark.parametrize("record", ["", "[]", '{"url": "'])
-def test_a_record_that_is_damaged_counts_as_none(store, record):
-    with sent("memory://run") as folder:
-        save(folder, 1)
-    (folder / stores.RECORD).write_text(record)
-    with sent("memory://run"):
-        save(folder, 2)
-    assert DIGESTS.format(2) in names(store[0])
-
-
 def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
     become = store[1]
     mine = stores.copy_of("memory://run")

@@ -4,6 +4,7 @@ nanoGPT writes bare .bin files, llm.c and modded-nanogpt some with a header, bui
 """
 
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +88,10 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
     tokenizer.save(directory / "tokenizer.json")
     sizes = [len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)]
     token_bytes = np.array(sizes)
-    if tokenizer.eot is not None:
-        token_bytes[tokenizer.eot] = 0
     splits = dict[str, Split]()
     for name, shards in ready.shards.items():
         stream = TokenStream(shards, ready.dtype)
-        split = Split(num_tokens=len(stream), crc32=stream.crc32(), shards=shards)
+        split = Split(num_tokens=len(stream), shards=shards)
         for _, tokens in stream.chunks():
             largest = int(tokens.view(np.uint32).max())
             if largest >= tokenizer.vocab_size:
@@ -100,12 +99,14 @@ def index(ready: ReadyTokens, data: DataConfig, directory: Path) -> Dataset:
                     f"the {name} shards hold token {largest}, which {tokenizer.name} lacks",
                     "Give the --config.data.tokenizer that they were made with",
                 )
-            is_text = tokens != tokenizer.eot
-            split.num_documents += int((~is_text).sum())
+            text = tokens[tokens != tokenizer.eot]
             if name == "validation":  # exactly, also where tokens depend on neighbours
-                split.num_bytes += len(tokenizer.decode_bytes(tokens[is_text]))
+                split.num_bytes += len(tokenizer.decode_bytes(text))
             else:
-                split.num_bytes += int(token_bytes[tokens].sum())
+                split.num_bytes += int(token_bytes[text].sum())
+            split.num_documents += len(tokens) - len(text)
+            stored = tokens.astype(ready.dtype)
+            split.crc32 = zlib.crc32(stored.data, split.crc32)
         split.num_documents = max(split.num_documents, 1)
         splits[name] = split
     return Dataset(directory, tokenizer, splits, ready.dtype)

@@ -107,13 +107,6 @@ class TokenStream:
             start = end
         return np.concatenate(parts, dtype=np.int32)
 
-    def crc32(self) -> int:
-        """Returns the CRC-32 of all tokens, as stored."""
-        crc32 = 0
-        for shard in self._shards:
-            crc32 = zlib.crc32(shard.data, crc32)
-        return crc32
-
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yields all tokens, int32, so many at a time, and where in the stream they begin."""
         for start in range(0, len(self), CHUNK):

@@ -325,9 +325,9 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
 
 
 def _read_record(folder: Path) -> _Record:
-    # Without one, or with a damaged one, all is compared with the store again.
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-        return _Record(**json.loads((folder / RECORD).read_text()))
+    path = folder / RECORD
+    if path.exists():
+        return _Record(**json.loads(path.read_text()))
     return _Record("", {}, {})
 
 
