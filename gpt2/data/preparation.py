@@ -21,7 +21,7 @@ from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
 from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
 from gpt2.data.splits import PROGRESS, write_splits
-from gpt2.data.tokens import load_splits
+from gpt2.data.tokens import Split
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files, stores
 
@@ -74,22 +74,22 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 
 
 def _prepare_corpus(data: DataConfig) -> Dataset:
-    wanted = resolve(data)
-    dataset = find(wanted)
+    source, place = resolve(data)
+    directory = stores.copy_of(place).absolute()
+    dataset = find(directory)
     if dataset is None:
-        directory = wanted.directory
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
                 # Another process may have prepared it meanwhile, or another machine.
-                stores.fetch(wanted.place)
-                dataset = find(wanted) or write(wanted)
+                stores.fetch(place)
+                dataset = find(directory) or write(source, data, place, directory)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
                 "Make room, and repeat the command: it goes on. --config.data.data_dir=DIR and "
                 "$GPT2_DATA_DIR name another place",
             ) from error
-    stores.push(wanted.place, dataset.directory)
+    stores.push(place, directory)
     if lost := sum(split.num_lost for split in dataset.splits.values()):
         num_bytes = sum(split.num_bytes for split in dataset.splits.values())
         warn(
@@ -102,18 +102,8 @@ def _prepare_corpus(data: DataConfig) -> Dataset:
 # What is wanted
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A corpus in the tokens of a tokenizer."""
-
-    data: DataConfig
-    source: Corpus | ReadyTokens
-    place: str  # the folder or URL that holds it once it is prepared
-    directory: Path  # where on this machine that is
-
-
-def resolve(data: DataConfig) -> Wanted:
-    """Returns what the options name, without reading any text."""
+def resolve(data: DataConfig) -> tuple[Corpus | ReadyTokens, str]:
+    """Returns what the options name, and the folder or URL that holds it once it is prepared."""
     is_ready = data.corpus.startswith("tokens:")
     source = open_ready_tokens(data) if is_ready else open_corpus(data.corpus)
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
@@ -121,9 +111,7 @@ def resolve(data: DataConfig) -> Wanted:
     label = re.sub(r"[^\w.-]+", "-", label)
     label = label[-60:].strip("-")
     key = hash_of([FORMAT, source.fingerprint, spec, data.val_fraction, data.unique])
-    place = f"{data_place(data.data_dir)}/{label}-{key[:16]}"
-    directory = stores.copy_of(place).absolute()
-    return Wanted(data, source, place, directory)
+    return source, f"{data_place(data.data_dir)}/{label}-{key[:16]}"
 
 
 def data_place(data_dir: str) -> str:
@@ -134,9 +122,8 @@ def data_place(data_dir: str) -> str:
 # Whether it is there
 
 
-def find(wanted: Wanted) -> Dataset | None:
+def find(directory: Path) -> Dataset | None:
     """Returns a corpus that is prepared on this machine, and whole."""
-    directory = wanted.directory
     facts = files.read_sealed(directory / FACTS)
     if facts is None:
         return None
@@ -145,17 +132,17 @@ def find(wanted: Wanted) -> Dataset | None:
     if files.find_damage(directory, facts["files"], read=is_read):
         return None
     tokenizer = tokenizers.load(directory / "tokenizer.json")
-    return Dataset(directory, tokenizer, load_splits(facts["splits"]), facts["dtype"])
+    splits = {name: Split(**split) for name, split in facts["splits"].items()}
+    return Dataset(directory, tokenizer, splits, facts["dtype"])
 
 
 # How it gets there
 
 
-def write(wanted: Wanted) -> Dataset:
+def write(
+    source: Corpus | ReadyTokens, data: DataConfig, place: str, directory: Path
+) -> Dataset:
     """Prepares into a folder of its own, going on where it was cut, and renames that."""
-    data = wanted.data
-    source = wanted.source
-    directory = wanted.directory
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, and is prepared anew")
     tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
@@ -175,7 +162,8 @@ def write(wanted: Wanted) -> Dataset:
                     f"{name} split of data.corpus={data.corpus}",
                     "Choose another fraction, or a longer text",
                 )
-        if resolve(data).place != wanted.place:
+        _, same_place = resolve(data)
+        if same_place != place:
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(
                 f"the text that data.corpus={data.corpus} names has changed while it was read",

@@ -21,16 +21,16 @@ from gpt2.config import DataConfig
 from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
 from gpt2.data.tokenizer import Tokenizer, build, load
-from gpt2.data.tokens import Split, TokenWriter, load_splits
+from gpt2.data.tokens import Split, TokenWriter
 from gpt2.errors import UserError, tell, warn
 from gpt2.utils import files
 from gpt2.utils.files import reading
 from gpt2.utils.stores import at_hand
 from gpt2.utils.text import format_count
 
-# Longer documents are encoded in parts, shorter ones several at once.
+# Longer documents are encoded in parts.
 PART_CHARACTERS = 2**18
-AHEAD = 32  # groups of parts to encode while a save waits for the disk
+AHEAD = 32  # parts to encode while a save waits for the disk
 # Corpora of up to so many documents are read once more, for their sizes.
 WEIGHED = 2**14
 SAVED_TOKENS = 2**24  # written between two moments from which a preparation goes on
@@ -144,7 +144,9 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
     """Returns what a directory holds of a corpus, nothing if that was another, and what follows."""
     saved = files.read_sealed(directory / PROGRESS)
     if saved:
-        progress = Progress(**saved | {"splits": load_splits(saved["splits"])})
+        progress = Progress(**saved)
+        for name, facts in saved["splits"].items():
+            progress.splits[name] = Split(**facts)
         parts = documents.parts()
         text = ""
         for part in itertools.islice(parts, progress.parts):
@@ -293,37 +295,19 @@ def encode_in_parallel(
 ) -> Iterator[Encoded]:
     """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
 
-    def encode(group: list[Part]) -> list[Encoded]:
-        encoded = list[Encoded]()
-        for part in group:
-            tokens, num_lost = tokenizer.encode_part(
-                part.text, starts=part.starts_document
-            )
-            encoded.append((part, tokens, num_lost))
-        return encoded
+    def encode(part: Part) -> Encoded:
+        tokens, num_lost = tokenizer.encode_part(part.text, starts=part.starts_document)
+        return part, tokens, num_lost
 
-    waiting: deque[Future[list[Encoded]]] = deque()
     num_workers = os.cpu_count() or 1
+    waiting: deque[Future[Encoded]] = deque()
     with ThreadPoolExecutor(num_workers) as pool:
-        for group in _groups(parts):
-            waiting.append(pool.submit(encode, group))
+        for part in parts:
+            waiting.append(pool.submit(encode, part))
             if len(waiting) > 2 * num_workers + AHEAD:
-                yield from waiting.popleft().result()
+                yield waiting.popleft().result()
         while waiting:
-            yield from waiting.popleft().result()
-
-
-def _groups(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    group = list[Part]()
-    size = 0
-    for part in parts:
-        group.append(part)
-        size += len(part.text)
-        if size >= PART_CHARACTERS:
-            yield group
-            group = []
-            size = 0
-    yield group
+            yield waiting.popleft().result()
 
 
 def _training_texts(parts: Iterable[Part], tokenizer: str) -> Iterator[str]:

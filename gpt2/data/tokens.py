@@ -31,15 +31,9 @@ class Split:
     num_documents: int = 0  # the two halves of a single text count as one each
     num_lost: int = 0  # bytes that the tokens do not give back
     crc32: int = 0  # of the tokens, as stored
-    shards: list[Shard] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.shards = [Shard(*shard) for shard in self.shards]  # JSON gives lists
-
-
-def load_splits(tree: dict[str, dict]) -> dict[str, Split]:
-    """Returns splits of which JSON holds what `dataclasses.asdict` gave."""
-    return {name: Split(**facts) for name, facts in tree.items()}
+    shards: list[Shard] = field(
+        default_factory=list
+    )  # read from JSON: lists of the same
 
 
 class TokenWriter:
