@@ -91,20 +91,6 @@ def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(
     assert text == alone.read_text()
 
 
-def test_a_text_that_is_small_for_its_vocabulary_is_told_where_it_is_prepared(
-    make, many, capfd
-):
-    make(many[0])
-    assert capfd.readouterr().err == ""
-    made = make(many[0], tokenizer="bpe:4096")
-    told = (
-        f"is small: its vocabulary has {made.tokenizer.vocab_size:,} tokens, not 4,096"
-    )
-    assert told in capfd.readouterr().err
-    make(many[0], tokenizer="bpe:4096")
-    assert capfd.readouterr().err == ""
-
-
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
     monkeypatch.setattr(splits, "WEIGHED", 0)
 

@@ -18,11 +18,10 @@ from tests.helpers import SECONDS
 EOT = 99_999
 
 
-def stored(directory, train, validation=(1, 2, 3), eot=EOT, num_documents=9):
+def stored(directory, train, validation=(1, 2, 3), eot=EOT):
     """Stores tokens as a prepared corpus."""
     directory.mkdir(exist_ok=True)
-    names = ("train", "validation")
-    splits = {name: Split(num_documents=num_documents) for name in names}
+    splits = {"train": Split(), "validation": Split()}
     writer = TokenWriter(directory, 100_000, splits)
     writer.append("train", np.asarray(train))
     writer.append("validation", np.asarray(validation))
@@ -86,7 +85,7 @@ def test_processes_together_read_the_whole_batch(counting):
 
 
 def test_a_part_of_a_mixture_that_is_one_document_has_segments_too(tmp_path):
-    part = stored(tmp_path, np.arange(50), [7, 8, EOT, 9], num_documents=1)
+    part = stored(tmp_path, np.arange(50), [7, 8, EOT, 9])
     loader = ValidationLoader(part, batch_size=1, context_length=4, document_mask=True)
     assert loader.batch(1)["segments"].tolist() == [[0, 0, 1, 1]]
 
@@ -135,12 +134,9 @@ def test_segments_count_documents_within_a_row(tmp_path):
 
 
 def test_document_mask_without_documents_is_refused(tmp_path):
-    for options in ({"eot": None}, {"num_documents": 1}):
-        dataset = stored(tmp_path, np.arange(200), **options)
-        with pytest.raises(UserError, match=r"data\.document_mask"):
-            TrainLoader(
-                dataset, batch_size=1, context_length=8, seed=0, document_mask=True
-            )
+    dataset = stored(tmp_path, np.arange(200), eot=None)
+    with pytest.raises(UserError, match=r"data\.document_mask"):
+        TrainLoader(dataset, batch_size=1, context_length=8, seed=0, document_mask=True)
 
 
 def test_prefetch_yields_every_step_in_order():

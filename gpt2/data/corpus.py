@@ -4,7 +4,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import io
 import json
 import os
@@ -140,9 +139,7 @@ def import_function(argument: str) -> Callable:
         sys.path.append(os.getcwd())
     how = "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH"
     with reading(f"data.corpus=python:{argument}", how, "cannot be imported"):
-        function = getattr(importlib.import_module(module_name), name)
-        inspect.signature(function)  # which nothing else has
-    return function
+        return getattr(importlib.import_module(module_name), name)
 
 
 def _python(argument: str) -> Corpus:

@@ -55,9 +55,7 @@ def bos(dataset: Dataset, length: int, seed: int) -> Rows:
 
     Where none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
     """
-    stream = dataset.open("train")
-    eot = document_start(dataset, "data.packing=bos")
-    starts = find_documents(stream, eot)
+    stream, starts = find_documents(dataset, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
     documents, kept, ends = best_fit(sizes[drawn].tolist(), length + 1)
@@ -112,9 +110,7 @@ def pad(dataset: Dataset, length: int, seed: int) -> Rows:
 
     Every token of the stream but the first is a target once an epoch.
     """
-    stream = dataset.open("train")
-    eot = document_start(dataset, "data.packing=pad")
-    starts = find_documents(stream, eot)
+    stream, starts = find_documents(dataset, "data.packing=pad")
     begins = list[int]()
     sizes = list[int]()  # in targets
     for start, end in itertools.pairwise([*starts.tolist(), len(stream) - 1]):
@@ -136,24 +132,24 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 
 
 def document_start(dataset: Dataset, option: str) -> int:
-    """Returns the token that opens each document; refuses an option that needs several."""
+    """Returns the token that opens each document; refuses an option that needs it."""
     eot = dataset.tokenizer.eot
-    num_documents = 0
-    for _, part in dataset.parts.values():
-        num_documents += part.splits["train"].num_documents
-    if eot is None or num_documents < 2:
-        raise UserError(
-            f"{option} needs several documents, and the corpus is one", "Leave it out"
-        )
+    if eot is None:
+        raise UserError(f"{option} needs documents, and the corpus is one text")
     return eot
 
 
-def find_documents(stream: TokenStream, eot: int) -> np.ndarray:
-    """Returns where documents start, int64: at each end-of-text token, and at the very start."""
+def find_documents(dataset: Dataset, option: str) -> tuple[TokenStream, np.ndarray]:
+    """Returns the training tokens, and where documents start, int64, for an option that asks.
+
+    They start at each end-of-text token, and at the very start.
+    """
+    stream = dataset.open("train")
+    eot = document_start(dataset, option)
     places = [np.zeros(1, np.int64)]
     for start, tokens in stream.chunks():
         places.append(start + np.flatnonzero(tokens == eot))
-    return np.unique(np.concatenate(places))
+    return stream, np.unique(np.concatenate(places))
 
 
 def hashed(seed: int | tuple[int, int]) -> int:

@@ -13,7 +13,6 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data.loader import TrainLoader
 from gpt2.data.preparation import prepare
-from gpt2.errors import UserError
 from gpt2.signals import leave_at_interrupt
 
 
@@ -23,8 +22,6 @@ def main() -> None:
     leave_at_interrupt("the same command continues")
     data = config.data
     dataset = prepare(data)
-    if dataset.own:
-        raise UserError(f"{data.corpus} gives batches, of which none are stored")
     for _, part in dataset.parts.values():
         print(f"{part.directory}, {part.dtype}:")
         for name, split in part.splits.items():

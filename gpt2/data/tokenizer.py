@@ -19,7 +19,7 @@ import numpy as np
 import tiktoken
 
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
-from gpt2.errors import UserError, warn
+from gpt2.errors import UserError
 from gpt2.utils import files
 from gpt2.utils.files import reading
 from gpt2.utils.stores import fetch_file
@@ -283,8 +283,6 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
     ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
-    if eot < size - 1:
-        warn(f"the text is small: its vocabulary has {eot + 1:,} tokens, not {size:,}")
     return BytePairTokenizer(ranks, eot, tree)
 
 
