@@ -40,8 +40,8 @@ class Fault(NamedTuple):
 # A name, a file (of gpt2/), which tests (of test_*.py); a part of a line, and what replaces it.
 TABLE = """
 published losses lie at other steps: telemetry/plots.py, recipes -k as_much
-    - [0, *tokens.index])
-    + [0, *tokens.index / 2])
+    - at = [0, *tokens.index,
+    + at = [0, *tokens.index / 2,
 a guard keeps NaN and Inf: training/guard.py, guard -k never_been
     - keep = finite & (
     + keep = (
@@ -106,11 +106,11 @@ a cautious mask takes one share for all stacked layers: optim/transforms.py, opt
     - tuple(range(int(is_stacked(path)), update.ndim))
     + tuple(range(update.ndim))
 muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
-    - optax.scale(factor)
+    - optax.scale(width_ratio**-power)
     + optax.identity()
 layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k layer_rates
-    - for place, (pattern, _) in enumerate(optim.rates):
-    + for place, (pattern, _) in reversed([*enumerate(optim.rates)]):
+    - (*optim.rates, ("", 1.0))
+    + (*reversed(optim.rates), ("", 1.0))
 an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
     - {*reads}
     + {*reads, 'beta1'}
@@ -253,7 +253,7 @@ a run that is cut short is scored: ablate/runs.py, ablate -k damaged
     - if step != steps or not
     + if not
 another run's folder is believed: ablate/runs.py, ablate -k damaged
-    - if found != value:
+    - if found != wanted:
     + if found is None:
 equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
     - config.shapes.tokens(steps) / steps
