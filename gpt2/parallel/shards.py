@@ -13,6 +13,9 @@ from gpt2.ops.fsdp import Shard, Shards, gather, gathering, look_up
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
 
+# How devices hold a parameter; None: whole.
+ShardsFor = Callable[[Names], Shards | None]
+
 
 def by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
     """Returns a table for parameters that are gathered where they are used (gpt2/ops/fsdp.py)."""
@@ -52,7 +55,7 @@ def shard_param(
     shape: Shape,
     axes: Names,
     *,
-    shards_for: Callable[[Names], Shards | None],
+    shards_for: ShardsFor,
 ) -> Array | Shard:
     """Reads a parameter as `plain.param` does: a `Shard` of it where `shards_for` gives some."""
     shards = shards_for(axes)
