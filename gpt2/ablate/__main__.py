@@ -96,13 +96,9 @@ def main() -> int:
         train_all(groups, slots, sweep.score)
 
     sweep = register(sweep)
-    undecided = sweep.undecided_runs()
-    if undecided:
-        train(undecided)
-        sweep = register(sweep)
     while True:
-        train(sweep.runs())
-        grown = grow(sweep)
+        train([*sweep.undecided_runs(), *sweep.runs()])
+        grown = grow(sweep.with_choices())
         if grown == sweep:
             return _report(sweep)
         sweep = register(grown)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 import jax
+import numpy as np
 
 from gpt2.ablate.runs import ENDED, Outcome, Run
 from gpt2.config import Config
@@ -36,12 +37,12 @@ def make_slots(jobs: int) -> list[Slot]:
     number = len(gpus or cores)
     if jobs > number:
         raise UserError(f"--jobs={jobs} is more than the {number} GPUs or CPU cores")
-    whole = frozenset(cores)
     if gpus:
+        whole = frozenset(cores)
         return [Slot(whole, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
-    share = len(cores) // jobs
-    starts = range(0, jobs * share, share)
-    return [Slot(frozenset(cores[start : start + share]), {}) for start in starts]
+    return [
+        Slot(frozenset(map(int, share)), {}) for share in np.array_split(cores, jobs)
+    ]
 
 
 def _visible_gpus() -> list[str]:

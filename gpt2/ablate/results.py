@@ -97,8 +97,7 @@ def unknown(steps: int) -> float:
 def write_csv(path: Path, results: pd.DataFrame) -> None:
     """Writes results.csv, a row for each run."""
     table = results.drop(columns=["run", "curve", "score"])
-    root = path.parent
-    table["folder"] = [folder.relative_to(root) for folder in table["folder"]]
+    table["folder"] = [folder.relative_to(path.parent) for folder in table["folder"]]
     write_text(path, table.to_csv(index=False))
 
 

@@ -18,7 +18,7 @@ from gpt2.config import Config, flatten
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
-from gpt2.utils.code import SOURCE, read_starts
+from gpt2.utils.code import SOURCE, hash_code, read_starts
 from gpt2.utils.files import reading, write_json
 from gpt2.utils.stores import is_url
 
@@ -112,19 +112,19 @@ class Run:
             raise UserError(f"the metrics of {self.folder} end {where}", how)
         return records
 
-    def codes(self, now: str = "") -> set[str]:
+    def codes(self, *, to_come: bool = False) -> set[str]:
         """Returns the hashes of the code that its steps are of.
 
-        A run that has not ended would go on with the code `now`, and has none where that is "".
+        A run that has not ended has none, or those `to_come`, with which it would go on.
         """
         starts = read_starts(self.workdir)
         if self.outcome().state in ENDED:
             return {start["code"] for start in starts}
-        if not now:
+        if not to_come:
             return set()
         saved = latest_step(self.workdir) or 0
         kept = {start["code"] for start in starts if start["step"] < saved}
-        return kept | {now}
+        return kept | {hash_code(self.source)}
 
     def parameters(self) -> str:
         """Returns how many parameters it has, as its first screen says."""

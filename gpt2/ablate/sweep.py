@@ -15,7 +15,6 @@ from gpt2.ablate.runs import ENDED, Run, Setting, Settings, describe
 from gpt2.ablate.terms import LOSS, choose_score
 from gpt2.config import DataConfig, with_options
 from gpt2.errors import UserError
-from gpt2.utils.code import SOURCE, hash_code
 from gpt2.utils.files import locked, reading, write_json
 
 # The seed of runs that choose values is that far above those of runs that are compared.
@@ -128,19 +127,16 @@ class Sweep:
         """Returns what all runs gave so far; see `read_results`."""
         return read_results(self.all_runs(), self.score)
 
-    def check_runs(self, now: str = "") -> None:
+    def check_runs(self, *, to_come: bool = False) -> None:
         """Raises a UserError if runs are of other text, under the same name, or of other code.
 
-        Runs to come are left out where `now` is "", the hash of the working tree.
+        Those to come count by the code that would train them, if they do.
         """
         texts: dict[DataConfig, tuple[bytes, Run]] = {}  # and who has it first
         codes: dict[Path, tuple[str, Run]] = {}
         for run in self.all_runs():
             run.read(self.score)
-            code = now
-            if now and run.source != SOURCE:
-                code = hash_code(run.source)
-            for own in sorted(run.codes(code)):
+            for own in sorted(run.codes(to_come=to_come)):
                 old, first = codes.setdefault(run.source, (own, run))
                 if old != own:
                     raise UserError(
@@ -181,7 +177,7 @@ def register(sweep: Sweep) -> Sweep:
     """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it."""
     with locked(sweep.root / ".sweep.lock"):  # several processes may do so at once
         merged = continued(sweep).with_choices()
-        merged.check_runs(hash_code())
+        merged.check_runs(to_come=True)
         merged.save()
     return merged
 

@@ -101,13 +101,12 @@ def _share(shares: np.ndarray) -> str:
 def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Returns the score of each choice of values, a row for each, by each arm; * is its best."""
     tried = results[results.purpose == "choose"]
-    rows: dict[str, dict[str, str]] = {}
-    for arm, values, score in zip(tried.arm, tried["values"], tried.score, strict=True):
-        row = rows.setdefault(values, {"values": values})
-        row[arm] = number(score, ".4f")
-        if values == describe(sweep.chosen.get(arm, {})):
-            row[arm] += "*"
-    return pd.DataFrame(rows.values())
+    table = tried.pivot(index="values", columns="arm", values="score")
+    table = table.reindex(index=tried["values"].unique(), columns=tried.arm.unique())
+    table = table.map(number, form=".4f")
+    for arm in table.columns.intersection(list(sweep.chosen)):
+        table.loc[describe(sweep.chosen[arm]), arm] += "*"
+    return table.reset_index()
 
 
 def spread(scores: Collection[float]) -> str:

@@ -18,6 +18,14 @@ _DURATIONS = (
     "optim.momentum_warmup",
     "loss.ahead_fade",
 )
+# What decides the validation split, and what its first batches.
+_TEXT = ("data.corpus", "data.val_fraction", "data.unique")
+_PART = (
+    "train.eval_batches",
+    "data.batch_size",
+    "model.context_length",
+    "data.tokenizer",
+)
 LOSS = "eval/loss"
 BITS_PER_BYTE = "eval/bits_per_byte"
 
@@ -27,30 +35,21 @@ def choose_score(arms: Sequence[Arm]) -> str:
 
     Arms that would be validated on different texts are a UserError.
     """
-    configs = [arm.config for arm in arms]
-    texts = {(c.data.corpus, c.data.val_fraction, c.data.unique) for c in configs}
-    if len(texts) > 1:
+
+    def differs(name: str) -> bool:
+        return len({option(arm.config, name) for arm in arms}) > 1
+
+    if any(map(differs, _TEXT)):
         raise UserError(
             "another data.corpus, val_fraction or unique is validated on different texts"
         )
-    parts = {
-        (
-            c.train.eval_batches,
-            c.data.batch_size,
-            c.model.context_length,
-            c.data.tokenizer,
-        )
-        for c in configs
-    }
-    if len(parts) > 1 and any(batches for batches, *_ in parts):
+    reads_part = any(arm.config.train.eval_batches for arm in arms)
+    if reads_part and any(map(differs, _PART)):
         raise UserError(
             "the first train.eval_batches of the validation split would not be the same",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
-    tokenizers = {c.data.tokenizer for c in configs}
-    if len(tokenizers) > 1:
-        return BITS_PER_BYTE
-    return LOSS
+    return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
 
 
 def equalize(
