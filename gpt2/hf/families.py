@@ -116,13 +116,13 @@ LLAMA = Family(
     rows=(
         Row("input_layernorm.weight", "ln_1/scale", "D"),
         Row("post_attention_layernorm.weight", "ln_2/scale", "D"),
-        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "D0NH", "NH D"),
-        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "D1NH", "NH D"),
-        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "D2NH", "NH D"),
+        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 0),
+        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 1),
+        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 2),
         # Of grouped queries, in place of the three above.
         Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D"),
-        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "D0KH", "KH D"),
-        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "D1KH", "KH D"),
+        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 0),
+        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 1),
         Row("self_attn.o_proj.weight", "attn/c_proj/kernel", "NHD", "D NH"),
         Row("mlp.gate_proj.weight", "mlp/c_gate/kernel", "DF", "F D"),
         Row("mlp.up_proj.weight", "mlp/c_fc/kernel", "DF", "F D"),

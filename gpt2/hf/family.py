@@ -53,15 +53,17 @@ class Row(NamedTuple):
         name: Hugging Face's; in a layer, what follows the layer's own name.
         path: of the parameter here, from the root or from its layer.
         axes: of the parameter, a letter each, as gpt2/model/gpt.py names them; K: heads of keys and
-            values, C: queries, keys and values. A digit is an index: the tensor is that part.
+            values, C: queries, keys and values. Of its `part`, if the tensor is one.
         stored: the letters as Hugging Face orders them. Letters without a space between them are
             one axis there. Empty: `axes`.
+        part: the tensor's index in the parameter's second axis; None: it is the whole parameter.
     """
 
     name: str
     path: str
     axes: str
     stored: str = ""
+    part: int | None = None
 
 
 class Tensor(NamedTuple):
@@ -71,6 +73,7 @@ class Tensor(NamedTuple):
     path: tuple[str, ...]
     axes: str
     stored: str
+    part: int | None
     sizes: Mapping[str, int]
 
     @property
@@ -81,21 +84,12 @@ class Tensor(NamedTuple):
             for axis in self.stored.split()
         )
 
-    @property
-    def part(self) -> tuple[int, int] | None:
-        """Which axis of the parameter the tensor is a part of, and which part."""
-        for axis, letter in enumerate(self.axes):
-            if letter.isdigit():
-                return axis, int(letter)
-        return None
-
     def to_stored(self, parameter: np.ndarray) -> np.ndarray:
         """Returns the tensor as the file holds it, float32, from the parameter."""
         array = np.asarray(parameter, np.float32)
-        if self.part:
-            axis, index = self.part
-            array = np.take(array, index, axis)
-        array = np.einsum(f"{self._ours}->{self.stored}", array)
+        if self.part is not None:
+            array = array[:, self.part]
+        array = np.einsum(f"{self.axes}->{self.stored}", array)
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
@@ -103,13 +97,8 @@ class Tensor(NamedTuple):
         array = tensor.astype(np.float32, copy=False)
         whole = [self.sizes[axis] for axis in self.stored.replace(" ", "")]
         array = array.reshape(whole)
-        array = np.einsum(f"{self.stored}->{self._ours}", array)
+        array = np.einsum(f"{self.stored}->{self.axes}", array)
         return np.ascontiguousarray(array)
-
-    @property
-    def _ours(self) -> str:
-        """The axes of the parameter, or of its part."""
-        return "".join(filter(str.isalpha, self.axes))
 
 
 class Family(NamedTuple):
@@ -172,9 +161,14 @@ class Family(NamedTuple):
         for name, path, rows in places:
             for row in rows:
                 if not row.path.startswith(absent):
-                    parts = tuple((path + row.path).split("/"))
-                    stored = row.stored or row.axes
-                    yield Tensor(name + row.name, parts, row.axes, stored, sizes)
+                    yield Tensor(
+                        name + row.name,
+                        tuple((path + row.path).split("/")),
+                        row.axes,
+                        row.stored or row.axes,
+                        row.part,
+                        sizes,
+                    )
 
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""

@@ -30,6 +30,9 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
     """Returns the configuration, without dropout, and the parameters: float32, layers unrolled."""
+    # Which brings JAX, for which `python -m gpt2.hf` prepares first.
+    from flax.traverse_util import unflatten_dict
+
     directory = Path(directory)
     cfg = read_config(directory)
     family = family_for(cfg)
@@ -40,18 +43,14 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         if earlier is not array and not np.array_equal(earlier, array):
             raise UserError(f"{directory} holds {name} twice, with different values")
 
-    params: dict = {}
+    leaves: dict[tuple[str, ...], np.ndarray] = {}
     tensors = family.tensors(cfg)
-    for path, group in itertools.groupby(tensors, key=lambda tensor: tensor.path):
-        parts = list(group)
+    for path, parts in itertools.groupby(tensors, key=lambda tensor: tensor.path):
         arrays = [_take(directory, stored, tensor) for tensor in parts]
-        node = params
-        for parent in path[:-1]:
-            node = node.setdefault(parent, {})
-        leaf = arrays[0]
-        if (place := parts[0].part) is not None:
-            leaf = np.stack(arrays, axis=place[0])
-        node[path[-1]] = leaf
+        leaves[path] = arrays[0]
+        if len(arrays) > 1:
+            leaves[path] = np.stack(arrays, axis=1)
+    params = unflatten_dict(leaves)
     embedding = params["wte"]["embedding"]
     head = stored.pop(family.head, embedding)  # of tied embeddings
     if not np.array_equal(head.astype(np.float32), embedding):
@@ -94,7 +93,6 @@ def save(
 
     Where the family has biases and `cfg` none, zeros are written. Parameters may be scanned.
     """
-    # Which brings JAX, for which `python -m gpt2.hf` prepares first.
     from flax.traverse_util import flatten_dict
 
     from gpt2.utils.scan import in_layout

@@ -1,6 +1,7 @@
 """Models from their weights, in a run or in a Hugging Face directory; and one from the other."""
 
 import dataclasses
+import re
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +47,7 @@ def import_run(source: str | Path, place: str | Path) -> None:
         state = TrainState(jnp.int32(0), params, opt_state=(), loss_scale=None)
         with Checkpointer(scratch) as checkpointer:
             checkpointer.save(state, step=0)
-        if checkpointer.failure:
-            raise UserError(checkpointer.failure)
+        checkpointer.raise_failure()
 
 
 def export_run(
@@ -193,8 +193,9 @@ def _split_source(source: str) -> tuple[str, Path, str]:
     kind, _, place = source.partition(":")
     if kind == "hf":
         return kind, stores.fetch(place, stores.HUGGING_FACE), "best"
-    directory, _, step = place.rpartition("@")
+    step = "best"
+    named = re.fullmatch(r"(.+)@(\w+)", place)
     # The name of a directory may hold an @.
-    if not directory or "/" in step or Path(place).expanduser().is_dir():
-        return kind, stores.fetch(place), "best"
-    return kind, stores.fetch(directory), step
+    if named and not Path(place).expanduser().is_dir():
+        place, step = named.groups()
+    return kind, stores.fetch(place), step
