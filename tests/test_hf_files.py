@@ -21,6 +21,7 @@ from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
 from tests.helpers import first_params
+from tests.test_hf import LLAMA
 
 INDEX = "model.safetensors.index.json"
 TABLES = ("wte", "lm_head")
@@ -33,7 +34,6 @@ TOKENIZERS = {
     "char, one text": lambda: CharTokenizer(CHARACTERS, has_eot=False),
     "bpe": lambda: train_bpe(300, [TEXT * 20]),
 }
-LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
 
 
 def make_model(vocab_size, **options):

@@ -56,7 +56,9 @@ MISTAKES = """
     train.py SHORT --config.parallel.data=3 | parallel
     train.py SHORT --config.model.context_length=100000 | context_length
     train.py SHORT --workdir=in.txt | in.txt
+    train.py SHORT --workdir=in.txt/run | in.txt
     train.py SHORT --workdir=none://bucket/run | none://bucket/run
+    train.py SHORT --workdir=dropbox://bucket/run | dropbox
     train.py SHORT --config.data.corpus=text:none://bucket/*.txt | none://bucket
     train.py SHORT --workdir=run --config.optim.beta1=0.5 | optim.beta1
     train.py SHORT --workdir=run --config.data.corpus=text:bad.jsonl | corpus

@@ -334,15 +334,6 @@ def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
     assert prepare(data).describe() != prepared
 
 
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [("none://a/b", "Protocol not known: none"), ("dropbox://a/b", "dropbox")],
-)
-def test_a_url_that_nothing_opens_is_a_line(store, url, told):
-    with pytest.raises(UserError, match=told):
-        stores.fetch(url)
-
-
 class Web(http.server.BaseHTTPRequestHandler):
     """Tells of 60 bytes, and gives half of them, or fails as its path says."""
 

@@ -123,15 +123,6 @@ def test_a_run_continues_unless_what_it_trains_would_change(
     assert told in str(error.value)
 
 
-def test_a_workdir_where_nothing_can_be_written_is_refused(tmp_path):
-    (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UserError, match=rf"written in {place}"):
-            run_files.check_options(place, make_config())
-    run_files.check_options(tmp_path / "runs" / "first", make_config())
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp_path):
     config = make_config(data_dir=str(tmp_path / "run" / "data"))
     (tmp_path / "run" / "data").mkdir(parents=True)
