@@ -59,9 +59,7 @@ class OptimConfig(default.Optim):
             raise UserError("optim.adam_learning_rate needs a learning_rate above 0")
         falls = self.schedule in ("cosine", "linear", "wsd")
         if falls and self.learning_rate < self.end_learning_rate:
-            raise UserError(
-                "the rate would rise to optim.end_learning_rate", "Set a lower one"
-            )
+            raise UserError("the rate would rise to optim.end_learning_rate")
         if self.schedule != "wsd" and (self.decay_steps or self.decay_percent):
             raise UserError("optim.decay_steps and _percent are for wsd")
         warms_up = self.warmup_steps or self.warmup_percent
@@ -72,7 +70,7 @@ class OptimConfig(default.Optim):
             raise UserError("schedule_free wants optim.schedule=constant")
         if is_free + (self.ema > 0) + (self.tail_average > 0) > 1:
             raise UserError(
-                "optim.ema, tail_average and name=schedule_free all average", "Use one"
+                "of optim.ema, tail_average and name=schedule_free only one may average"
             )
         if is_free and not self.beta1:
             raise UserError("schedule_free wants an optim.beta1 above 0")

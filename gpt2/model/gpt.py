@@ -252,11 +252,7 @@ class GPT(nn.Module):
     def _add_positions(self, x: Array, flow: Flow) -> Array:
         """Adds learned positions to `[B, T, D]`."""
         cfg = self.config
-        T = x.shape[1]
-        if cfg.context_length < T:
-            raise ValueError(
-                f"{T} tokens are more than context_length={cfg.context_length}"
-            )
+        chex.assert_axis_dimension_lteq(x, 1, cfg.context_length)
         axes = ("position", "table")  # drawn with 0.01, as OpenAI's
         wpe = Embedding(
             cfg, self.ops, cfg.context_length, axes, cfg.init_std / 2, name="wpe"

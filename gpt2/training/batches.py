@@ -31,8 +31,7 @@ class Batches:
         self._local_rows = functools.cache(backend.local_rows)
         self._shapes = config.shapes
         self._eval_rows = self._local_rows(config.micro_batch_size)
-        micro_batches = config.train.eval_batches * config.train.accumulate_steps
-        self._eval_batches = micro_batches
+        self._eval_batches = config.train.eval_batches * config.train.accumulate_steps
         self._held_out = dict[str, tuple[float, ValidationLoader]]()
         self._train: TrainLoader | OwnBatches
         data = config.data

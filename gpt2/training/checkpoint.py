@@ -151,8 +151,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             "position": list(position),
         }
         try:
-            has_own_disk = stores.is_url(stores.place_of(self._workdir))
-            if jax.process_count() > 1 and has_own_disk:
+            # Each process has a copy of a URL of its own, of which one is sent.
+            is_url = stores.is_url(stores.place_of(self._workdir))
+            if jax.process_count() > 1 and is_url:
                 state = jax.tree.map(_gathered, state)
             parts = _parts(state)
             self._manager.save(
@@ -183,9 +184,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def position(self, step: int) -> list[str]:
         """Returns the position of its batches that a state was saved with."""
-        if step not in self._manager.all_steps():
-            return []
-        return self._layout(step)["position"]
+        return self._layout(step)["position"] if step else []
 
     def restore_params(self, step: int, program: Program) -> Tree:
         """Restores the parameters alone, otherwise as `restore`."""

@@ -6,7 +6,7 @@ on, with its own loss, by a program that looks at what every module gives and at
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.errors import DivergedError, UserError
+from gpt2.model.gpt import Params
 from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import Steps
 from gpt2.training.batches import Batches
@@ -32,7 +33,6 @@ from gpt2.utils.stores import place_of
 from gpt2.utils.trees import Tree
 
 _LAYER = re.compile(r"^h_(\d+)")
-Params = Mapping[str, Tree]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -197,11 +197,10 @@ class Program:
         sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
-        kind = self._device.device_kind
         rows = {
             "model": f"{format_count(self.num_params)} parameters, attention {self.attention}",
             "data": batches.describe(num_steps),
-            "devices": f"{jax.device_count()} x {kind}, {self.backend.layout}",
+            "devices": f"{jax.device_count()} x {self._device.device_kind}, {self.backend.layout}",
             "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
             f"compiled in {seconds:.0f} s",
         }
