@@ -6,6 +6,7 @@ freedom of a deviation.
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # loads its parts when they are used
@@ -44,7 +45,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws at random, 100 times as long.
     """
     noise, weights = _chi(df)
-    nums, counts = np.unique(sizes[1:], return_counts=True)
+    nums = np.array(sizes[1:])
     shares = nums / (nums + sizes[0])
     correlation = shares[:, None, None]
     common = np.sqrt(correlation) * _NORMAL
@@ -52,7 +53,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     limit = bound * noise[:, None]
     below = scipy.special.ndtr((limit - common) / own)
     far_below = scipy.special.ndtr((-limit - common) / own)
-    within = (below - far_below) ** counts[:, None, None]
+    within = below - far_below
     together = within.prod(0)
     return float(weights @ together @ _NORMAL_WEIGHTS)
 
@@ -67,19 +68,23 @@ def dunnett_quantile(sizes: tuple[int, ...], df: int, level: float) -> float:
     return scipy.optimize.brentq(excess, 0, 1e6)
 
 
-def group_half_width(
-    pooled: Numbers,
-    variance0: Numbers,
-    variance: Numbers,
-    sizes: tuple[int, ...],
-    num: int,
-    df: int,
-    level: float,
-) -> Array:
-    """Returns the wider half of Dunnett's and Welch's intervals, for an arm of `num` runs.
+class Design(NamedTuple):
+    """Of how many runs an arm of a sweep is judged, and how strictly."""
 
-    Variances are the pooled one, with `df` degrees of freedom, the baseline's and the arm's.
+    sizes: tuple[int, ...]
+    num: int  # of this arm
+    df: int  # of the pooled variance
+    level: float  # of all arms together
+
+
+def group_half_width(
+    design: Design, pooled: Numbers, variance0: Numbers, variance: Numbers
+) -> Array:
+    """Returns the wider half of Dunnett's and Welch's intervals.
+
+    Variances are the pooled one, the baseline's and the arm's.
     """
+    sizes, num, df, level = design
     per_run = 1 / sizes[0] + 1 / num
     pooled_error = np.sqrt(pooled * per_run)
     dunnett = dunnett_quantile(sizes, df, level) * pooled_error
@@ -89,39 +94,26 @@ def group_half_width(
     return np.maximum(dunnett, quantile * error)
 
 
-@cache
-def group_difference(
-    sizes: tuple[int, ...],
-    num: int,
-    df: int,
-    variances: tuple[float, ...],
-    level: float,
-) -> float:
-    """Returns the true difference of an arm of `num` runs that groups find with `POWER`.
+def group_difference(design: Design, variances: tuple[float, ...]) -> float:
+    """Returns the true difference of an arm that groups find with `POWER`.
 
     `variances`, taken for the true ones, are the baseline's, the arm's, and all others' together.
     What sweeps would estimate for them is drawn.
     """
-    df0 = sizes[0] - 1
-    df_arm = num - 1
-    df_others = df - df0 - df_arm
+    num0 = design.sizes[0]
+    df0 = num0 - 1
+    df_arm = design.num - 1
     gamma = np.random.default_rng(0).standard_gamma
     squares = []  # sums of squared deviations, [_NUM_DRAWN] each
-    dfs = (df0, df_arm, df_others)
+    dfs = (df0, df_arm, design.df - df0 - df_arm)
     for each, each_df in zip(variances, dfs, strict=True):
         chi2 = 2 * gamma(each_df / 2, _NUM_DRAWN)
         squares.append(each * chi2)
+    pooled = sum(squares) / design.df
     half_widths = group_half_width(
-        pooled=sum(squares) / df,
-        variance0=squares[0] / df0,
-        variance=squares[1] / df_arm,
-        sizes=sizes,
-        num=num,
-        df=df,
-        level=level,
+        design, pooled, squares[0] / df0, squares[1] / df_arm
     )
-    variance0, variance, _ = variances
-    true_error, _ = welch(variance0, variance, sizes[0], num)
+    true_error, _ = welch(variances[0], variances[1], num0, design.num)
 
     def lack(difference: float) -> float:
         found = scipy.special.ndtr((difference - half_widths) / true_error)

@@ -37,6 +37,7 @@ import scipy  # loads its parts when they are used
 from gpt2.ablate.power import (
     LEVEL,
     Array,
+    Design,
     dunnett_probability,
     group_difference,
     group_half_width,
@@ -153,15 +154,8 @@ def _test(
             continue
         variance0 = float(first.var(ddof=1))
         variance = float(group.var(ddof=1))
-        half_width = group_half_width(
-            pooled=pooled,
-            variance0=variance0,
-            variance=variance,
-            sizes=sizes,
-            num=num,
-            df=df,
-            level=level,
-        )
+        design = Design(sizes, num, df, level)
+        half_width = group_half_width(design, pooled, variance0, variance)
         low = difference - float(half_width)
         high = difference + float(half_width)
         distance = abs(difference)
@@ -177,14 +171,7 @@ def _test(
             high=high,
             p_value=float(np.clip(p_value, 0, 1)),
             error=float(welch_error),
-            detectable=partial(
-                group_difference,
-                sizes=sizes,
-                num=num,
-                df=df,
-                variances=(variance0, variance, rest),
-                level=level,
-            ),
+            detectable=partial(group_difference, design, (variance0, variance, rest)),
         )
     return verdicts
 
