@@ -34,7 +34,7 @@ from gpt2.utils import files
 # A model's files, without other frameworks'.
 HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
-_OWNER = ".owner"  # a key of the run that began last
+_OWNER = ".owner"  # holds a key of the run that began last
 _SAMPLES = "samples.txt"
 _STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
@@ -130,6 +130,7 @@ class _Record:
     url: str
     versions: dict[str, str]  # of its files, by name
     times: dict[str, int]  # ns, of the files in the working copy
+    owner: str = ""  # the key that the run of the working copy has left there
 
     def holds(self, name: str, time_ns: int) -> bool:
         """Returns whether the store held a file of the working copy as it was at a time."""
@@ -160,7 +161,7 @@ def fetch(place: str | Path, only: str = "") -> Path:
         return folder
     with _exchange(str(place), folder) as (store, record):
         theirs = _list_store(store)
-        is_ours = store.exists(_OWNER) and _is_ours(store, folder)
+        is_ours = _is_ours(store, record)
         if theirs != record.versions and not is_ours:
             _make_way(folder, record, theirs)
         record.versions = theirs
@@ -173,13 +174,12 @@ def fetch(place: str | Path, only: str = "") -> Path:
     return folder
 
 
-def _is_ours(store: AbstractFileSystem, folder: Path) -> bool:
+def _is_ours(store: AbstractFileSystem, record: _Record) -> bool:
     """Returns whether the run that has begun last in a store is that of this working copy.
 
     Its last exchange may have been cut short, and nobody else has written there.
     """
-    mine = folder / _OWNER
-    return mine.exists() and mine.read_bytes() == store.cat_file(_OWNER)
+    return store.exists(_OWNER) and store.cat_file(_OWNER).decode() == record.owner
 
 
 def _make_way(folder: Path, record: _Record, theirs: Mapping[str, str]) -> None:
@@ -191,7 +191,8 @@ def _make_way(folder: Path, record: _Record, theirs: Mapping[str, str]) -> None:
             f"{record.url} has lost checkpoint {step}; {folder} is this machine's copy"
         )
         raise UserError(what, f"Copy that to {record.url}, or move it elsewhere")
-    outdated = {folder / _OWNER}
+    record.owner = ""
+    outdated = set[Path]()
     for name, mtime in _list_copy(folder).items():
         is_superseded = 0 <= _step(name) < newest
         if not record.holds(name, mtime) or not (name in theirs or is_superseded):
@@ -232,24 +233,23 @@ def push(place: str | Path, folder: Path) -> None:
     """
     if not is_url(place):
         return
-    record = _read_record(folder)
-    here = _list_copy(folder)
-    newest = _newest_step(here)
-    changed = set[str]()
-    for name, mtime in here.items():
-        if not record.holds(name, mtime):
-            changed.add(name)
-    gone = set[str]()
-    for name in record.versions.keys() - here.keys():
-        is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
-        # A run that goes on removes its samples, which would say that it has ended.
-        if is_superseded or name == _SAMPLES:
-            gone.add(name)
-    if not changed and not gone:
-        return
     kept = folder.with_name(f".{folder.name}.sending")
     with _exchange(str(place), folder) as (store, record):
-        if (folder / _OWNER).exists() and not _is_ours(store, folder):
+        here = _list_copy(folder)
+        newest = _newest_step(here)
+        changed = set[str]()
+        for name, mtime in here.items():
+            if not record.holds(name, mtime):
+                changed.add(name)
+        gone = set[str]()
+        for name in record.versions.keys() - here.keys():
+            is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
+            # A run that goes on removes its samples, which would say that it has ended.
+            if is_superseded or name == _SAMPLES:
+                gone.add(name)
+        if not changed and not gone:
+            return
+        if record.owner and not _is_ours(store, record):
             raise TakenOver(f"another run has taken {place} over")
         # What the run removes meanwhile stays there until it is sent.
         shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
@@ -274,10 +274,9 @@ def push(place: str | Path, folder: Path) -> None:
 
 def claim(place: str, folder: Path) -> None:
     """Makes the run of a working copy the one that has begun last at its URL."""
-    key = secrets.token_bytes(8)
-    with _reaching(place) as (store, root):
-        store.pipe_file(f"{root}/{_OWNER}", key)
-    (folder / _OWNER).write_bytes(key)
+    with _exchange(place, folder) as (store, record):
+        record.owner = secrets.token_hex(8)
+        store.pipe_file(_OWNER, record.owner.encode())
     push(place, folder)
 
 
