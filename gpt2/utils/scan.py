@@ -91,7 +91,10 @@ def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
 
 def is_scanned(tree: Tree) -> bool:
     """Returns whether the parameters in `tree`, or any state that follows them, are stacked."""
-    return _stacked_leaf(tree) is not None
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        if any(getattr(key, "key", None) == "h" for key in path):
+            return True
+    return False
 
 
 def in_layout(
@@ -104,10 +107,6 @@ def in_layout(
 
     `stack` joins the leaves of all layers.
     """
-    stacked = _stacked_leaf(tree)
-    if (stacked is not None) == scanned:
-        return tree
-
     first = "h_0" if scanned else "h"
 
     def holds_layers(node: Tree) -> bool:
@@ -124,16 +123,9 @@ def in_layout(
             new["h"] = jax.tree.map(stack, *layers)
         else:
             layers = new.pop("h")
-            for i in range(stacked.shape[0]):
+            num_layers = jax.tree.leaves(layers)[0].shape[0]
+            for i in range(num_layers):
                 new[f"h_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], layers)
         return new
 
     return jax.tree.map(convert, tree, is_leaf=holds_layers)
-
-
-def _stacked_leaf(tree: Tree) -> Tree:
-    """Returns some leaf with a layer axis, or None."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if any(getattr(key, "key", None) == "h" for key in path):
-            return leaf
-    return None
