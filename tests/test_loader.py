@@ -147,7 +147,7 @@ def test_prefetch_yields_every_step_in_order():
 
 def test_prefetch_works_ahead_and_no_further():
     made = []
-    batches = prefetch((made.append(step) or step for step in range(100)), ahead=2)
+    batches = prefetch(made.append(step) or step for step in range(100))
     assert next(batches) == 0
     deadline = time.perf_counter() + SECONDS
     while len(made) < 3 and time.perf_counter() < deadline:

@@ -29,8 +29,7 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     order of the merges. `<|endoftext|>` is its only added token.
     """
     model = tree["model"]
-    cuts = {"use_regex": True}
-    cuts.update(tree.get("pre_tokenizer") or {})
+    cuts = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
     options = {name for name, value in model.items() if value}
     added = [token["content"] for token in tree.get("added_tokens", [])]
     if model.get("type") != "BPE" or not options <= _MODEL:

@@ -10,8 +10,6 @@ from gpt2.data.tokens import Split, TokenStream
 from gpt2.errors import UserError
 from gpt2.utils import files
 
-COUNTS = ("num_tokens", "num_bytes", "num_documents", "num_lost")
-
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
@@ -39,14 +37,14 @@ class Dataset:
 
         The first token is not predicted. None: the tokens do not give back all bytes.
         """
-        bytes_per_target = Fraction(0)
+        bytes_per_target = 0.0
         for share, part in self.parts.values():
             held_out = part.splits["validation"]
             if held_out.num_lost:
                 return None
-            ratio = (held_out.num_tokens - 1) / held_out.num_bytes
-            bytes_per_target += share / Fraction(ratio)
-        return float(1 / bytes_per_target)
+            num_targets = held_out.num_tokens - 1
+            bytes_per_target += float(share) * held_out.num_bytes / num_targets
+        return 1 / bytes_per_target
 
     def open(self, split: str) -> TokenStream:
         """Returns the token stream of `train` or `validation`."""
@@ -57,8 +55,9 @@ class Dataset:
         counts = dict[str, dict[str, int]]()
         crc32 = dict[str, int]()
         for name, split in self.splits.items():
-            counts[name] = {count: getattr(split, count) for count in COUNTS}
-            crc32[name] = split.crc32
+            counts[name] = dataclasses.asdict(split)
+            del counts[name]["shards"]
+            crc32[name] = counts[name].pop("crc32")
         return {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": fingerprint(self.tokenizer),

@@ -163,13 +163,13 @@ class ValidationLoader:
         return assemble(windows, length, self._eot)
 
 
-def prefetch(batches: Iterable[T], ahead: int = 2) -> Generator[T, None, None]:
-    """Yields from `batches`; a thread takes up to `ahead` more meanwhile.
+def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
+    """Yields from `batches`; a thread takes up to two more meanwhile.
 
     Its errors are raised where a batch is asked for. The thread may wait for a text that never
     comes: nobody waits for it for long, and a signal that stops the run is raised as `Stopped`.
     """
-    ready = queue.Queue[T | BaseException | None](ahead - 1)  # one more is in its hand
+    ready = queue.Queue[T | BaseException | None](1)  # one more is in its hand
     is_closed = threading.Event()
 
     def read() -> None:

@@ -182,12 +182,10 @@ def write(
 def _seal(dataset: Dataset) -> None:
     """Writes what tells that all is there, with a digest of every file."""
     directory = dataset.directory
-    # A kill leaves these, and the next two.
-    for path in directory.glob("*.tmp"):
-        path.unlink()
-    digests = files.digest_folder(directory)
-    for name in (PROGRESS, FACTS):
-        digests.pop(name, None)
+    names = ["tokenizer.json"]
+    for path in sorted(directory.glob("*.bin")):
+        names.append(path.name)
+    digests = files.digest_files(directory, names)
     splits = {name: dataclasses.asdict(each) for name, each in dataset.splits.items()}
     facts = {"dtype": dataset.dtype, "splits": splits, "files": digests}
     files.write_json(directory / FACTS, files.seal(facts))

@@ -209,13 +209,10 @@ class HuggingFaceTokenizer(Tokenizer):
             begin = start + 1
         return np.concatenate([*pieces, self._encode(text[begin:], backend)])
 
-    def decode(self, ids: Ids) -> str:
-        """Returns the text of token ids, special tokens included."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
-
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes of the ids' text."""
-        return self.decode(ids).encode("utf-8")
+        """Returns the UTF-8 bytes of the ids' text, special tokens included."""
+        text = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text.encode()
 
 
 def _backend(tree: Tree) -> Any:
