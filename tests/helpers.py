@@ -40,9 +40,10 @@ def options_of(text):
     return {name: read_option(name, value) for name, _, value in pairs}
 
 
-def configured(text=""):
-    """The default config with options as a command line has them."""
-    return with_options(Config(), options_of(text))
+def configured(text="", group=""):
+    """The default config with options as a command line has them, all of one `group.` or any."""
+    options = [f"{group}{option}" for option in text.split()]
+    return with_options(Config(), options_of(" ".join(options)))
 
 
 def tokens_of(dataset, split):

@@ -76,13 +76,14 @@ class Case:
     model: ModelConfig = dataclasses.field(default=MODEL, repr=False)
 
     def config(self) -> Config:
-        layout = [f"parallel.{option}" for option in LAYOUTS[self.layout].split()]
+        parallel = configured(LAYOUTS[self.layout], "parallel.").parallel
         config = configured(f"""
             data.batch_size={BATCH_SIZE} train.num_steps={NUM_STEPS}
             train.accumulate_steps={self.accumulate} memory.remat={self.remat}
-            memory.scan_layers={self.scanned} memory.scan_unroll={self.unroll}
-            {" ".join(layout)}""")
-        return dataclasses.replace(config, model=self.model, optim=self.optim)
+            memory.scan_layers={self.scanned} memory.scan_unroll={self.unroll}""")
+        return dataclasses.replace(
+            config, model=self.model, optim=self.optim, parallel=parallel
+        )
 
 
 REFERENCE = Case()

@@ -41,16 +41,6 @@ def sample(values, **counts):
     return Sample(np.array(values), **counts)
 
 
-def draw_sweep(rng, setting, shift=0.0):
-    """Returns a baseline and arms, the first of which differs truly by `shift`."""
-    num_baseline, num, deviation, deviations = setting
-    arms = {
-        name: rng.normal(shift if name == NAMES[0] else 0.0, scale, num)
-        for name, scale in zip(NAMES, deviations, strict=True)
-    }
-    return rng.normal(0.0, deviation, num_baseline), arms
-
-
 def judge(values, arms, **options):
     return compare(
         sample(values), {name: sample(x) for name, x in arms.items()}, **options
@@ -99,20 +89,21 @@ def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
     "shift", [0.0, -50.0], ids=["no difference", "much lower scores"]
 )
 def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(
-    shift,
+    shift, monkeypatch
 ):
     """The run with the highest score diverges, so that survivors look good."""
-    rng = np.random.default_rng(4)
-    false = 0
     num_sweeps = 200
-    for _ in range(num_sweeps):
-        baseline, arms = draw_sweep(rng, (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)), shift)
-        survivors = np.sort(arms.pop(NAMES[0]))[:-1]
-        others = {name: sample(x) for name, x in arms.items()}
-        verdicts = compare(
-            sample(baseline), {NAMES[0]: sample(survivors, diverged=1), **others}
-        )
-        diverged = verdicts.pop(NAMES[0])
+    monkeypatch.setattr(verdict_rates, "CHUNK", num_sweeps)
+    rng = np.random.default_rng(4)
+    deviations = (1.0, 3.0, 1.0, 1.0, 1.0, 1.0)
+    scores = verdict_rates.draw(rng, (5,) * 6, deviations, shift)
+    false = 0
+    for baseline, first, *others in zip(*scores, strict=True):
+        survivors = np.sort(first)[:-1]
+        arms = dict(zip(NAMES[1:], map(sample, others), strict=True))
+        arms["diverged"] = sample(survivors, diverged=1)
+        verdicts = compare(sample(baseline), arms)
+        diverged = verdicts.pop("diverged")
         assert diverged.words == "diverged in 1 of 5 runs"
         assert diverged.difference == pytest.approx(survivors.mean() - baseline.mean())
         assert math.isnan(diverged.low) and math.isnan(diverged.p_value)

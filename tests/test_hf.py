@@ -11,7 +11,6 @@ import peer
 import pytest
 
 from gpt2 import hf
-from gpt2.config import GPTConfig
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
@@ -21,22 +20,26 @@ from gpt2.hf.weights import export_run, import_run, load_initial_params, load_mo
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout
 from tests import plain
-from tests.helpers import assert_rounded, in_float64, random_params, thorough
+from tests.helpers import (
+    assert_rounded,
+    configured,
+    in_float64,
+    random_params,
+    thorough,
+)
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
-LLAMA = dict(norm="rmsnorm", position="rope", activation="swiglu", bias=False)
-NEOX = dict(position="rope", parallel_block=True, tie_embeddings=False)
-SCALED = dict(rope_scaling="llama3", rope_factor=8.0, rope_context=16)
+LLAMA = "norm=rmsnorm position=rope activation=swiglu bias=False"
+NEOX = "position=rope parallel_block=True tie_embeddings=False"
+SCALED = "rope_scaling=llama3 rope_factor=8.0 rope_context=16"
 # What these show, the others show too.
 RARE = ("untied", "epsilon", "llama_multi_head")
 
 
-def small_config(**options):
-    size = dict(
-        vocab_size=67, context_length=32, num_layers=2, num_heads=4, embed_dim=32
-    )
-    return GPTConfig(**(size | options))
+def small_config(options=""):
+    sizes = "vocab_size=67 context_length=32 num_layers=2 num_heads=4 embed_dim=32"
+    return configured(f"{sizes} {options}", "model.").gpt()
 
 
 @pytest.mark.parametrize(
@@ -118,34 +121,27 @@ def test_16_bit_weights_load_as_float32(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "options"),
     [
-        ("gpt2", {}),
-        (
-            "gpt2",
-            dict(norm_eps=1e-6, mlp_dim=50, activation="relu_squared", num_kv_heads=4),
-        ),
-        ("llama", LLAMA | dict(dropout=0.1, init="xavier", zero_init_projections=True)),
+        ("gpt2", ""),
+        ("gpt2", "norm_eps=1e-6 mlp_dim=50 activation=relu_squared num_kv_heads=4"),
+        ("llama", f"{LLAMA} dropout=0.1 init=xavier zero_init_projections=True"),
+        ("llama", f"{LLAMA} num_kv_heads=1 mlp_dim=88 tie_embeddings=False head_dim=8"),
         (
             "llama",
-            LLAMA | dict(num_kv_heads=1, mlp_dim=88, tie_embeddings=False, head_dim=8),
+            f"{LLAMA} num_kv_heads=2 rope_base=5e5 norm_eps=1e-6 activation=geglu",
         ),
-        (
-            "llama",
-            LLAMA
-            | dict(num_kv_heads=2, rope_base=5e5, norm_eps=1e-6, activation="geglu"),
-        ),
-        ("llama", LLAMA | SCALED),
-        ("gpt_neox", NEOX | SCALED | dict(rope_scaling="yarn")),
-        ("qwen3", LLAMA | dict(qk_norm=True, num_kv_heads=2, head_dim=24)),
-        ("qwen3", LLAMA | dict(qk_norm=True, mlp_dim=128)),
-        ("gpt_neox", NEOX | dict(activation="gelu")),
-        ("gpt_neox", NEOX | dict(tie_embeddings=True, rope_base=2e4, rope_share=0.5)),
+        ("llama", f"{LLAMA} {SCALED}"),
+        ("gpt_neox", f"{NEOX} {SCALED} rope_scaling=yarn"),
+        ("qwen3", f"{LLAMA} qk_norm=True num_kv_heads=2 head_dim=24"),
+        ("qwen3", f"{LLAMA} qk_norm=True mlp_dim=128"),
+        ("gpt_neox", f"{NEOX} activation=gelu"),
+        ("gpt_neox", f"{NEOX} tie_embeddings=True rope_base=2e4 rope_share=0.5"),
     ],
 )
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
     model_type, options, scan_layers, tmp_path
 ):
-    cfg = small_config(**options)
+    cfg = small_config(options)
     params = random_params(cfg)
     exported = dataclasses.replace(cfg, scan_layers=scan_layers)
     hf.save(tmp_path / "out", exported, in_layout(params, scanned=scan_layers))
@@ -157,9 +153,9 @@ def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
     chex.assert_trees_all_equal(loaded, params)
 
 
-@pytest.mark.parametrize("options", [{}, dict(position="rope", parallel_block=True)])
+@pytest.mark.parametrize("options", ["", "position=rope parallel_block=True"])
 def test_models_without_biases_export_the_same_function(options, tmp_path):
-    cfg = small_config(**options, bias=False)
+    cfg = small_config(f"{options} bias=False")
     params = random_params(cfg)
     ids = np.arange(8)
     hf.save(tmp_path / "out", cfg, params)
@@ -176,22 +172,18 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "family", "option"),
     [
-        (
-            LLAMA | dict(qk_norm=True, value_residual=True),
-            "Qwen 3",
-            "value_residual=True",
-        ),
-        (LLAMA | dict(activation="silu"), "Llama", "activation=silu"),
-        (NEOX | dict(num_kv_heads=2), "GPT-NeoX", "num_kv_heads=2"),
-        (NEOX | dict(head_dim=16), "GPT-NeoX", "head_dim=16"),
-        (LLAMA | dict(rope_share=0.5), "Llama", "rope_share=0.5"),
-        (dict(logit_softcap=30.0), "GPT-2", "logit_softcap=30.0"),
-        (LLAMA | dict(num_experts=4), "Llama", "num_experts=4"),
+        (f"{LLAMA} qk_norm=True", "Qwen 3", "value_residual=True"),
+        (LLAMA, "Llama", "activation=silu"),
+        (NEOX, "GPT-NeoX", "num_kv_heads=2"),
+        (NEOX, "GPT-NeoX", "head_dim=16"),
+        (LLAMA, "Llama", "rope_share=0.5"),
+        ("", "GPT-2", "logit_softcap=30.0"),
+        (LLAMA, "Llama", "num_experts=4"),
     ],
 )
 def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp_path):
     with pytest.raises(UserError, match=rf"{family}, the nearest.*model\.{option}"):
-        hf.save(tmp_path / "out", small_config(**options), {})
+        hf.save(tmp_path / "out", small_config(f"{options} {option}"), {})
     assert not list(tmp_path.iterdir())
 
 
@@ -327,9 +319,9 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
 
 
 def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
-    cfg = small_config(**LLAMA)
+    cfg = small_config(LLAMA)
     tokenizer = peer.characters(67)
-    longer = dataclasses.replace(cfg, **SCALED, context_length=256)
+    longer = small_config(f"{LLAMA} {SCALED} context_length=256")
     params = random_params(cfg)
     for name, each in (("plain", cfg), ("longer", longer)):
         hf.save(tmp_path / name, each, params, tokenizer)

@@ -20,8 +20,8 @@ from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
-from tests.helpers import first_params
-from tests.test_hf import LLAMA
+from tests.helpers import configured, first_params
+from tests.test_hf import LLAMA, NEOX
 
 INDEX = "model.safetensors.index.json"
 TABLES = ("wte", "lm_head")
@@ -36,9 +36,9 @@ TOKENIZERS = {
 }
 
 
-def make_model(vocab_size, **options):
-    size = dict(context_length=64, num_layers=1, num_heads=2, embed_dim=8)
-    cfg = GPTConfig(vocab_size=vocab_size, **(size | options))
+def make_model(vocab_size, options=""):
+    sizes = "context_length=64 num_layers=1 num_heads=2 embed_dim=8"
+    cfg = configured(f"vocab_size={vocab_size} {sizes} {options}", "model.").gpt()
     return cfg, first_params(cfg)
 
 
@@ -62,10 +62,10 @@ def test_exported_tokenizer_reads_and_writes_the_same_text(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {}) for name in TOKENIZERS),
+        *((name, "") for name in TOKENIZERS),
         *((name, LLAMA) for name in ("gpt2", "byte", "bpe")),
-        ("bpe", LLAMA | dict(qk_norm=True)),
-        ("bpe", dict(position="rope", parallel_block=True, tie_embeddings=False)),
+        ("bpe", f"{LLAMA} qk_norm=True"),
+        ("bpe", NEOX),
     ],
 )
 def test_transformers_continues_text_with_an_export_as_this_project_does(
@@ -75,7 +75,7 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
 
     tokenizer = TOKENIZERS[name]()
     count = 12
-    cfg, params = make_model(tokenizer.vocab_size, **options)
+    cfg, params = make_model(tokenizer.vocab_size, options)
     params = jax.tree.map(lambda x: 4 * x, params)
     hf.save(tmp_path / "out", cfg, params, tokenizer)
     prompt = tokenizer.encode(TEXT).tolist()
@@ -104,7 +104,7 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rows", [192, 500])
 def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path):
-    cfg, params = make_model(rows, tie_embeddings=tied)
+    cfg, params = make_model(rows, f"tie_embeddings={tied}")
     hf.save(tmp_path / "out", cfg, params, peer.characters(131))
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 131

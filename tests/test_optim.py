@@ -50,9 +50,7 @@ OPTIMS = {
 
 def optim_of(text=""):
     """Returns the options of `optim` with those of a text."""
-    return configured(
-        " ".join(f"optim.{option}" for option in f"{RATES} {text}".split())
-    ).optim
+    return configured(f"{RATES} {text}", "optim.").optim
 
 
 each_optimizer = pytest.mark.parametrize("name", OPTIMS)
