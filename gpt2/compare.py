@@ -12,6 +12,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import contextlib
 import json
 import operator
 from collections.abc import Mapping, Sequence
@@ -41,8 +42,9 @@ from gpt2.utils.text import format_count, format_duration
 class Origin(NamedTuple):
     """What a run was made of."""
 
-    tree: Mapping[str, Any]  # its config.json
     options: dict[str, Any]  # by dotted name, with the hash of its code
+    tokens: Amount
+    flops: Amount
     tokenizer: str  # its hash, or its name where that is all that is known
     text: str  # of its validation, whatever its tokens are
 
@@ -75,8 +77,8 @@ def main(*directories: str) -> None:
         unit = "bits per byte"
     curves = {}
     for name, members in workdirs.items():
-        tokens, flops = _find_amounts(origins[name].tree)
-        found = [read_curve(workdir, score, tokens, flops) for workdir in members]
+        own = origins[name]
+        found = [read_curve(each, score, own.tokens, own.flops) for each in members]
         found = [curve for curve in found if len(curve.scores)]
         if found:
             curves[name] = found
@@ -92,9 +94,9 @@ def main(*directories: str) -> None:
             f"{reference} compares only if its losses, too, are of the tokenizer {tokenizer}"
         )
     for name, points in read_reference(reference).items():
-        published, losses = points.T
+        tokens, losses = points.T
         nothing = np.full(len(points), np.nan)
-        curves[name] = [Curve(published, nothing, nothing, losses)]
+        curves[name] = [Curve(tokens, nothing, nothing, losses)]
     output = flags.FLAGS.output
     with writing(output) as picture:
         plot_curves(picture, curves, unit)
@@ -132,28 +134,25 @@ def _read_origin(workdir: Path) -> Origin:
         starts = read_starts(workdir)
         code = starts[-1].get("code") if starts else None
         data = tree["data"]
+        batch = data["batch_size"] * tree["model"]["context_length"]
+        tokens: Amount = partial(operator.mul, batch)
+        flops_of = unknown
+        with contextlib.suppress(UserError):  # as options of other code are
+            config = Config.from_dict(tree)
+            config.gpt()
+            tokens = config.shapes.tokens
+            flops_of = partial(flops, config)
         # A mixture is told by its shares, too, and batches of one's own have no text.
         text = data["corpus"]
         if split := found.get("splits", {}).get("validation"):
             text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
         return Origin(
-            tree=tree,
             options=flatten(tree) | {"code": code},
+            tokens=tokens,
+            flops=flops_of,
             tokenizer=found.get("tokenizer_sha256", data["tokenizer"]),
             text=text,
         )
-
-
-def _find_amounts(options: Mapping[str, Any]) -> tuple[Amount, Amount]:
-    """Returns the tokens and the FLOPs of so many steps, which are unknown for other code's."""
-    try:
-        config = Config.from_dict(options)
-        config.gpt()
-        return config.shapes.tokens, partial(flops, config)
-    except UserError:
-        batch_size = options["data"]["batch_size"]
-        context = options["model"]["context_length"]
-        return partial(operator.mul, batch_size * context), unknown
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:

@@ -5,7 +5,7 @@ import functools
 import itertools
 import json
 import operator
-import os
+import subprocess
 import sys
 import time
 from functools import partial
@@ -137,9 +137,9 @@ class Fake:
 
     device, started = "1 x cpu", {}
 
-    def __init__(self, name, command, environment):
+    def __init__(self, name, command):
         self.name = name
-        self.started[name] = command, environment
+        self.started[name] = command
 
     def close(self):
         pass
@@ -158,6 +158,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(measure, "Player", Fake)
+    monkeypatch.setattr("subprocess.Popen", lambda command, **_: command)
     Fake.started.clear()
     return monkeypatch
 
@@ -211,7 +212,7 @@ def test_a_peer_runs_under_the_python_that_is_named(fake):
     )
     with parsed(*given, "--peer_python=/other/python"):
         command.measure_cases()
-    pythons = {name: words[0] for name, (words, _) in Fake.started.items()}
+    pythons = {name: words[0] for name, words in Fake.started.items()}
     assert pythons == {"jax": sys.executable, "torch": "/other/python"}
 
 
@@ -226,7 +227,9 @@ def test_a_ratios_interval_is_students_of_the_logarithms():
 
 
 def player(code):
-    return measure.Player("it", [sys.executable, "-c", code], os.environ)
+    command = [sys.executable, "-c", code]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return measure.Player("it", subprocess.Popen(command, text=True, **pipes))
 
 
 def test_a_player_does_the_steps_it_is_asked_for_and_tells():

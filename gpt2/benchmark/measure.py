@@ -50,31 +50,22 @@ class Case(NamedTuple):
         return self._replace(config=config)
 
 
-class Player:
+class Player(NamedTuple):
     """A process that serves turns, until it is closed."""
 
-    def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str]
-    ):
-        self.name = name
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    name: str
+    process: subprocess.Popen[str]
 
     def ask(self, method: str, *arguments: int) -> Any:
         """Returns what a method of its `Side` does."""
-        assert self._process.stdout
+        assert self.process.stdout
         with contextlib.suppress(BrokenPipeError):  # it has ended, as is found below
             request = json.dumps([method, *arguments])
-            print(request, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+            print(request, file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
         if answer:
             return json.loads(answer)
-        code = self._process.wait()
+        code = self.process.wait()
         if code > 0:
             sys.exit(code)  # it has told why
         raise UserError(
@@ -83,10 +74,10 @@ class Player:
 
     def close(self) -> None:
         """Ends the process."""
-        assert self._process.stdin
+        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
+            self.process.stdin.close()
+        self.process.wait()
 
 
 class Side(abc.ABC):
@@ -233,4 +224,11 @@ def _start(name: str, case: Case, number: int) -> Player:
     if case.xla_flags:
         environment["XLA_FLAGS"] = case.xla_flags
     print(f"{name}: starts and compiles", file=sys.stderr)
-    return Player(name, command, environment)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return Player(name, process)

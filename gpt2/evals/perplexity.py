@@ -81,9 +81,7 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 _CONTINUED = bytes(range(0x80, 0xC0))
 
 
-def compression(
-    task: str, scorer: Scorer, tokenizer: Tokenizer, path: Path
-) -> list[Figure]:
+def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Scores a file in bits per byte, as enwik8 and text8 are."""
     with reading(path):
         content = path.read_bytes().lstrip(_CONTINUED)
@@ -94,6 +92,7 @@ def compression(
         raise UserError(
             f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
         )
+    task = path.name
     scores = _score(scorer, tokenizer, text, task)
     bits = mean_loss(scores, len(text.encode())).scaled(1 / math.log(2.0))
     context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"

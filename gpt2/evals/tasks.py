@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
@@ -21,8 +20,8 @@ from gpt2.utils import stores
 Score = Callable[[Scorer, Tokenizer, Path], list[Figure]]
 TASKS: dict[str, tuple[str, Score]] = {
     "wikitext": ("wikitext.txt", wikitext),
-    "enwik8": ("enwik8", partial(compression, "enwik8")),
-    "text8": ("text8", partial(compression, "text8")),
+    "enwik8": ("enwik8", compression),
+    "text8": ("text8", compression),
     "lambada": ("lambada.jsonl", lambada),
     "hellaswag": ("hellaswag.jsonl", hellaswag),
     "core": ("core.yaml", core),

@@ -94,16 +94,12 @@ def to_hf_config(cfg: GPTConfig) -> Json:
     The options of rope have the names that every version of transformers reads.
     """
     family = family_for(cfg)
-    values = {ours: getattr(cfg, ours) for ours in family.options}
+    sizes = canonical(cfg)
+    values = {ours: getattr(sizes, ours) for ours in family.options}
     names = [
         name for name, ours in family.activations.items() if ours == cfg.activation
     ]
-    values |= {
-        "mlp_dim": cfg.hidden_dim,
-        "num_kv_heads": cfg.kv_heads,
-        "head_dim": cfg.head_size,
-        "activation": names[0],
-    }
+    values["activation"] = names[0]
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

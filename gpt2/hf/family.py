@@ -25,24 +25,13 @@ BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_fre
 
 
 def canonical(cfg: GPTConfig) -> GPTConfig:
-    """Returns the same architecture with its sizes written in one way: 0 where that can be."""
-    kv_heads = cfg.kv_heads
-    head_dim = cfg.head_dim
-    ratio, rest = divmod(cfg.hidden_dim, cfg.embed_dim)
-    mlp_dim = 0
-    if kv_heads == cfg.num_heads:
-        kv_heads = 0
-    if cfg.head_size * cfg.num_heads == cfg.embed_dim:
-        head_dim = 0
-    if rest:
-        ratio = GPTConfig.mlp_ratio
-        mlp_dim = cfg.hidden_dim
+    """Returns the same architecture with all of its sizes written out."""
     return dataclasses.replace(
         cfg,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        mlp_ratio=ratio,
-        mlp_dim=mlp_dim,
+        num_kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_size,
+        mlp_ratio=GPTConfig.mlp_ratio,
+        mlp_dim=cfg.hidden_dim,
     )
 
 
@@ -179,12 +168,14 @@ class Family(NamedTuple):
     def lacks(self, cfg: GPTConfig) -> list[str]:
         """Returns the fields of `cfg` for whose value the family has no option."""
         cfg = canonical(cfg)
-        held = {*self.options, *FREE, "mlp_ratio", "activation"}
+        held = {*self.options, *FREE, "activation"}
         if "rope_base" in self.options:
             held.update(SCALED_ROPE)
         if self.switches.get("bias", True):
             held.add("bias")  # a missing one is written as zeros
         expected = dataclasses.asdict(ModelConfig()) | self.switches
+        expected["num_kv_heads"] = cfg.num_heads
+        expected["head_dim"] = cfg.embed_dim / cfg.num_heads
         lacking = sorted(
             name
             for name, value in expected.items()
