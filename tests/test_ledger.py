@@ -105,22 +105,6 @@ def test_levels_are_those_of_e_lond():
     assert 0.07 < sum(shares) < 0.1
 
 
-@pytest.mark.peers
-def test_levels_decide_as_those_of_another_library():
-    online_fdr = pytest.importorskip("online_fdr", reason="pip install online-fdr")
-    sequences = online_fdr.core.utils.sequence
-    share = sequences.DefaultSaffronGammaSequence(gamma_exp=1.3, c=1 / 3.931949211809)
-    other = online_fdr.e_values.ELond(0.1, share)
-    kept = 0
-    for number, found in enumerate(np.geomspace(1, 1e5, 60)[::-1], start=1):
-        level = level_at(number, kept)
-        keeps = found >= 1 / level
-        assert other.test_one(found) == keeps
-        assert other.last_test_level == pytest.approx(level)
-        kept += keeps
-    assert 0 < kept < 60
-
-
 def test_hopeless_is_what_would_hardly_be_kept():
     noise = np.random.default_rng(0).standard_normal((500, 16))
     for gain, low, high in (0.0, 0.0, 0.02), (3.0, 0.7, 1.0):
