@@ -1,14 +1,12 @@
-"""ledger.jsonl: what was tried against what, and what came of it, an object for each event.
+"""ledger.jsonl: what was tried against what, and what came of it: a line is an idea as it stood.
 
-`idea` is an arm that is tried against the best of its time; the first, number 0, is the start.
-`pair` has the scores of both with one seed. `answer` is keep, discard, undecided or failed, and
-why. A ledger is a function of these lines.
+An idea is an arm that is tried against the best of its time; the first, number 0, is the start. Its
+newest line counts, and the order of lines tells which ideas were kept before.
 """
 
 import json
 import math
 import os
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,9 +27,9 @@ class Idea:
     best: int  # the number of what it is tried against
     arm: Arm
     code: str  # the hash of its code
-    # The scores of the best and of the idea, by seed.
-    pairs: dict[int, tuple[float, float]] = field(default_factory=dict)
-    answer: str = ""  # "" until there is one
+    # The scores of the best and of the idea, of each seed.
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    answer: str = ""  # keep, discard, undecided or failed; "" until there is one
     why: str = ""
     level: float = 0.0  # at which it was judged
     seconds: float = 0.0  # of all commands that tried it
@@ -39,7 +37,7 @@ class Idea:
     @property
     def differences(self) -> Array:
         """Idea - best, `[pairs]`."""
-        scores = np.array(list(self.pairs.values())).reshape(-1, 2)
+        scores = np.array(self.pairs).reshape(-1, 2)
         return scores[:, 1] - scores[:, 0]
 
     @property
@@ -93,38 +91,25 @@ def read_ledger(root: Path) -> Ledger:
     ledger = Ledger()
     path = root / "ledger.jsonl"
     text = path.read_bytes() if path.exists() else b""
+    newest = dict[int, dict]()  # by number
     for place, line in enumerate(_whole(text).splitlines(), 1):
         with reading(f"{path}:{place}", "Restore it from a copy"):
-            _enter(ledger, json.loads(line))
+            tree = json.loads(line)
+            number = tree["number"]
+            if number > len(newest):
+                raise ValueError("lines before it are lost")
+            newest[number] = tree
+            if tree["pairs"] or tree["answer"] == "discard":
+                ledger.tests.setdefault(number)
+    for tree in newest.values():
+        arm = Arm.from_options(**tree["arm"])
+        ledger.ideas.append(Idea(**tree | {"arm": arm}))
     return ledger
 
 
-def _enter(ledger: Ledger, event: dict) -> None:
-    """Adds what a line says."""
-    number = event["number"]
-    if event["event"] == "idea":
-        best = ledger.best.number if ledger.ideas else 0
-        if number != len(ledger.ideas) or event["best"] != best:
-            raise ValueError("lines before it are lost, or it is there twice")
-        arm = Arm.from_options(**event["arm"])
-        idea = Idea(number, event["text"], best, arm, event["code"])
-        ledger.ideas.append(idea)
-        return
-    idea = ledger.ideas[number]
-    if event["event"] == "pair":
-        idea.pairs[event["seed"]] = (event["best_score"], event["score"])
-    else:
-        idea.level = ledger.level(number)
-        idea.answer = event["answer"]
-        idea.why = event["why"]
-        idea.seconds += event["seconds"]
-    if idea.pairs or idea.answer == "discard":
-        ledger.tests.setdefault(number)
-
-
-def append(root: Path, event: str, number: int, **facts: object) -> None:
+def append(root: Path, idea: Idea) -> None:
     """Adds a line, whole or not at all. Who calls holds the lock of the ledger."""
-    tree = {"event": event, "number": number, "time": time.time(), **facts}
+    tree = vars(idea) | {"arm": idea.arm.to_tree()}
     with open(root / "ledger.jsonl", "ab+") as file:
         file.seek(0)
         # A line that a kill has cut says nothing.
@@ -132,19 +117,6 @@ def append(root: Path, event: str, number: int, **facts: object) -> None:
         file.write(json.dumps(tree).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def append_idea(root: Path, idea: Idea) -> None:
-    """Adds the line of an idea."""
-    append(
-        root,
-        "idea",
-        idea.number,
-        text=idea.text,
-        best=idea.best,
-        code=idea.code,
-        arm=idea.arm.to_tree(),
-    )
 
 
 def _whole(text: bytes) -> bytes:

@@ -40,7 +40,7 @@ from gpt2.ablate.arms import (
 )
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
 from gpt2.ablate.jobs import Slot, check_devices, make_slots, train_all
-from gpt2.ablate.journal import Idea, Ledger, append, append_idea, read_ledger
+from gpt2.ablate.journal import Idea, Ledger, append, read_ledger
 from gpt2.ablate.measure import measure
 from gpt2.ablate.pictures import plot_ledger
 from gpt2.ablate.report import render, write_page
@@ -114,7 +114,7 @@ def _begin(root: Path) -> Ledger:
             commit = find_commit("HEAD") if is_tree else snapshot()
             arm = Arm("000-start", config, commit=commit)
             code = hash_code(check_out(arm, root))
-            append_idea(root, Idea(0, "start", 0, arm, code))
+            append(root, Idea(0, "start", 0, arm, code))
             return read_ledger(root)
     first = ledger.ideas[0].arm
     arms.refuse_differences(
@@ -199,7 +199,7 @@ def _enter(root: Path, slot: Slot) -> Idea:
                 f"no idea can be kept in {FLAGS.pairs} pairs by now",
                 "Give more --pairs",
             )
-        append_idea(root, idea)
+        append(root, idea)
         return idea
 
 
@@ -227,11 +227,12 @@ def _try_idea(root: Path, slot: Slot) -> Idea:
                 answer = "undecided"
                 why = f"{FLAGS.minutes:g} minutes are used up"
             if answer:
-                seconds = now - began
-                append(
-                    root, "answer", idea.number, answer=answer, why=why, seconds=seconds
-                )
-                return read_ledger(root).ideas[idea.number]
+                idea.level = ledger.level(idea.number)
+                idea.answer = answer
+                idea.why = why
+                idea.seconds += now - began
+                append(root, idea)
+                return idea
         answer, why = _train_pair(root, ledger, idea, slot)
         pair_seconds = time.monotonic() - now
 
@@ -279,9 +280,12 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
         if own == "diverged":
             return "discard", f"diverged: {error}"
         return "failed", error
-    best_score, score = results.score
     with files.locked(root / _LOCK):
-        append(root, "pair", idea.number, seed=seed, best_score=best_score, score=score)
+        idea = read_ledger(root).ideas[idea.number]
+        if len(idea.pairs) == seed:  # else another process had the same pair
+            best_score, score = results.score
+            idea.pairs.append((best_score, score))
+            append(root, idea)
     return "", ""
 
 
