@@ -135,7 +135,7 @@ def write_model(directory: Path, name: str) -> Path:
     stds = _STDS.get(name, {"": 0.05})
 
     def draw(tensor: Tensor) -> np.ndarray:
-        path = "/".join(tensor.path)
+        path = tensor.path
         mean = 1.0 if path.endswith("scale") else 0.0
         std = [value for end, value in stds.items() if path.endswith(end)][-1]
         return (mean + std * rng.standard_normal(tensor.shape)).astype(np.float32)
@@ -224,7 +224,7 @@ def our_answers(directory: Path, name: str) -> dict:
         return lost / targets.size
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    leaves = flatten_dict(gradients)
+    leaves = flatten_dict(gradients, sep="/")
     (generated,) = generate(
         GPT(cfg),
         params,

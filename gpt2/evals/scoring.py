@@ -6,6 +6,7 @@ are most of the work for a small model, and are computed for scored tokens only.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -122,12 +123,11 @@ class Scorer:
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
-        buckets: dict[int, list[int]] = {}
+        buckets = defaultdict[int, list[int]](list)
         for index, request in enumerate(requests):
             num_tokens = len(request.tokens)
             self.num_tokens += num_tokens
-            same = buckets.setdefault(bucket(num_tokens, self.context_length), [])
-            same.append(index)
+            buckets[bucket(num_tokens, self.context_length)].append(index)
         if self._params is None:
             nothing = Score(-1.0, 1, False)
             return [nothing for _ in requests]

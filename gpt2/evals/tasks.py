@@ -51,11 +51,10 @@ def validation_data(
     if workdir:
         folder = stores.fetch(workdir)
         data = load_config(folder).data
-        learnt_here = (folder / "data.json").exists()
     else:
         folder = stores.fetch(hf or "", stores.HUGGING_FACE)
         data = DataConfig()
-        learnt_here = False
+    learnt_here = (folder / "data.json").exists()
     if not corpus:
         if not learnt_here:
             how = f"Add --corpus={data.corpus}, or text:FILE"

@@ -6,7 +6,7 @@ gpt2/hf/family.py says what it holds.
 
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
-from gpt2.hf.family import Family, Row
+from gpt2.hf.family import Family, Tensor
 
 _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -64,26 +64,26 @@ GPT2 = Family(
     prefix="transformer.",
     layer="h.{}.",
     first=(
-        Row("transformer.wte.weight", "wte/embedding", "VD", "V D"),
-        Row("transformer.wpe.weight", "wpe/embedding", "TD", "T D"),
+        Tensor("transformer.wte.weight", "wte/embedding", "VD", "V D"),
+        Tensor("transformer.wpe.weight", "wpe/embedding", "TD", "T D"),
     ),
     rows=(
-        Row("ln_1.weight", "ln_1/scale", "D"),
-        Row("ln_1.bias", "ln_1/bias", "D"),
-        Row("ln_2.weight", "ln_2/scale", "D"),
-        Row("ln_2.bias", "ln_2/bias", "D"),
-        Row("attn.c_attn.weight", "attn/c_attn/kernel", "DCNH", "D CNH"),
-        Row("attn.c_attn.bias", "attn/c_attn/bias", "CNH"),
-        Row("attn.c_proj.weight", "attn/c_proj/kernel", "NHD", "NH D"),
-        Row("attn.c_proj.bias", "attn/c_proj/bias", "D"),
-        Row("mlp.c_fc.weight", "mlp/c_fc/kernel", "DF", "D F"),
-        Row("mlp.c_fc.bias", "mlp/c_fc/bias", "F"),
-        Row("mlp.c_proj.weight", "mlp/c_proj/kernel", "FD", "F D"),
-        Row("mlp.c_proj.bias", "mlp/c_proj/bias", "D"),
+        Tensor("ln_1.weight", "ln_1/scale", "D"),
+        Tensor("ln_1.bias", "ln_1/bias", "D"),
+        Tensor("ln_2.weight", "ln_2/scale", "D"),
+        Tensor("ln_2.bias", "ln_2/bias", "D"),
+        Tensor("attn.c_attn.weight", "attn/c_attn/kernel", "DCNH", "D CNH"),
+        Tensor("attn.c_attn.bias", "attn/c_attn/bias", "CNH"),
+        Tensor("attn.c_proj.weight", "attn/c_proj/kernel", "NHD", "NH D"),
+        Tensor("attn.c_proj.bias", "attn/c_proj/bias", "D"),
+        Tensor("mlp.c_fc.weight", "mlp/c_fc/kernel", "DF", "D F"),
+        Tensor("mlp.c_fc.bias", "mlp/c_fc/bias", "F"),
+        Tensor("mlp.c_proj.weight", "mlp/c_proj/kernel", "FD", "F D"),
+        Tensor("mlp.c_proj.bias", "mlp/c_proj/bias", "D"),
     ),
     last=(
-        Row("transformer.ln_f.weight", "ln_f/scale", "D"),
-        Row("transformer.ln_f.bias", "ln_f/bias", "D"),
+        Tensor("transformer.ln_f.weight", "ln_f/scale", "D"),
+        Tensor("transformer.ln_f.bias", "ln_f/bias", "D"),
     ),
 )
 
@@ -112,23 +112,23 @@ LLAMA = Family(
     fixed={"attention_bias": False, "mlp_bias": False},
     prefix="model.",
     layer="layers.{}.",
-    first=(Row("model.embed_tokens.weight", "wte/embedding", "VD", "V D"),),
+    first=(Tensor("model.embed_tokens.weight", "wte/embedding", "VD", "V D"),),
     rows=(
-        Row("input_layernorm.weight", "ln_1/scale", "D"),
-        Row("post_attention_layernorm.weight", "ln_2/scale", "D"),
-        Row("self_attn.q_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 0),
-        Row("self_attn.k_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 1),
-        Row("self_attn.v_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 2),
+        Tensor("input_layernorm.weight", "ln_1/scale", "D"),
+        Tensor("post_attention_layernorm.weight", "ln_2/scale", "D"),
+        Tensor("self_attn.q_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 0),
+        Tensor("self_attn.k_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 1),
+        Tensor("self_attn.v_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 2),
         # Of grouped queries, in place of the three above.
-        Row("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D"),
-        Row("self_attn.k_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 0),
-        Row("self_attn.v_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 1),
-        Row("self_attn.o_proj.weight", "attn/c_proj/kernel", "NHD", "D NH"),
-        Row("mlp.gate_proj.weight", "mlp/c_gate/kernel", "DF", "F D"),
-        Row("mlp.up_proj.weight", "mlp/c_fc/kernel", "DF", "F D"),
-        Row("mlp.down_proj.weight", "mlp/c_proj/kernel", "FD", "D F"),
+        Tensor("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D"),
+        Tensor("self_attn.k_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 0),
+        Tensor("self_attn.v_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 1),
+        Tensor("self_attn.o_proj.weight", "attn/c_proj/kernel", "NHD", "D NH"),
+        Tensor("mlp.gate_proj.weight", "mlp/c_gate/kernel", "DF", "F D"),
+        Tensor("mlp.up_proj.weight", "mlp/c_fc/kernel", "DF", "F D"),
+        Tensor("mlp.down_proj.weight", "mlp/c_proj/kernel", "FD", "D F"),
     ),
-    last=(Row("model.norm.weight", "ln_f/scale", "D"),),
+    last=(Tensor("model.norm.weight", "ln_f/scale", "D"),),
 )
 
 QWEN3 = LLAMA._replace(
@@ -140,8 +140,8 @@ QWEN3 = LLAMA._replace(
     fixed={"attention_bias": False, "use_sliding_window": False},
     rows=(
         *LLAMA.rows,
-        Row("self_attn.q_norm.weight", "attn/q_norm/scale", "H"),
-        Row("self_attn.k_norm.weight", "attn/k_norm/scale", "H"),
+        Tensor("self_attn.q_norm.weight", "attn/q_norm/scale", "H"),
+        Tensor("self_attn.k_norm.weight", "attn/k_norm/scale", "H"),
     ),
 )
 
@@ -169,24 +169,26 @@ GPT_NEOX = Family(
     prefix="gpt_neox.",
     head="embed_out.weight",  # transformers 5 reads lm_head.weight too
     layer="layers.{}.",
-    first=(Row("gpt_neox.embed_in.weight", "wte/embedding", "VD", "V D"),),
+    first=(Tensor("gpt_neox.embed_in.weight", "wte/embedding", "VD", "V D"),),
     rows=(
-        Row("input_layernorm.weight", "ln_1/scale", "D"),
-        Row("input_layernorm.bias", "ln_1/bias", "D"),
-        Row("post_attention_layernorm.weight", "ln_2/scale", "D"),
-        Row("post_attention_layernorm.bias", "ln_2/bias", "D"),
-        Row("attention.query_key_value.weight", "attn/c_attn/kernel", "DCNH", "NCH D"),
-        Row("attention.query_key_value.bias", "attn/c_attn/bias", "CNH", "NCH"),
-        Row("attention.dense.weight", "attn/c_proj/kernel", "NHD", "D NH"),
-        Row("attention.dense.bias", "attn/c_proj/bias", "D"),
-        Row("mlp.dense_h_to_4h.weight", "mlp/c_fc/kernel", "DF", "F D"),
-        Row("mlp.dense_h_to_4h.bias", "mlp/c_fc/bias", "F"),
-        Row("mlp.dense_4h_to_h.weight", "mlp/c_proj/kernel", "FD", "D F"),
-        Row("mlp.dense_4h_to_h.bias", "mlp/c_proj/bias", "D"),
+        Tensor("input_layernorm.weight", "ln_1/scale", "D"),
+        Tensor("input_layernorm.bias", "ln_1/bias", "D"),
+        Tensor("post_attention_layernorm.weight", "ln_2/scale", "D"),
+        Tensor("post_attention_layernorm.bias", "ln_2/bias", "D"),
+        Tensor(
+            "attention.query_key_value.weight", "attn/c_attn/kernel", "DCNH", "NCH D"
+        ),
+        Tensor("attention.query_key_value.bias", "attn/c_attn/bias", "CNH", "NCH"),
+        Tensor("attention.dense.weight", "attn/c_proj/kernel", "NHD", "D NH"),
+        Tensor("attention.dense.bias", "attn/c_proj/bias", "D"),
+        Tensor("mlp.dense_h_to_4h.weight", "mlp/c_fc/kernel", "DF", "F D"),
+        Tensor("mlp.dense_h_to_4h.bias", "mlp/c_fc/bias", "F"),
+        Tensor("mlp.dense_4h_to_h.weight", "mlp/c_proj/kernel", "FD", "D F"),
+        Tensor("mlp.dense_4h_to_h.bias", "mlp/c_proj/bias", "D"),
     ),
     last=(
-        Row("gpt_neox.final_layer_norm.weight", "ln_f/scale", "D"),
-        Row("gpt_neox.final_layer_norm.bias", "ln_f/bias", "D"),
+        Tensor("gpt_neox.final_layer_norm.weight", "ln_f/scale", "D"),
+        Tensor("gpt_neox.final_layer_norm.bias", "ln_f/bias", "D"),
     ),
 )
 

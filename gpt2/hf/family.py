@@ -35,17 +35,18 @@ def canonical(cfg: GPTConfig) -> GPTConfig:
     )
 
 
-class Row(NamedTuple):
-    """A tensor, and the parameter that it holds.
+class Tensor(NamedTuple):
+    """A tensor of a file, and the parameter that it holds. Families name those of a layer.
 
     Attributes:
-        name: Hugging Face's; in a layer, what follows the layer's own name.
+        name: Hugging Face's; in a family, what follows the layer's own name.
         path: of the parameter here, from the root or from its layer.
         axes: of the parameter, a letter each, as gpt2/model/gpt.py names them; K: heads of keys and
             values, C: queries, keys and values. Of its `part`, if the tensor is one.
         stored: the letters as Hugging Face orders them. Letters without a space between them are
-            one axis there. Empty: `axes`.
+            one axis there. Empty in a family: `axes`.
         part: the tensor's index in the parameter's second axis; None: it is the whole parameter.
+        sizes: of the letters, for a model of known size.
     """
 
     name: str
@@ -53,17 +54,7 @@ class Row(NamedTuple):
     axes: str
     stored: str = ""
     part: int | None = None
-
-
-class Tensor(NamedTuple):
-    """A tensor of a model of known size: what its `Row` says, and the letters' sizes."""
-
-    name: str
-    path: tuple[str, ...]
-    axes: str
-    stored: str
-    part: int | None
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int] = {}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,9 +110,9 @@ class Family(NamedTuple):
     fixed: Json
     prefix: str
     layer: str
-    first: tuple[Row, ...]
-    rows: tuple[Row, ...]
-    last: tuple[Row, ...]
+    first: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
+    last: tuple[Tensor, ...]
     dropout: tuple[str, ...] = ()
     head: str = "lm_head.weight"
 
@@ -140,24 +131,18 @@ class Family(NamedTuple):
         absent: tuple[str, ...] = ("attn/c_q/", "attn/c_kv/")
         if cfg.kv_heads < cfg.num_heads:
             absent = ("attn/c_attn/",)
-        places = [("", "", self.first)]
+        rows = [*self.first]
         for i in range(cfg.num_layers):
-            places.append((self.prefix + self.layer.format(i), f"h_{i}/", self.rows))
-        places.append(("", "", self.last))
-        if not cfg.tie_embeddings:
-            head = Row(self.head, "lm_head/embedding", "VD", "V D")
-            places.append(("", "", (head,)))
-        for name, path, rows in places:
-            for row in rows:
+            start = self.prefix + self.layer.format(i)
+            for row in self.rows:
                 if not row.path.startswith(absent):
-                    yield Tensor(
-                        name + row.name,
-                        tuple((path + row.path).split("/")),
-                        row.axes,
-                        row.stored or row.axes,
-                        row.part,
-                        sizes,
-                    )
+                    path = f"h_{i}/{row.path}"
+                    rows.append(row._replace(name=start + row.name, path=path))
+        rows += self.last
+        if not cfg.tie_embeddings:
+            rows.append(Tensor(self.head, "lm_head/embedding", "VD", "V D"))
+        for row in rows:
+            yield row._replace(stored=row.stored or row.axes, sizes=sizes)
 
     def full_name(self, name: str) -> str:
         """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""

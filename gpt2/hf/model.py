@@ -43,14 +43,14 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         if earlier is not array and not np.array_equal(earlier, array):
             raise UserError(f"{directory} holds {name} twice, with different values")
 
-    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    leaves: dict[str, np.ndarray] = {}
     tensors = family.tensors(cfg)
     for path, parts in itertools.groupby(tensors, key=lambda tensor: tensor.path):
         arrays = [_take(directory, stored, tensor) for tensor in parts]
         leaves[path] = arrays[0]
         if len(arrays) > 1:
             leaves[path] = np.stack(arrays, axis=1)
-    params = unflatten_dict(leaves)
+    params = unflatten_dict(leaves, sep="/")
     embedding = params["wte"]["embedding"]
     head = stored.pop(family.head, embedding)  # of tied embeddings
     if not np.array_equal(head.astype(np.float32), embedding):
@@ -76,8 +76,7 @@ def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.
         raise UserError(f"{name} is missing, or has another shape than {tensor.shape}")
     if found.dtype.name not in FLOATS:
         raise UserError(f"{name} holds {found.dtype} in place of weights")
-    with np.errstate(over="ignore"):  # which is told below
-        parameter = tensor.from_stored(found)
+    parameter = tensor.from_stored(found)
     if not np.isfinite(parameter).all():
         raise UserError(f"{name} holds NaN or Inf")
     return parameter
@@ -103,15 +102,15 @@ def save(
         cfg = dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size)
         eot = tokenizer.eot
     config = to_hf_config(cfg) | {"bos_token_id": eot, "eos_token_id": eot}
-    leaves = flatten_dict(in_layout(params, scanned=False))
+    leaves = flatten_dict(in_layout(params, scanned=False), sep="/")
     tensors = [*family_for(cfg).tensors(cfg)]
     homeless = leaves.keys() - {tensor.path for tensor in tensors}
     if homeless:
-        names = ", ".join("/".join(path) for path in homeless)
+        names = ", ".join(homeless)
         raise UserError(f"Hugging Face's model has no place for {names}")
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
-        if tensor.path[-1] == "bias" and not cfg.bias:
+        if tensor.path.endswith("bias") and not cfg.bias:
             arrays[tensor.name] = np.zeros(tensor.shape, np.float32)
             continue
         leaf = leaves[tensor.path]
