@@ -58,11 +58,7 @@ class PjitBackend:
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
         )
         self._leaves = jax.tree.map(
-            self._make_leaf,
-            logical_axes,
-            self._optimizer,
-            self._compute,
-            is_leaf=rules.is_spec,
+            self._make_leaf, logical_axes, self._optimizer, self._compute
         )
         if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
             self.gather_by = "step"

@@ -109,12 +109,7 @@ def specs(logical_axes: Tree, table: Table) -> Tree:
             )
         return spec(tuple(names), table)
 
-    return jax.tree_util.tree_map_with_path(to_mesh, logical_axes, is_leaf=is_spec)
-
-
-def is_spec(node: object) -> bool:
-    """Returns whether a node of a tree is a PartitionSpec, which is a tuple."""
-    return isinstance(node, PartitionSpec)
+    return jax.tree.map_with_path(to_mesh, logical_axes)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:

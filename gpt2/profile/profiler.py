@@ -76,6 +76,6 @@ class Profiler:
         logdir = self._logdir
         if jax.process_index():  # processes of one host would write to one file
             logdir = logdir / f"process_{jax.process_index()}"
-        trace = jax.profiler.trace(str(logdir), profiler_options=options)
+        trace = jax.profiler.trace(logdir, profiler_options=options)
         self._trace.enter_context(trace)
         self._has_trace = True

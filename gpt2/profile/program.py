@@ -1,6 +1,5 @@
 """What the operations of a compiled step are: part of the model, kind, path."""
 
-import functools
 import re
 import statistics
 from bisect import bisect_right
@@ -66,7 +65,6 @@ class ProgramText:
         # XLA:CPU compiles a small loop into one kernel.
         return bool(_CONTAINER.search(line)) and 'xla_cpu_small_call="true"' not in line
 
-    @functools.cache  # noqa: B019
     def find(self, name: str) -> Operation:
         """Returns the operation of a name; one of an unknown part if there is none."""
         if name not in self._lines:

@@ -61,7 +61,7 @@ class Reporter(AbstractContextManager):
                 writers.append(EventFile(events, start))
             if logging.wandb:
                 writers.append(Wandb(workdir, config))
-            screen = [name for name in logging.screen.split(",") if name]
+            screen = logging.screen.split(",")
             progress = Progress(train.num_steps, start, clock.flops, screen)
             writers.append(progress)
         return cls(writers, clock, train)

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import jax
 
@@ -52,12 +52,14 @@ class StepClock:
         since: float = launch.BEGAN,
     ) -> "StepClock":
         """Returns the clock of a run on all devices; `share` runs at once share the time."""
-        costs = dict[Shape, float]()
-        for shape in config.shapes.pieces.values():
-            costs[shape] = shape.tokens * flops_per_token(shape)
+
+        @cache
+        def cost(shape: Shape) -> float:
+            return shape.tokens * flops_per_token(shape)
+
         return cls(
             tokens=config.shapes.tokens,
-            flops=partial(config.shapes.sum, costs.__getitem__),
+            flops=partial(config.shapes.sum, cost),
             peak_flops=total_peak_flops(config.precision.compute),
             since=since / share,
             now=lambda: time.perf_counter() / share,
