@@ -18,6 +18,7 @@ from gpt2.config import (
     read_options,
     with_options,
 )
+from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE, git
 from gpt2.utils.files import locked
@@ -28,8 +29,6 @@ _RECIPE = "recipe"
 _CODE = "code"
 _HERE = "."
 _TUNABLE = ("optim.", "loss.")  # groups that leave the terms of a comparison equal
-
-_KNOWN = flatten(Config.from_dict({}).to_dict()).keys()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Arm:
     def from_options(cls, name: str, options: Settings, commit: str) -> "Arm":
         """Returns the arm of all these options, of which our code need not have each."""
         known = dict(options)
-        extra = {each: known.pop(each) for each in options.keys() - _KNOWN}
+        extra = {each: known.pop(each) for each in options.keys() - OPTIONS.keys()}
         return cls(name, Config.from_dict(known), commit, extra)
 
     @property
@@ -156,7 +155,7 @@ def _read_value(text: str) -> Settings:
         name, value = pair.split("=", 1)
         if name in (_RECIPE, _CODE):
             options[name] = value
-        elif name in _KNOWN or options.get(_CODE, _HERE) == _HERE:
+        elif name in OPTIONS or options.get(_CODE, _HERE) == _HERE:
             options[name] = read_option(name, value)
         else:
             options[name] = _read_literal(value)

@@ -164,6 +164,5 @@ def _figure(
 def _save(figure: "Figure", png: Path) -> None:
     """Writes a picture, with the names of its curves below, where they hide nothing."""
     handles = figure.axes[0].get_legend_handles_labels()
-    columns = int(figure.get_figwidth() / 4.5)
-    figure.legend(*handles, fontsize=9, loc="outside lower left", ncols=columns)
+    figure.legend(*handles, fontsize=9, loc="outside lower left", ncols=3)
     figure.savefig(png)

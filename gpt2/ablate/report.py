@@ -1,4 +1,8 @@
-"""The report of a sweep: report.md, report.html, verdicts.json, results.csv and pictures."""
+"""The report of a sweep: report.md, report.html, verdicts.json, results.csv and pictures.
+
+Templates are report.j2 in Markdown, ledger.j2 in HTML, whose rows open with a click, and page.j2
+around both, which needs no network.
+"""
 
 import base64
 import re

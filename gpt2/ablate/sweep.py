@@ -63,9 +63,7 @@ class Sweep:
                 choice = dict[str, Setting]()
                 for value in values:
                     choice |= value
-                folder = self.root / "tune" / arm.name / describe(choice)
-                run = self._run(arm, CHOOSING_SEED, choice, folder)
-                runs.append(dataclasses.replace(run, chooses=True))
+                runs.append(self._run(arm, CHOOSING_SEED, choice))
         return runs
 
     def undecided_runs(self) -> list[Run]:
@@ -85,20 +83,22 @@ class Sweep:
             for arm in self.arms:
                 choice = self.chosen.get(arm.name)
                 if choice is not None and i < self.num_seeds(arm):
-                    folder = self.root / "runs" / arm.name
-                    runs.append(self._run(arm, i, choice, folder))
+                    runs.append(self._run(arm, i, choice))
         return runs
 
-    def _run(self, arm: Arm, seed: int, choice: Settings, folder: Path) -> Run:
-        seed += self.arms[0].config.seed
-        config = with_options(arm.config, {**choice, "seed": seed})
-        source = arm.source(self.root)
+    def _run(self, arm: Arm, number: int, choice: Settings) -> Run:
+        chooses = number == CHOOSING_SEED
+        folder = self.root / "runs" / arm.name
+        if chooses:
+            folder = self.root / "tune" / arm.name / describe(choice)
+        seed = self.arms[0].config.seed + number
         return Run(
             arm=arm.name,
-            config=config,
+            config=with_options(arm.config, {**choice, "seed": seed}),
             folder=folder / f"seed-{seed}",
             tuned=choice,
-            source=source,
+            chooses=chooses,
+            source=arm.source(self.root),
             extra=arm.extra,
         )
 

@@ -44,7 +44,6 @@ from gpt2.utils.files import write_json
 from gpt2.utils.platform import platform_of
 from gpt2.utils.trees import Tree
 
-AXIS = "runs"
 _MEMORY = 0.9  # of a device, that a step may take
 
 
@@ -62,8 +61,10 @@ def with_numbers(config: Config, numbers: Mapping[str, jax.Array]) -> Config:
     return config
 
 
-def map_runs(function: Callable, mesh: Mesh, width: int) -> Callable:
-    """Maps a function over the leading axis of its arguments, so many of which a device has.
+def map_runs(
+    function: Callable, each: NamedSharding, width: int, donated: tuple[int, ...] = ()
+) -> Callable:
+    """Jits a function over the leading axis of its arguments, so many of which a device has.
 
     One alone computes as if it were not mapped.
     """
@@ -74,10 +75,14 @@ def map_runs(function: Callable, mesh: Mesh, width: int) -> Callable:
         own = jax.tree.map(itemgetter(0), trees)
         return jax.tree.map(lambda x: x[None], function(*own))
 
-    each = PartitionSpec(AXIS)
-    return jax.shard_map(
-        on_device, mesh=mesh, in_specs=each, out_specs=each, check_vma=False
+    mapped = jax.shard_map(
+        on_device,
+        mesh=each.mesh,
+        in_specs=each.spec,
+        out_specs=each.spec,
+        check_vma=False,
     )
+    return jax.jit(mapped, in_shardings=each, donate_argnums=donated)
 
 
 class Places:
@@ -92,8 +97,8 @@ class Places:
     ):
         self._first = configs[0]
         self.dataset = dataset
-        self._mesh = Mesh(np.array(devices), (AXIS,))
-        self._each = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        mesh = Mesh(np.array(devices), ("runs",))
+        self._each = NamedSharding(mesh, PartitionSpec("runs"))
         self.program = train.make_program(self._first, devices[:1])
         self._batches = Batches(self._first, dataset, self.program.backend)
         memory = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
@@ -106,7 +111,7 @@ class Places:
 
     def _compile(self, width: int) -> None:
         """Compiles train and eval step of so many places on each device."""
-        self.number = width * self._mesh.size
+        self.number = width * self._each.mesh.size
 
         def step(
             state: TrainState, given: tuple[dict[str, jax.Array], Batch]
@@ -121,14 +126,12 @@ class Places:
             lambda x: jax.ShapeDtypeStruct((self.number, *x.shape), x.dtype),
             self.program.state_shapes,
         )
-        mapped = map_runs(step, self._mesh, width)
-        jitted = jax.jit(mapped, in_shardings=self._each, donate_argnums=0)
+        mapped = map_runs(step, self._each, width, donated=(0,))
         given = self._stack([(numbers_of(self._first), self._example)])
-        self.train_step = self.program.compile(jitted, states, given)
-        mapped = map_runs(self.program.eval_step, self._mesh, width)
-        jitted = jax.jit(mapped, in_shardings=self._each)
+        self.train_step = self.program.compile(mapped, states, given)
+        mapped = map_runs(self.program.eval_step, self._each, width)
         batches = self._stack([eval_batch])
-        self._eval_step = compile_once(jitted, states.eval_params, batches)
+        self._eval_step = compile_once(mapped, states.eval_params, batches)
 
     def _stack(self, trees: Sequence[Tree]) -> Tree:
         """Puts trees in the first places; those that are left repeat the last one."""
@@ -144,10 +147,9 @@ class Places:
 
     def state(self, place: int) -> TrainState:
         """Returns the state of a place, on the first device."""
-        states = jax.device_get(
-            self._states
-        )  # of all places: arrays keep what they gave
-        return jax.device_put(_at(place, states), self._mesh.devices[0])
+        # Of all places: arrays keep what they gave.
+        states = jax.device_get(self._states)
+        return jax.device_put(_at(place, states), self._each.mesh.devices[0])
 
     def step(self, batches: Mapping[int, Batch]) -> Metrics:
         """Takes a step in all places, of which some have a run's batch."""
@@ -181,8 +183,8 @@ def _at(place: int, tree: Tree) -> Tree:
 class Member:
     """A run in its place, and what train.py holds for one."""
 
-    def __init__(self, path: Path, config: Config, places: Places):
-        self.config = config
+    def __init__(self, path: Path, places: Places):
+        self.config = config = load_config(path)
         self._path = path
         self._dataset = dataset = places.dataset
         self._workdir = workdir = path / "run"
@@ -328,11 +330,10 @@ def train_wave(
 def main(*paths: str) -> int:
     """Trains the runs of some folders, and returns the exit code."""
     folders = [Path(path) for path in paths]
-    configs = dict(zip(folders, map(load_config, folders), strict=True))
-    first = configs[folders[0]]
-    devices = find_devices(first)
-    dataset = prepare(first.data)
-    places = Places(list(configs.values()), devices, dataset)
+    configs = list(map(load_config, folders))
+    devices = find_devices(configs[0])
+    dataset = prepare(configs[0].data)
+    places = Places(configs, devices, dataset)
     starts = {path: folder.find_start(path / "run") for path in folders}
     with StopSignal() as stop:
         for start in sorted(set(starts.values())):
@@ -340,7 +341,7 @@ def main(*paths: str) -> int:
             for begin in range(0, len(alike), places.number):
                 wave = []
                 for path in alike[begin : begin + places.number]:
-                    wave.append(Member(path, configs[path], places))
+                    wave.append(Member(path, places))
                 code = train_wave(places, wave, start, stop)
                 if code:
                     return code
