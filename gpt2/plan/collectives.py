@@ -198,7 +198,7 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
     index = {axis: range(1) for axis in sizes}
     for axis, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used):
         size = int(part or sizes[axis])
-        stride = sizes[axis] // (int(before) * size) if before else 1
+        stride = sizes[axis] // (int(before or 1) * size)
         index[axis] = range(0, stride * size, stride)
     ids = devices.reshape(tuple(sizes.values()))
     return tuple(ids[np.ix_(*index.values())].ravel().tolist())

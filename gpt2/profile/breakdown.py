@@ -72,22 +72,20 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
 
 
 def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
-    """Returns start and end of each run of the step, on the first device; the host saw `steps`."""
+    """Returns start and end of each run of the step, on any device; the host saw `steps`."""
     if not own:
         raise UserError("the trace holds no step", "Trace more of them")
     # Where a GPU's trace numbers no runs, one begins with the first of what each runs once.
     counts = Counter(ran.name for ran in own)
     once = min(counts, key=lambda name: (counts[name] != steps, counts[name]))
-    device = min(ran.device for ran in own)
     spans: dict[int, tuple[float, float]] = {}
     again = 0
     for ran in own:
         if ran.name == once:
             again += 1
-        if ran.device == device:
-            run = ran.run or max(again, 1)
-            start, end = spans.get(run, (ran.start, ran.end))
-            spans[run] = (min(start, ran.start), max(end, ran.end))
+        run = ran.run or max(again, 1)
+        start, end = spans.get(run, (ran.start, ran.end))
+        spans[run] = (start, max(end, ran.end))
     return sorted(spans.values())
 
 

@@ -31,7 +31,6 @@ class Ran(NamedTuple):
     end: float
     module: str = ""
     run: int = 0
-    device: int = 0
     in_graph: bool = False  # of CUDA, and `name` is a kernel's
 
 
@@ -98,6 +97,5 @@ def _operations(plane: ProfilePlane) -> Iterator[Ran]:
                 1e-9 * event.end_ns,
                 module=str(stats.get("hlo_module", "")),
                 run=int(stats.get("run_id", 0)),
-                device=int(stats.get("device_ordinal", 0)),
                 in_graph=in_graph,
             )

@@ -141,10 +141,8 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 def _peak_memory() -> dict[str, float]:
     """Returns the most bytes that a local device has held; CPUs do not tell."""
-    peak = 0
-    for device in jax.local_devices():
-        stats = device.memory_stats() or {}
-        peak = max(peak, stats.get("peak_bytes_in_use", 0))
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
     return {"perf/peak_memory_bytes": float(peak)} if peak else {}
 
 
