@@ -778,7 +778,7 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     (sweep.runs()[-1].folder / "outcome.json").unlink()
     for arm in sweep.arms:
         write_measure(tmp_path, arm)
-    assert measure(tmp_path, arm, slots[0]) == pytest.approx((0.1, 20))
+    assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
     asked, last, total = describe_runs(sweep, slots).splitlines()
     told = capsys.readouterr().out
     assert "baseline: 0.1 seconds a step" in told and "seed" not in told

@@ -582,7 +582,7 @@ def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
     said = [process.communicate(timeout=10 * SECONDS) for process in processes]
     codes = [process.returncode for process in processes]
     assert codes[0] in (0, 10, 11) and codes[1:] == [10, 10], said
-    assert json.loads(said[1][0])["why"].startswith("diverged: the loss")
+    assert "the loss is not finite" in json.loads(said[1][0])["why"]
     assert json.loads(said[2][0])["why"] == "it is the best itself"
     tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
     pairs = tried["optim.name=lion"]

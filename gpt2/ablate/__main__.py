@@ -82,7 +82,7 @@ def main() -> int:
         return _report(load_sweep(root).with_choices())
     os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
     slots = make_slots(FLAGS.jobs)
-    sweep = _read_sweep(root, slots[0])
+    sweep = _read_sweep(root, slots)
     if FLAGS.dry_run:
         sweep = grow(continued(sweep).with_choices())
         print(describe_runs(sweep, slots))
@@ -104,7 +104,7 @@ def main() -> int:
         sweep = register(grown)
 
 
-def _read_sweep(root: Path, slot: Slot) -> Sweep:
+def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     """Returns the sweep of the command line. What cannot work is told before anything trains."""
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if FLAGS.vary and len(arms) == 1:
@@ -120,7 +120,7 @@ def _read_sweep(root: Path, slot: Slot) -> Sweep:
     return Sweep(
         root=root,
         commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
-        arms=tuple(equalize(arms, FLAGS.equal, partial(measure, root, slot=slot))),
+        arms=tuple(equalize(arms, FLAGS.equal, partial(measure, root, slots=slots))),
         equal=FLAGS.equal,
         looks=looks,
         tune=tune,

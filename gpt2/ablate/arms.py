@@ -1,5 +1,6 @@
 """Arms: the configs that a sweep compares, from what `--vary` says."""
 
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -158,20 +159,14 @@ def _read_value(text: str) -> Settings:
         elif name in OPTIONS or options.get(_CODE, _HERE) == _HERE:
             options[name] = read_option(name, value)
         else:
-            options[name] = _read_literal(value)
+            options[name] = value
+            with contextlib.suppress(ValueError):  # a number or a truth value
+                options[name] = json.loads(value.lower())
     if "seed" in options:
         raise UserError("seed cannot be varied", "Use --seeds=N")
     if "train.num_steps" in options:
         raise UserError("train.num_steps follows from --equal")
     return options
-
-
-def _read_literal(text: str) -> Setting:
-    """Returns the number or the truth value that a text stands for, else the text."""
-    try:
-        return json.loads(text.lower())
-    except ValueError:
-        return text
 
 
 def _label(value: Settings) -> str:

@@ -192,8 +192,4 @@ class _Training:
         for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
             for line in re.findall(rf"^{kind}", log, re.MULTILINE):
                 error = line.strip()
-        if code != _DIVERGED:
-            return Outcome("failed", error)
-        # The rest of the line names checkpoints, which depend on when the run was stopped.
-        found = re.search(r"the [\w ]+ at step \d+", error)
-        return Outcome("diverged", found[0] if found else error)
+        return Outcome("diverged" if code == _DIVERGED else "failed", error)

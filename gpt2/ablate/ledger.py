@@ -39,7 +39,7 @@ from gpt2.ablate.arms import (
     snapshot,
 )
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
-from gpt2.ablate.jobs import Slot, check_devices, make_slots, train_all
+from gpt2.ablate.jobs import check_devices, make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, read_ledger
 from gpt2.ablate.measure import measure
 from gpt2.ablate.pictures import plot_ledger
@@ -87,13 +87,12 @@ def main() -> int:
     root = find_root("ledger", FLAGS.ledger)
     if math.isnan(FLAGS.minutes + FLAGS.least):  # which absl lets pass
         raise UserError("--minutes or --least is no number")
-    (slot,) = make_slots(1)
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _begin(root)
         if FLAGS.dry_run and FLAGS.idea:
-            print(_describe_pairs(root, ledger, slot))
+            print(_describe_pairs(root, ledger))
             return 0
-        idea = _try_idea(root, slot) if FLAGS.idea else ledger.best
+        idea = _try_idea(root) if FLAGS.idea else ledger.best
         with files.locked(root / _LOCK):
             ledger = read_ledger(root)
             _write_report(root, ledger)
@@ -125,7 +124,7 @@ def _begin(root: Path) -> Ledger:
     return ledger
 
 
-def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
+def _make_idea(root: Path, ledger: Ledger) -> Idea:
     """Returns the idea of the command line, on top of the best so far."""
     best = ledger.best.arm
     text = FLAGS.idea
@@ -158,7 +157,8 @@ def _make_idea(root: Path, ledger: Ledger, slot: Slot) -> Idea:
     _refuse_unread(root, best, arm, changed)
     if value != text and changed:
         text += f" ({', '.join(changed)})"
-    _, arm = equalize([best, arm], FLAGS.equal, partial(measure, root, slot=slot))
+    own_measure = partial(measure, root, slots=make_slots(1))
+    _, arm = equalize([best, arm], FLAGS.equal, own_measure)
     return Idea(number, text, ledger.best.number, arm, code)
 
 
@@ -177,14 +177,14 @@ def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> N
             )
 
 
-def _enter(root: Path, slot: Slot) -> Idea:
+def _enter(root: Path) -> Idea:
     """Returns the idea, the old one if it was tried against this best.
 
     The best itself comes with its answer, and does not enter the ledger.
     """
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
-        idea = _make_idea(root, ledger, slot)
+        idea = _make_idea(root, ledger)
         level = ledger.level(idea.number)
         if idea.same(ledger.best):
             number = ledger.best.number
@@ -203,12 +203,12 @@ def _enter(root: Path, slot: Slot) -> Idea:
         return idea
 
 
-def _try_idea(root: Path, slot: Slot) -> Idea:
+def _try_idea(root: Path) -> Idea:
     """Trains pairs of the idea until there is an answer, and returns it with that."""
     began = time.monotonic()
     pair_seconds = 0.0
     answer = ""
-    entered = _enter(root, slot)
+    entered = _enter(root)
     if entered.why == _ITSELF:
         return entered
     while True:
@@ -233,7 +233,7 @@ def _try_idea(root: Path, slot: Slot) -> Idea:
                 idea.seconds += now - began
                 append(root, idea)
                 return idea
-        answer, why = _train_pair(root, ledger, idea, slot)
+        answer, why = _train_pair(root, ledger, idea)
         pair_seconds = time.monotonic() - now
 
 
@@ -254,7 +254,7 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
     return "", ""
 
 
-def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str, str]:
+def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
     """Trains best and idea with the next seed; returns an answer if the idea has no score."""
     seed = len(idea.pairs)
     sweep = Sweep(
@@ -266,7 +266,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea, slot: Slot) -> tuple[str
         tune=[],
     ).with_choices()
     pair = sweep.runs()[-2:]
-    train_all([[run] for run in pair], [slot], LOSS)
+    train_all([[run] for run in pair], make_slots(1), LOSS)
     sweep.check_runs()
     results = read_results(pair, LOSS)
     of_best, own = results.state
@@ -351,10 +351,10 @@ def _write_report(root: Path, ledger: Ledger) -> None:
     write_page(root, root.resolve().name, body, ["ledger.png"])
 
 
-def _describe_pairs(root: Path, ledger: Ledger, slot: Slot) -> str:
+def _describe_pairs(root: Path, ledger: Ledger) -> str:
     """Returns which differences pairs of the idea would find, and what they take."""
-    idea = _make_idea(root, ledger, slot)
-    step, start = measure(root, idea.arm, slot)
+    idea = _make_idea(root, ledger)
+    step, start = measure(root, idea.arm, make_slots(1))
     seconds = 2 * (start + idea.arm.config.train.num_steps * step)
     level = ledger.level(idea.number)
     noise = ledger.noise()

@@ -49,7 +49,7 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
     return Run(arm.name, config, folder, source=source, extra=arm.extra)
 
 
-def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
+def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     """Returns the seconds of an arm's step, and of a run's start and compilation.
 
     They are those of a short run, which is trained once and kept.
@@ -57,7 +57,7 @@ def measure(root: Path, arm: Arm, slot: Slot) -> tuple[float, float]:
     run = make_measuring_run(root, arm)
     print(f"measuring {arm.name}", flush=True)
     with contextlib.redirect_stdout(None):  # a score of so few steps is no result
-        train_all([[run]], [slot], LOSS)
+        train_all([[run]], slots[:1], LOSS)
     if run.outcome().state != "finished":
         raise UserError(
             f"{arm.name} cannot be measured", f"See {run.folder / 'log.txt'}"
@@ -73,7 +73,7 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
     """Returns the list of a sweep's runs and what they would take apart, by measured steps."""
     seconds = {}
     for arm in sweep.arms:
-        step, start = measure(sweep.root, arm, slots[0])
+        step, start = measure(sweep.root, arm, slots)
         print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
         seconds[arm.name] = start + arm.config.train.num_steps * step
     lines = ["would train"]

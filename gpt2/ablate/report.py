@@ -17,7 +17,6 @@ from markdown_it import MarkdownIt
 from gpt2.ablate import pictures, tables
 from gpt2.ablate.arms import differences
 from gpt2.ablate.judge import compared, judge, sample
-from gpt2.ablate.results import write_csv
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
 from gpt2.utils.code import read_starts
@@ -37,13 +36,19 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     for arm in sweep.arms:
         samples[arm.name] = sample(results, arm)
     table = tables.verdict_table(samples, verdicts)
-    write_csv(root / "results.csv", results)
+    rows = results.drop(columns=["run", "curve", "score"])
+    rows["folder"] = [folder.relative_to(root) for folder in results.folder]
+    write_text(root / "results.csv", rows.to_csv(index=False))
     for_programs = pd.DataFrame(map(vars, verdicts.values()), index=verdicts)
     for_programs = for_programs.drop(columns="detectable", errors="ignore")
     write_text(root / "verdicts.json", for_programs.to_json(orient="index", indent=2))
     drawn = _draw(sweep, results, samples, verdicts)
     broken = results[results.state.isin(["diverged", "failed"])]
     states = results[results.purpose == "compare"].state
+    starts = list[dict]()
+    for folder in results.folder:
+        starts += read_starts(folder / "run")
+    made_with = pd.DataFrame(starts, columns=_MADE_WITH).astype(str)
     text = render(
         "report.j2",
         title=title,
@@ -57,7 +62,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         tuning=tables.tuning_table(sweep, results),
         broken=broken[["run", "state", "steps", "error"]],
         options=_list_options(sweep),
-        made_with=_made_with(results),
+        made_with=made_with.drop_duplicates(),
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     write_text(root / "report.md", text)
@@ -95,15 +100,6 @@ def _list_options(sweep: Sweep) -> pd.DataFrame:
         for name, (old, new) in differences(first, arm).items():
             rows.append((arm.name, name, str(new), str(old)))
     return pd.DataFrame(rows, columns=["arm", "option", "value", "of the baseline"])
-
-
-def _made_with(results: pd.DataFrame) -> pd.DataFrame:
-    """Returns what runs were made with, a row for each kind of start."""
-    starts = []
-    for folder in results.folder:
-        starts += read_starts(folder / "run")
-    table = pd.DataFrame(starts, columns=_MADE_WITH).astype(str)
-    return table.drop_duplicates()
 
 
 def _draw(

@@ -13,7 +13,6 @@ from gpt2.ablate.runs import Run, describe
 from gpt2.ablate.terms import flops
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.code import SOURCE
-from gpt2.utils.files import write_text
 
 Amount = Callable[[int], float]  # of so many steps
 AMOUNTS = {  # of a curve, by their names in pictures and tables
@@ -92,13 +91,6 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 def unknown(steps: int) -> float:
     """Returns the FLOPs of other code, whose formula is not ours."""
     return math.nan
-
-
-def write_csv(path: Path, results: pd.DataFrame) -> None:
-    """Writes results.csv, a row for each run."""
-    table = results.drop(columns=["run", "curve", "score"])
-    table["folder"] = [folder.relative_to(path.parent) for folder in table["folder"]]
-    write_text(path, table.to_csv(index=False))
 
 
 def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
