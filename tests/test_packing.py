@@ -282,10 +282,6 @@ WRONG = {
     "rows are missing": ({"tokens": ROWS[:2], "targets": ROWS[:2]}, r"shape \(2, 16\)"),
     "targets lack rows": ({"targets": ROWS[:2]}, r"targets of shape \(2, 16\)"),
     "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers of 0 to 63"),
-    "masked by numpy": (
-        {"tokens": np.ma.masked_array(ROWS, mask=ROWS > 9)},
-        "tokens .* whole numbers",
-    ),
     "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
     "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
     "another target": ({"targets": ROWS - 2}, "targets .* numbers of -1 to 63"),

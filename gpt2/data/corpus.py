@@ -51,14 +51,14 @@ class Corpus:
 def open_corpus(spec: str) -> Corpus:
     """Returns the corpus that `data.corpus` names; reads no text yet."""
     prefix, _, argument = spec.partition(":")
-    usage, reader = READERS.get(prefix, ("", None))
-    if reader is None or (":" in usage) != bool(argument):
-        usages = [usage for usage, _ in READERS.values()]
-        raise UserError(
-            f"data.corpus={spec!r} names no corpus",
-            f"Write one of: {', '.join(usages)}, tokens:GLOB",
-        )
-    return reader(argument)
+    for usage, reader in READERS.items():
+        name, _, wanted = usage.partition(":")
+        if name == prefix and bool(wanted) == bool(argument):
+            return reader(argument)
+    raise UserError(
+        f"data.corpus={spec!r} names no corpus",
+        f"Write one of: {', '.join(READERS)}, tokens:GLOB",
+    )
 
 
 def lies_in_files(spec: str) -> bool:
@@ -309,18 +309,15 @@ def _tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
         yield record
 
 
-# Prefix -> how to write it, and what opens it. ready.py opens `tokens:`, which are no documents.
-READERS: dict[str, tuple[str, Callable[[str], Corpus]]] = {
-    "pystdlib": ("pystdlib", _pystdlib),
-    "sotu": ("sotu", _sotu),
-    "text": ("text:GLOB", _text),
-    "jsonl": ("jsonl:GLOB#FIELD", partial(_files, kind="jsonl", read=_json_texts)),
-    "parquet": (
-        "parquet:GLOB#COLUMN",
-        partial(_files, kind="parquet", read=_parquet_texts),
-    ),
-    "tfds": ("tfds:NAME#FEATURE", _tfds),
-    "hf": ("hf:OWNER/NAME[/SUBSET]#COLUMN", _hugging_face),
-    "python": ("python:MODULE:FUNCTION", _python),
-    "synthetic": ("synthetic", _synthetic),
+# How to write it -> what opens it. ready.py opens `tokens:`, which are no documents.
+READERS: dict[str, Callable[[str], Corpus]] = {
+    "pystdlib": _pystdlib,
+    "sotu": _sotu,
+    "text:GLOB": _text,
+    "jsonl:GLOB#FIELD": partial(_files, kind="jsonl", read=_json_texts),
+    "parquet:GLOB#COLUMN": partial(_files, kind="parquet", read=_parquet_texts),
+    "tfds:NAME#FEATURE": _tfds,
+    "hf:OWNER/NAME[/SUBSET]#COLUMN": _hugging_face,
+    "python:MODULE:FUNCTION": _python,
+    "synthetic": _synthetic,
 }

@@ -9,7 +9,7 @@ import contextlib
 import math
 import queue
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -28,11 +28,20 @@ Batch = dict[str, np.ndarray]
 T = TypeVar("T")
 
 
-def assemble(windows: Sequence[np.ndarray], length: int, eot: int | None) -> Batch:
-    """Makes a batch of rows, each of up to `length` + 1 tokens; `eot` begins a new segment."""
-    tokens = np.zeros((len(windows), length), np.int32)
+def assemble(
+    read: Callable[[int, int], np.ndarray],
+    places: Sequence[int],
+    length: int,
+    eot: int | None,
+) -> Batch:
+    """Makes a batch of the rows that begin at places; `eot` begins a new segment.
+
+    `read` returns the tokens at a place, up to a number of them.
+    """
+    tokens = np.zeros((len(places), length), np.int32)
     targets = np.full_like(tokens, IGNORED)
-    for row, window in enumerate(windows):
+    for row, place in enumerate(places):
+        window = read(place, length + 1)
         num_targets = max(len(window) - 1, 0)
         tokens[row, :num_targets] = window[:num_targets]
         targets[row, :num_targets] = window[1:]
@@ -105,9 +114,7 @@ class TrainLoader:
         # Rows are told by where they begin among all targets of a run.
         start = self._shapes.tokens(step - 1)
         places = range(start, start + shape.tokens, shape.context_length)
-        length = shape.context_length
-        windows = [self._read(place, length) for place in places[rows]]
-        return assemble(windows, length, self._eot)
+        return assemble(self._read, places[rows], shape.context_length, self._eot)
 
     def _find(self, place: int) -> tuple[Rows, int]:
         """Returns the source of the row at a place, and the row's number there."""
@@ -123,7 +130,7 @@ class TrainLoader:
     def _read(self, place: int, length: int) -> np.ndarray:
         rows, number = self._find(place)
         start = place % self._context_length
-        return rows.read(number)[start : start + length + 1]
+        return rows.read(number)[start : start + length]
 
 
 class ValidationLoader:
@@ -159,8 +166,7 @@ class ValidationLoader:
         length = self._context_length
         size = self._batch_size * length
         places = range((number - 1) * size, number * size, length)
-        windows = [self._stream.read(place, length + 1) for place in places[rows]]
-        return assemble(windows, length, self._eot)
+        return assemble(self._stream.read, places[rows], length, self._eot)
 
 
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:

@@ -147,8 +147,7 @@ class OwnBatches:
         """Returns int32 of the same numbers, which are whole and in the range of the name."""
         lowest, highest = self._ranges[name]
         array = np.asarray(values)
-        # A mask of numpy's would be lost.
-        is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
+        is_right = array.dtype.kind in "biuf"
         if is_right:
             in_range = (lowest <= array) & (array <= highest)  # as NaN is not
             if name == "targets":
