@@ -175,8 +175,8 @@ a shape holds a step too long: config/shapes.py, loader -k schedule
     - if start < step)]
     + if start < step - 1 or not start)]
 a shorter row starts where the row before it did: data/loader.py, loader -k schedule
-    - start = place % self._context_length
-    + start = place % self._context_length // 2
+    - rows.read(number)[start : start + length]
+    + rows.read(number)[start // 2 : start // 2 + length]
 a window stays as it was at first: training/program.py, train -k by_hand
     - return self if same else
     + return self if True else
@@ -265,7 +265,7 @@ a look sees what was trained after it: ablate/judge.py, ablate_verdicts -k looks
     - compared(results, arm)[:seeds]
     + compared(results, arm)
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
-    - tree = _plain(tree)
+    - tree |= {"truncation": None, "padding": None}
     + pass
 a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
     - self._files[name] = (self._directory / shard.file).open("wb")

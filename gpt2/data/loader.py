@@ -116,20 +116,15 @@ class TrainLoader:
         places = range(start, start + shape.tokens, shape.context_length)
         return assemble(self._read, places[rows], shape.context_length, self._eot)
 
-    def _find(self, place: int) -> tuple[Rows, int]:
-        """Returns the source of the row at a place, and the row's number there."""
-        left = place // self._context_length
-        for name, rows in self.sources.items():
-            share, whole = self._ratios[name]
-            before = left * share // whole
-            if (left + 1) * share // whole > before:
-                return rows, before
-            left -= before
-        raise AssertionError("the last source takes what the others leave")
-
     def _read(self, place: int, length: int) -> np.ndarray:
-        rows, number = self._find(place)
-        start = place % self._context_length
+        """Returns so many tokens, or as many as there are, of the row at a place."""
+        left, start = divmod(place, self._context_length)
+        for name, (share, whole) in self._ratios.items():
+            rows = self.sources[name]
+            number = left * share // whole
+            if (left + 1) * share // whole > number:
+                break  # by the last source, which takes what the others leave
+            left -= number
         return rows.read(number)[start : start + length]
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
-from gpt2.data.corpus import Corpus, open_corpus
+from gpt2.data.corpus import open_corpus
 from gpt2.data.dataset import Dataset
 from gpt2.data.foreign import hash_of
 from gpt2.data.own import find_batches
-from gpt2.data.ready import ReadyTokens, index, open_ready_tokens
+from gpt2.data.ready import index, open_ready_tokens
 from gpt2.data.splits import PROGRESS, write_splits
 from gpt2.data.tokens import Split
 from gpt2.errors import UserError, tell, warn
@@ -74,7 +74,7 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 
 
 def _prepare_corpus(data: DataConfig) -> Dataset:
-    source, place = resolve(data)
+    place = resolve(data)
     directory = stores.copy_of(place).absolute()
     dataset = find(directory)
     if dataset is None:
@@ -82,7 +82,7 @@ def _prepare_corpus(data: DataConfig) -> Dataset:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
                 # Another process may have prepared it meanwhile, or another machine.
                 stores.fetch(place)
-                dataset = find(directory) or write(source, data, place, directory)
+                dataset = find(directory) or write(data, place, directory)
         except OSError as error:
             raise UserError(
                 f"the prepared corpus cannot be written in {directory.parent} ({error})",
@@ -102,16 +102,18 @@ def _prepare_corpus(data: DataConfig) -> Dataset:
 # What is wanted
 
 
-def resolve(data: DataConfig) -> tuple[Corpus | ReadyTokens, str]:
-    """Returns what the options name, and the folder or URL that holds it once it is prepared."""
-    is_ready = data.corpus.startswith("tokens:")
-    source = open_ready_tokens(data) if is_ready else open_corpus(data.corpus)
+def resolve(data: DataConfig) -> str:
+    """Returns the folder or URL that holds what the options name, once it is prepared."""
+    if data.corpus.startswith("tokens:"):
+        source = open_ready_tokens(data).fingerprint
+    else:
+        source = open_corpus(data.corpus).fingerprint
     spec = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     label = f"{data.corpus}-{Path(data.tokenizer).name}"
     label = re.sub(r"[^\w.-]+", "-", label)
     label = label[-60:].strip("-")
-    key = hash_of([FORMAT, source.fingerprint, spec, data.val_fraction, data.unique])
-    return source, f"{data_place(data.data_dir)}/{label}-{key[:16]}"
+    key = hash_of([FORMAT, source, spec, data.val_fraction, data.unique])
+    return f"{data_place(data.data_dir)}/{label}-{key[:16]}"
 
 
 def data_place(data_dir: str) -> str:
@@ -139,9 +141,7 @@ def find(directory: Path) -> Dataset | None:
 # How it gets there
 
 
-def write(
-    source: Corpus | ReadyTokens, data: DataConfig, place: str, directory: Path
-) -> Dataset:
+def write(data: DataConfig, place: str, directory: Path) -> Dataset:
     """Prepares into a folder of its own, going on where it was cut, and renames that."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, and is prepared anew")
@@ -149,10 +149,10 @@ def write(
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(exist_ok=True)
     try:
-        if isinstance(source, ReadyTokens):
-            dataset = index(source, data, partial)
+        if data.corpus.startswith("tokens:"):
+            dataset = index(open_ready_tokens(data), data, partial)
         else:
-            dataset = write_splits(source, data, partial)
+            dataset = write_splits(open_corpus(data.corpus), data, partial)
         for name, split in dataset.splits.items():
             # A model that is only scored may be given all of the text.
             is_read = name == "validation" or data.val_fraction < 1
@@ -162,14 +162,22 @@ def write(
                     f"{name} split of data.corpus={data.corpus}",
                     "Choose another fraction, or a longer text",
                 )
-        _, same_place = resolve(data)
-        if same_place != place:
+        if resolve(data) != place:
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(
                 f"the text that data.corpus={data.corpus} names has changed while it was read",
                 "Repeat the command",
             )
-        _seal(dataset)
+        names = ["tokenizer.json"]
+        for path in sorted(partial.glob("*.bin")):
+            names.append(path.name)
+        facts = {
+            "dtype": dataset.dtype,
+            "splits": {name: vars(split) for name, split in dataset.splits.items()},
+            "files": files.digest_files(partial, names),
+        }
+        files.write_json(partial / FACTS, files.seal(facts))
+        files.sync_tree(partial)
         shutil.rmtree(directory, ignore_errors=True)  # which was damaged
         partial.rename(directory)
     finally:
@@ -177,16 +185,3 @@ def write(
             shutil.rmtree(partial, ignore_errors=True)
     (directory / PROGRESS).unlink(missing_ok=True)
     return dataclasses.replace(dataset, directory=directory)
-
-
-def _seal(dataset: Dataset) -> None:
-    """Writes what tells that all is there, with a digest of every file."""
-    directory = dataset.directory
-    names = ["tokenizer.json"]
-    for path in sorted(directory.glob("*.bin")):
-        names.append(path.name)
-    digests = files.digest_files(directory, names)
-    splits = {name: dataclasses.asdict(each) for name, each in dataset.splits.items()}
-    facts = {"dtype": dataset.dtype, "splits": splits, "files": digests}
-    files.write_json(directory / FACTS, files.seal(facts))
-    files.sync_tree(directory)

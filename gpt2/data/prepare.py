@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data.loader import TrainLoader
+from gpt2.data.packing import PACKINGS
 from gpt2.data.preparation import prepare
 from gpt2.signals import leave_at_interrupt
 
@@ -30,14 +30,9 @@ def main() -> None:
                 f"{split.num_documents:,} documents"
             )
     if flags.FLAGS.inspect:
-        loader = TrainLoader(
-            dataset,
-            seed=config.seed,
-            batch_size=data.batch_size,
-            context_length=config.model.context_length,
-            packing=data.packing,
-        )
-        for rows in loader.sources.values():
+        length = config.model.context_length
+        for _, part in dataset.parts.values():
+            rows = PACKINGS[data.packing](part, length, config.seed)
             for number in range(min(3, rows.num_rows)):
                 print(f"\n===== row {number}, as training sees it")
                 print(dataset.tokenizer.decode(rows.read(number)))

@@ -208,7 +208,13 @@ class Documents:
     def _read(self) -> Iterator[Measured]:
         seen = set[bytes]()  # takes a hundred bytes for each document
         for document in self._corpus.documents():
-            digest, size = _measure(document)
+            hashed = hashlib.sha256()
+            size = 0  # bytes
+            for text in read_parts(document):
+                content = text.encode("utf-8")
+                hashed.update(content)
+                size += len(content)
+            digest = hashed.digest()
             if not size or digest in seen:
                 continue
             if self._data.unique:
@@ -236,17 +242,6 @@ def _weigh(documents: Iterable[Measured], val_fraction: float) -> set[float]:
             left -= sizes[position]
     # The first of the smallest ones.
     return chosen or {min(sorted(sizes), key=sizes.__getitem__)}
-
-
-def _measure(document: Document) -> tuple[bytes, int]:
-    """Returns the SHA-256 of a document's text, and its bytes."""
-    digest = hashlib.sha256()
-    size = 0
-    for text in read_parts(document):
-        content = text.encode("utf-8")
-        digest.update(content)
-        size += len(content)
-    return digest.digest(), size
 
 
 def _split_text(document: Document, val_fraction: float) -> Iterator[Part]:

@@ -366,7 +366,10 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}} as tree:
                 end_of_text = end_of_text or tree.pop("end_of_text", "")
-                tree = _plain(tree)
+                # It gives all ids of a text and no more, the same each time.
+                tree |= {"truncation": None, "padding": None}
+                for option in tree["model"].keys() & {"dropout", "alpha", "nbest_size"}:
+                    tree["model"][option] = None
                 like = None if end_of_text else gpt2_like_ranks(tree)
                 if like:
                     return BytePairTokenizer(*like, tree)
@@ -375,16 +378,6 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 )
             case _:
                 raise ValueError("it is no tokenizer")
-
-
-def _plain(tree: Tree) -> Tree:
-    """Returns a tokenizer.json that gives all ids of a text and no more, the same each time."""
-    sampling = dict.fromkeys(tree["model"].keys() & {"dropout", "alpha", "nbest_size"})
-    return tree | {
-        "truncation": None,
-        "padding": None,
-        "model": tree["model"] | sampling,
-    }
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
