@@ -502,7 +502,11 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
 
 @pytest.mark.parametrize(
     ("spec", "told"),
-    [("cor:", "there is no task cor"), ("core:.", "no file"), ("{}", "line 1 cannot")],
+    [
+        ("cor:", "task=cor is not one of"),
+        ("core:.", "no file"),
+        ("{}", "line 1 cannot"),
+    ],
 )
 def test_tasks_that_cannot_be_scored_end_a_run_before_it_begins(tmp_path, spec, told):
     (tmp_path / "lambada.jsonl").write_text('{"txt": "on the mat"}')

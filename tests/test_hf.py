@@ -194,7 +194,6 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("llama", dict(rope_scaling=dict(rope_type="linear", factor=8.0)), "rope_type=linear"),
         ("llama", dict(rope_scaling=peer.LLAMA3 | dict(high_freq_factor=8)), "high_freq_factor=8"),
         ("qwen3", dict(rope_parameters=peer.YARN | dict(attention_factor=2)), "attention_factor=2"),
-        ("llama", dict(attention_bias=True), "attention_bias=True"),
         ("qwen3", dict(use_sliding_window=True), "use_sliding_window=True"),
         ("qwen3", dict(layer_types=["full_attention", "sliding_attention"]), "layer_types="),
         ("llama", dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotary_factor=0.5"),

@@ -201,13 +201,6 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path, capsys):
     assert "adds no tokens around a text" in capsys.readouterr().err
 
 
-def test_gpt2s_tokenizer_takes_the_place_of_none_but_not_of_another(tmp_path):
-    assert load_tokenizer(tmp_path, GPTConfig(vocab_size=50257)).vocab_size == 50257
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(UserError, match="no tokenizer"):
-        load_tokenizer(tmp_path, GPTConfig(vocab_size=50257))
-
-
 def with_tensor(source, name, change):
     """Adds a tensor to a model, made of its table of embeddings, or changes it."""
     table = "transformer.wte.weight"

@@ -27,13 +27,19 @@ class Block(nn.Module):
         bias = cfg.bias
         self.num_heads = cfg.num_heads
         self.ln_1 = nn.LayerNorm(width, bias=bias)
-        self.attn = nn.ModuleDict()
-        self.attn["c_attn"] = nn.Linear(width, 3 * width, bias)
-        self.attn["c_proj"] = nn.Linear(width, width, bias)
+        self.attn = nn.ModuleDict(
+            {
+                "c_attn": nn.Linear(width, 3 * width, bias),
+                "c_proj": nn.Linear(width, width, bias),
+            }
+        )
         self.ln_2 = nn.LayerNorm(width, bias=bias)
-        self.mlp = nn.ModuleDict()
-        self.mlp["c_fc"] = nn.Linear(width, 4 * width, bias)
-        self.mlp["c_proj"] = nn.Linear(4 * width, width, bias)
+        self.mlp = nn.ModuleDict(
+            {
+                "c_fc": nn.Linear(width, 4 * width, bias),
+                "c_proj": nn.Linear(4 * width, width, bias),
+            }
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps `[B, T, D]` to `[B, T, D]`."""

@@ -118,8 +118,7 @@ class Scorer:
         self._tokens_per_batch = TOKENS_PER_BATCH
         if devices[0].platform == "cpu":
             self._tokens_per_batch = CPU_TOKENS_PER_BATCH
-        at_once = self._tokens_per_batch // 8
-        self._score = _program(with_kernels(model, devices[0]), mesh, at_once)
+        self._score = _program(with_kernels(model, devices[0]), mesh)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
         """Scores requests, in their order."""
@@ -129,8 +128,7 @@ class Scorer:
             self.num_tokens += num_tokens
             buckets[bucket(num_tokens, self.context_length)].append(index)
         if self._params is None:
-            nothing = Score(-1.0, 1, False)
-            return [nothing for _ in requests]
+            return [Score(-1.0, 1, False)] * len(requests)
         batches = []
         for length, rows in sorted(buckets.items(), reverse=True):
             size = max(1, self._tokens_per_batch // length)
@@ -165,11 +163,11 @@ class Scorer:
 
 
 @cache
-def _program(model: GPT, mesh: Mesh, at_once: int) -> Wrapped:
+def _program(model: GPT, mesh: Mesh) -> Wrapped:
     whole = PartitionSpec()
     rows = PartitionSpec("data")
     score = jax.shard_map(
-        partial(_score, model, at_once),
+        partial(_score, model),
         mesh=mesh,
         in_specs=(whole, rows),
         out_specs=rows,
@@ -197,21 +195,21 @@ def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
 
 def _score(
     model: nn.Module,
-    at_once: int,
     params: Mapping,
     batch: Request,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums over the scored tokens of each row: [B] each, in the order of a `Score`."""
-    shape = batch.targets.shape
+    is_scored = batch.targets >= 0
+    shape = is_scored.shape
     targets = jnp.ravel(batch.targets)
     variables = {"params": params}
     hidden: Any = model.apply(
         variables, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
-    scored = targets >= 0
-    order = jnp.argsort(~scored)  # scored tokens first, since the loop visits only them
-    at_once = min(at_once, targets.size)
+    # Scored tokens first, since the loop visits only them.
+    order = jnp.argsort(targets < 0)
+    at_once = targets.size // 8
 
     def body(step: jax.Array, results: tuple) -> tuple:
         log_probs, greedy = results
@@ -227,12 +225,9 @@ def _score(
         likeliest = right == logits.max(axis=-1)
         return log_probs, greedy.at[chosen].set(likeliest)
 
-    nothing = (jnp.zeros_like(targets, jnp.float32), jnp.zeros_like(scored))
-    num_steps = -(-scored.sum() // at_once)  # rounded up
+    nothing = (jnp.zeros_like(targets, jnp.float32), jnp.zeros_like(targets, bool))
+    num_steps = -(-is_scored.sum() // at_once)  # rounded up
     log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
-    log_probs = jnp.where(scored, log_probs, 0.0).reshape(shape)
-    log_prob = log_probs.sum(axis=1)
-    greedy = (~scored | greedy).reshape(shape)
-    is_greedy = greedy.all(axis=1)
-    count = scored.reshape(shape).sum(axis=1)
-    return log_prob, count, is_greedy
+    log_prob = log_probs.reshape(shape).sum(axis=1, where=is_scored)
+    is_greedy = greedy.reshape(shape).all(axis=1, where=is_scored)
+    return log_prob, is_scored.sum(axis=1), is_greedy

@@ -8,7 +8,7 @@ from gpt2.config import DataConfig, load_config
 from gpt2.data import prepare
 from gpt2.data.dataset import refuse_other
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_choice
 from gpt2.evals.core import core
 from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.perplexity import compression, wikitext
@@ -31,8 +31,7 @@ TASKS: dict[str, tuple[str, Score]] = {
 def find_task(spec: str) -> tuple[Score, Path]:
     """Returns the score and the file of a task, given as NAME:DIRECTORY."""
     name, _, directory = spec.partition(":")
-    if name not in TASKS:
-        raise UserError(f"there is no task {name} among {', '.join(TASKS)}")
+    require_choice("task", name, tuple(TASKS))
     file, score = TASKS[name]
     path = Path(directory) / file
     if not path.is_file():

@@ -58,7 +58,6 @@ GPT2 = Family(
     fixed={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
-        "add_cross_attention": False,
     },
     dropout=("embd_pdrop", "attn_pdrop", "resid_pdrop"),
     prefix="transformer.",
@@ -109,7 +108,7 @@ LLAMA = Family(
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     },
-    fixed={"attention_bias": False, "mlp_bias": False},
+    fixed={},
     prefix="model.",
     layer="layers.{}.",
     first=(Tensor("model.embed_tokens.weight", "wte/embedding", "VD", "V D"),),
@@ -137,7 +136,7 @@ QWEN3 = LLAMA._replace(
     architecture="Qwen3ForCausalLM",
     switches={**LLAMA.switches, "qk_norm": True},
     defaults={**LLAMA.defaults, "num_key_value_heads": 32, "head_dim": 128},
-    fixed={"attention_bias": False, "use_sliding_window": False},
+    fixed={"use_sliding_window": False},
     rows=(
         *LLAMA.rows,
         Tensor("self_attn.q_norm.weight", "attn/q_norm/scale", "H"),
@@ -164,7 +163,7 @@ GPT_NEOX = Family(
         "tie_word_embeddings": False,
         "hidden_act": "gelu",
     },
-    fixed={"use_parallel_residual": True, "attention_bias": True},
+    fixed={"use_parallel_residual": True},
     dropout=("hidden_dropout", "attention_dropout"),
     prefix="gpt_neox.",
     head="embed_out.weight",  # transformers 5 reads lm_head.weight too

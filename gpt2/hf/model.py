@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import Tokenizer
@@ -138,6 +137,5 @@ def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
             found = json.loads(index.read_text("utf-8"))["weight_map"].values()
             paths = sorted({directory / name for name in found})
     for path in paths:
-        with files.reading(path, how), safe_open(path, framework="np") as file:
-            for tensor in file.keys():  # noqa: SIM118
-                yield tensor, file.get_tensor(tensor)
+        with files.reading(path, how):
+            yield from load_file(path).items()

@@ -16,31 +16,23 @@ from gpt2.utils import files
 
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
-    """Reads tokenizer.json; without one, GPT-2's own if it fits."""
-    path = Path(directory) / "tokenizer.json"
-    other = path.with_name("vocab.json")  # whose tokens may be others
-    rows = cfg.vocab_size
-    tokenizer = None
-    if path.is_file():
-        tokenizer = ours.load(path)
-    elif rows == ours.GPT2_END_OF_TEXT + 1 and not other.exists():
-        tokenizer = ours.gpt2_tokenizer()
-    if tokenizer is None or not _fits(tokenizer.vocab_size, rows):
-        raise UserError(
-            f"{directory} holds no tokenizer of its model's {rows} tokens",
-            "Add its tokenizer.json, as AutoTokenizer's save_pretrained writes it",
-        )
-    return tokenizer
-
-
-def _fits(known: int, rows: int) -> bool:
-    """Returns whether `rows` are those of `known` tokens, and padding.
+    """Reads tokenizer.json. Rows of the model beyond its tokens are padding, of which few are made.
 
     Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave rows
     for tokens to come: Qwen 3 has 151,936 for 151,669 tokens, Pythia 50,688 for 50,277.
     """
-    more = rows - known
-    return more == 0 or (rows % 64 == 0 and 0 < more < max(128, known / 100))
+    path = Path(directory) / "tokenizer.json"
+    rows = cfg.vocab_size
+    if path.is_file():
+        tokenizer = ours.load(path)
+        known = tokenizer.vocab_size
+        pads = rows % 64 == 0 and known < rows < known + max(128, known / 100)
+        if rows == known or pads:
+            return tokenizer
+    raise UserError(
+        f"{directory} holds no tokenizer of its model's {rows} tokens",
+        "Add its tokenizer.json, as AutoTokenizer's save_pretrained writes it",
+    )
 
 
 def count_tokens(directory: Path, cfg: GPTConfig) -> int:
