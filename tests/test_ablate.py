@@ -643,7 +643,7 @@ DAMAGES = {
     "the sweep is cut": (
         "sweep.json",
         cut,
-        r"sweep\.json cannot be read .*Remove .*sweep\.json, and repeat",
+        r"sweep\.json cannot be read .*or remove the file",
     ),
 }
 
@@ -703,7 +703,6 @@ def test_runs_of_different_code_are_not_pooled(tmp_path, code_is):
         began(run, (0, "old"))
     code_is("old")
     three.check_runs(to_come=True)
-    assert "| old |" in report_of(two)
     code_is("new")
     two.check_runs(to_come=True)  # nothing is to come
     told = r"\(baseline seed 0 is of old, baseline seed 2 of new\)"

@@ -124,13 +124,11 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         axes.plot([], [], "o", color=color, label=answer)
     for idea in ideas:
         color = _ANSWERS.get(idea.answer, _BASELINE)  # of one that is open
-        if not idea.pairs:
-            axes.plot(idea.number, gains[idea.best], "x", color=color)
-            continue
-        difference, low, _ = np.nan_to_num(idea.interval, neginf=np.nan)
-        place = gains[idea.best] + difference
-        half_width = difference - low
-        axes.errorbar(idea.number, place, yerr=half_width, fmt="o", color=color)
+        difference, low, _ = idea.interval
+        place = gains[idea.best] + np.nan_to_num(difference)
+        error = np.nan_to_num(difference - low, posinf=0.0)
+        marker = "o" if idea.pairs else "x"
+        axes.errorbar(idea.number, place, yerr=error, fmt=marker, color=color)
         if idea.number in gains:  # below the line nothing else is drawn
             axes.text(
                 idea.number,

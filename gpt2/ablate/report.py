@@ -19,11 +19,8 @@ from gpt2.ablate.arms import differences
 from gpt2.ablate.judge import compared, judge, sample
 from gpt2.ablate.sweep import Sweep
 from gpt2.ablate.verdicts import Sample, Verdict
-from gpt2.utils.code import read_starts
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted
-
-_MADE_WITH = ["code", "commit", "clean", "jax", "device_kind", "devices"]
 
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
@@ -45,10 +42,6 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
     drawn = _draw(sweep, results, samples, verdicts)
     broken = results[results.state.isin(["diverged", "failed"])]
     states = results[results.purpose == "compare"].state
-    starts = list[dict]()
-    for folder in results.folder:
-        starts += read_starts(folder / "run")
-    made_with = pd.DataFrame(starts, columns=_MADE_WITH).astype(str)
     text = render(
         "report.j2",
         title=title,
@@ -62,7 +55,6 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         tuning=tables.tuning_table(sweep, results),
         broken=broken[["run", "state", "steps", "error"]],
         options=_list_options(sweep),
-        made_with=made_with.drop_duplicates(),
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     write_text(root / "report.md", text)

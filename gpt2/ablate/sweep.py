@@ -165,9 +165,7 @@ class Sweep:
 def load_sweep(root: Path) -> Sweep:
     """Reads the sweep of a directory."""
     path = root / "sweep.json"
-    if not path.exists():
-        raise UserError(f"{root} holds no sweep", "Give the --workdir of a sweep")
-    with reading(path, f"Remove {path}, and repeat the command"):
+    with reading(path, "Give the --workdir of a sweep, or remove the file"):
         tree = json.loads(path.read_bytes())
         arms = tuple(Arm.from_options(**arm) for arm in tree["arms"])
         return Sweep(**tree | {"root": root, "arms": arms})

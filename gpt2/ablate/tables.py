@@ -102,7 +102,6 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Returns the score of each choice of values, a row for each, by each arm; * is its best."""
     tried = results[results.purpose == "choose"]
     table = tried.pivot(index="values", columns="arm", values="score")
-    table = table.reindex(index=tried["values"].unique(), columns=tried.arm.unique())
     table = table.map(number, form=".4f")
     for arm in table.columns.intersection(list(sweep.chosen)):
         table.loc[describe(sweep.chosen[arm]), arm] += "*"

@@ -186,9 +186,9 @@ class Member:
     def __init__(self, path: Path, places: Places):
         self.config = config = load_config(path)
         self._path = path
-        self._dataset = dataset = places.dataset
-        self._workdir = workdir = path / "run"
-        self._program = program = places.program.with_config(config)
+        dataset = places.dataset
+        workdir = path / "run"
+        program = places.program.with_config(config)
         options = config.train
         folder.check_options(workdir, config)
         folder.check_data(workdir, dataset)
@@ -201,6 +201,13 @@ class Member:
         self.upcoming = enter(closing(batches.train(start, options.num_steps)))
         self.clock = StepClock.for_run(
             config, program.flops_per_token, places.number, time.perf_counter()
+        )
+        self._finish = partial(
+            folder.finish,
+            workdir,
+            program,
+            tokenizer=dataset.tokenizer,
+            clock=self.clock,
         )
         self.checkpointer = enter(
             Checkpointer(workdir, options.keep_checkpoints, options.keep_every)
@@ -238,12 +245,8 @@ class Member:
         """Writes the last files, as train.py does."""
         self.checkpointer.wait()
         self.checkpointer.raise_failure()
-        params = state.eval_params
-        tokenizer = self._dataset.tokenizer
         with redirect_stdout(self.log):
-            folder.finish(
-                self._workdir, self._program, params, tokenizer, scores, self.clock
-            )
+            self._finish(params=state.eval_params, scores=scores)
         self.leave(Outcome("finished"))
 
     def leave(self, outcome: Outcome) -> None:
