@@ -72,9 +72,8 @@ class Kernel:
     @property
     def _order(self) -> list[int]:
         """The kernel's axes: those that count, those of rows, those of columns."""
-        return sorted(
-            range(len(self.axes)), key=lambda axis: "krc".index(self.axes[axis])
-        )
+        places = ["krc".index(letter) for letter in self.axes]
+        return np.argsort(places, kind="stable").tolist()
 
 
 def kernels(tree: Tree) -> Tree:
@@ -98,7 +97,8 @@ def map_stacks(
     columns = [jax.tree.leaves(tree) for tree in trees]
     members = defaultdict(list)
     for index, leaves in enumerate(zip(*columns, strict=True)):
-        members[tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)].append(index)
+        kinds = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        members[kinds].append(index)
     results: dict[int, list[Array]] = {}
     for indices in members.values():
         stacks = tuple(
@@ -110,5 +110,6 @@ def map_stacks(
             end = start + len(columns[0][i])
             results[i] = [stack[start:end] for stack in mapped]
             start = end
-    by_result = zip(*(results[i] for i in range(len(results))), strict=True)
+    in_order = [results[i] for i in range(len(results))]
+    by_result = zip(*in_order, strict=True)
     return tuple(jax.tree.unflatten(structure, leaves) for leaves in by_result)

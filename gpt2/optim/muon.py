@@ -69,8 +69,10 @@ def scale_by_muon(
         del params
         shapes = kernels(updates)
         beta = momentum(state.count)
-        mean = jax.tree.map(partial(_lerp, weight=1 - beta), state.momentum, updates)
-        ahead = jax.tree.map(partial(_lerp, weight=beta), updates, mean)
+        move = partial(_lerp, weight=1 - beta)
+        mean = jax.tree.map(move, state.momentum, updates)
+        look_ahead = partial(_lerp, weight=beta)
+        ahead = jax.tree.map(look_ahead, updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         operands = to_matrices(ahead if optim.nesterov else mean)
@@ -156,7 +158,8 @@ def _normalize(
     square = squares[kernel.outputs]
     # As the authors' code; an unused neuron's update is 0.
     divisor = jnp.sqrt(running).reshape(square.shape) + 1e-10
-    mean = jnp.mean(square / jnp.square(divisor), axis=(1, 2), keepdims=True)
+    relative = square / jnp.square(divisor)
+    mean = jnp.mean(relative, axis=(1, 2), keepdims=True)
     rms = jnp.sqrt(jnp.maximum(mean, 1e-30))
     return matrices * (UPDATE_RMS / (divisor * rms))
 

@@ -36,7 +36,8 @@ def decay_mask(params: Tree) -> Tree:
 
 def is_hidden_kernel(path: Path) -> bool:
     """Returns whether a parameter is a kernel inside a block."""
-    return path[-1].endswith("kernel") and any(_LAYER.fullmatch(name) for name in path)
+    is_in_block = any(_LAYER.fullmatch(name) for name in path)
+    return is_in_block and path[-1].endswith("kernel")
 
 
 def is_stacked(path: Path) -> bool:

@@ -58,7 +58,11 @@ def scale_by_soap(
         del params
         shapes = kernels(updates)
         in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
-        beside = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), state[3:])
+
+        def stack(x: Array) -> Array:
+            return x.reshape(-1, *x.shape[-2:])
+
+        beside = jax.tree.map(stack, state[3:])
         step = partial(_step, optim)
         direction, mu, nu, *beside = map_stacks(
             matrices, step, (*in_shape, *beside), state.count

@@ -24,7 +24,12 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     def update_fn(grads, state, params=None, *, grad_norm=None, **_):
         norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
         factor = jnp.minimum(1.0, max_norm / norm)
-        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), state
+
+        def clip(grad: Array) -> Array:
+            clipped = grad * factor
+            return clipped.astype(grad.dtype)
+
+        return jax.tree.map(clip, grads), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -52,7 +52,8 @@ def initialize(
         return
     # The runtime crashes where the port is taken.
     if coordinator and process_index == 0:
-        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+        _, _, port = coordinator.rpartition(":")
+        socket.create_server(("", int(port))).close()
     # The runtime waits for the others silently, and ends the process if they do not come.
     tell("waiting for the other processes")
     jax.distributed.initialize(

@@ -61,11 +61,17 @@ class Matrices:
         missing = -length % mesh.size
 
         def deal(x: Array) -> Array:
-            x = jnp.pad(x, ((0, missing), (0, 0), (0, 0)))
+            whole = (0, 0)
+            x = jnp.pad(x, ((0, missing), whole, whole))
             return _split(x, mesh, (0, 1, 2, 3))
 
-        results = mapped(jax.tree.map(deal, stacks), *scalars)
-        return jax.tree.map(lambda x: _split(x, mesh, (2, 1, 0))[:length], results)
+        def collect(x: Array) -> Array:
+            x = _split(x, mesh, (2, 1, 0))
+            return x[:length]
+
+        dealt = jax.tree.map(deal, stacks)
+        results = mapped(dealt, *scalars)
+        return jax.tree.map(collect, results)
 
 
 def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:

@@ -47,9 +47,8 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     sizes = parallel.sizes
     asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {
-        name: num_devices // (fixed or 1) if n == -1 else n for name, n in sizes.items()
-    }
+    rest = num_devices // (fixed or 1)
+    sizes = {name: rest if size == -1 else size for name, size in sizes.items()}
     if math.prod(sizes.values()) != num_devices:
         raise UserError(
             f"{asked} does not make a mesh of {num_devices} devices",

@@ -275,4 +275,6 @@ class _Leaf:
         """Returns how `tensor` splits what `set_apart` has returned."""
         if self.tensor == 1:
             return compute
-        return PartitionSpec(*compute[: self.dim + 1], None, *compute[self.dim + 1 :])
+        before = compute[: self.dim + 1]
+        after = compute[self.dim + 1 :]
+        return PartitionSpec(*before, None, *after)

@@ -102,6 +102,8 @@ def _map_sum(function: Callable) -> Callable:
     """The `map_sum` of `gpt2.training.steps`: this device's rows, then one sum over the axis."""
 
     def mapped(params, batch):
-        return jax.lax.psum(function(params, batch, jax.lax.axis_index(AXIS)), AXIS)
+        device = jax.lax.axis_index(AXIS)
+        sums = function(params, batch, device)
+        return jax.lax.psum(sums, AXIS)
 
     return mapped

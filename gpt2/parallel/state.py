@@ -73,7 +73,8 @@ def _spec(
       kernels are.
     - State of another shape is whole.
     """
-    if shape != param_shape and len(shape) > 1 and shape[-2] == shape[-1] > 1:
+    is_square = len(shape) > 1 and shape[-2] == shape[-1] > 1
+    if is_square and shape != param_shape:
         return matrix_spec(shape, mesh)
     axes = [*itertools.zip_longest(param_shape, param_spec)]
     entries = []

@@ -183,7 +183,8 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
         return _integers(listed[1])
     iota = re.search(rf"replica_groups=(\[[\d,]+\])<={_ORDER}", line)
     if iota:
-        groups = _device_ids(iota[2], iota[3]).reshape(_integers(iota[1]))
+        ordered = _device_ids(iota[2], iota[3])
+        groups = ordered.reshape(_integers(iota[1]))
         return tuple(groups[0].tolist())
     mesh = re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line
@@ -201,7 +202,8 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
         stride = sizes[axis] // (int(before or 1) * size)
         index[axis] = range(0, stride * size, stride)
     ids = devices.reshape(tuple(sizes.values()))
-    return tuple(ids[np.ix_(*index.values())].ravel().tolist())
+    group = ids[np.ix_(*index.values())]
+    return tuple(group.ravel().tolist())
 
 
 _ORDER = r"(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [2,4]T(1,0)

@@ -31,7 +31,8 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
     placed = program.place([ran.name for ran in in_graph])
     names = dict(zip(in_graph, placed, strict=True))
     every = [ran._replace(name=names.get(ran, ran.name)) for ran in trace.operations]
-    runs = _runs([ran for ran in every if ran.module == module], len(trace.steps))
+    own = [ran for ran in every if ran.module == module]
+    runs = _runs(own, len(trace.steps))
     steps = len(runs)
     borders = max(1, steps - 1)
     began, _ = runs[0]
