@@ -31,12 +31,11 @@ def find_files(pattern: str) -> Sequence[File]:
 def _glob(pattern: str) -> list[Path]:
     names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
     # Links may lead to a file in many ways. It counts once, by its shortest name.
-    names.sort(key=len)
-    by_target = dict[str, str]()
-    for name in names:
+    by_target = dict[str, Path]()
+    for name in sorted(names, key=len):
         if os.path.isfile(name):
-            by_target.setdefault(os.path.realpath(name), name)
-    return [Path(name) for name in sorted(by_target.values())]
+            by_target.setdefault(os.path.realpath(name), Path(name))
+    return sorted(by_target.values(), key=str)
 
 
 def total_size(files: Sequence[File]) -> int:

@@ -310,7 +310,7 @@ def is_path(spec: str) -> bool:
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
     """Returns a string that changes whenever the tokenizer that `spec` names does."""
-    if spec in NAMES or (spec.startswith("bpe:") and tokens_by_name(spec) > 256):
+    if spec == "char" or tokens_by_name(spec) > 256:
         return spec
     how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
     with reading(f"data.tokenizer={spec}", how):

@@ -167,20 +167,11 @@ def seal(tree: Mapping[str, object]) -> dict[str, object]:
 
 def read_sealed(path: Path) -> dict | None:
     """Reads the JSON of a tree that `seal` has returned; None if it is missing or was altered."""
-    try:
+    with contextlib.suppress(Exception):  # a damaged file may hold any JSON, or none
         tree = json.loads(path.read_text("utf-8"))
-        crc = tree.pop("crc32")
-    # Of a damaged file, which may hold any JSON, or none.
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ):
-        return None
-    return tree if crc == _checksum(tree) else None
+        if tree.pop("crc32") == _checksum(tree):
+            return tree
+    return None
 
 
 def _checksum(tree: Mapping[str, object]) -> int:
