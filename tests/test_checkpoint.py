@@ -100,7 +100,7 @@ def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
     for suffix, step in ("", 20), ("@50", 50):
         params = load_initial_params(f"run:{workdir}{suffix}", cfg, build("byte"))
         assert steps_in(params) == {step}
-    with pytest.raises(UserError, match=r"has no checkpoint 30.*20, 50, 60"):
+    with pytest.raises(UserError, match=r"checkpoint=30 is not one of 20, 50, 60"):
         load_params(workdir, "30")
 
 

@@ -200,7 +200,7 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("gpt_neox", dict(use_parallel_residual=False), "use_parallel_residual=False"),
         # What is absent has transformers' default.
         ("qwen3", dict(head_dim="absent"), r"another shape than \(768, 48\)"),  # 6 heads of 128
-        ("llama", dict(model_type="mistral"), "mistral, is none"),
+        ("llama", dict(model_type="mistral"), "model_type=mistral is not one of"),
     ],
 )  # fmt: skip
 def test_what_a_family_computes_only_elsewhere_is_refused_by_name(

@@ -16,7 +16,7 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import CharTokenizer, build, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
-from gpt2.hf.tokenizer import count_tokens, load_tokenizer, save_tokenizer
+from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
@@ -160,7 +160,6 @@ def test_rows_for_tokens_to_come_are_few(tmp_path):
         (13100, False),
     ):
         cfg = GPTConfig(vocab_size=rows)
-        assert count_tokens(tmp_path, cfg) == (13000 if is_padding else rows)
         if is_padding:
             assert load_tokenizer(tmp_path, cfg).vocab_size == 13000
         else:

@@ -20,7 +20,6 @@ def main(folder: Path) -> None:
     """Prints the line, and writes the file."""
     device = jax.devices()[0]
     row = describe_start(0)
-    row["cpu_cores"] = os.cpu_count()
     row["flags"] = os.environ.get("XLA_FLAGS")
     if device.platform == "gpu":
         asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
-from gpt2.hf.families import FAMILIES, TITLES, family_for
+from gpt2.errors import UserError, require_choice
+from gpt2.hf.families import FAMILIES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
@@ -26,9 +26,8 @@ def read_config(directory: Path) -> GPTConfig:
     families = {family.model_type: family for family in FAMILIES}
     with reading(path, "Give the directory of a Hugging Face model"):
         config = dict(json.loads(path.read_text("utf-8")))
-        kind = config.get("model_type")
-        if kind not in families:
-            raise UserError(f"{path}: its model_type, {kind}, is none of {TITLES}")
+        kind = str(config.get("model_type"))
+        require_choice(f"{path}: model_type", kind, tuple(families))
         family = families[kind]
         config = dict(family.defaults) | _with_flat_rope(config, family)
         _refuse_others(path, family, config)

@@ -192,7 +192,6 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
-TITLES = ", ".join(family.title for family in FAMILIES)
 
 
 def family_for(cfg: GPTConfig) -> Family:

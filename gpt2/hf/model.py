@@ -4,6 +4,7 @@ It holds config.json, the weights (model.safetensors, whole or in shards) and th
 the vocabulary beyond the tokenizer's are padding, neither read nor written.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -21,7 +22,7 @@ from gpt2.errors import UserError
 from gpt2.hf.config import read_config, to_hf_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import BUFFERS, Tensor
-from gpt2.hf.tokenizer import count_tokens, save_tokenizer
+from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
 from gpt2.utils import files
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -61,7 +62,9 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         raise UserError(
             f"{directory}: the model of config.json has no tensor {unknown}"
         )
-    num_tokens = count_tokens(directory, cfg)
+    num_tokens = cfg.vocab_size
+    with contextlib.suppress(UserError):  # without a tokenizer, all rows are tokens
+        num_tokens = load_tokenizer(directory, cfg).vocab_size
     for name in {"wte", "lm_head"} & params.keys():
         params[name] = {"embedding": params[name]["embedding"][:num_tokens]}
     return dataclasses.replace(cfg, vocab_size=num_tokens), params

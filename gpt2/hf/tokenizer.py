@@ -35,14 +35,6 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     )
 
 
-def count_tokens(directory: Path, cfg: GPTConfig) -> int:
-    """Returns how many of the model's rows are tokens: all, if no tokenizer tells of padding."""
-    try:
-        return load_tokenizer(directory, cfg).vocab_size
-    except UserError:
-        return cfg.vocab_size
-
-
 def save_tokenizer(
     directory: Path, tokenizer: ours.Tokenizer, context_length: int
 ) -> None:

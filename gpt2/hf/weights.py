@@ -19,7 +19,7 @@ from gpt2.config import (
     with_options,
 )
 from gpt2.data import tokenizer as tokenizers
-from gpt2.errors import UserError
+from gpt2.errors import UserError, require_choice
 from gpt2.hf.config import read_config
 from gpt2.hf.family import FREE, SCALED_ROPE, canonical
 from gpt2.hf.model import load, save
@@ -110,22 +110,19 @@ def _load_params(
         raise UserError(
             f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
         )
-    device = jax.local_devices()[0]
-    program = Program.from_config(config, [device])
+    program = Program.from_config(config, jax.local_devices()[:1])
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in saved}
         steps["latest"] = saved[-1]
+        steps["best"] = saved[-1]
         if which == "best":
             for each in saved:
                 if damage := find_damage(workdir, each, ("metrics",)):
                     raise UserError(damage, "Restore it from a copy, or use another")
-            best = checkpointer.best()
-            steps["best"] = best[0] if best else saved[-1]
-        step = steps.get(str(which))
-        if step is None:
-            raise UserError(
-                f"{workdir} has no checkpoint {which}", f"Use best, {', '.join(steps)}"
-            )
+            if best := checkpointer.best():
+                steps["best"] = best[0]
+        require_choice(f"{workdir}: checkpoint", str(which), tuple(steps))
+        step = steps[str(which)]
         # For an average, the optimizer's state is read whole.
         averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
@@ -184,7 +181,6 @@ def load_initial_params(
     if cfg.position == "learned":
         positions = params["wpe"]["embedding"][: cfg.context_length]
         params = params | {"wpe": {"embedding": positions}}
-    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     return jax.jit(partial(in_layout, scanned=cfg.scan_layers))(params)
 
 
