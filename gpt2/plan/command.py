@@ -214,7 +214,7 @@ def _search(
             to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
             try:
                 if to_add not in found:
-                    tell(f"compiling {to_add}")
+                    tell(f"compiling {to_add or 'as it is'}")
                     each = with_options(config, changed)
                     found[to_add] = _try(each, devices, board)
             except UserError as error:
