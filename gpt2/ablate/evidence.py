@@ -110,9 +110,10 @@ def findable(pairs: int, level: float, power: float) -> Array:
     """
     noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
     sizes = np.geomspace(0.25, 64, 49)
-    found = np.empty((len(sizes), pairs), bool)
-    for i, size in enumerate(sizes):
+    rates = []
+    for size in sizes:
         most = np.maximum.accumulate(evidence(noise - size), axis=1)
-        found[i] = (most >= 1 / level).mean(0) >= power
+        rates.append((most >= 1 / level).mean(0))
+    found = np.array(rates) >= power
     first = sizes[found.argmax(0)]
     return np.where(found.any(0), first, math.nan)

@@ -95,7 +95,14 @@ def main() -> int:
         idea = _try_idea(root) if FLAGS.idea else ledger.best
         with files.locked(root / _LOCK):
             ledger = read_ledger(root)
-            _write_report(root, ledger)
+            gains = {0: 0.0}  # of each best by its number, from the start
+            for each in ledger.kept:
+                gains[each.number] = gains[each.best] + each.interval[0]
+            plot_ledger(root / "ledger.png", ledger.ideas[1:], gains)
+            body = render(
+                "ledger.j2", ledger=ledger, gains=gains, arms=arms, tables=tables
+            )
+            write_page(root, root.resolve().name, body, ["ledger.png"])
     _tell(ledger, idea)
     return EXIT_CODES[idea.answer] if FLAGS.idea else 0
 
@@ -339,16 +346,6 @@ def _tell(ledger: Ledger, idea: Idea) -> None:
         f"{told}; ledger {counted(ideas, 'idea')}, {kept} kept,"
         f" the next at {next_level:.2%}"
     )
-
-
-def _write_report(root: Path, ledger: Ledger) -> None:
-    """Writes report.html and ledger.png."""
-    gains = {0: 0.0}  # of each best by its number, from the start
-    for idea in ledger.kept:
-        gains[idea.number] = gains[idea.best] + idea.interval[0]
-    plot_ledger(root / "ledger.png", ledger.ideas[1:], gains)
-    body = render("ledger.j2", ledger=ledger, gains=gains, arms=arms, tables=tables)
-    write_page(root, root.resolve().name, body, ["ledger.png"])
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:

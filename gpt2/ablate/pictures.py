@@ -74,8 +74,6 @@ def plot_curves(
     Curves are by name, the baseline first, one for each seed, with validations. A single one is a
     dot. A curve without tokens is a level.
     """
-    from matplotlib.ticker import EngFormatter
-
     height = 4.6 + 0.12 * len(curves)
     figure, panels = _figure(height, width=14, columns=3)
     styles = [("-", _BASELINE), *itertools.product(_LINES, _COLORS)]
@@ -96,17 +94,12 @@ def plot_curves(
             axes.plot(x, mean, marker=marker, label=name, color=color, linestyle=line)
             axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
         axes.set_xlabel(title)
-        if amount != "seconds":  # whose thousandths would read as minutes
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What lies high at first would leave little room for the rest.
     shown = list[float]()
     for curve in itertools.chain(*curves.values()):
         skipped = len(curve.scores) // 10
         shown.extend(curve.scores[skipped:])
-    margin = 0.06 * np.ptp(shown) or 0.1
-    low = min(shown) - margin
-    high = max(shown) + margin
-    panels[0].set_ylim(low, high)
+    panels[0].set_ylim(top=1.02 * max(shown))
     panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
     _save(figure, png)
 
