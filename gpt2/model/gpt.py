@@ -289,7 +289,7 @@ class GPT(nn.Module):
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
         """Returns unrolled parameters, boxed with the names of their axes."""
-        return nn.Module.init_with_output(self._plain(), rngs, tokens)[1]["params"]
+        return nn.Module.init(self._plain(), rngs, tokens)["params"]
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
@@ -299,14 +299,6 @@ class GPT(nn.Module):
         """
         params = nn.unbox(self.draw(rngs, tokens))
         return {"params": in_layout(params, scanned=self.config.scan_layers)}
-
-    @nn.nowrap
-    def init_with_output(  # type: ignore[override]  # as for `init`
-        self, rngs: Array, tokens: Array, **options: Tree
-    ) -> tuple[Tree, Params]:
-        """Returns `apply(variables, tokens, **options)` and the variables that `init` draws."""
-        variables = self.init(rngs, tokens)
-        return self.apply(variables, tokens, **options), variables
 
     @nn.nowrap
     def logical_axes(self) -> Tree:
