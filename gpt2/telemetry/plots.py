@@ -27,7 +27,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         return
     figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
     axes = figure.subplots()
-    axes.set_title(place_of(workdir))
+    axes.set_title(place_of(workdir), parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
