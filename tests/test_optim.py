@@ -14,7 +14,7 @@ import pytest
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.model import GPTConfig
-from gpt2.optim import averaged_params, make_optimizer, make_schedule
+from gpt2.optim import averaged_params, joint_norm, make_optimizer, make_schedule
 from gpt2.optim.transforms import average_parameters, clip_by_global_norm
 from gpt2.utils.scan import in_layout
 from tests.helpers import by_name, configured, first_params, thorough
@@ -232,6 +232,19 @@ def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
 
 
 # The chain around a direction
+
+
+def test_the_joint_norm_of_small_gradients_is_one_sum():
+    grads = initial_params() | {"table": jnp.ones((512, 256))}
+
+    def sums(norm):
+        return str(jax.make_jaxpr(norm)(grads)).count("reduce_sum")
+
+    assert sums(optax.tree.norm) == len(jax.tree.leaves(grads))
+    assert sums(joint_norm) == 2
+    np.testing.assert_allclose(joint_norm(grads), optax.tree.norm(grads), rtol=1e-6)
+    large = {"table": grads["table"]}
+    np.testing.assert_allclose(joint_norm(large), 2**8.5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [0.0, 0.1, 10.0, np.inf, np.nan])

@@ -2,4 +2,4 @@
 
 from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer, num_updates
 from gpt2.optim.schedules import SCHEDULES, make_schedule
-from gpt2.optim.transforms import averaged_params
+from gpt2.optim.transforms import averaged_params, joint_norm

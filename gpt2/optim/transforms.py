@@ -13,6 +13,18 @@ from gpt2.utils.trees import Tree
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
 _MIN_SHARE = 1e-3
+_SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
+
+
+def joint_norm(grads: Tree) -> Array:
+    """Returns the norm of all gradients together, of small ones by one kernel (for GPUs)."""
+    leaves = jax.tree.leaves(grads)
+    small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
+    large = [leaf for leaf in leaves if leaf.size >= _SMALL]
+    if not small:
+        return optax.tree.norm(large)
+    joined = jnp.concatenate(small)
+    return optax.tree.norm([*large, joined])
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:

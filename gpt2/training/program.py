@@ -20,7 +20,7 @@ from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients import score_terms, width_ratio
 from gpt2.ops import Ops
-from gpt2.optim import make_optimizer, make_schedule
+from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.kernels import choose_attention
@@ -90,12 +90,14 @@ class Program:
         )
         own_loss = gpt.ops.isolate(loss(gpt, config.loss))
         platform = platform_of(devices[0])
+        is_one_gpu = backend.mesh.size == 1 and platform == "gpu"
         update = make_update(
             own_loss,
             chain,
             rates,
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
+            norm=joint_norm if is_one_gpu else optax.tree.norm,
             choose=jax.lax.cond if platform == "cpu" else compute_both,
         )
         # Validation is cross-entropy; a loss of a person's own adds its other names.

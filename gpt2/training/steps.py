@@ -175,13 +175,14 @@ def make_update(
     *,
     seed: int,
     accumulate_steps: int = 1,
+    norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
 ) -> UpdateFn:
     """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
-    `choose` gives one of two results.
+    `norm` is of all gradients together, and `choose` gives one of two results.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -208,7 +209,7 @@ def make_update(
             inverse = 1.0 / (scale * jnp.maximum(sums["loss"][1], 1.0))
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")
-            grad_norm = optax.tree.norm(grads)
+            grad_norm = norm(grads)
             keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
 
             def take():
