@@ -50,8 +50,9 @@ def make_parts(output: Path) -> list[Part]:
         return (f"{root}/train.py", f"--workdir={output / name}", *more)
 
     step = ("-m", "gpt2.benchmark", "train", "--json")
+    small = options("124m", 12, 32)
     loop = (
-        *options("124m", 12, 32),
+        *small,
         "--config.data.corpus=pystdlib",
         "--config.train.num_steps=100",
         "--config.train.eval_batches=4",
@@ -66,9 +67,9 @@ def make_parts(output: Path) -> list[Part]:
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
     return [  # a quarter of an hour in all
         Part("machine", 30, ("-m", "gpt2.benchmark.machine", str(output))),
-        Part("124m-32", 120, (*step, *options("124m", 12, 32), *peers)),
+        Part("124m-32", 120, (*step, *small, *peers)),
         Part("1558m", 150, (*step, *options("1558m", 48, 16))),
-        Part("forms", 150, (*step, *options("124m", 12, 32), *forms)),
+        Part("forms", 150, (*step, *small, *forms)),
         Part("loop", 120, run("loop", *loop)),
         # Whether its losses are the same, bit for bit.
         Part("again", 60, run("again", *loop)),

@@ -142,8 +142,7 @@ class Scorer:
             batches, label, console=self._console, disable=hidden
         ):
             members = [requests[row] for row in rows]
-            padded = _pad(members, size, length)
-            batch = jax.tree.map(self._put, padded)
+            batch = jax.device_put(_pad(members, size, length), self._rows)
             result = self._score(self._params, batch)
             columns = [column.tolist() for column in jax.device_get(result)]
             for index, *values in zip(rows, *columns, strict=False):
@@ -157,9 +156,6 @@ class Scorer:
         requests = itertools.chain.from_iterable(groups)
         scores = iter(self.score([*requests], label))
         return [[*itertools.islice(scores, len(group))] for group in groups]
-
-    def _put(self, rows: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(rows.shape, self._rows, rows.__getitem__)
 
 
 @cache
