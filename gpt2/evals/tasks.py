@@ -66,6 +66,7 @@ def validation_data(
         raise UserError(
             f"--val_fraction={share} may hold text that the run learnt from"
         )
-    tokenizer = folder / "tokenizer.json"
-    named = str(tokenizer) if tokenizer.is_file() else "gpt2"
-    return dataclasses.replace(data, corpus=corpus, tokenizer=named, val_fraction=share)
+    tokenizer = str(folder / "tokenizer.json")
+    return dataclasses.replace(
+        data, corpus=corpus, tokenizer=tokenizer, val_fraction=share
+    )
