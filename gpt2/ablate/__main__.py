@@ -117,10 +117,12 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
         vocabulary = prepare(arm.config.data).tokenizer.vocab_size
         arms[i] = replace(arm, config=arm.config.with_vocabulary(vocabulary))
         check_out(arm, root)
+    command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
+    own_measure = partial(measure, root, slots=slots)
     return Sweep(
         root=root,
-        commands=[shlex.join(["python", "-m", "gpt2.ablate", *sys.argv[1:]])],
-        arms=tuple(equalize(arms, FLAGS.equal, partial(measure, root, slots=slots))),
+        commands=[shlex.join(command)],
+        arms=tuple(equalize(arms, FLAGS.equal, own_measure)),
         equal=FLAGS.equal,
         looks=looks,
         tune=tune,
@@ -131,8 +133,8 @@ def _read_looks(seeds: Sequence[str]) -> list[int]:
     """Returns the numbers that `--seeds` gives, which ascend."""
     looks = sorted({int(each) for each in seeds if each.isdecimal()})
     least = 2 if len(looks) > 1 else 1
-    is_sorted = looks and [str(look) for look in looks] == seeds
-    if not is_sorted or looks[0] < least or looks[-1] > CHOOSING_SEED:
+    are_read = 0 < len(looks) == len(seeds)
+    if not are_read or looks[0] < least or looks[-1] > CHOOSING_SEED:
         raise UserError(f"--seeds={','.join(seeds)} cannot be", "Give 3, or 3,5,8")
     return looks
 

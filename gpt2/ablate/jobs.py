@@ -40,9 +40,10 @@ def make_slots(jobs: int) -> list[Slot]:
     if gpus:
         whole = frozenset(cores)
         return [Slot(whole, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
-    return [
-        Slot(frozenset(map(int, share)), {}) for share in np.array_split(cores, jobs)
-    ]
+    slots = []
+    for share in np.array_split(cores, jobs):
+        slots.append(Slot(frozenset(map(int, share)), {}))
+    return slots
 
 
 def _visible_gpus() -> list[str]:
@@ -140,7 +141,12 @@ def _take(run: Run) -> TextIO | None:
 class _Training:
     """A run that is training, or several together. The first one's log is that of the process."""
 
-    def __init__(self, taken: list[tuple[Run, TextIO]], slot: Slot, is_mapped: bool):
+    def __init__(
+        self,
+        taken: list[tuple[Run, TextIO]],
+        slot: Slot,
+        is_mapped: bool,
+    ):
         self.slot = slot
         self._taken = taken
         folders = []
@@ -159,7 +165,8 @@ class _Training:
                 f"--workdir={first.workdir}",
             ]
         environment = slot.environment | {"WANDB_NAME": first.label}
-        self.process = start(command, self._log, slot._replace(environment=environment))
+        named = slot._replace(environment=environment)
+        self.process = start(command, self._log, named)
 
     def ended(self, code: int | None, score: str) -> Iterator[tuple[Run, str]]:
         """Keeps how runs ended, gives their locks back, and yields them with what to tell.

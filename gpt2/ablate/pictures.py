@@ -56,7 +56,14 @@ def plot_differences(
         axes.errorbar(middle, row, xerr=half_width, fmt="D", color=color)
         dots = scores[name]
         below = np.full(len(dots), row - 0.2)  # where the bar does not hide them
-        axes.plot(dots, below, "o", color=color, alpha=0.6, markersize=5)
+        axes.plot(
+            dots,
+            below,
+            "o",
+            color=color,
+            alpha=0.6,
+            markersize=5,
+        )
     labels = [name.replace(",", ",\n") for name in names]
     axes.set_yticks(range(len(names)), labels)
     axes.margins(y=0.15)
@@ -87,12 +94,26 @@ def plot_curves(
                 continue
             # Curves of one arm are validated at the same steps; a shorter one has not come as far.
             number = min(len(curve.scores) for curve in members)
-            x = np.mean([getattr(curve, amount)[:number] for curve in members], axis=0)
+            amounts = [getattr(curve, amount)[:number] for curve in members]
+            x = np.mean(amounts, axis=0)
             y = np.array([curve.scores[:number] for curve in members])
             marker = "o" if number == 1 else ""
             mean = y.mean(0)
-            axes.plot(x, mean, marker=marker, label=name, color=color, linestyle=line)
-            axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
+            axes.plot(
+                x,
+                mean,
+                marker=marker,
+                label=name,
+                color=color,
+                linestyle=line,
+            )
+            axes.fill_between(
+                x,
+                y.min(0),
+                y.max(0),
+                color=color,
+                alpha=0.18,
+            )
         axes.set_xlabel(title)
     # What lies high at first would leave little room for the rest.
     shown = list[float]()
@@ -121,7 +142,13 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         place = gains[idea.best] + np.nan_to_num(difference)
         error = np.nan_to_num(difference - low, posinf=0.0)
         marker = "o" if idea.pairs else "x"
-        axes.errorbar(idea.number, place, yerr=error, fmt=marker, color=color)
+        axes.errorbar(
+            idea.number,
+            place,
+            yerr=error,
+            fmt=marker,
+            color=color,
+        )
         if idea.number in gains:  # below the line nothing else is drawn
             axes.text(
                 idea.number,

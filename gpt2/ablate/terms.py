@@ -53,7 +53,9 @@ def choose_score(arms: Sequence[Arm]) -> str:
 
 
 def equalize(
-    arms: Sequence[Arm], terms: str, measure: Callable[[Arm], tuple[float, float]]
+    arms: Sequence[Arm],
+    terms: str,
+    measure: Callable[[Arm], tuple[float, float]],
 ) -> list[Arm]:
     """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps.
 

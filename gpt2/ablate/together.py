@@ -62,7 +62,10 @@ def with_numbers(config: Config, numbers: Mapping[str, jax.Array]) -> Config:
 
 
 def map_runs(
-    function: Callable, each: NamedSharding, width: int, donated: tuple[int, ...] = ()
+    function: Callable,
+    each: NamedSharding,
+    width: int,
+    donated: tuple[int, ...] = (),
 ) -> Callable:
     """Jits a function over the leading axis of its arguments, so many of which a device has.
 
@@ -93,7 +96,10 @@ class Places:
     """
 
     def __init__(
-        self, configs: Sequence[Config], devices: Sequence[jax.Device], dataset: Dataset
+        self,
+        configs: Sequence[Config],
+        devices: Sequence[jax.Device],
+        dataset: Dataset,
     ):
         self._first = configs[0]
         self.dataset = dataset
@@ -101,11 +107,12 @@ class Places:
         self._each = NamedSharding(mesh, PartitionSpec("runs"))
         self.program = train.make_program(self._first, devices[:1])
         self._batches = Batches(self._first, dataset, self.program.backend)
-        memory = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+        memory = devices[0].memory_stats() or {}
+        most = _MEMORY * memory.get("bytes_limit", math.inf)
         is_cpu = platform_of(devices[0]) == "cpu"
         width = 1 if is_cpu else math.ceil(len(configs) / len(devices))
         self._compile(width)
-        while width > 1 and self.train_step.peak_bytes > _MEMORY * memory:
+        while width > 1 and self.train_step.peak_bytes > most:
             width = math.ceil(width / 2)
             self._compile(width)
 
