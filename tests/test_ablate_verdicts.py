@@ -222,9 +222,9 @@ FINE = sample([3.0, 3.1, 3.2])
 @pytest.mark.parametrize(
     ("baseline", "arm", "words"),
     [
-        (sample([3.0]), sample([2.0]), "one run finished: no verdict"),
-        (FINE, sample([]), "no run finished: no verdict"),
-        (sample([]), FINE, "no run of the baseline finished: no verdict"),
+        (sample([3.0]), sample([2.0]), "fewer than two runs finished: no verdict"),
+        (FINE, sample([]), "fewer than two runs finished: no verdict"),
+        (sample([]), FINE, "fewer than two runs of the baseline finished: no verdict"),
         (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs"),
         (
             sample([3.0], diverged=1),

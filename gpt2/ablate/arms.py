@@ -24,7 +24,6 @@ from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE, git
 from gpt2.utils.files import locked
 
-BASELINE = "baseline"
 # What one value of a `--vary` sets beside options: a recipe's file, or code.
 _RECIPE = "recipe"
 _CODE = "code"
@@ -97,9 +96,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     axes = [_read_axis(text) for text in vary]
     chosen: Iterable[Sequence[Settings]] = itertools.product(*axes)
     if one_at_a_time:
-        values = itertools.chain(*axes)
-        chosen = [(value,) for value in values]
-    arms = {BASELINE: Arm(BASELINE, config)}
+        chosen = itertools.product(itertools.chain(*axes))
+    arms = {"baseline": Arm("baseline", config)}
     for grid_point in chosen:
         here: dict[str, Setting] = {_CODE: _HERE}
         in_recipe = any(_RECIPE in value for value in grid_point)
@@ -238,8 +236,7 @@ def check_out(arm: Arm, root: Path) -> Path:
         if not source.exists():
             place = str(source.absolute())
             _git("worktree", "add", "-f", "--detach", place, source.name)
-        is_whole = git(source, "status", "--porcelain", seconds=600) == ""
-        if not is_whole:
+        if git(source, "status", "--porcelain", seconds=600) != "":
             raise UserError(
                 f"{source} is no clean worktree", "Remove it, and repeat the command"
             )

@@ -23,7 +23,6 @@ from gpt2.utils.cluster import Slot, start
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
 
-_POLL_SECONDS = 0.2
 _DIVERGED = 3  # the exit code of train.py
 _BEGAN = time.time()
 
@@ -108,7 +107,7 @@ def train_all(
                 if code is not None:
                     training.remove(each)
                     free.append(each.slot)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.2)
     finally:
         for each in training:
             each.process.terminate()

@@ -121,8 +121,7 @@ def _obstacle(baseline: Sample, arm: Sample) -> str:
         return f"the baseline diverged in {baseline.diverged_share}: no verdict"
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
         if len(sample.scores) < 2:
-            number = "one" if len(sample.scores) else "no"
-            return f"{number} run{whose} finished: no verdict"
+            return f"fewer than two runs{whose} finished: no verdict"
     return ""
 
 
