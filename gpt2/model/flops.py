@@ -22,7 +22,8 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     chosen. The head's counts.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    boxed = jax.eval_shape(GPT(cfg).draw, jax.random.key(0), tokens)
+    model = GPT(cfg)
+    boxed = jax.eval_shape(model.draw, jax.random.key(0), tokens)
     total = cfg.vocab_size * cfg.embed_dim
 
     def is_box(node: object) -> bool:

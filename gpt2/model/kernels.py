@@ -18,10 +18,12 @@ def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
     """Returns a model that computes by the kernels for one device, JAX's first one by default."""
     if jit_is_off():
         return model.clone(ops=Ops())
-    return model.clone(ops=ops_for(model.config, device or jax.devices()[0]))
+    ops = ops_for(model.config, device or jax.devices()[0])
+    return model.clone(ops=ops)
 
 
 @functools.cache  # so that programs of equal models are compiled once
 def ops_for(config: GPTConfig, device: jax.Device) -> Ops:
     """Returns the table of a model for one device."""
-    return make_ops(config, Mesh(np.array([device]), ("data",)), score_terms(config))
+    mesh = Mesh(np.array([device]), ("data",))
+    return make_ops(config, mesh, score_terms(config))

@@ -121,7 +121,8 @@ def generate(
         texts = [text if len(text) < context else text[-kept:] for text in texts]
         lengths = np.array([*map(len, texts)], np.int32)
         longest = max(map(len, texts))
-        tokens = np.zeros((len(texts), bucket(longest, context)), np.int32)
+        shape = (len(texts), bucket(longest, context))
+        tokens = np.zeros(shape, np.int32)
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
         number = min(max_new_tokens - done, max(1, context - longest))

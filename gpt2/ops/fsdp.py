@@ -99,12 +99,11 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
     """Returns the sides of the torus that devices `[N]` fill in order, or just their number."""
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(places)) for places in zip(*coords, strict=True))
-    in_order = len(set(coords)) == len(coords) == math.prod(sides) and coords == sorted(
-        coords
-    )
-    if in_order and len(coords) > 1:
+    number = len(coords)
+    fills_torus = len(set(coords)) == math.prod(sides) == number
+    if fills_torus and coords == sorted(coords) and number > 1:
         return tuple(side for side in sides if side > 1)
-    return (len(coords),)
+    return (number,)
 
 
 def gather(parameter: Array | Shard, dtype: DTypeLike) -> Array:
@@ -180,6 +179,5 @@ def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:
     everyone = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
     found = jnp.take(table.array, everyone, axis=0).astype(dtype)
     last = found.ndim - 1
-    return jax.lax.all_to_all(found, AXIS, split_axis=0, concat_axis=last, tiled=True)[
-        0
-    ]
+    mine = jax.lax.all_to_all(found, AXIS, split_axis=0, concat_axis=last, tiled=True)
+    return mine[0]

@@ -68,8 +68,9 @@ def splash_attention(
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)
-    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
-    v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    group = q.shape[2] // k.shape[2]
+    k = jnp.repeat(k, group, axis=2)
+    v = jnp.repeat(v, group, axis=2)
     kernel: Callable = partial(_splash, scoring=scoring, interpret=interpret)
     if spread:
         kernel = spread(kernel)
@@ -83,13 +84,16 @@ def _splash(q, k, v, segments, scoring, interpret):
 
     T, N, _ = q.shape[1:]
     block = max(size for size in (128, 256, 512) if T % size == 0)
-    names = [field.name for field in dataclasses.fields(splash.BlockSizes)]
-    sizes: dict[str, Any] = {name: block for name in names if name.startswith("block_")}
+    sizes = dict[str, Any]()
+    for field in dataclasses.fields(splash.BlockSizes):
+        if field.name.startswith("block_"):
+            sizes[field.name] = block
     # Positions fill the lanes of a TPU, of which heads of 64 would leave half empty (v5e 2 %).
     sizes["k_layout"] = sizes["v_layout"] = splash.QKVLayout.SEQ_MINOR
     mask: splash.Mask = splash.CausalMask((T, T))
     if scoring.window:
-        mask = splash.LocalMask((T, T), (scoring.window - 1, 0), offset=0)
+        before = scoring.window - 1
+        mask = splash.LocalMask((T, T), (before, 0), offset=0)
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * N),
         block_sizes=dataclasses.replace(splash.BlockSizes.get_default(), **sizes),

@@ -203,7 +203,8 @@ def _one_pass_fwd(logits):
 
     least = jnp.float32(jnp.finfo(jnp.float32).min)
     start = (least, jnp.float32(0.0))
-    highest, total = jax.lax.reduce((logits, jnp.ones_like(logits)), start, join, (2,))
+    ones = jnp.ones_like(logits)
+    highest, total = jax.lax.reduce((logits, ones), start, join, (2,))
     highest = highest[..., None]
     total = total[..., None]
     return highest + jnp.log(total), (logits, highest, total)

@@ -216,7 +216,8 @@ def attention_cached(
             return term(scores[None], query, key)[0]
 
         scores = jax.vmap(of_one)(scores, query[:, 0])
-    weights = masked_softmax(scores, sees(query, key, scoring.window)).astype(q.dtype)
+    visible = sees(query, key, scoring.window)
+    weights = masked_softmax(scores, visible).astype(q.dtype)
     weights = weights.reshape(B, K, -1, S)
     out = jnp.einsum(
         "bkrs,bksh->bkrh", weights, v_cache, preferred_element_type=jnp.float32
@@ -236,7 +237,8 @@ def masked_softmax(scores: Array, visible: Array) -> Array:
     S = visible.shape[-1]
     of_keys = jnp.where(visible, scores[..., :S], -jnp.inf)
     further = scores[..., S:]
-    weights = jax.nn.softmax(jnp.concatenate([of_keys, further], axis=-1))
+    scores = jnp.concatenate([of_keys, further], axis=-1)
+    weights = jax.nn.softmax(scores)
     return weights[..., :S]
 
 

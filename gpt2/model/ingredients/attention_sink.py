@@ -25,7 +25,8 @@ class AttentionSink(Ingredient):
         )
 
         def add_column(scores: Array, query: Array, key: Array) -> Array:
-            column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+            shape = (*scores.shape[:-1], 1)
+            column = jnp.broadcast_to(sinks[:, None, None], shape)
             return jnp.concatenate([scores, column], axis=-1)
 
         return (add_column,)

@@ -33,5 +33,7 @@ class BigramEmbeddings(PreviousToken):
 
 def hashed(tokens: Array, before: Array, num_rows: int) -> Array:
     """Returns the row of a table for each pair of tokens, int32; factors as in modded-nanogpt."""
-    mixed = (tokens.astype(jnp.uint32) * 36313) ^ (before.astype(jnp.uint32) * 27191)
+    first = before.astype(jnp.uint32) * 27191
+    second = tokens.astype(jnp.uint32) * 36313
+    mixed = first ^ second
     return (mixed % num_rows).astype(jnp.int32)

@@ -20,8 +20,10 @@ class ExclusiveAttention(Ingredient):
     def attended(self, attention: nn.Module, y: Array, x: Array, heads: Heads) -> Array:
         """Projects the output of each head off its value."""
         v = heads.v
-        own = jnp.repeat(v, y.shape[2] // v.shape[2], axis=2)
+        group = y.shape[2] // v.shape[2]
+        own = jnp.repeat(v, group, axis=2)
         own = own.astype(jnp.float32)
-        length = jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
-        share = (y * own).sum(-1, keepdims=True) / length
+        square = (own * own).sum(-1, keepdims=True)
+        along = (y * own).sum(-1, keepdims=True)
+        share = along / jnp.maximum(square, TINY)
         return (y - share * own).astype(y.dtype)

@@ -131,8 +131,9 @@ class Mixture(nn.Module):
         chosen = (counts * is_chosen).sum(1) / wholes / cfg.experts_per_token  # [B, E]
         probable = (counts * shares).sum(1) / wholes
         balance = cfg.num_experts * (sizes * chosen * probable).sum()
-        z = (counts[..., 0] * jnp.square(jax.nn.logsumexp(logits, axis=-1))).sum()
+        log_normaliser = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
+        z = counts[..., 0] * jnp.square(log_normaliser)
         num_tokens = counts.sum()
         weight = cfg.expert_balance_loss
         report(self, "balance_loss", balance, num_tokens, weight=weight)
-        report(self, "z_loss", z, num_tokens, weight=cfg.expert_z_loss)
+        report(self, "z_loss", z.sum(), num_tokens, weight=cfg.expert_z_loss)

@@ -20,7 +20,8 @@ class ValueResidual(Ingredient):
         """Makes room for the first layer's values."""
         cfg = self.config
         B, T = x.shape[-3:-1]
-        values = jnp.zeros((B, T, cfg.kv_heads, cfg.head_size), x.dtype)
+        shape = (B, T, cfg.kv_heads, cfg.head_size)
+        values = jnp.zeros(shape, x.dtype)
         values = gpt.ops.constrain(values, "batch", "length", "heads", "head_size")
         flow.carried[self.option] = values
         return x
