@@ -324,7 +324,9 @@ DEVICES = {
     ("kind", "dtype", "length", "terms", "expected"),
     [
         ("CPU", "float32", 1024, {}, "blocked"),
-        ("CPU", "float32", 64, {}, "plain"),
+        ("CPU", "float32", 128, {}, "plain"),
+        ("CPU", "bfloat16", 128, {}, "blocked"),
+        ("CPU", "bfloat16", 64, {}, "plain"),
         ("CPU", "bfloat16", 1024, CAPPED, "blocked"),
         ("NVIDIA L4", "bfloat16", 1024, {}, "cudnn"),
         ("NVIDIA L4", "float32", 1024, {}, "plain"),

@@ -37,7 +37,9 @@ from gpt2.utils.platform import is_older, jit_is_off, platform_of
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
 # divides over devices. Parameters, logits and losses always have the true size.
 VOCAB_MULTIPLE = 128
-SHORT = 64  # up to so many positions, the formula is as fast as blocks on a CPU
+# Up to so many positions, the formula is as fast as blocks on a CPU: in float32, and in 16 bits.
+SHORT = 128
+SHORT_NARROW = 64
 
 # `model.attention` -> the terms of scores that it computes. "plain" computes all.
 TERMS: dict[str, tuple[type, ...]] = {
@@ -62,7 +64,8 @@ def choose_attention(
     is_free = cfg.attention == "auto"
     preferred = PREFERRED.get(platform_of(device), "plain")
     name = preferred if is_free else cfg.attention
-    is_short = name == "blocked" and cfg.context_length <= SHORT
+    length = SHORT if cfg.compute_dtype == "float32" else SHORT_NARROW
+    is_short = name == "blocked" and cfg.context_length <= length
     if name == "plain" or (is_free and is_short) or jit_is_off():
         return "plain", ""
     obstacle = _find_obstacle(name, cfg, device, terms)
