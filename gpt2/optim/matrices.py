@@ -42,7 +42,8 @@ class Kernel:
     def of(cls, path: Path, leaf: Array) -> "Kernel":
         """Returns the kernel that a parameter is. One that `AXES` lacks is `[..., in, out]`."""
         name = "/".join(path[-3:-1])
-        axes = AXES.get(name) or AXES.get(path[-2], "rc")
+        by_module = AXES.get(path[-2], "rc")
+        axes = AXES.get(name, by_module)
         return cls(leaf.shape, axes.rjust(leaf.ndim, "k"))
 
     def sizes(self, letter: str) -> list[int]:
@@ -66,7 +67,8 @@ class Kernel:
 
     def from_matrices(self, matrices: Array) -> Array:
         """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
-        ordered = matrices.reshape([self.shape[axis] for axis in self._order])
+        shape = [self.shape[axis] for axis in self._order]
+        ordered = matrices.reshape(shape)
         return ordered.transpose(np.argsort(self._order))
 
     @property
@@ -83,11 +85,15 @@ def kernels(tree: Tree) -> Tree:
 
 def to_matrices(tree: Tree) -> Tree:
     """Returns every kernel of a tree as matrices `[k, rows, columns]`."""
-    return jax.tree.map(lambda kernel, x: kernel.to_matrices(x), kernels(tree), tree)
+    shapes = kernels(tree)
+    return jax.tree.map(Kernel.to_matrices, shapes, tree)
 
 
 def map_stacks(
-    matrices: Matrices, function: Callable, trees: tuple[Tree, ...], *scalars: Array
+    matrices: Matrices,
+    function: Callable,
+    trees: tuple[Tree, ...],
+    *scalars: Array,
 ) -> tuple[Tree, ...]:
     """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 

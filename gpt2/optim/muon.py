@@ -75,7 +75,8 @@ def scale_by_muon(
         ahead = jax.tree.map(look_ahead, updates, mean)
         # bfloat16 where the hardware is made for it, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
-        operands = to_matrices(ahead if optim.nesterov else mean)
+        moved = ahead if optim.nesterov else mean
+        operands = to_matrices(moved)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
         orthogonalize = partial(_orthogonalize, method=optim.orthogonalize)
         orthogonal, *squares = map_stacks(matrices, orthogonalize, (operands,))
@@ -93,10 +94,9 @@ def scale_by_muon(
                 shapes,
                 orthogonal,
             )
-        direction = jax.tree.map(
-            lambda kernel, x: kernel.from_matrices(x), shapes, scaled
-        )
-        return direction, MuonState(optax.safe_increment(state.count), mean, running)
+        direction = jax.tree.map(Kernel.from_matrices, shapes, scaled)
+        count = optax.safe_increment(state.count)
+        return direction, MuonState(count, mean, running)
 
     return optax.GradientTransformation(init, update)
 
@@ -112,14 +112,20 @@ def orthogonalized(matrices: Array, method: str) -> Array:
     wide = jnp.promote_types(dtype, jnp.float32)
 
     def product(x: Array, y: Array) -> Array:
-        return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=wide)
+        return jnp.matmul(
+            x.astype(dtype),
+            y.astype(dtype),
+            preferred_element_type=wide,
+        )
 
     x = matrices.astype(wide)
     norm = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
     x = x / jnp.maximum(norm, 1e-7)  # a matrix of zeros stays one
     for a, b, c in POLYNOMIALS[method]:
         gram = product(x, x.mT)
-        x = a * x + product(b * gram + c * product(gram, gram), x)
+        linear = a * x
+        polynomial = b * gram + c * product(gram, gram)
+        x = linear + product(polynomial, x)
     return x.astype(dtype)
 
 
@@ -139,17 +145,27 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
 def _zeros(kernel: Kernel, x: Array) -> Array:
     """Returns the state of a kernel's neurons."""
     number = kernel.sides[kernel.outputs]
-    return jnp.zeros((*kernel.sizes("k"), number), x.dtype)
+    shape = (*kernel.sizes("k"), number)
+    return jnp.zeros(shape, x.dtype)
 
 
-def _mean_square(kernel: Kernel, old: Array, *squares: Array, beta2: float) -> Array:
+def _mean_square(
+    kernel: Kernel,
+    old: Array,
+    *squares: Array,
+    beta2: float,
+) -> Array:
     """Returns running means of the squares of outputs, those of rows or those of columns."""
     square = squares[kernel.outputs]
-    return _lerp(old, square.reshape(old.shape), 1 - beta2)
+    square = square.reshape(old.shape)
+    return _lerp(old, square, 1 - beta2)
 
 
 def _normalize(
-    kernel: Kernel, matrices: Array, running: Array, *squares: Array
+    kernel: Kernel,
+    matrices: Array,
+    running: Array,
+    *squares: Array,
 ) -> Array:
     """Divides each neuron's update by its running root mean square, and sets the matrix's own.
 

@@ -103,7 +103,9 @@ def _decay(
         peak = jnp.maximum(optim.learning_rate, 1e-30)  # where that is 0, no decay
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
     decay = optax.add_decayed_weights(amount, decay_mask)
-    return cautious_decay(decay) if optim.cautious in ("decay", "both") else decay
+    if optim.cautious in ("decay", "both"):
+        return cautious_decay(decay)
+    return decay
 
 
 def _hidden_mask(params: Tree) -> Tree:
@@ -141,10 +143,12 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
         )
 
     def init(params: Tree) -> optax.OptState:
-        matched = {*jax.tree.leaves(map_parameters(first_matches, params))}
+        places = map_parameters(first_matches, params)
+        matched = {*jax.tree.leaves(places)}
         for index, (pattern, _) in enumerate(optim.rates):
             if index not in matched:  # a run would ignore it
-                example = jax.tree.leaves(map_parameters(unrolled_names, params))[0]
+                names = map_parameters(unrolled_names, params)
+                example = jax.tree.leaves(names)[0]
                 raise UserError(
                     f"optim.layer_rates has {pattern!r}, which matches no parameter, or none that "
                     f"a pattern before it leaves, of names such as {example}"
@@ -160,7 +164,11 @@ def _adam(
     optim: OptimConfig, num_steps: int, matrices: Matrices
 ) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
-    return optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+    return optax.scale_by_adam(
+        b1=optim.beta1,
+        b2=optim.beta2,
+        eps=optim.eps,
+    )
 
 
 def _sgd(
@@ -198,11 +206,16 @@ def _ademamix(
         start = 1 / jnp.log(optim.beta1)  # -0 for a beta of 0
         end = 1 / jnp.log(optim.beta3)
         share = progress(count)
-        rising = jnp.exp(1 / ((1 - share) * start + share * end))
+        inverse = (1 - share) * start + share * end
+        rising = jnp.exp(1 / inverse)
         return jnp.minimum(rising, optim.beta3)
 
     return optax.contrib.scale_by_ademamix(
-        b1=optim.beta1, b2=optim.beta2, b3=beta3, alpha=alpha, eps=optim.eps
+        b1=optim.beta1,
+        b2=optim.beta2,
+        b3=beta3,
+        alpha=alpha,
+        eps=optim.eps,
     )
 
 
@@ -211,7 +224,10 @@ def _schedule_free(
 ) -> optax.GradientTransformation:
     """Adam without its first moment, in whose place `make_optimizer` averages."""
     return optax.scale_by_rms(
-        decay=optim.beta2, eps=optim.eps, eps_in_sqrt=False, bias_correction=True
+        decay=optim.beta2,
+        eps=optim.eps,
+        eps_in_sqrt=False,
+        bias_correction=True,
     )
 
 

@@ -16,7 +16,8 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     peak = optim.learning_rate
     warmup = optim.warmup(num_steps)
     name, colon, _ = optim.schedule.partition(":")
-    after = SCHEDULES[name + colon](optim, max(num_steps - warmup, 1), num_steps)
+    steps = max(num_steps - warmup, 1)
+    after = SCHEDULES[name + colon](optim, steps, num_steps)
     if not warmup:
         return after
     return optax.join_schedules(

@@ -64,17 +64,26 @@ def scale_by_soap(
 
         beside = jax.tree.map(stack, state[3:])
         step = partial(_step, optim)
+        stacks = (*in_shape, *beside)
         direction, mu, nu, *beside = map_stacks(
-            matrices, step, (*in_shape, *beside), state.count
+            matrices,
+            step,
+            stacks,
+            state.count,
         )
-        direction, mu, nu = (
-            jax.tree.map(lambda kernel, x: kernel.from_matrices(x), shapes, tree)
-            for tree in (direction, mu, nu)
-        )
+        to_kernels = partial(jax.tree.map, Kernel.from_matrices, shapes)
+        direction = to_kernels(direction)
+        mu = to_kernels(mu)
+        nu = to_kernels(nu)
         beside = jax.tree.map(
             lambda x, old: x.reshape(old.shape), tuple(beside), state[3:]
         )
-        return direction, SoapState(optax.safe_increment(state.count), mu, nu, *beside)
+        return direction, SoapState(
+            optax.safe_increment(state.count),
+            mu,
+            nu,
+            *beside,
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -119,7 +128,8 @@ def _step(
         def keep() -> tuple[Array, ...]:
             return square, row_basis, column_basis
 
-        refreshed = jax.lax.cond(count % optim.precondition_every == 0, refresh, keep)
+        is_due = count % optim.precondition_every == 0
+        refreshed = jax.lax.cond(is_due, refresh, keep)
         return direction, mean, *refreshed
 
     with jax.default_matmul_precision("highest"):

@@ -33,9 +33,17 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     `update` takes the gradients' norm as `grad_norm` from a caller that has it.
     """
 
-    def update_fn(grads, state, params=None, *, grad_norm=None, **_):
-        norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
-        factor = jnp.minimum(1.0, max_norm / norm)
+    def update_fn(
+        grads,
+        state,
+        params=None,
+        *,
+        grad_norm=None,
+        **_,
+    ):
+        if grad_norm is None:
+            grad_norm = optax.tree.norm(grads)
+        factor = jnp.minimum(1.0, max_norm / grad_norm)
 
         def clip(grad: Array) -> Array:
             clipped = grad * factor
@@ -55,7 +63,12 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
     def mask(path: tuple[str, ...], update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
         axes = tuple(range(int(is_stacked(path)), update.ndim))  # of one layer's tensor
-        asked = jnp.sum(grad != 0, axes, keepdims=True, dtype=update.dtype)
+        asked = jnp.sum(
+            grad != 0,
+            axes,
+            keepdims=True,
+            dtype=update.dtype,
+        )
         agreed = jnp.sum(agrees, axes, keepdims=True)
         share = agreed / jnp.maximum(asked, 1)
         share = jnp.maximum(share, _MIN_SHARE)
@@ -76,7 +89,8 @@ def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransfo
 
     def update_fn(updates: Tree, state: optax.OptState, params: Tree = None):
         decayed, state = decay.update(updates, state, params)
-        return jax.tree.map(choose, updates, decayed, params), state
+        chosen = jax.tree.map(choose, updates, decayed, params)
+        return chosen, state
 
     return optax.GradientTransformation(decay.init, update_fn)
 

@@ -47,4 +47,9 @@ def make_backend(
     if parallel.backend == "pmap":
         return PmapBackend(list(mesh.devices.flat))
     chosen = gather_by if parallel.fsdp_gather == "auto" else parallel.fsdp_gather
-    return PjitBackend(mesh, logical_axes, rules or Rules.from_config(parallel), chosen)
+    return PjitBackend(
+        mesh,
+        logical_axes,
+        rules or Rules.from_config(parallel),
+        chosen,
+    )

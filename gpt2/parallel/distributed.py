@@ -112,7 +112,9 @@ def _find_launcher() -> str | None:
     hosts = given.get("TPU_PROCESS_ADDRESSES") or given.get("TPU_WORKER_HOSTNAMES")
     if hosts:
         return "gketpu" if "," in hosts or "MEGASCALE_NUM_SLICES" in several else None
-    return None if "TPU_SKIP_MDS_QUERY" in given else "gcetpu"
+    if "TPU_SKIP_MDS_QUERY" in given:
+        return None
+    return "gcetpu"
 
 
 def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
@@ -120,7 +122,9 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        return function(*args, **kwargs) if jax.process_index() == 0 else None
+        if jax.process_index() == 0:
+            return function(*args, **kwargs)
+        return None
 
     return guarded
 

@@ -79,7 +79,12 @@ def choose_attention(
     return "plain", f"{name} {obstacle}"
 
 
-def _find_obstacle(name: str, cfg: GPTConfig, device: jax.Device, terms: Terms) -> str:
+def _find_obstacle(
+    name: str,
+    cfg: GPTConfig,
+    device: jax.Device,
+    terms: Terms,
+) -> str:
     """Returns why an implementation cannot compute a model's attention, or an empty text."""
     for option, kind in terms.items():
         if kind not in TERMS[name]:
@@ -138,6 +143,7 @@ def make_ops(
     tokens: LookUp = look_up if gathers_by_layer else plain.look_up
     if rows_of_head > cfg.vocab_size:
         tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
+    attention, _ = choose_attention(cfg, device, terms)
     one_map = partial(linear, variants=variants)
     parts = partial(plain.linear_parts, linear=one_map)
     if variants.apart:
@@ -147,9 +153,7 @@ def make_ops(
         linear_parts=parts,
         norm=partial(norm, variants=variants),
         activation=activation,
-        attention=attention_by(
-            choose_attention(cfg, device, terms)[0], platform, on_devices
-        ),
+        attention=attention_by(attention, platform, on_devices),
         look_up_tokens=tokens,
         add_rows=add_rows,
         pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),

@@ -40,7 +40,12 @@ class Matrices:
     mesh: Mesh | None = None
     platform: str = "cpu"
 
-    def map(self, function: Callable, stacks: Tree, *scalars: Array) -> Tree:
+    def map(
+        self,
+        function: Callable,
+        stacks: Tree,
+        *scalars: Array,
+    ) -> Tree:
         """Returns `function(stacks, *scalars)`, each device computing for matrices of its own.
 
         `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a

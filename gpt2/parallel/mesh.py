@@ -33,7 +33,10 @@ def make_mesh(
     sizes = mesh_sizes(parallel, len(devices))
     types = (AxisType.Auto,) * len(MESH_AXES)
     return jax.make_mesh(
-        tuple(sizes.values()), MESH_AXES, axis_types=types, devices=devices
+        tuple(sizes.values()),
+        MESH_AXES,
+        axis_types=types,
+        devices=devices,
     )
 
 
@@ -48,7 +51,9 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
     rest = num_devices // (fixed or 1)
-    sizes = {name: rest if size == -1 else size for name, size in sizes.items()}
+    for name, size in sizes.items():
+        if size == -1:
+            sizes[name] = rest
     if math.prod(sizes.values()) != num_devices:
         raise UserError(
             f"{asked} does not make a mesh of {num_devices} devices",
@@ -63,7 +68,9 @@ def check_layout(config: Config, num_devices: int) -> None:
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
     shapes = config.shapes.pieces.values()
     # Validation reads batches of `data.batch_size`, whatever a schedule says.
-    for size in (config.data.batch_size, *(shape.batch_size for shape in shapes)):
+    batch_sizes = [config.data.batch_size]
+    batch_sizes += [shape.batch_size for shape in shapes]
+    for size in batch_sizes:
         if size % shards:
             raise UserError(
                 f"a batch of {size} does not split over parallel.data="

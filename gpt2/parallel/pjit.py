@@ -58,13 +58,19 @@ class PjitBackend:
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
         )
         self._leaves = jax.tree.map(
-            self._make_leaf, logical_axes, self._optimizer, self._compute
+            self._make_leaf,
+            logical_axes,
+            self._optimizer,
+            self._compute,
         )
         if not any(leaf.by_layer for leaf in jax.tree.leaves(self._leaves)):
             self.gather_by = "step"
 
     def _make_leaf(
-        self, names: PartitionSpec, reduced: PartitionSpec, compute: PartitionSpec
+        self,
+        names: PartitionSpec,
+        reduced: PartitionSpec,
+        compute: PartitionSpec,
     ) -> "_Leaf":
         split = [
             dim for dim, axes in enumerate(reduced) if "fsdp" in jax.tree.leaves(axes)
@@ -74,13 +80,21 @@ class PjitBackend:
         found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
         if self.gather_by == "layer" and found is not None:
             return _Leaf(reduced, split[0], by_layer=True)
-        is_shared = "tensor" in jax.tree.leaves(reduced[split[0]])
-        return _Leaf(compute, split[0], tensor=self._tensor if is_shared else 1)
+        tensor = 1
+        if "tensor" in jax.tree.leaves(reduced[split[0]]):
+            tensor = self._tensor
+        return _Leaf(compute, split[0], tensor=tensor)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
         """Returns what a model computes with within `map_sum`."""
         by_layer = self.gather_by == "layer"
-        return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
+        return make_ops(
+            cfg,
+            self.mesh,
+            terms,
+            self.rules,
+            gathers_by_layer=by_layer,
+        )
 
     @property
     def matrices(self) -> Matrices:
@@ -101,7 +115,10 @@ class PjitBackend:
     def state_shardings(self, state: State) -> State:
         """Returns the sharding of every leaf of a state (of arrays or shapes)."""
         opt_state = optimizer_specs(
-            state.opt_state, state.params, self._optimizer, self.mesh
+            state.opt_state,
+            state.params,
+            self._optimizer,
+            self.mesh,
         )
         whole = jax.tree.map(lambda _: PartitionSpec(), state)
         specs = whole.replace(params=self._storage, opt_state=opt_state)
@@ -115,7 +132,8 @@ class PjitBackend:
 
     def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
         """Returns `init_fn(key)`, each device computing only its own part of it."""
-        shardings = self.state_shardings(jax.eval_shape(init_fn, key))
+        shapes = jax.eval_shape(init_fn, key)
+        shardings = self.state_shardings(shapes)
         return jax.jit(init_fn, out_shardings=shardings)(key)
 
     def local_rows(self, batch_size: int) -> slice:
@@ -208,14 +226,16 @@ class PjitBackend:
         if self._tensor == 1:
             return sum_all(grads)
         specs = jax.tree.map(_Leaf.apart_spec, leaves, self._compute)
-        return jax.shard_map(  # so that each device sums its own part
+        sum_apart = jax.shard_map(  # so that each device sums its own part
             sum_all,
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=(specs,),
             out_specs=specs,
             axis_names={"tensor"},
             check_vma=False,
-        )(jax.tree.map(_Leaf.set_apart, leaves, grads))
+        )
+        apart = jax.tree.map(_Leaf.set_apart, leaves, grads)
+        return sum_apart(apart)
 
     def _sum_gradient(self, leaf: "_Leaf", grad: Array) -> Array:
         if leaf.dim < 0:
@@ -223,7 +243,9 @@ class PjitBackend:
         if not leaf.by_layer:
             shards = Shards(leaf.dim_apart, rules.fsdp_stages(self.mesh))
             grad = shards.scatter(grad)
-        return jax.lax.psum(grad, "data") if "data" in self._batch_axes else grad
+        if "data" in self._batch_axes:
+            return jax.lax.psum(grad, "data")
+        return grad
 
     def _on_mesh(self, specs: Tree) -> Tree:
         return jax.tree.map(partial(NamedSharding, self.mesh), specs)

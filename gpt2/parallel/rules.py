@@ -79,7 +79,13 @@ class Rules:
             name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()
         }
         storage = compute if strategy == "zero1" else table
-        return cls(strategy, storage, table, compute, activations=compute)
+        return cls(
+            strategy,
+            storage,
+            table,
+            compute,
+            activations=compute,
+        )
 
 
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
@@ -134,14 +140,25 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
 
 
 def find_shards(
-    names: tuple[str, ...], *, mesh: Mesh, rules: Rules, forget: bool
+    names: tuple[str, ...],
+    *,
+    mesh: Mesh,
+    rules: Rules,
+    forget: bool,
 ) -> Shards | None:
     """Returns how devices hold a parameter whose axes have these names; None: whole."""
     axis = gathered_axis(names, mesh, rules)
-    return None if axis is None else Shards(axis, fsdp_stages(mesh), forget)
+    if axis is None:
+        return None
+    return Shards(axis, fsdp_stages(mesh), forget)
 
 
-def constrain(x: Array, *names: str, mesh: Mesh, rules: Rules) -> Array:
+def constrain(
+    x: Array,
+    *names: str,
+    mesh: Mesh,
+    rules: Rules,
+) -> Array:
     """Spreads an activation by the names of its last axes, where `tensor` splits some."""
     wanted = spec(names, rules.activations)
     others = [None] * (x.ndim - len(names))

@@ -28,10 +28,23 @@ def by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
             return ops.pad_vocab(table)
         return table._replace(array=ops.pad_vocab(table.array))
 
-    def head_loss(lose, hidden, table, targets, *, dtype, logits_dtype="float32"):
+    def head_loss(
+        lose,
+        hidden,
+        table,
+        targets,
+        *,
+        dtype,
+        logits_dtype="float32",
+    ):
         array = gather(table, dtype)
         return ops.head_loss(
-            lose, hidden, array, targets, dtype=dtype, logits_dtype=logits_dtype
+            lose,
+            hidden,
+            array,
+            targets,
+            dtype=dtype,
+            logits_dtype=logits_dtype,
         )
 
     return dataclasses.replace(
@@ -60,8 +73,20 @@ def shard_param(
     """Reads a parameter as `plain.param` does: a `Shard` of it where `shards_for` gives some."""
     shards = shards_for(axes)
     if shards is None:
-        return plain.param(module, name, init, shape, axes)
-    array = plain.param(module, name, init, shards.shard_shape(shape), axes)
+        return plain.param(
+            module,
+            name,
+            init,
+            shape,
+            axes,
+        )
+    array = plain.param(
+        module,
+        name,
+        init,
+        shards.shard_shape(shape),
+        axes,
+    )
     return Shard(array, shards)
 
 

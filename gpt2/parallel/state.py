@@ -37,7 +37,12 @@ def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
 
 
-def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) -> Tree:
+def optimizer_specs(
+    opt_state: Tree,
+    params: Tree,
+    storage: Tree,
+    mesh: Mesh,
+) -> Tree:
     """Returns a PartitionSpec for every leaf of an optimizer's state.
 
     State is spread as `storage` says of the parameter whose path its own path ends with.
@@ -47,12 +52,15 @@ def optimizer_specs(opt_state: Tree, params: Tree, storage: Tree, mesh: Mesh) ->
         jax.tree.leaves(storage),
         strict=True,
     )
-    by_path = {path: (param.shape, spec) for (path, param), spec in leaves}
+    by_path = {}
+    for (path, param), spec in leaves:
+        by_path[path] = param.shape, spec
 
     def find(path: Tree, leaf: Tree) -> PartitionSpec:
         for start in range(len(path)):
-            if path[start:] in by_path:
-                param_shape, spec = by_path[path[start:]]
+            ending = path[start:]
+            if ending in by_path:
+                param_shape, spec = by_path[ending]
                 return _spec(leaf.shape, param_shape, spec, mesh)
         return PartitionSpec()
 
@@ -84,5 +92,7 @@ def _spec(
         if not axes:
             return PartitionSpec()
         full, entry = axes.pop(0)
-        entries.append(entry if size == full else None)
+        if size != full:
+            entry = None
+        entries.append(entry)
     return PartitionSpec(*entries)
