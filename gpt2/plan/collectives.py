@@ -59,7 +59,12 @@ def collectives(text: str) -> list[Collective]:
     found: list[Collective] = []
 
     # `after` are the lines after the call of the computation.
-    def walk(name: str, times: int, loop_unknown: bool, after: list[str]) -> None:
+    def walk(
+        name: str,
+        times: int,
+        loop_unknown: bool,
+        after: list[str],
+    ) -> None:
         lines = hlo.computations[name]
         for i, line in enumerate(lines):
             # Of a TPU's collective in several fusions, the first counts: it returns a tuple of
@@ -71,13 +76,30 @@ def collectives(text: str) -> list[Collective]:
             if match:
                 result, kind, start = match.groups()
                 group = _first_group(line, kind, num_devices)
-                size = _whole_bytes(result, kind, start, len(group))
+                size = _whole_bytes(
+                    result,
+                    kind,
+                    start,
+                    len(group),
+                )
                 if name.startswith(_TPU_REDUCE_SCATTER) and kind == "all-reduce":
                     kind = "reduce-scatter"
-                during = _until_done(hlo, line, rest, after)
+                during = _until_done(
+                    hlo,
+                    line,
+                    rest,
+                    after,
+                )
                 overlapped = any(_has_product(hlo, each) for each in during)
                 found.append(
-                    Collective(kind, group, size, times, loop_unknown, overlapped)
+                    Collective(
+                        kind,
+                        group,
+                        size,
+                        times,
+                        loop_unknown,
+                        overlapped,
+                    )
                 )
             elif " while(" in line:
                 turns = hlo.turns(line)
@@ -120,7 +142,12 @@ _CHAIN = "chain_id="
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
 
-def _until_done(hlo: Hlo, line: str, rest: list[str], after: list[str]) -> list[str]:
+def _until_done(
+    hlo: Hlo,
+    line: str,
+    rest: list[str],
+    after: list[str],
+) -> list[str]:
     """Returns the lines that run while a collective does; none if it is not asynchronous."""
     chain = re.search(rf'{_CHAIN}"\d+"', line)
     if chain:  # of a TPU: other fusions continue it
@@ -147,7 +174,12 @@ def _has_product(hlo: Hlo, line: str, depth: int = 3) -> bool:
     return any(_has_product(hlo, inner, depth - 1) for inner in hlo.inside(line))
 
 
-def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
+def _whole_bytes(
+    result: str,
+    kind: str,
+    start: str | None,
+    group: int,
+) -> int:
     """Returns the bytes of the whole array, from the shape of an instruction's result.
 
     It is that of an array, `f32[2,3]`, or of a tuple of them, `(pred[], bf16[8])`.
@@ -160,13 +192,17 @@ def _whole_bytes(result: str, kind: str, start: str | None, group: int) -> int:
     size = sum(sizes)
     if not start:
         # The result of a reduce-scatter is a device's part.
-        return size * group if kind == "reduce-scatter" else size
+        if kind == "reduce-scatter":
+            return size * group
+        return size
     # What has started returns its operands too, and a permutation two words of state.
     if kind in ("all-gather", "reduce-scatter"):
         return size * group // (group + 1)
     if kind == "all-to-all":
         return size // 2
-    return sizes[0] if kind == "collective-permute" else size
+    if kind == "collective-permute":
+        return sizes[0]
+    return size
 
 
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
@@ -192,9 +228,13 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
     if mesh is None:  # {}: all together
         return tuple(range(num_devices))
     axes, order, used = mesh.groups()
-    sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    sizes = {}
+    for axis, size in re.findall(r"'([^']+)'=(\d+)", axes):
+        sizes[axis] = int(size)
     written = re.fullmatch(_ORDER, order or "")
-    devices = _device_ids(*written.groups()) if written else np.arange(num_devices)
+    devices = np.arange(num_devices)
+    if written:
+        devices = _device_ids(*written.groups())
     # An axis may be used in part: 'a':(2)4 is the 4 when a is taken as 2 x 4 x the rest.
     index = {axis: range(1) for axis in sizes}
     for axis, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used):
@@ -212,7 +252,9 @@ _ORDER = r"(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [2,4]T(1,0)
 def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
     sizes = _integers(shape)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose(_integers(transpose)) if transpose else ids
+    if transpose:
+        return ids.transpose(_integers(transpose))
+    return ids
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -31,7 +31,10 @@ def define_flags() -> None:
     """Defines the flags that ask for a plan."""
     flags.DEFINE_bool("plan", False, "Say what a step takes, without data or training.")
     flags.DEFINE_integer(
-        "plan_devices", None, "As --plan, for simulated devices.", lower_bound=1
+        "plan_devices",
+        None,
+        "As --plan, for simulated devices.",
+        lower_bound=1,
     )
     flags.DEFINE_string(
         "plan_chips", None, "As --plan, for v5e-8, h100-8, target.txtpb-8, ..."
@@ -59,7 +62,12 @@ def run(config: Config, given: Collection[str]) -> int:
     devices = _find_devices(config)
     kind = "simulated" if args.plan_devices else devices[0].device_kind
     if args.plan_search:
-        return _search(config, devices, kind, given)
+        return _search(
+            config,
+            devices,
+            kind,
+            given,
+        )
     program = make_program(config, devices)
     tell(
         f"compiling a step for {len(devices)} devices ({kind}); a TPU's compiler takes minutes"
@@ -194,7 +202,10 @@ class _Tried(NamedTuple):
 
 
 def _search(
-    config: Config, devices: list[jax.Device], kind: str, given: Collection[str]
+    config: Config,
+    devices: list[jax.Device],
+    kind: str,
+    given: Collection[str],
 ) -> int:
     """Compiles each layout until a variant of it fits, and prints the fastest first."""
     board = board_name(kind) or "H100"  # for simulated devices

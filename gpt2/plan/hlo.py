@@ -59,4 +59,7 @@ class Hlo:
 
 def root(lines: list[str]) -> str:
     """Returns the line of a computation that gives its result."""
-    return next((line for line in lines if line.lstrip().startswith("ROOT")), "")
+    for line in lines:
+        if line.lstrip().startswith("ROOT"):
+            return line
+    return ""

@@ -90,7 +90,12 @@ def compile_plan(program: Program) -> Plan:
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
-    return Plan(program, memory, text, collectives(text))
+    return Plan(
+        program,
+        memory,
+        text,
+        collectives(text),
+    )
 
 
 def bytes_per_device(tree: Tree) -> int:

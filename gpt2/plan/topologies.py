@@ -44,7 +44,12 @@ def find_devices(name: str) -> list[jax.Device]:
         target = file.read_text(encoding="utf-8")
         machines = max(1, number // _GPUS_OF_A_MACHINE)
         topology = f"1x{machines}x{number // machines}"
-        return _describe("cuda", "", topology=topology, target_config=target)
+        return _describe(
+            "cuda",
+            "",
+            topology=topology,
+            target_config=target,
+        )
     raise UserError(
         f"--plan_chips={name} names no devices",
         f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join([*_TPUS, *known])}",

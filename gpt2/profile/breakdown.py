@@ -54,7 +54,13 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
             if idle_since > busy_until:
                 idle += (ran.start - busy_until) / steps
             else:  # between two runs
-                waits = _waiting_for(trace, busy_until, ran.start, number, idle_since)
+                waits = _waiting_for(
+                    trace,
+                    busy_until,
+                    ran.start,
+                    number,
+                    idle_since,
+                )
                 for cause, seconds in waits.items():
                     gaps[cause] += seconds / borders
         since = max(ran.start, busy_until)
@@ -69,7 +75,13 @@ def break_down(trace: Trace, program: ProgramText) -> Breakdown:
         else:
             gaps[f"program {owner}"] += shared * seconds / borders
     total = sum(operations.values()) + idle + sum(gaps.values())
-    return Breakdown(total, steps, operations, idle, gaps)
+    return Breakdown(
+        total,
+        steps,
+        operations,
+        idle,
+        gaps,
+    )
 
 
 def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
@@ -91,7 +103,11 @@ def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
 
 
 def _waiting_for(
-    trace: Trace, start: float, end: float, number: int, idle_since: float
+    trace: Trace,
+    start: float,
+    end: float,
+    number: int,
+    idle_since: float,
 ) -> dict[str, float]:
     """Shares an idle moment before a run between what the host did in it."""
     next_steps = trace.steps[number:]

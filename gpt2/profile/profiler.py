@@ -31,7 +31,10 @@ class Profiler:
         self._annotation = contextlib.ExitStack()  # of a step
 
     def step(
-        self, step: int, in_flight: chex.ArrayTree, text: Callable[[], str]
+        self,
+        step: int,
+        in_flight: chex.ArrayTree,
+        text: Callable[[], str],
     ) -> None:
         """Begins or ends the trace where `step`, the next to be dispatched, is its first or last.
 

@@ -154,10 +154,14 @@ def part_of(line: str) -> str:
     scope = [*scopes, *modules, "other"][0]
     if scope == "optimizer" or "jvp(" not in path:
         return scope
-    return f"{scope} backward" if is_backward else f"{scope} forward"
+    if is_backward:
+        return f"{scope} backward"
+    return f"{scope} forward"
 
 
 def _path(line: str) -> str:
     # XLA joins several as `a/b;a/c`, or behind what they share as `a/(b:c)`: the first one.
     found = re.search(r'op_name="([^";]*)', line)
-    return re.sub(r"/\(([^:]*):.*", r"/\1", found[1]) if found else ""
+    if found is None:
+        return ""
+    return re.sub(r"/\(([^:]*):.*", r"/\1", found[1])

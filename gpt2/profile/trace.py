@@ -66,7 +66,11 @@ def read_trace(path: Path) -> Trace:
     phases: list[Span] = []
     for thread in host.lines:
         for event in thread.events:
-            span = Span(event.name, 1e-9 * event.start_ns, 1e-9 * event.end_ns)
+            span = Span(
+                event.name,
+                1e-9 * event.start_ns,
+                1e-9 * event.end_ns,
+            )
             if event.name == STEP:
                 number = dict(event.stats)["step_num"]
                 steps.append(span._replace(name=str(number)))

@@ -22,7 +22,9 @@ class Chip(NamedTuple):
     def peak_flops(self, dtype: str) -> float:
         """Returns FLOP/s of matrix products of `dtype` operands."""
         fast = dtype == "float16" or (dtype == "bfloat16" and self.has_bfloat16)
-        return 1e12 * (self.half if fast else self.single)
+        if fast:
+            return 1e12 * self.half
+        return 1e12 * self.single
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
         """Returns bytes/s that each device of a ring, given by numbers, sends; None if unknown."""
@@ -94,7 +96,9 @@ def total_peak_flops(dtype: str) -> float | None:
     if dtype == "float32" and jax.config.jax_default_matmul_precision:  # type: ignore[attr-defined]
         return None
     chip = find_chip(jax.devices()[0].device_kind)
-    return jax.device_count() * chip.peak_flops(dtype) if chip else None
+    if chip is None:
+        return None
+    return jax.device_count() * chip.peak_flops(dtype)
 
 
 def board_name(kind: str) -> str | None:

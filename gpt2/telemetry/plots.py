@@ -40,7 +40,12 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         best = validation.min()
         newest = validation.iloc[-1]
         label = f"validation {newest:.3f} (best {best:.3f})"
-        axes.plot(validation, color="C3", marker=".", label=label)
+        axes.plot(
+            validation,
+            color="C3",
+            marker=".",
+            label=label,
+        )
     axes.set_xlim(axes.get_xlim())  # of the run, whatever is published
 
     tokens = losses["tokens"].dropna()
@@ -54,7 +59,12 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
             axes.axhline(level[0], color="0.4", label=f"{name} {level[0]:.3f}")
         else:
             steps = np.interp(published, known, at)
-            axes.plot(steps, level, marker=".", label=name)
+            axes.plot(
+                steps,
+                level,
+                marker=".",
+                label=name,
+            )
     # Without the first values, before the model knows which tokens are frequent.
     first = len(train) // 20
     shown = [*train.iloc[first:], *validation]

@@ -36,7 +36,10 @@ class Reporter(AbstractContextManager):
     """
 
     def __init__(
-        self, writers: Sequence[Writer], clock: StepClock, options: TrainConfig
+        self,
+        writers: Sequence[Writer],
+        clock: StepClock,
+        options: TrainConfig,
     ):
         self._writers = writers
         self._clock = clock
@@ -47,7 +50,11 @@ class Reporter(AbstractContextManager):
 
     @classmethod
     def for_run(
-        cls, config: Config, clock: StepClock, workdir: Path, start: int
+        cls,
+        config: Config,
+        clock: StepClock,
+        workdir: Path,
+        start: int,
     ) -> "Reporter":
         """Returns what reports a run to its files and the screen, in the first process alone."""
         train = config.train
@@ -62,11 +69,21 @@ class Reporter(AbstractContextManager):
             if logging.wandb:
                 writers.append(Wandb(workdir, config))
             screen = logging.screen.split(",")
-            progress = Progress(train.num_steps, start, clock.flops, screen)
+            progress = Progress(
+                train.num_steps,
+                start,
+                clock.flops,
+                screen,
+            )
             writers.append(progress)
         return cls(writers, clock, train)
 
-    def step(self, step: int, metrics: Scalars, norms: Scalars | None = None) -> None:
+    def step(
+        self,
+        step: int,
+        metrics: Scalars,
+        norms: Scalars | None = None,
+    ) -> None:
         """Takes what a step just dispatched will give, and reports the step before.
 
         `norms` are those of tensors, by name, if the step is watched.
@@ -143,7 +160,9 @@ def _peak_memory() -> dict[str, float]:
     """Returns the most bytes that a local device has held; CPUs do not tell."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
-    return {"perf/peak_memory_bytes": float(peak)} if peak else {}
+    if not peak:
+        return {}
+    return {"perf/peak_memory_bytes": float(peak)}
 
 
 class Watchdog(Writer):
@@ -156,7 +175,12 @@ class Watchdog(Writer):
     EXIT_CODE = 4
     FIRST_SECONDS = 1800.0  # before the first step, while other processes may compile
 
-    def __init__(self, clock: StepClock, least_seconds: float, end: Callable = leave):
+    def __init__(
+        self,
+        clock: StepClock,
+        least_seconds: float,
+        end: Callable = leave,
+    ):
         self._clock = clock
         self._least = least_seconds
         self._end = end

@@ -126,7 +126,8 @@ class StepClock:
 
     def _switch(self, name: str) -> None:
         now = self._now()
-        self._seconds[self.current] += now - self._since
-        self._lap[self.current] += now - self._since
+        passed = now - self._since
+        self._seconds[self.current] += passed
+        self._lap[self.current] += passed
         self.current = name
         self._since = now
