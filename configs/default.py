@@ -150,8 +150,8 @@ class Model:
     expert_balance_loss: float = 0.01
     # Weight of the router's log(normaliser)^2 (ST-MoE, arXiv 2202.08906).
     expert_z_loss: float = 0.001
-    # Of kernels; xavier: Glorot and Bengio 2010; fan_in: LeCun et al. 1998.
-    init: Literal["normal", "xavier", "fan_in"] = "normal"
+    # Of kernels; fan_in: LeCun et al. 1998.
+    init: Literal["normal", "fan_in"] = "normal"
     init_std: float = 0.02  # of tables, and of kernels under init=normal
     # Of each branch's last kernel (Zhang et al. 2019, Fixup).
     zero_init_projections: bool = False
@@ -200,8 +200,6 @@ class Loss:
 
     # Weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5).
     z_loss: float = 0.0
-    # Share given to all tokens alike (Szegedy et al. 2016).
-    label_smoothing: BelowOne = 0.0
     # Weights of the losses of the tokens 2, 3, ... on, by the same logits, for example 0.5,0.25
     # (Gloeckle et al. 2024, arXiv 2404.19737, lightly, as modded-nanogpt); logged beside train/loss
     # as train/loss_ahead_2 and so on.

@@ -81,12 +81,9 @@ a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch
 no layer keeps its values: ingredients/value_residual.py, switch_values -k value_residual
     - flow.carried[self.option] = first
     + pass
-label smoothing forgets a token: losses/label_smoothing.py, switch_values -k label_smoothing
-    - logits.mean(axis=-1, keepdims=True)
-    + logits.sum(axis=-1, keepdims=True) / (logits.shape[-1] - 1)
-validation smooths labels too: training/steps.py, switch_values -k validation
+validation has the z-loss too: training/steps.py, switch_values -k validation
     - next_token_loss(model.clone(config=config))
-    + next_token_loss(model.clone(config=config), LossConfig(label_smoothing=0.1))
+    + next_token_loss(model.clone(config=config), LossConfig(z_loss=0.1))
 weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
     - return map_parameters(lambda path, _: path[-1].endswith(_DECAYED), params)
     + return map_parameters(lambda path, _: True, params)
@@ -148,8 +145,8 @@ positions run on into the next document: model/gpt.py, model -k segments
     - positions = positions_within(segments)
     + pass
 a pair of tokens has no order: ingredients/bigram_embeddings.py, switch_values -k bigram
-    - (before.astype(jnp.uint32) * 27191)
-    + (before.astype(jnp.uint32) * 36313)
+    - before.astype(jnp.uint32) * 27191
+    + before.astype(jnp.uint32) * 36313
 another stream is backed out: ingredients/backout.py, switch_values -k 'four_layers and backout'
     - flow.layer == self.config.num_layers // 2
     + flow.layer == 1
@@ -157,8 +154,8 @@ a stream is mixed by another's weights: ingredients/hyper_connections.py, switch
     - (by * x).sum(0)
     + (by * jnp.roll(x, 1, axis=0)).sum(0)
 a value's length is not squared: ingredients/exclusive_attention.py, switch_values -k exclusive
-    - jnp.maximum((own * own).sum(-1, keepdims=True), TINY)
-    + jnp.sqrt(jnp.maximum((own * own).sum(-1, keepdims=True), TINY))
+    - jnp.maximum(square, TINY)
+    + jnp.sqrt(jnp.maximum(square, TINY))
 a sink gives its weight to the last key: ops/plain.py, switch_values -k attention_sink
     - return weights[..., :S]
     + return weights[..., -S:]
@@ -301,8 +298,8 @@ all branches begin on one stream: ingredients/hyper_connections.py, switch_value
     - one = same[branch % n]
     + one = same[0]
 a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
-    - jnp.repeat(v, y.shape[2] // v.shape[2], axis=2)
-    + jnp.tile(v, (1, 1, y.shape[2] // v.shape[2], 1))
+    - jnp.repeat(v, group, axis=2)
+    + jnp.tile(v, (1, 1, group, 1))
 a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k head_loss
     - (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
     + (jnp.exp(logits - highest) * (1.0 / total),)

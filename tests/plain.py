@@ -351,14 +351,11 @@ def losses_ahead(logits, targets, options, segments=None):
             same = segments is None or segments[t + k] == segments[t]
             if targets[t] >= 0 and targets[t + k] >= 0 and same:
                 z_loss = options.z_loss if k == 0 else 0.0  # of a position
-                terms = z_loss or 0.0, options.label_smoothing or 0.0
-                sums[k] += loss(logits[t], targets[t + k], *terms)
+                sums[k] += loss(logits[t], targets[t + k], z_loss or 0.0)
     return sums
 
 
-def loss(logits, target, z_loss=0.0, label_smoothing=0.0):
-    """Returns the loss of one position: cross-entropy with a smoothed target, and z-loss."""
+def loss(logits, target, z_loss=0.0):
+    """Returns the loss of one position: cross-entropy and z-loss."""
     log_normaliser = math.log(np.exp(logits - logits.max()).sum()) + logits.max()
-    wanted = np.full(len(logits), label_smoothing / len(logits))
-    wanted[target] += 1 - label_smoothing
-    return wanted @ (log_normaliser - logits) + z_loss * log_normaliser**2
+    return log_normaliser - logits[target] + z_loss * log_normaliser**2

@@ -132,7 +132,7 @@ WRONG = """
     model.parallel_block=True model.norm_position=post | parallel_block
     model.expert_capacity=1.25 | num_experts
     model.num_experts=2 model.experts_per_token=3 | more than num_experts
-    model.mup_base_width=256 model.init=xavier | init
+    model.mup_base_width=256 model.init=fan_in | init
     model.mup_base_width=256 model.num_experts=4 | num_experts
     model.mup_base_width=256 model.hyper_connections=2 | hyper_connections
     precision.logits=bfloat16 | logits=bfloat16

@@ -123,7 +123,7 @@ def test_16_bit_weights_load_as_float32(tmp_path):
     [
         ("gpt2", ""),
         ("gpt2", "norm_eps=1e-6 mlp_dim=50 activation=relu_squared num_kv_heads=4"),
-        ("llama", f"{LLAMA} dropout=0.1 init=xavier zero_init_projections=True"),
+        ("llama", f"{LLAMA} dropout=0.1 init=fan_in zero_init_projections=True"),
         ("llama", f"{LLAMA} num_kv_heads=1 mlp_dim=88 tie_embeddings=False head_dim=8"),
         (
             "llama",
@@ -280,7 +280,7 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     sizes = dict(
         num_kv_heads=cfg.kv_heads, head_dim=cfg.head_size, mlp_dim=cfg.hidden_dim
     )
-    same = dataclasses.replace(cfg, **sizes, mlp_ratio=4, init="xavier")
+    same = dataclasses.replace(cfg, **sizes, mlp_ratio=4, init="fan_in")
     for place in (f"hf:{source}", f"run:{workdir}", f"run:{workdir}@0"):
         chex.assert_trees_all_equal(load_initial_params(place, same, tokenizer), params)
     with pytest.raises(UserError, match=r"model\.norm_eps=.*"):

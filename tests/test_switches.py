@@ -89,13 +89,11 @@ SWITCHES = {
         model.expert_balance_loss=0.2 model.expert_z_loss=0.1""",
     "no bias": "model.bias=False",
     "untied": "model.tie_embeddings=False",
-    "xavier": "model.init=xavier",
     "fan_in": "model.init=fan_in",
     "init_std": "model.init_std=0.1",
     "zero_init_projections": "model.zero_init_projections=True",
     "mup": "model.mup_base_width=16",
     "z_loss": "loss.z_loss=0.1",
-    "label_smoothing": "loss.label_smoothing=0.2",
     "ahead": "loss.ahead=0.5,0.25 loss.ahead_fade=8",
 }
 # Together, as people combine them.

@@ -6,10 +6,9 @@ Each is asked for by options of `loss.`; it goes by deleting its file, its row h
 from gpt2.config import LossConfig
 from gpt2.model.losses.ahead import Ahead
 from gpt2.model.losses.base import LossIngredient, Weight
-from gpt2.model.losses.label_smoothing import LabelSmoothing
 from gpt2.model.losses.z_loss import ZLoss
 
-LOSSES: tuple[type[LossIngredient], ...] = (Ahead, ZLoss, LabelSmoothing)
+LOSSES: tuple[type[LossIngredient], ...] = (Ahead, ZLoss)
 
 
 def loss_ingredients(options: LossConfig) -> tuple[LossIngredient, ...]:
