@@ -8,7 +8,10 @@ from gpt2.model.losses.ahead import Ahead
 from gpt2.model.losses.base import LossIngredient, Weight
 from gpt2.model.losses.z_loss import ZLoss
 
-LOSSES: tuple[type[LossIngredient], ...] = (Ahead, ZLoss)
+LOSSES: tuple[type[LossIngredient], ...] = (
+    Ahead,
+    ZLoss,
+)
 
 
 def loss_ingredients(options: LossConfig) -> tuple[LossIngredient, ...]:
