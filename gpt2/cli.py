@@ -2,7 +2,6 @@
 
 import faulthandler
 import io
-import logging
 import os
 import re
 import sys
@@ -39,8 +38,6 @@ def run(
     """
     raise_at_interrupt()
     faulthandler.enable()
-    # What Orbax and others log by absl, they raise too, or it is no help.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
@@ -128,14 +125,9 @@ def config_file() -> str:
 
 
 def config_name() -> str:
-    """Returns the stem of the config file's name, whatever argument follows.
-
-    All records of runs have the same one.
-    """
-    path = Path(config_file().partition(".py:")[0])
-    if path.suffix == ".json":
-        raise UserError(f"--config={path} names no folder for a run", "Give --workdir")
-    return path.stem
+    """Returns the stem of the config file's name, whatever argument follows."""
+    path, _, _ = config_file().partition(".py:")
+    return Path(path).stem
 
 
 def overrides() -> Options:

@@ -72,7 +72,6 @@ MISTAKES = """
     train.py --config=quickstart | quickstart
     train.py --config=mine.py | optim.learning_rate
     train.py --config=fails.py | no_such_module
-    train.py --config=run/config.json | --workdir
     train.py --config=hf/config.json --workdir=x | hf/config.json
     train.py SHORT --num_processes=2 | coordinator
     train.py SHORT --coordinator=localhost | HOST:PORT

@@ -23,7 +23,7 @@ class MetricsFile(Writer):
     """
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self._newest: float = 0  # step on disk
+        self._newest: float = 0  # step, on disk or waiting
         self._end = 0  # byte
         for end, record in _read(path):
             if record["step"] <= resume_step:
@@ -36,13 +36,13 @@ class MetricsFile(Writer):
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Adds numbers by name to the line of `step`, which is the newest one or a new one."""
-        newest = self._newest
-        if self._waiting:
-            newest = self._waiting[-1]["step"]
-        if step > newest:
+        if step > self._newest:
+            self._newest = step
             self._waiting.append({"step": step})
-        elif step < newest or not self._waiting:
-            raise ValueError(f"metrics of step {step} after those of step {newest}")
+        elif step < self._newest or not self._waiting:
+            raise ValueError(
+                f"metrics of step {step} after those of step {self._newest}"
+            )
         self._waiting[-1].update(metrics)
         self._commit(step - 1)
 
@@ -67,7 +67,6 @@ class MetricsFile(Writer):
         written = os.pwrite(self._file, data, self._end)
         if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._newest = records[-1]["step"]
         self._end += len(data)
         del self._waiting[: len(records)]
 

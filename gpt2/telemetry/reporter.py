@@ -26,7 +26,6 @@ _OF_A_STEP = {
     "train/skipped_steps",
     "train/bad_in_a_row",
 }
-Late = tuple[int, Scalars, Scalars | None]  # a step, its metrics, its tensors' norms
 
 
 class Reporter(AbstractContextManager):
@@ -44,7 +43,8 @@ class Reporter(AbstractContextManager):
         self._writers = writers
         self._clock = clock
         self._options = options
-        self._late: Late | None = None
+        # A step, its metrics, its tensors' norms.
+        self._late: tuple[int, Scalars, Scalars | None] | None = None
         self._taken = list[dict[str, float]]()  # metrics of steps since the last line
         self._warned = set[Writer]()
 

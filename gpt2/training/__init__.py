@@ -7,13 +7,3 @@ from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.steps import next_token_loss
 from gpt2.training.validation import validate
-
-__all__ = [
-    "Batches",
-    "Checkpointer",
-    "Diagnosis",
-    "Program",
-    "TrainState",
-    "next_token_loss",
-    "validate",
-]

@@ -38,7 +38,6 @@ from gpt2.utils.trees import Tree
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 
 METRIC = "eval/loss"  # by which the best checkpoint is known
-Shape = jax.ShapeDtypeStruct
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -280,20 +279,16 @@ class Checkpointer(contextlib.AbstractContextManager):
         )
 
 
-def _make_handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
+def _make_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
     """Returns what saves and restores each part, in the order in which they are finalized."""
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    for name in ("params", "rest", "guard"):
-        arrays = ocp.StandardCheckpointHandler()
-        registry.add(name, ocp.args.StandardSave, arrays)
-        registry.add(name, ocp.args.StandardRestore, arrays)
-    for name, texts in (
-        ("layout", ocp.JsonCheckpointHandler()),
-        ("metrics", ocp.JsonCheckpointHandler("metrics")),
-        ("digests", _DigestHandler("digests")),
-    ):
-        registry.add(name, ocp.args.JsonSave, texts)
-        registry.add(name, ocp.args.JsonRestore, texts)
+    registry = ocp.handlers.create_default_handler_registry(
+        params=ocp.StandardCheckpointHandler(),
+        rest=ocp.StandardCheckpointHandler(),
+        guard=ocp.StandardCheckpointHandler(),
+        layout=ocp.JsonCheckpointHandler(),
+        metrics=ocp.JsonCheckpointHandler("metrics"),
+    )
+    registry.add("digests", ocp.args.JsonSave, _DigestHandler("digests"))
     return registry
 
 
@@ -316,7 +311,7 @@ def _gathered(leaf: jax.Array) -> np.ndarray:
     return np.zeros((), leaf.dtype)
 
 
-def _zeros(leaf: Shape) -> jax.Array:
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros_like(leaf, device=leaf.sharding)
 
 

@@ -20,7 +20,6 @@ from gpt2.parallel import gather_whole
 from gpt2.parallel.compiled import Steps
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_files import saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import by_name
@@ -29,7 +28,6 @@ from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import report
-from gpt2.utils.stores import place_of
 from gpt2.utils.trees import Tree
 
 _LAYER = re.compile(r"^h_(\d+)")
@@ -55,13 +53,11 @@ class Diagnosis:
             origin = (
                 f"where it began is not known ({type(failure).__name__}: {failure})"
             )
-        how = "Lower --config.optim.learning_rate"
-        if saved_steps(self.workdir):
-            # From its best checkpoint: the newest may be spoilt.
-            how += (
-                f" and start from --config.train.init_from=run:{place_of(self.workdir)}"
-            )
-        return UserError(f"{error}: {origin}", how, exit_code=3)
+        return UserError(
+            f"{error}: {origin}",
+            "Lower --config.optim.learning_rate",
+            exit_code=3,
+        )
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
         program = self.program
@@ -164,6 +160,5 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
 def _is_bad(tree: Tree) -> jax.Array:
     is_bad = jnp.bool(False)
     for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            is_bad |= ~jnp.isfinite(leaf).all()
+        is_bad |= ~jnp.isfinite(leaf).all()
     return is_bad

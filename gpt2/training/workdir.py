@@ -93,9 +93,15 @@ def check_options(workdir: Path, config: Config) -> None:
             "logging.wandb needs the package wandb", "Run `pip install wandb`"
         )
     if not (workdir / "config.json").exists():
-        _refuse_other_files(
-            workdir, stores.copy_of(data_place(config.data.data_dir)).resolve()
-        )
+        data = stores.copy_of(data_place(config.data.data_dir)).resolve()
+        for path in workdir.glob("*"):
+            # What a start leaves that was cut short.
+            if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
+                continue
+            if not data.is_relative_to(path.resolve()):
+                raise UserError(
+                    f"{workdir} holds {path.name}, and no run", "Give another --workdir"
+                )
         return
     if saved_steps(workdir) == [0]:
         place = stores.place_of(workdir)
@@ -109,17 +115,6 @@ def check_options(workdir: Path, config: Config) -> None:
             "Give another --workdir",
         )
     refuse_changes(workdir, config)
-
-
-def _refuse_other_files(workdir: Path, data: Path) -> None:
-    """Refuses a folder of other things than `data` and what a start leaves that was cut short."""
-    for path in workdir.glob("*"):
-        if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
-            continue
-        if not data.is_relative_to(path.resolve()):
-            raise UserError(
-                f"{workdir} holds {path.name}, and no run", "Give another --workdir"
-            )
 
 
 def refuse_changes(workdir: Path, config: Config) -> None:
