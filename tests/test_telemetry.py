@@ -281,11 +281,11 @@ def test_a_watchdog_tells_the_stacks_of_all_threads(capfd):
 def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys):
     line = {"train/loss": 10.8295, "train/learning_rate": 1.184e-4, "tokens": 64.0}
     line |= {"train/grad_norm": 0.812, "perf/tokens_per_second": 9_999.0}
-    Progress(20_000).write(1_200, line)
-    Progress(500, names=["moe/balance"]).write(
+    Progress(20_000, 0, float, ()).write(1_200, line)
+    Progress(500, 0, float, ["moe/balance"]).write(
         4, {"train/loss": 2.0, "train/moe/balance": 1.25}
     )
-    Progress(500, names=["eval/b"]).write(
+    Progress(500, 0, float, ["eval/b"]).write(
         4, {"eval/loss": 2.0, "eval/a": 1, "eval/b": 2}
     )
     told = capsys.readouterr()

@@ -31,9 +31,9 @@ class Progress(Writer):
     def __init__(
         self,
         total: int,
-        start: int = 0,
-        work: Callable[[int], float] = float,
-        names: Sequence[str] = (),
+        start: int,
+        work: Callable[[int], float],
+        names: Sequence[str],
     ):
         self._total = total
         self._start = start

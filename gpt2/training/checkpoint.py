@@ -85,8 +85,17 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._open()
 
     def _open(self) -> None:
+        # In the order in which they are finalized.
+        handlers = ocp.handlers.create_default_handler_registry(
+            params=ocp.StandardCheckpointHandler(),
+            rest=ocp.StandardCheckpointHandler(),
+            guard=ocp.StandardCheckpointHandler(),
+            layout=ocp.JsonCheckpointHandler(),
+            metrics=ocp.JsonCheckpointHandler("metrics"),
+        )
+        handlers.add("digests", ocp.args.JsonSave, _DigestHandler("digests"))
         self._manager = ocp.CheckpointManager(
-            self._directory, options=self._options, handler_registry=_make_handlers()
+            self._directory, options=self._options, handler_registry=handlers
         )
 
     def _wait_for_others(self, **options: Any) -> None:
@@ -277,19 +286,6 @@ class Checkpointer(contextlib.AbstractContextManager):
             "Mend that, and start all processes again",
             exit_code=5,
         )
-
-
-def _make_handlers() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Returns what saves and restores each part, in the order in which they are finalized."""
-    registry = ocp.handlers.create_default_handler_registry(
-        params=ocp.StandardCheckpointHandler(),
-        rest=ocp.StandardCheckpointHandler(),
-        guard=ocp.StandardCheckpointHandler(),
-        layout=ocp.JsonCheckpointHandler(),
-        metrics=ocp.JsonCheckpointHandler("metrics"),
-    )
-    registry.add("digests", ocp.args.JsonSave, _DigestHandler("digests"))
-    return registry
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):

@@ -78,7 +78,16 @@ class Program:
     ) -> "Program":
         """Returns the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
-        gpt, backend = spread_model(model(config.gpt()), config, devices)
+        gpt = model(config.gpt())
+        shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
+        backend = make_backend(
+            config.parallel,
+            gpt.logical_axes(),
+            list(devices),
+            gather_by=choose_gather(config, devices, num_params(shapes)),
+        )
+        ops = backend.make_ops(gpt.config, score_terms(gpt.config))
+        gpt = gpt.clone(ops=ops)
         num_steps = config.train.num_steps
         rates = schedule(config.optim, num_steps)
         chain = optimizer(
@@ -266,21 +275,6 @@ class Program:
 def draw_params(model: GPT, key: Array) -> Tree:
     """Returns parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
-
-
-def spread_model(
-    gpt: GPT, config: Config, devices: Sequence[jax.Device]
-) -> tuple[GPT, Backend]:
-    """Returns a model that computes by the table of its backend, and that backend."""
-    shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
-    backend = make_backend(
-        config.parallel,
-        gpt.logical_axes(),
-        list(devices),
-        gather_by=choose_gather(config, devices, num_params(shapes)),
-    )
-    ops = backend.make_ops(gpt.config, score_terms(gpt.config))
-    return gpt.clone(ops=ops), backend
 
 
 def choose_gather(

@@ -6,7 +6,7 @@ therefore the same, to the bit, whether they are watched or not.
 
 from collections.abc import Callable
 
-import jax.numpy as jnp
+import optax
 from flax.traverse_util import flatten_dict
 from jax import Array
 
@@ -42,8 +42,7 @@ def make_watch_step(
             ("update", step.updates),
         ):
             for name, tensor in by_name(tree).items():
-                square = jnp.sum(jnp.square(tensor))
-                norms[f"{kind}_norm/{name}"] = jnp.sqrt(square)
+                norms[f"{kind}_norm/{name}"] = optax.tree.norm(tensor)
         return norms
 
     return watch_step
