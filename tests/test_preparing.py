@@ -4,11 +4,13 @@ import errno
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare, splits, tokens
 from gpt2.errors import UserError
+from gpt2.utils import files
 from tests.forks import run_command
 from tests.helpers import write_rows, write_words
 
@@ -146,6 +148,19 @@ def test_what_a_kill_leaves_beside_what_is_counted_goes(tmp_path, monkeypatch):
     make("cut")
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
     assert len(whole.splits["train"].shards) > 9
+
+
+def test_only_counted_shards_are_digested(tmp_path):
+    progress = splits.Progress({"train": tokens.Split(), "validation": tokens.Split()})
+    writer = tokens.TokenWriter(tmp_path, 256, progress.splits)
+    (tmp_path / "validation-00000.bin").write_bytes(b"some")  # which a kill has left
+    for counted in (["train-00000.bin"], ["train-00000.bin", "validation-00000.bin"]):
+        split = counted[-1].partition("-")[0]
+        writer.append(split, np.arange(9))
+        writer.close()
+        progress.save(tmp_path)
+        assert list(progress.digests) == counted
+        assert not files.find_damage(tmp_path, progress.digests)
 
 
 def test_a_full_disk_is_told_and_room_lets_it_go_on(tmp_path, monkeypatch):

@@ -119,7 +119,9 @@ class Progress:
 
     def save(self, directory: Path) -> None:
         """Brings all that is written to the disk, and then what says that it is there."""
-        written = {path.name for path in directory.glob("*.bin")}
+        written = set[str]()
+        for split in self.splits.values():  # a kill may have left other files
+            written.update(file for file, _, _ in split.shards)
         written -= self.digests.keys()
         self.digests |= files.digest_files(directory, written)
         files.sync_tree(directory)
