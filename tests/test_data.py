@@ -285,7 +285,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
             "no token to predict in the train split of data.corpus=text:TINY",
         ),
         ("jsonl:LINES#body", "LINES:1 cannot be read .*KeyError: 'body'"),
-        ("parquet:TABLE#body", "no column 'body'.*text, number"),
+        ("parquet:TABLE#body", "TABLE cannot be read .*Column body does not exist"),
         ("parquet:TABLE#number", "holds no text"),
     ],
 )
