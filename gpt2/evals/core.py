@@ -4,6 +4,7 @@ Prompts, few-shot examples and what counts as right are nanochat's, whose figure
 """
 
 import csv
+import math
 import random
 from functools import partial
 from os.path import commonprefix
@@ -16,7 +17,7 @@ import yaml
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError
 from gpt2.evals.files import read_jsonl, read_text, reading
-from gpt2.evals.report import Figure, mean, total
+from gpt2.evals.report import Estimate, Figure, mean
 from gpt2.evals.scoring import Request, Scorer, continuation
 
 
@@ -94,8 +95,9 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         centred.append(mean(gains))
     number = len(figures)
     how = f"mean centred accuracy of {number} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
-    score = total(centred).scaled(1 / number)
-    figures.append(Figure("core", "CORE", *score, how))
+    values, errors, sizes = zip(*centred, strict=True)
+    score = Estimate(sum(values), math.hypot(*errors), sum(sizes))
+    figures.append(Figure("core", "CORE", *score.scaled(1 / number), how))
     return figures
 
 

@@ -11,7 +11,7 @@ from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
 from gpt2.evals.files import read_text, reading
-from gpt2.evals.report import Figure, mean_loss, total
+from gpt2.evals.report import Figure, mean_loss
 from gpt2.evals.scoring import Request, Score, Scorer, windows
 
 
@@ -26,8 +26,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
         )
     figures: list[Figure] = []
-    mixed = []
-    for name, (share, part) in dataset.parts.items():
+    for name, (_, part) in dataset.parts.items():
         loader = ValidationLoader(
             part,
             batch_size=1,
@@ -41,7 +40,6 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             requests.append(Request(**window))
         scores = scorer.score(requests, "validation")
         loss = mean_loss(scores)
-        mixed.append(loss.scaled(float(share)))
         task = f"validation {name}".strip()
         convention = (
             f"validation split of {name or data.corpus}; "
@@ -54,9 +52,6 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         if part.targets_per_byte is not None:
             bits = loss.scaled(part.targets_per_byte / math.log(2.0))
             figures.append(Figure(task, "bits per byte", *bits, convention))
-    if dataset.mixed:
-        convention = "the parts above by their weights"
-        figures.append(Figure("validation", "loss, mixed", *total(mixed), convention))
     return figures
 
 

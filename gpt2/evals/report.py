@@ -42,12 +42,6 @@ class Estimate(NamedTuple):
         return Estimate(value, value * self.stderr, self.num_examples)
 
 
-def total(estimates: Sequence[Estimate]) -> Estimate:
-    """Returns the sum of numbers over different examples."""
-    values, errors, numbers = zip(*estimates, strict=True)
-    return Estimate(sum(values), math.hypot(*errors), sum(numbers))
-
-
 Numbers = Sequence[float] | np.ndarray
 
 
