@@ -316,7 +316,6 @@ def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
         ("data.corpus=text:other.txt", r"data\.corpus"),
         ("data.val_fraction=0.2", r"val_fraction"),
         ("data.tokenizer=byte", "tokenizer"),
-        ("data.batch_size=15", "a batch of 15 does not split"),
         ("model.qk_norm", r"names no value\. Write OPTION=VALUE\."),
         ("optim.name=lion,muon", "several"),
         ("optim.name=linon", "cannot work"),

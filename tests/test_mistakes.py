@@ -94,7 +94,6 @@ MISTAKES = """
     gpt2.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | the baseline alone
     gpt2.ablate.ledger SHORT --ledger=s3://bucket/ideas | --ledger
     gpt2.ablate.ledger SHORT --ledger=a --least=nan | is no number
-    gpt2.ablate SHORT --config.data.batch_size=5 --workdir=sweep | a batch of 5 does not split
 """
 
 

@@ -27,11 +27,11 @@ from absl import flags
 from gpt2 import cli
 from gpt2.ablate.arms import check_out, make_arms, read_tuned
 from gpt2.ablate.groups import group_runs
-from gpt2.ablate.jobs import Slot, check_devices, make_slots, train_all
+from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.judge import grow
 from gpt2.ablate.measure import describe_runs, measure
 from gpt2.ablate.report import write_report
-from gpt2.ablate.runs import Run, find_root
+from gpt2.ablate.runs import find_root
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
 from gpt2.ablate.terms import TERMS, choose_score, equalize
 from gpt2.data import prepare
@@ -88,16 +88,14 @@ def main() -> int:
         print(describe_runs(sweep, slots))
         return 0
 
-    def train(runs: Sequence[Run]) -> None:
+    sweep = register(sweep)
+    while True:
+        runs = [*sweep.undecided_runs(), *sweep.runs()]
         print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
         groups = [[run] for run in runs]
         if FLAGS.together:
             groups = group_runs(runs, len(slots))
         train_all(groups, slots, sweep.score)
-
-    sweep = register(sweep)
-    while True:
-        train([*sweep.undecided_runs(), *sweep.runs()])
         grown = grow(sweep.with_choices())
         if grown == sweep:
             return _report(sweep)
@@ -113,7 +111,6 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     choose_score(arms)  # which refuses other texts
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     for i, arm in enumerate(arms):
-        check_devices(arm.config, FLAGS.jobs)
         vocabulary = prepare(arm.config.data).tokenizer.vocab_size
         arms[i] = replace(arm, config=arm.config.with_vocabulary(vocabulary))
         check_out(arm, root)

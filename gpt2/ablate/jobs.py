@@ -12,13 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import jax
 import numpy as np
 
 from gpt2.ablate.runs import ENDED, Outcome, Run
-from gpt2.config import Config
 from gpt2.errors import UserError
-from gpt2.parallel import check_layout
 from gpt2.utils.cluster import Slot, start
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
@@ -54,16 +51,6 @@ def _visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
     # To CUDA, -1 is none.
     return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
-
-
-def check_devices(config: Config, jobs: int = 1) -> None:
-    """Refuses batches that do not split over the devices of a run, where these are known."""
-    gpus = _visible_gpus()
-    number = len(gpus[:1] if jobs > 1 else gpus)
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        number = max(jax.device_count(), config.parallel.cpu_devices)
-    if number:
-        check_layout(config, number)
 
 
 def train_all(

@@ -39,7 +39,7 @@ from gpt2.ablate.arms import (
     snapshot,
 )
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
-from gpt2.ablate.jobs import check_devices, make_slots, train_all
+from gpt2.ablate.jobs import make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, read_ledger
 from gpt2.ablate.measure import measure
 from gpt2.ablate.pictures import plot_ledger
@@ -110,7 +110,6 @@ def main() -> int:
 def _begin(root: Path) -> Ledger:
     """Returns the ledger, which begins with the options of the first command."""
     config = cli.parse_config()
-    check_devices(config)
     config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
@@ -146,7 +145,6 @@ def _make_idea(root: Path, ledger: Ledger) -> Idea:
     number = len(ledger.ideas)
     if choose_score([best, arm]) != LOSS:
         raise UserError(f"--idea={text} has another tokenizer", "Give another --ledger")
-    check_devices(arm.config)
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
