@@ -84,8 +84,8 @@ def half_width(differences: Array, level: float) -> float:
     border = (math.sqrt(r) / level) ** (2 / num)
     if border >= r:
         return math.inf
-    squares = float(differences.var()) * num
-    return math.sqrt(squares / num * (border - 1) / (1 - border / r))
+    variance = float(differences.var())
+    return math.sqrt(variance * (border - 1) / (1 - border / r))
 
 
 def is_hopeless(differences: Array, pairs: int, level: Numbers) -> np.ndarray:

@@ -54,7 +54,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         reach=tables.reach_table(sweep, results),
         tuning=tables.tuning_table(sweep, results),
         broken=broken[["run", "state", "steps", "error"]],
-        options=_list_options(sweep),
+        differences=differences,
     )
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     write_text(root / "report.md", text)
@@ -82,16 +82,6 @@ def render(template: str, **context: object) -> str:
     )
     environment.filters["counted"] = counted
     return environment.get_template(template).render(context)
-
-
-def _list_options(sweep: Sweep) -> pd.DataFrame:
-    """Returns what each arm has in place of what the baseline has."""
-    rows = []
-    first, *arms = sweep.arms
-    for arm in arms:
-        for name, (old, new) in differences(first, arm).items():
-            rows.append((arm.name, name, str(new), str(old)))
-    return pd.DataFrame(rows, columns=["arm", "option", "value", "of the baseline"])
 
 
 def _draw(

@@ -68,11 +68,6 @@ class Sample:
         """How many runs have ended."""
         return len(self.scores) + self.diverged + self.failed
 
-    @property
-    def diverged_share(self) -> str:
-        """Such as "2 of 5 runs"."""
-        return f"{self.diverged} of {self.num_runs} runs"
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -116,9 +111,10 @@ def compare(
 def _obstacle(baseline: Sample, arm: Sample) -> str:
     """Says why an arm has no verdict, or nothing if it may have one."""
     if arm.diverged:
-        return f"diverged in {arm.diverged_share}"
+        return f"diverged in {arm.diverged} of {arm.num_runs} runs"
     if baseline.diverged:
-        return f"the baseline diverged in {baseline.diverged_share}: no verdict"
+        share = f"{baseline.diverged} of {baseline.num_runs} runs"
+        return f"the baseline diverged in {share}: no verdict"
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
         if len(sample.scores) < 2:
             return f"fewer than two runs{whose} finished: no verdict"
