@@ -252,7 +252,7 @@ a run that is cut short is scored: ablate/runs.py, ablate -k damaged
 another run's folder is believed: ablate/runs.py, ablate -k damaged
     - if found != wanted:
     + if found is None:
-equal tokens are those of the largest step: ablate/terms.py, ablate -k batches_grow
+equal tokens are those of the largest step: ablate/measure.py, ablate -k batches_grow
     - config.shapes.tokens(steps) / steps
     + config.tokens_per_step
 looks do not share the level: ablate/judge.py, ablate_verdicts -k looks_share

@@ -13,6 +13,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from configs import quickstart
 from gpt2.ablate.arms import Arm, check_out, make_arms, read_tuned
 from gpt2.ablate.jobs import _Training, make_slots
 from gpt2.ablate.judge import grow, judge
-from gpt2.ablate.measure import describe_runs, make_measuring_run, measure
+from gpt2.ablate.measure import describe_runs, equalize, make_measuring_run, measure
 from gpt2.ablate.report import write_report
 from gpt2.ablate.results import amount_to_reach, read_curve
 from gpt2.ablate.runs import defaults_of
@@ -30,7 +31,6 @@ from gpt2.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.ablate.tables import _share, reach_table
 from gpt2.ablate.terms import (
     choose_score,
-    equalize,
     flops,
     with_length,
 )
@@ -199,7 +199,11 @@ def test_what_changes_terms_or_is_varied_cannot_be_tuned(tune):
 
 
 def equal(found, terms, seconds=None):
-    return equalize(found, terms, lambda arm: (seconds[arm.name], 20.0))
+    def measured(root, arm, slots):
+        return seconds[arm.name], 20.0
+
+    with mock.patch("gpt2.ablate.measure.measure", measured):
+        return equalize(found, terms, Path(), [])
 
 
 def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():

@@ -19,7 +19,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from absl import flags
@@ -29,11 +28,11 @@ from gpt2.ablate.arms import check_out, make_arms, read_tuned
 from gpt2.ablate.groups import group_runs
 from gpt2.ablate.jobs import Slot, make_slots, train_all
 from gpt2.ablate.judge import grow
-from gpt2.ablate.measure import describe_runs, measure
+from gpt2.ablate.measure import describe_runs, equalize
 from gpt2.ablate.report import write_report
 from gpt2.ablate.runs import find_root
 from gpt2.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
-from gpt2.ablate.terms import TERMS, choose_score, equalize
+from gpt2.ablate.terms import TERMS, choose_score
 from gpt2.data import prepare
 from gpt2.utils import files
 
@@ -115,11 +114,10 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
         arms[i] = replace(arm, config=arm.config.with_vocabulary(vocabulary))
         check_out(arm, root)
     command = ["python", "-m", "gpt2.ablate", *sys.argv[1:]]
-    own_measure = partial(measure, root, slots=slots)
     return Sweep(
         root=root,
         commands=[shlex.join(command)],
-        arms=tuple(equalize(arms, FLAGS.equal, own_measure)),
+        arms=tuple(equalize(arms, FLAGS.equal, root, slots)),
         equal=FLAGS.equal,
         looks=looks,
         tune=tune,

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -41,13 +40,13 @@ from gpt2.ablate.arms import (
 from gpt2.ablate.evidence import evidence, findable, is_hopeless, most_evidence
 from gpt2.ablate.jobs import make_slots, train_all
 from gpt2.ablate.journal import Idea, Ledger, append, read_ledger
-from gpt2.ablate.measure import measure
+from gpt2.ablate.measure import equalize, measure
 from gpt2.ablate.pictures import plot_ledger
 from gpt2.ablate.report import render, write_page
 from gpt2.ablate.results import read_results
 from gpt2.ablate.runs import defaults_of, find_root
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.terms import LOSS, TERMS, choose_score, equalize
+from gpt2.ablate.terms import LOSS, TERMS, choose_score
 from gpt2.data import prepare
 from gpt2.utils import files
 from gpt2.utils.code import hash_code
@@ -162,8 +161,7 @@ def _make_idea(root: Path, ledger: Ledger) -> Idea:
     _refuse_unread(root, best, arm, changed)
     if value != text and changed:
         text += f" ({', '.join(changed)})"
-    own_measure = partial(measure, root, slots=make_slots(1))
-    _, arm = equalize([best, arm], FLAGS.equal, own_measure)
+    _, arm = equalize([best, arm], FLAGS.equal, root, make_slots(1))
     return Idea(number, text, ledger.best.number, arm, code)
 
 

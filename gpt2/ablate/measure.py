@@ -1,4 +1,4 @@
-"""Short runs that show how long a step takes, and what a sweep would take by them."""
+"""Short runs that show how long a step takes, and equal terms and a sweep's time by them."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from gpt2.ablate.arms import Arm
 from gpt2.ablate.jobs import Slot, train_all
 from gpt2.ablate.runs import ENDED, Run
 from gpt2.ablate.sweep import Sweep
-from gpt2.ablate.terms import LOSS
+from gpt2.ablate.terms import LOSS, flops, with_length
 from gpt2.config import with_options
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import read_metrics
@@ -67,6 +67,37 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     step = float(steps[1:].median())  # the first compiles
     whole = float(records["perf/total_seconds"].max())
     return step, whole - _STEPS * step
+
+
+def equalize(
+    arms: Sequence[Arm],
+    terms: str,
+    root: Path,
+    slots: Sequence[Slot],
+) -> list[Arm]:
+    """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps."""
+    first, *others = arms
+
+    def cost(arm: Arm) -> float:  # of a step, the mean over the run
+        steps = arm.config.train.num_steps
+        if terms == "tokens":
+            return arm.config.shapes.tokens(steps) / steps
+        if terms == "seconds":
+            step, _ = measure(root, arm, slots)
+            return step
+        if arm.commit != first.commit:
+            raise UserError(
+                f"the FLOPs of {arm.name}, of other code, are not known",
+                "Use --equal=tokens or --equal=seconds",
+            )
+        return flops(arm.config, steps) / steps
+
+    budget = first.config.train.num_steps * cost(first)
+    equal = [first]
+    for arm in others:
+        num_steps = round(budget / cost(arm))
+        equal.append(with_length(arm, num_steps))
+    return equal
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:

@@ -1,9 +1,9 @@
-"""Equal terms: what all arms of a sweep get alike, whatever it is that differs between them.
+"""Terms: what all arms of a sweep get alike, whatever it is that differs between them.
 
 Configs have their vocabulary: `model.vocab_size` is not 0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpt2.ablate.arms import Arm
@@ -50,39 +50,6 @@ def choose_score(arms: Sequence[Arm]) -> str:
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
     return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
-
-
-def equalize(
-    arms: Sequence[Arm],
-    terms: str,
-    measure: Callable[[Arm], tuple[float, float]],
-) -> list[Arm]:
-    """Returns the arms with as many tokens, FLOPs or seconds as the first, by their steps.
-
-    `measure` tells the seconds of an arm's step and of its start.
-    """
-    first, *others = arms
-
-    def cost(arm: Arm) -> float:  # of a step, the mean over the run
-        steps = arm.config.train.num_steps
-        if terms == "tokens":
-            return arm.config.shapes.tokens(steps) / steps
-        if terms == "seconds":
-            step, _ = measure(arm)
-            return step
-        if arm.commit != first.commit:
-            raise UserError(
-                f"the FLOPs of {arm.name}, of other code, are not known",
-                "Use --equal=tokens or --equal=seconds",
-            )
-        return flops(arm.config, steps) / steps
-
-    budget = first.config.train.num_steps * cost(first)
-    equal = [first]
-    for arm in others:
-        num_steps = round(budget / cost(arm))
-        equal.append(with_length(arm, num_steps))
-    return equal
 
 
 def with_length(arm: Arm, num_steps: int) -> Arm:
