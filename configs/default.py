@@ -56,7 +56,7 @@ READ_WITH = {
 Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
 
 # What `optim.schedule` may be; behind a colon follows what the schedule itself reads.
-SCHEDULES = ("cosine", "linear", "constant", "wsd", "inverse_sqrt", "piecewise:")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "piecewise:")
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,6 @@ def define_run() -> None:
     flags.DEFINE_integer(
         "process_index", None, "Number of this process, from 0.", lower_bound=0
     )
-    flags.register_validator("workdir", lambda given: given != "", "it names no folder")
     flags.register_validator(
         "coordinator",
         lambda given: given is None or re.fullmatch(r".+:\d{1,5}", given),

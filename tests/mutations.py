@@ -76,7 +76,7 @@ post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -
     - branch.norm(branch.add(y))
     + branch.add(branch.norm(y))
 a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch_values -k parallel
-    - branch._replace(read=entered)
+    - branch._replace(read=flow.entered)
     + branch
 no layer keeps its values: ingredients/value_residual.py, switch_values -k value_residual
     - flow.carried[self.option] = first

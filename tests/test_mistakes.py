@@ -93,7 +93,6 @@ MISTAKES = """
     gpt2.ablate SHORT --vary=optim.nme=adam --workdir=sweep | optim.name
     gpt2.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | the baseline alone
     gpt2.ablate.ledger SHORT --ledger=s3://bucket/ideas | --ledger
-    gpt2.ablate.ledger SHORT --ledger=a --least=nan | is no number
 """
 
 

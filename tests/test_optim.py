@@ -344,7 +344,6 @@ def rates(schedule, num_steps=100, **options):
             {60: 1.0, 80: 0.5},
         ),
         ("wsd", dict(end_learning_rate=0.0, decay_percent=40.0), {60: 1.0, 80: 0.5}),
-        ("inverse_sqrt", {}, {10: 1.0, 40: 0.5, 90: 1 / 3}),
         (
             "piecewise:20=0.5,60=0.1",
             {},

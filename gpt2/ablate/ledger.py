@@ -84,8 +84,6 @@ def define_flags() -> None:
 def main() -> int:
     """Tries an idea, prints the answer, and returns the exit code."""
     root = find_root("ledger", FLAGS.ledger)
-    if math.isnan(FLAGS.minutes + FLAGS.least):  # which absl lets pass
-        raise UserError("--minutes or --least is no number")
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _begin(root)
         if FLAGS.dry_run and FLAGS.idea:

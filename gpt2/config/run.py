@@ -62,9 +62,6 @@ class OptimConfig(default.Optim):
             raise UserError("the rate would rise to optim.end_learning_rate")
         if self.schedule != "wsd" and (self.decay_steps or self.decay_percent):
             raise UserError("optim.decay_steps and _percent are for wsd")
-        warms_up = self.warmup_steps or self.warmup_percent
-        if self.schedule == "inverse_sqrt" and not warms_up:
-            raise UserError("inverse_sqrt needs a warm-up")
         is_free = self.name == "schedule_free"
         if is_free and self.schedule != "constant":
             raise UserError("schedule_free wants optim.schedule=constant")

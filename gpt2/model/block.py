@@ -32,17 +32,17 @@ class Block(nn.Module):
         flow = flow.replace(layer=layer, carried=dict(carried))
         for extra in ingredients_of(cfg):
             x = extra.before_layer(self, x, flow)
-        entered = x
+        flow = flow.replace(entered=x)
         drop = nn.Dropout(cfg.dropout, deterministic=flow.deterministic)
 
         with jax.named_scope("attention"):
-            branch = self._branch(1, x, drop, entered, flow)
+            branch = self._branch(1, x, drop, flow)
             attention = Attention(cfg, ops, name="attn")
             y, cache = attention(branch.norm(branch.read), cache, flow)
             x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
 
         with jax.named_scope("mlp"):
-            branch = self._branch(2, x, drop, entered, flow)
+            branch = self._branch(2, x, drop, flow)
             make: MakeModule = MLP
             for extra in ingredients_of(cfg):
                 make = extra.mlp(self, make, flow)
@@ -52,16 +52,9 @@ class Block(nn.Module):
         return (x, flow.carried), cache
 
     @nn.nowrap
-    def _branch(
-        self,
-        number: int,
-        x: Array,
-        drop: nn.Dropout,
-        entered: Array,
-        flow: Flow,
-    ) -> Branch:
+    def _branch(self, number: int, x: Array, drop: nn.Dropout, flow: Flow) -> Branch:
         norm = Norm(self.config, self.ops, name=f"ln_{number}")
         branch = Branch(read=x, norm=norm, drop=drop, add=lambda y: x + y)
         for extra in ingredients_of(self.config):
-            branch = extra.branch(self, number, branch, entered, flow)
+            branch = extra.branch(self, number, branch, flow)
         return branch

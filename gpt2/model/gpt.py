@@ -279,17 +279,13 @@ class GPT(nn.Module):
         return _change_logits(self.config, logits)[..., : self.config.vocab_size]
 
     @nn.nowrap
-    def _plain(self) -> "GPT":
-        """Returns the model that draws parameters: unrolled, by formulas, on one device."""
+    def draw(self, rngs: Array, tokens: Array) -> Params:
+        """Returns unrolled parameters, boxed with the names of their axes."""
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
-        return self.clone(config=config, ops=Ops())
-
-    @nn.nowrap
-    def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Returns unrolled parameters, boxed with the names of their axes."""
-        return nn.Module.init(self._plain(), rngs, tokens)["params"]
+        plain = self.clone(config=config, ops=Ops())  # unrolled, by formulas
+        return nn.Module.init(plain, rngs, tokens)["params"]
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]

@@ -1,6 +1,5 @@
 """Learning-rate schedules: a warm-up, then the one that `optim.schedule` names."""
 
-import jax.numpy as jnp
 import optax
 
 from gpt2.config import OptimConfig
@@ -57,14 +56,6 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     )
 
 
-def _inverse_sqrt(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Falls with the root of the step, from the warm-up on (Vaswani et al. 2017, section 5.3)."""
-    warmup = max(optim.warmup(num_steps), 1)
-    return lambda count: (
-        optim.learning_rate * jnp.sqrt(warmup / (warmup + jnp.maximum(count, 0)))
-    )
-
-
 def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Constant shares of the peak, each from its step on."""
     peak = optim.learning_rate
@@ -91,6 +82,5 @@ SCHEDULES = {
     "linear": _linear,
     "constant": _constant,
     "wsd": _wsd,
-    "inverse_sqrt": _inverse_sqrt,
     "piecewise:": _piecewise,
 }

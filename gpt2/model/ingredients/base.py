@@ -27,6 +27,7 @@ class Flow(struct.PyTreeNode):
         rotation: cosines and sines for `model.position=rope`, see `plain.rotation`; else None.
         last_token: `[B]` int32, the token before the first in a cache; None without a cache.
         layer: the number of the layer, from 0 on; in a scan an int32 scalar.
+        entered: the stream that entered the layer, within one.
         shared: by ingredient, what its `enter` hands to all layers.
         carried: by ingredient, what goes from layer to layer. `enter` puts it there, and every
             layer may put another in its place.
@@ -40,6 +41,7 @@ class Flow(struct.PyTreeNode):
     rotation: tuple[Array, Array] | None = None
     last_token: Array | None = None
     layer: int | Array = 0
+    entered: Array = None  # type: ignore[assignment]
     shared: dict[str, Array] = struct.field(default_factory=dict)
     carried: dict[str, Array] = struct.field(default_factory=dict)
     deterministic: bool = struct.field(pytree_node=False, default=True)
@@ -110,14 +112,9 @@ class Ingredient:
         return x
 
     def branch(
-        self,
-        block: nn.Module,
-        number: int,
-        branch: Branch,
-        entered: Array,
-        flow: Flow,
+        self, block: nn.Module, number: int, branch: Branch, flow: Flow
     ) -> Branch:
-        """Changes branch 1 (attention) or 2 (MLP) of a layer, which the stream `entered`."""
+        """Changes branch 1 (attention) or 2 (MLP) of a layer."""
         return branch
 
     def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:

@@ -25,12 +25,7 @@ class HyperConnections(Ingredient):
         return jnp.broadcast_to(x, (self.config.hyper_connections, *x.shape))
 
     def branch(
-        self,
-        block: nn.Module,
-        number: int,
-        branch: Branch,
-        entered: Array,
-        flow: Flow,
+        self, block: nn.Module, number: int, branch: Branch, flow: Flow
     ) -> Branch:
         """Lets the branch read a sum of the streams, and adds weighted outputs to them, mixed."""
         connect = HyperConnection(self.config, block.ops, name=f"connect_{number}")

@@ -5,7 +5,6 @@ branch (Gemma 2, arXiv 2408.00118), two more norms in each layer.
 """
 
 import flax.linen as nn
-from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.ingredients.base import Branch, Flow, Ingredient
@@ -22,12 +21,7 @@ class NormPosition(Ingredient):
         self.keeps_final_norm = config.norm_position != "post"
 
     def branch(
-        self,
-        block: nn.Module,
-        number: int,
-        branch: Branch,
-        entered: Array,
-        flow: Flow,
+        self, block: nn.Module, number: int, branch: Branch, flow: Flow
     ) -> Branch:
         """Moves the norm behind the sum, or puts one before it."""
         if self.config.norm_position == "post":

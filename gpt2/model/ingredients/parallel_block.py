@@ -1,7 +1,6 @@
 """Attention and MLP read the same input (GPT-J, GPT-NeoX). No cost."""
 
 import flax.linen as nn
-from jax import Array
 
 from gpt2.model.ingredients.base import Branch, Flow, Ingredient
 
@@ -12,12 +11,7 @@ class ParallelBlock(Ingredient):
     option = "parallel_block"
 
     def branch(
-        self,
-        block: nn.Module,
-        number: int,
-        branch: Branch,
-        entered: Array,
-        flow: Flow,
+        self, block: nn.Module, number: int, branch: Branch, flow: Flow
     ) -> Branch:
         """Lets both branches read what entered the layer."""
-        return branch._replace(read=entered)
+        return branch._replace(read=flow.entered)
