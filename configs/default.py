@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from ml_collections import ConfigDict
 
-# Ranges. Round brackets leave the end itself out.
+# Ranges, of which round brackets leave the end itself out, and an example of factors.
 Positive = Annotated[int, "[1, inf)"]
 Seed = Annotated[int, "[0, 4294967295]"]  # keys hold 32 bits; larger ones would repeat
 Devices = Annotated[int, "[-1, inf)"]
@@ -45,7 +45,6 @@ READ_WITH = {
     "rope_scaling": "position=rope",
     "rope_factor": "position=rope",
     "rope_context": "position=rope",
-    "window_pattern": "window",
     "experts_per_token": "num_experts",
     "expert_capacity": "num_experts",
     "expert_balance_loss": "num_experts",

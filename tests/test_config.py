@@ -126,7 +126,6 @@ WRONG = """
     model.position=rope model.rope_share=0.01 | even
     model.rope_base=5e5 model.rope_share=0.5 | rope_base
     model.position=rope model.rope_factor=2.0 | rope_scaling
-    model.window_pattern=SL | window
     model.window=4 model.window_pattern=L | window
     model.window=1024 | window
     model.parallel_block=True model.norm_position=post | parallel_block
@@ -234,3 +233,10 @@ def test_what_is_derived_from_options():
     assert OptimConfig(warmup_steps=0, warmup_percent=2.3).warmup(1000) == 23
     config = configured("model.window=4 model.window_pattern=SL")
     assert config.model.windows[:3] == (4, 0, 4)
+    # A schedule may begin or end with all layers seeing all.
+    for schedule in ("0=4,9=0", "9=4"):
+        config = configured(f"""
+            model.window_pattern=SL train.window_schedule={schedule}
+            model.vocab_size=9""")
+        last = config.shapes.last.window
+        assert config.gpt().windows[:3] == (last, 0, last)

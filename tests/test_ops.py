@@ -310,11 +310,12 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(dtype, kv_heads, new)
 
 CAPPED = {"model.attention_softcap": SoftCap}
 SUNK = {"model.attention_sink": object}
-# Platforms of kinds of devices, and compute capabilities, which NVIDIA's alone have.
+# Platforms of kinds of devices, and compute capabilities, which GPUs alone have.
 DEVICES = {
     "CPU": ("cpu", "9"),
     "NVIDIA L4": ("cuda", "8.9"),
     "Tesla T4": ("gpu", "7.5"),
+    "AMD": ("gpu", "gfx942"),
     "TPU v5 lite": ("tpu", "9"),
     "TPU v3": ("tpu", "9"),
 }
@@ -330,6 +331,8 @@ DEVICES = {
         ("CPU", "bfloat16", 1024, CAPPED, "blocked"),
         ("NVIDIA L4", "bfloat16", 1024, {}, "cudnn"),
         ("NVIDIA L4", "float32", 1024, {}, "plain"),
+        ("NVIDIA L4", "bfloat16", 1023, {}, "plain"),
+        ("AMD", "bfloat16", 1024, {}, "plain"),
         ("NVIDIA L4", "bfloat16", 1024, CAPPED, "plain"),
         ("Tesla T4", "float16", 1024, {}, "plain"),
         ("TPU v5 lite", "bfloat16", 1024, {}, "splash"),

@@ -134,7 +134,6 @@ class GPT(nn.Module):
         """
         cfg = self.config
         ops = self.ops
-        chex.assert_equal_shape_prefix([tokens, targets], 2)
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
         has_target = (targets >= 0).any(-1)
@@ -284,8 +283,8 @@ class GPT(nn.Module):
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
-        plain = self.clone(config=config, ops=Ops())  # unrolled, by formulas
-        return nn.Module.init(plain, rngs, tokens)["params"]
+        by_formulas = self.clone(config=config, ops=Ops())
+        return nn.Module.init(by_formulas, rngs, tokens)["params"]
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]

@@ -130,7 +130,7 @@ _gather.defvjp(
 def gathering(function: Callable) -> Callable:
     """Returns `function(x, parameter, *others, dtype=...)` that takes a `Shard` as its parameter.
 
-    The whole is gathered once forward and once backward, and never kept.
+    The whole is gathered once forward and once backward, and never kept. Arrays are positional.
     """
 
     def apply(

@@ -1,7 +1,8 @@
 """The table of operations that a model computes with: formulas, or faster functions for them.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py) and hands it
-to the model. Taking a kernel out makes a run slower and nothing else.
+to the model. Taking a kernel out makes a run slower and nothing else; what FSDP by layer puts in
+(gpt2/parallel/shards.py) goes together.
 """
 
 import dataclasses

@@ -100,6 +100,8 @@ def _find_obstacle(
         return (
             f"needs heads of at most 128 in steps of 8, and these have {cfg.head_size}"
         )
+    if name == "cudnn" and cfg.context_length % 2:
+        return "needs an even context"
     if name == "splash" and cfg.context_length % 128:
         return f"needs a context in steps of 128, and this one is {cfg.context_length}"
     return ""
@@ -140,7 +142,7 @@ def make_ops(
     rows = rows_at_once(
         platform, (rows_of_head, cfg.embed_dim), is_scarce=gathers_by_layer
     )
-    tokens: LookUp = look_up if gathers_by_layer else plain.look_up
+    tokens: LookUp = look_up
     if rows_of_head > cfg.vocab_size:
         tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
     attention, _ = choose_attention(cfg, device, terms)

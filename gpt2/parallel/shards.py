@@ -72,26 +72,16 @@ def shard_param(
 ) -> Array | Shard:
     """Reads a parameter as `plain.param` does: a `Shard` of it where `shards_for` gives some."""
     shards = shards_for(axes)
-    if shards is None:
-        return plain.param(
-            module,
-            name,
-            init,
-            shape,
-            axes,
-        )
-    array = plain.param(
-        module,
-        name,
-        init,
-        shards.shard_shape(shape),
-        axes,
-    )
-    return Shard(array, shards)
+    held = shards.shard_shape(shape) if shards else shape
+    array = plain.param(module, name, init, held, axes)
+    return Shard(array, shards) if shards else array
 
 
 def isolate(loss: Callable) -> Callable:
-    """Returns a loss that gathers shards for its own micro-batch, and not once for all."""
+    """Returns a loss that gathers shards for its own micro-batch, and not once for all.
+
+    Its arguments are positional.
+    """
 
     def isolated(params: Tree, micro_batch: Tree, *others: Array | None):
         params, micro_batch = jax.lax.optimization_barrier((params, micro_batch))

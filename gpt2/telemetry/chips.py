@@ -48,7 +48,8 @@ def _read_chips() -> list[Chip]:
     """
     path = Path(__file__).parents[2] / "configs/chips.csv"
     chips = list[Chip]()
-    for row in [*csv.reader(path.open())][1:]:
+    lines = path.read_text("utf-8").splitlines()
+    for row in csv.reader(lines[1:]):
         name, pattern, lacks, *numbers, _ = row
         figures = [float(number or 0) for number in numbers]
         chips.append(Chip(name, pattern or name, lacks, *figures))

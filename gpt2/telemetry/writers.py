@@ -6,9 +6,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorboardX import event_file_writer, summary
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-
 from gpt2.config import Config
 
 Metrics = Mapping[str, float]  # by name
@@ -34,7 +31,12 @@ class EventFile(Writer):
     """A TensorBoard event file. tensorboardX's SummaryWriter would hang where the disk is full."""
 
     def __init__(self, directory: Path, resume_step: int):
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
         directory.mkdir(parents=True, exist_ok=True)
+        self._event = Event
+        self._scalar = summary.scalar
         # Names count whole seconds: a file of the same name would be replaced.
         suffix = f".{time.time_ns()}"
         prefix = str(directory / "events")
@@ -45,13 +47,13 @@ class EventFile(Writer):
 
     def _add(self, step: int, **content: object) -> None:
         now = time.time()
-        event = Event(step=step, wall_time=now, **content)
+        event = self._event(step=step, wall_time=now, **content)
         self._file.write_event(event)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Writes scalars by name."""
         for name, value in metrics.items():
-            scalar = summary.scalar(name, value)
+            scalar = self._scalar(name, value)
             self._add(step, summary=scalar)
 
     def flush(self, step: int) -> None:

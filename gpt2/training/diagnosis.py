@@ -1,7 +1,8 @@
 """Why a run diverged: the first tensor that held NaN or Inf.
 
-The steps that train carry nothing for this. The step is run once more, from the newest checkpoint
-on, with its own loss, by a program that looks at what every module gives and at every gradient.
+The steps that train carry nothing for this. The step is run once more, with its own loss, by a
+program that looks at what every module gives and at every gradient: from the newest checkpoint on,
+unless a guard has kept the state before it.
 """
 
 import dataclasses

@@ -12,8 +12,9 @@ class Guard(struct.PyTreeNode):
     """What a run remembers to tell steps that it skips: they change no parameter and no moment."""
 
     skipped: Array  # int32 scalar, steps so far
-    # int32 scalar, steps up to now whose loss or gradients held NaN or Inf. Once it is above
-    # `max_bad`, no step changes the state, which is then looked at.
+    # int32 scalar, steps up to now whose loss or gradients held NaN or Inf, but for overflows of
+    # float16. Once it is above `max_bad`, no step changes a parameter or a moment: the state is
+    # then looked at.
     bad_in_a_row: Array
     max_bad: int = struct.field(pytree_node=False)  # train.skip_bad_steps
 

@@ -26,7 +26,7 @@ from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.state import with_shardings
-from gpt2.telemetry.chips import BOARDS, board_name
+from gpt2.telemetry.chips import find_chip
 from gpt2.training.batches import Batches
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import make_watch_step
@@ -285,7 +285,7 @@ def choose_gather(
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
     # `step` sends less, and holds parameters and gradients, 8 bytes each.
-    name = board_name(devices[0].device_kind)
-    if name and 8 * num_params > 0.5 * 1e9 * BOARDS[name].memory:
+    chip = find_chip(devices[0].device_kind)
+    if chip and 0 < 0.5e9 * chip.memory < 8 * num_params:
         return "layer"
     return "step"

@@ -247,8 +247,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, map_sum: MapSum = on_one_device
     ) -> tuple[TrainState, Metrics]:
-        new = update(state, batch, map_sum)
-        return new.state, new.metrics
+        return update(state, batch, map_sum)[:2]
 
     return train_step
 

@@ -17,4 +17,6 @@ def is_older(device: jax.Device) -> bool:
     """Returns whether a device, before v4 and Ampere, lacks what fused attention needs."""
     if device.device_kind in ("TPU v2", "TPU v3"):  # Mosaic lacks their 16-bit products
         return True
-    return float(getattr(device, "compute_capability", 9)) < 8
+    capability = getattr(device, "compute_capability", "9")
+    is_nvidia = capability[0].isdigit()  # AMD's are names
+    return not is_nvidia or float(capability) < 8
