@@ -193,7 +193,7 @@ def _score(
     model: nn.Module,
     params: Mapping,
     batch: Request,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Sums over the scored tokens of each row: [B] each, in the order of a `Score`."""
     is_scored = batch.targets >= 0
     shape = is_scored.shape
@@ -226,4 +226,4 @@ def _score(
     log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
     log_prob = log_probs.reshape(shape).sum(axis=1, where=is_scored)
     is_greedy = greedy.reshape(shape).all(axis=1, where=is_scored)
-    return log_prob, is_scored.sum(axis=1), is_greedy
+    return log_prob, jnp.sum(is_scored, axis=1), is_greedy
