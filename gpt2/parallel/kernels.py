@@ -142,7 +142,7 @@ def make_ops(
     rows = rows_at_once(
         platform, (rows_of_head, cfg.embed_dim), is_scarce=gathers_by_layer
     )
-    tokens: LookUp = look_up
+    tokens: LookUp = look_up if gathers_by_layer else plain.look_up
     if rows_of_head > cfg.vocab_size:
         tokens = partial(look_up_padded, look_up=tokens, vocab_size=cfg.vocab_size)
     attention, _ = choose_attention(cfg, device, terms)

@@ -18,5 +18,5 @@ def is_older(device: jax.Device) -> bool:
     if device.device_kind in ("TPU v2", "TPU v3"):  # Mosaic lacks their 16-bit products
         return True
     capability = getattr(device, "compute_capability", "9")
-    is_nvidia = capability[0].isdigit()  # AMD's are names
-    return not is_nvidia or float(capability) < 8
+    # AMD's are names.
+    return not capability[0].isdigit() or float(capability) < 8
