@@ -168,7 +168,7 @@ def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     error = DivergedError(3, "the validation loss is", before=False)
     state = program.init_state()
     told = str(diagnosis.explain(error, plant(state, "ln_f/scale")))
-    assert "parameter ln_f/scale was the first" in told and f"run:{tmp_path}." in told
+    assert "parameter ln_f/scale was the first" in told
     assert "every parameter is finite" in str(diagnosis.explain(error, state))
     lost = Diagnosis(None, None, tmp_path, stub_checkpointer(), None, None)
     assert "where it began is not known" in str(lost.explain(error, None))
