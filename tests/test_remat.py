@@ -72,7 +72,7 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
         )
         if " dot(" in line and found:
             parts = (part for part in found[2].split("/") if part.startswith("c_"))
-            name = next(parts, "core")
+            name = next(parts, "core").removesuffix(".parts")
             again[f"{found[1]}/{name}"] += 1
     layers = 1 if cfg.loops_over_layers else cfg.num_layers
     every = {

@@ -24,8 +24,9 @@ from gpt2.config.options import OPTIONS, read_option
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
-from gpt2.model.ingredients import INGREDIENTS, ingredients_of
+from gpt2.model.ingredients import INGREDIENTS, ingredients_of, score_terms
 from gpt2.model.losses import LOSSES
+from gpt2.ops.plain import SoftCap
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
@@ -291,9 +292,11 @@ def steps_of(name, model, tokens):
 def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
     model = model_of(name)
     tokens = tokens_of(2)
-    blocked = GPT(dataclasses.replace(model.config, attention="blocked"))
+    blocks_know = set(score_terms(model.config).values()) <= {SoftCap}
+    attention = "blocked" if blocks_know else "auto"
+    fast = GPT(dataclasses.replace(model.config, attention=attention))
     wanted, gradients = steps_of(name, model, tokens)
-    found, others = steps_of(name, with_kernels(blocked), tokens)
+    found, others = steps_of(name, with_kernels(fast), tokens)
     # Sums of 64 to 256 products, some 20 of them one after another, round like a walk.
     rounding = 100 * np.finfo(np.float32).eps
     np.testing.assert_allclose(found, wanted, rtol=rounding)
@@ -426,8 +429,9 @@ def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name
     for changes in others:
         other_losses, other_params = train(name, jax.devices(), changes)
         np.testing.assert_allclose(other_losses, losses, rtol=1e-5)
-        # Relative to the largest entry: Adam's first steps are as large for small gradients.
-        chex.assert_trees_all_close(other_params, params, atol=1e-5)
+        # Where gradients are small, an update is 100 of them (the rate over eps), in two steps.
+        rounding = 2 * 100 * np.finfo(np.float32).eps
+        chex.assert_trees_all_close(other_params, params, atol=rounding)
 
 
 @each_switch_by_itself
