@@ -25,8 +25,9 @@ from gpt2.utils.trees import Tree
 IMPOSSIBLE = -1e9
 
 Activation = Callable[[Array], Array]
-# From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] to scores. It may append
-# columns: keys that take weight and have no value.
+# From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] to scores, finite for keys
+# after the query too, which are masked later. It may append columns: keys that take weight and have
+# no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
 # From logits [B, T, V] and targets [B, T, K] to what is lost, a scalar, and a tree of what is
 # logged, float32: sums over positions, so that those of parts add up to those of the whole.

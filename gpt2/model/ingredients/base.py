@@ -136,7 +136,8 @@ class Ingredient:
     def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
         """Changes the class of what maps `[B, T, D]` to `[B, T, D]` in the second branch.
 
-        It is made of `config` and `ops`, with a `name`, and may make the given one within.
+        It is made of `config` and `ops`, with a `name`, and may make the given one within, which is
+        that of an ingredient in an earlier row.
         """
         return mlp
 

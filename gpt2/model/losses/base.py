@@ -39,7 +39,8 @@ class LossIngredient:
     ) -> Array | None:
         """Returns what is added to the losses `[B, T, K]`, logged under the option's name.
 
-        It follows from logits `[B, T, V]`, the logs of softmax's normalisers `[B, T, 1]`, and the
-        targets' logits `[B, T, K]`.
+        It is `[B, T, K]`, or `[B, T, 1]` where it is of the position and counts once. It follows
+        from logits `[B, T, V]`, the logs of softmax's normalisers `[B, T, 1]`, and the targets'
+        logits `[B, T, K]`.
         """
         return None
