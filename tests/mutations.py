@@ -300,7 +300,7 @@ all branches begin on one stream: ingredients/hyper_connections.py, switch_value
 a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.repeat(v, group, axis=2)
     + jnp.tile(v, (1, 1, group, 1))
-a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k head_loss
+a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k variants
     - (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
     + (jnp.exp(logits - highest) * (1.0 / total),)
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
