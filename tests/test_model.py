@@ -260,9 +260,18 @@ def test_a_matrix_whose_name_nothing_finds_is_an_error(use_ingredient):
             return partial(Pair, suffix="")
 
     use_ingredient(Unnamed)
-    model = GPT(replaced(attention_sink=True))
-    with pytest.raises(UserError, match="parameter up is a matrix"):
-        model.init(jax.random.key(0), tokens_of(1))
+    with pytest.raises(UserError, match="parameter h_0/mlp/up is a matrix"):
+        GPT(replaced(attention_sink=True)).logical_axes()
+
+
+def test_a_parameter_that_does_not_name_its_axes_is_an_error(use_ingredient):
+    class Flax(OwnMLP):
+        def mlp(self, block, mlp, flow):
+            return lambda cfg, ops, name: nn.Dense(cfg.embed_dim, name=name)
+
+    use_ingredient(Flax)
+    with pytest.raises(UserError, match="h_0/mlp/bias does not name its axes"):
+        GPT(replaced(attention_sink=True)).logical_axes()
 
 
 def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(use_ingredient):

@@ -284,6 +284,10 @@ WRONG = {
     "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers of 0 to 63"),
     "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
     "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
+    "a masked array": (
+        {"targets": np.ma.array(ROWS, mask=ROWS < 20)},
+        "targets .* not all whole numbers",
+    ),
     "another target": ({"targets": ROWS - 2}, "targets .* numbers of -1 to 63"),
     "a mask of NaN": ({"mask": np.full((4, 16), np.nan)}, "mask .* numbers of 0 to 1"),
     "all are masked": ({"mask": np.zeros((4, 16), bool)}, "nothing to predict"),

@@ -147,7 +147,8 @@ class OwnBatches:
         """Returns int32 of the same numbers, which are whole and in the range of the name."""
         lowest, highest = self._ranges[name]
         array = np.asarray(values)
-        is_right = array.dtype.kind in "biuf"
+        # A masked array would lose its mask.
+        is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
         if is_right:
             in_range = (lowest <= array) & (array <= highest)  # as NaN is not
             if name == "targets":
@@ -155,7 +156,7 @@ class OwnBatches:
             is_right = bool(in_range.all())
         if not is_right or np.any(array % 1):
             raise UserError(
-                f"{self._corpus} gives {name} whose values are not whole numbers of "
+                f"{self._corpus} gives {name} whose values are not all whole numbers of "
                 f"{lowest} to {highest}"
             )
         return array.astype(np.int32)

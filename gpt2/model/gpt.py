@@ -22,6 +22,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
+from gpt2.errors import UserError
 from gpt2.model.attention import Cache
 from gpt2.model.block import Block, Stream
 from gpt2.model.ingredients import Flow, ingredients_of
@@ -302,11 +303,28 @@ class GPT(nn.Module):
         axes = nn.get_partition_spec(
             jax.eval_shape(self.draw, jax.random.key(0), tokens)
         )
+        jax.tree.map_with_path(_check_names, axes)
 
         def stack(*layers: PartitionSpec) -> PartitionSpec:
             return PartitionSpec("layers", *layers[0])
 
         return in_layout(axes, scanned=self.config.scan_layers, stack=stack)
+
+
+def _check_names(path: tuple, axes: PartitionSpec) -> None:
+    """Refuses a parameter that every device would hold whole, and one that nothing would decay."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if not axes:
+        raise UserError(
+            f"parameter {name} does not name its axes",
+            "Read it by named_param of gpt2/model/layers.py",
+        )
+    sides = set(axes) - {"mix", "qkv", "head_size"}
+    if len(sides) > 1 and not name.endswith(("kernel", "embedding", "bias")):
+        raise UserError(
+            f"parameter {name} is a matrix that no weight decay and no Muon would find",
+            "End its name in kernel or embedding, or call its axes mix",
+        )
 
 
 def _flow(tokens: Array, segments: Array | None, deterministic: bool) -> Flow:

@@ -11,7 +11,6 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
 from gpt2.ops import Ops
 from gpt2.ops.plain import Activation, Init, Names, Shape
 
@@ -24,12 +23,6 @@ def named_param(
     `parallel.rules` spread it between steps by the names of its axes. Weight decay and Muon go by
     its own name.
     """
-    sides = set(axes) - {"mix", "qkv", "head_size"}
-    if len(sides) > 1 and not name.endswith(("kernel", "embedding", "bias")):
-        raise UserError(
-            f"parameter {name} is a matrix that no weight decay and no Muon would find",
-            "End its name in kernel or embedding, or call its axes mix",
-        )
     return module.ops.whole(module.ops.param(module, name, init, shape, axes))
 
 

@@ -14,7 +14,6 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig, RulesConfig
-from gpt2.errors import UserError
 from gpt2.ops.fsdp import Shards, torus_sides
 from gpt2.utils.trees import Tree
 
@@ -105,17 +104,7 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 
 def specs(logical_axes: Tree, table: Table) -> Tree:
     """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
-
-    def to_mesh(path: tuple, names: PartitionSpec) -> PartitionSpec:
-        if not set(names) - {"layers"}:  # every device might hold it whole
-            parameter = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise UserError(
-                f"parameter {parameter} does not name its axes",
-                "Read it by named_param of gpt2/model/layers.py",
-            )
-        return spec(tuple(names), table)
-
-    return jax.tree.map_with_path(to_mesh, logical_axes)
+    return jax.tree.map(lambda names: spec(tuple(names), table), logical_axes)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
