@@ -178,7 +178,7 @@ def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
 def test_quantiles_are_those_of_dunnetts_table(sizes, published):
     """Two-sided, 5 % (Dunnett 1964, Biometrics 20, table II), by arms and degrees of freedom."""
     df = sum(sizes) - len(sizes)
-    assert dunnett_quantile(sizes, df, 0.05) == pytest.approx(published, abs=0.006)
+    assert dunnett_quantile(sizes, 0.05, df) == pytest.approx(published, abs=0.006)
 
 
 def test_several_arms_have_the_wider_of_dunnetts_and_welchs_intervals():

@@ -57,7 +57,7 @@ def dunnett(means, variances, sizes, *, drop=False, level=0.05):
         pooled = np.sqrt((counted * dfs * variances).sum(1) / df)
         error = pooled * math.sqrt(1 / sizes[0] + 1 / sizes[i])
         quantiles = {
-            each: dunnett_quantile(in_order, int(each), level) for each in set(df)
+            each: dunnett_quantile(in_order, level, int(each)) for each in set(df)
         }
         bound = np.vectorize(quantiles.get)(df) * error
         found[:, i - 1] = np.abs(means[:, i] - means[:, 0]) > bound

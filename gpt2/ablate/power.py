@@ -5,7 +5,7 @@ freedom of a deviation.
 """
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ Numbers = float | Array
 LEVEL = 0.05  # of one false verdict or more, all arms and looks together
 POWER = 0.8  # of `Verdict.detectable`, and of what looks call hopeless
 _NUM_DRAWN = 20_000
+_OUTLYING = 10  # times the median variance of groups, above which an arm is not pooled
 
 # A normal variable and its weights, for integrals by the trapezoidal rule.
 _NORMAL = np.linspace(-8, 8, 129)
@@ -59,7 +60,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 
 @cache
-def dunnett_quantile(sizes: tuple[int, ...], df: int, level: float) -> float:
+def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
     """Returns the |t| that an arm exceeds with probability `level`, if no arm differs."""
 
     def excess(bound: float) -> float:
@@ -72,48 +73,52 @@ class Design(NamedTuple):
     """Of how many runs an arm of a sweep is judged, and how strictly."""
 
     sizes: tuple[int, ...]
-    num: int  # of this arm
-    df: int  # of the pooled variance
+    arm: int  # its place in `sizes`
     level: float  # of all arms together
 
 
-def group_half_width(
-    design: Design, pooled: Numbers, variance0: Numbers, variance: Numbers
-) -> Array:
-    """Returns the wider half of Dunnett's and Welch's intervals.
+def pool(variances: Array, design: Design) -> tuple[Array, Array]:
+    """Returns the variance within groups to judge an arm by, and its degrees of freedom.
 
-    Variances are the pooled one, the baseline's and the arm's.
+    `variances` are those of the baseline and of each arm, `[..., 1 + arms]`. An arm far noisier
+    than most says nothing about others; the baseline and the arm itself always count.
     """
-    sizes, num, df, level = design
-    per_run = 1 / sizes[0] + 1 / num
-    pooled_error = np.sqrt(pooled * per_run)
-    dunnett = dunnett_quantile(sizes, df, level) * pooled_error
-    error, error_df = welch(variance0, variance, sizes[0], num)
+    usual = np.median(variances, axis=-1, keepdims=True)
+    counts = (variances <= _OUTLYING * usual) | (usual == 0)
+    counts[..., [0, design.arm]] = True
+    dfs = counts * (np.array(design.sizes) - 1)
+    df = dfs.sum(-1)
+    return (dfs * variances).sum(-1) / df, df
+
+
+def group_half_width(design: Design, variances: Array) -> Array:
+    """Returns the wider half of Dunnett's and Welch's intervals, for `variances` as of `pool`."""
+    sizes, arm, level = design
+    num = sizes[arm]
+    pooled, df = pool(variances, design)
+    pooled_error = np.sqrt(pooled * (1 / sizes[0] + 1 / num))
+    quantile_at = np.vectorize(partial(dunnett_quantile, sizes, level))
+    dunnett = quantile_at(df) * pooled_error
+    error, error_df = welch(variances[..., 0], variances[..., arm], sizes[0], num)
     strictness = math.sqrt(len(sizes) - 1)
     quantile = scipy.stats.t.isf(level / strictness / 2, error_df)
     return np.maximum(dunnett, quantile * error)
 
 
-def group_difference(design: Design, variances: tuple[float, ...]) -> float:
+def group_difference(design: Design, variances: Array) -> float:
     """Returns the true difference of an arm that groups find with `POWER`.
 
-    `variances`, taken for the true ones, are the baseline's, the arm's, and all others' together.
-    What sweeps would estimate for them is drawn.
+    `variances`, taken for the true ones, are those of the baseline and of each arm. What sweeps
+    would estimate for them is drawn.
     """
-    num0 = design.sizes[0]
-    df0 = num0 - 1
-    df_arm = design.num - 1
-    gamma = np.random.default_rng(0).standard_gamma
-    squares = []  # sums of squared deviations, [_NUM_DRAWN] each
-    dfs = (df0, df_arm, design.df - df0 - df_arm)
-    for each, each_df in zip(variances, dfs, strict=True):
-        chi2 = 2 * gamma(each_df / 2, _NUM_DRAWN)
-        squares.append(each * chi2)
-    pooled = sum(squares) / design.df
-    half_widths = group_half_width(
-        design, pooled, squares[0] / df0, squares[1] / df_arm
-    )
-    true_error, _ = welch(variances[0], variances[1], num0, design.num)
+    sizes = np.array(design.sizes)
+    dfs = sizes - 1
+    draw = np.random.default_rng(0).chisquare
+    chi2 = np.stack([draw(df, _NUM_DRAWN) for df in dfs], axis=1)
+    drawn = variances * chi2 / dfs
+    half_widths = group_half_width(design, drawn)
+    ends = [0, design.arm]
+    true_error, _ = welch(*variances[ends], *sizes[ends])
 
     def lack(difference: float) -> float:
         found = scipy.special.ndtr((difference - half_widths) / true_error)

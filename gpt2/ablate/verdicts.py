@@ -27,7 +27,7 @@ with a baseline of another number, 3 to 10 seeds, our rule's is 8.4.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -41,12 +41,12 @@ from gpt2.ablate.power import (
     dunnett_probability,
     group_difference,
     group_half_width,
+    pool,
     welch,
 )
 
 FOUND = ("better", "worse")  # the words of an arm that differs
 _ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
-_OUTLYING = 10  # times the median variance of groups, above which an arm is not pooled
 
 
 @dataclass(frozen=True)
@@ -136,26 +136,23 @@ def _test(
     """Tests by Dunnett's and Welch's methods, as the module's docstring says, where runs differ."""
     first = baseline.scores
     groups = [first, *(arm.scores for arm in arms.values())]
+    variances = np.array([group.var(ddof=1) for group in groups])
     sizes = tuple(map(len, groups))
     strictness = math.sqrt(len(arms))  # of Welch's test
     verdicts = {}
     for i, name in enumerate(arms, start=1):
-        group = groups[i]
-        num = len(group)
+        design = Design(sizes, i, level)
         difference = arms[name].mean - baseline.mean
-        pooled, df, rest = _pooled_variance(groups, i)
-        error = math.sqrt(pooled * (1 / sizes[0] + 1 / num))
+        pooled, df = pool(variances, design)
+        error = math.sqrt(pooled * (1 / sizes[0] + 1 / sizes[i]))
         if error <= _ROUNDING * np.abs(first).max():
             continue
-        variance0 = float(first.var(ddof=1))
-        variance = float(group.var(ddof=1))
-        design = Design(sizes, num, df, level)
-        half_width = group_half_width(design, pooled, variance0, variance)
-        low = difference - float(half_width)
-        high = difference + float(half_width)
+        half_width = float(group_half_width(design, variances))
+        low = difference - half_width
+        high = difference + half_width
         distance = abs(difference)
-        dunnett = 1 - dunnett_probability(distance / error, sizes, df)
-        welch_error, welch_df = welch(variance0, variance, sizes[0], num)
+        dunnett = 1 - dunnett_probability(distance / error, sizes, int(df))
+        welch_error, welch_df = welch(variances[0], variances[i], sizes[0], sizes[i])
         alone = 2 * scipy.stats.t.sf(distance / welch_error, welch_df)
         p_value = max(dunnett, strictness * alone)
         verdicts[name] = Verdict(
@@ -166,25 +163,6 @@ def _test(
             high=high,
             p_value=float(np.clip(p_value, 0, 1)),
             error=float(welch_error),
-            detectable=partial(group_difference, design, (variance0, variance, rest)),
+            detectable=partial(group_difference, design, variances),
         )
     return verdicts
-
-
-def _pooled_variance(groups: Sequence[Array], index: int) -> tuple[float, int, float]:
-    """Returns the variance within groups to judge one of them by, and its degrees of freedom.
-
-    An arm far noisier than most says nothing about others; groups[0] and `index` always count. The
-    last of what is returned is the variance of all others that count, 0 for none.
-    """
-    variances = np.array([group.var(ddof=1) for group in groups])
-    usual = np.median(variances)
-    counts = (variances <= _OUTLYING * usual) | (usual == 0)
-    counts[[0, index]] = True
-    sizes = np.array([len(group) for group in groups])
-    dfs = np.where(counts, sizes - 1, 0)
-    df = dfs.sum()
-    pooled = dfs @ variances / df
-    dfs[[0, index]] = 0
-    rest = dfs @ variances / max(1, dfs.sum())
-    return float(pooled), int(df), float(rest)
