@@ -301,16 +301,16 @@ a head loses another's value: ingredients/exclusive_attention.py, switch_values 
     - jnp.repeat(v, group, axis=2)
     + jnp.tile(v, (1, 1, group, 1))
 a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k variants
-    - (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
-    + (jnp.exp(logits - highest) * (1.0 / total),)
+    - share = (1.0 / total) * dy
+    + share = 1.0 / total
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
     - self.options.z_loss * log_normaliser**2
     + self.options.z_loss * log_normaliser**2 / 2
 a loss' numbers to learn get the last chunk's derivative: ops/head_loss.py, ops -k numbers_to_learn
-    - jax.tree.map(jnp.add, (found, dnumbers), (lost, more))
-    + jax.tree.map(jnp.add, found, lost), more
+    - jax.tree.map(jnp.add, (found, dnumbers), (of_chunk, more))
+    + jax.tree.map(jnp.add, found, of_chunk), more
 an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
-    - lost += auxiliary
+    - objective += auxiliary
     + pass
 a term that blocks do not know is left out: ops/plain.py, ops -k scoring
     - if others or not isinstance(first, SoftCap):

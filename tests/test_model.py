@@ -52,13 +52,12 @@ def logits_of(config, params, tokens, segments=None):
     return GPT(config).apply({"params": params}, tokens, segments=segments)
 
 
-def mean_loss(model, params, tokens, key=None, lose=plain.cross_entropy):
+def mean_loss(model, params, tokens, key=None, of_logits=plain.cross_entropy):
     """The mean loss of predicting each token from those before; with dropout if there is a key."""
     lost, _ = model.apply(
         {"params": params},
-        tokens,
-        jnp.roll(tokens, -1, axis=1)[..., None],
-        lose,
+        {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)},
+        of_logits,
         method="loss",
         deterministic=key is None,
         rngs={} if key is None else {"dropout": key},

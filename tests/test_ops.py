@@ -12,9 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gpt2.config import GPTConfig, ParallelConfig
 from gpt2.errors import UserError
 from gpt2.ops import Scoring, plain
-from gpt2.ops.head_loss import head_loss, one_pass_log_sum_exp
+from gpt2.ops.head_loss import _choose_chunk, head_loss, one_pass_log_sum_exp
 from gpt2.ops.linear import (
-    activation,
     add_rows,
     gelu_tanh,
     linear,
@@ -87,8 +86,8 @@ def test_linear_equals_its_formula(rows, width, dtype, bias, name, variants=CPU)
     fast = partial(linear, dtype=dtype, variants=variants)
     formula = partial(plain.linear, dtype=dtype)
     if name:
-        fast = partial(fast, activation=activation(name))
-        formula = partial(formula, activation=plain.activation(name))
+        fast = partial(fast, activation=plain.ACTIVATIONS[name])
+        formula = partial(formula, activation=plain.ACTIVATIONS[name])
     assert fast(*args).dtype == dtype
     assert_equal(fast, formula, args, dtype)
 
@@ -400,18 +399,22 @@ def test_attention_on_a_mesh_equals_its_formula(implementation, with_segments):
 def loss_of(vocab_size, log_sum_exp, softcap=0.0, z_loss=0.0, weights=(1.0,)):
     """A loss with all that a loss may have: terms, several targets, padding, what is logged."""
 
-    def lose(logits, targets):
+    def loss(logits, rows):
         if softcap:
             logits = SoftCap(softcap)(logits)
         logits = plain.hide_padding(logits, vocab_size)
         normaliser = log_sum_exp(logits)
-        losses = normaliser - plain.pick(logits, targets) + z_loss * normaliser**2
-        mean = logits[..., :vocab_size].mean(axis=-1, keepdims=True)
-        real = targets >= 0
-        sums = jnp.where(real, losses - 0.1 * mean, 0.0).sum((0, 1))
-        return sums @ jnp.array(weights), {"sums": sums, "count": real.sum((0, 1))}
+        terms = z_loss * normaliser**2 - 0.1 * logits[..., :vocab_size].mean(axis=-1)
+        found = {
+            name: plain.sum_real(
+                normaliser - plain.pick(logits, targets) + terms, targets
+            )
+            for name, targets in rows.items()
+        }
+        sums = [total for total, _ in found.values()]
+        return jnp.stack(sums) @ jnp.array(weights), found
 
-    return lose
+    return loss
 
 
 @pytest.mark.parametrize(
@@ -430,38 +433,44 @@ def test_head_loss_equals_its_formula(
     vocab_size = 11
     hidden = normal(0, 2, length, 8)
     table = normal(1, vocab_size + padding, 8)
-    shape = 2, length, len(extra.get("weights", (1.0,)))
+    shape = len(extra.get("weights", (1.0,))), 2, length
     targets = jax.random.randint(jax.random.key(2), shape, -1, vocab_size)
-    fast = partial(head_loss, variants=variants, rows=2 * chunk)
+    rows = {str(k): each for k, each in enumerate(targets)}
+    fast = partial(head_loss, variants=variants, num_rows=2 * chunk)
     in_kernels = one_pass_log_sum_exp if variants.one_pass else plain.log_sum_exp
     results = []
     for op, log_sum_exp in (
         (fast, in_kernels),
         (plain.head_loss, plain.log_sum_exp),
     ):
-        lose = loss_of(vocab_size, log_sum_exp, **extra)
+        of_logits = loss_of(vocab_size, log_sum_exp, **extra)
 
-        def loss(hidden, table, op=op, lose=lose):
-            lost, logged = op(lose, hidden, table, targets, dtype=dtype)
-            return 3 * lost + logged["sums"][0], logged  # which has no derivative
+        def loss(hidden, table, op=op, of_logits=of_logits):
+            objective, logged = op(of_logits, hidden, table, rows, dtype=dtype)
+            return 3 * objective + logged["0"][0], logged  # which has no derivative
 
         results.append(jax.jit(jax.grad(loss, (0, 1), has_aux=True))(hidden, table))
     assert_close(*results, dtype)
 
 
+def test_chunks_of_positions_divide_them():
+    lengths = {(1024, 300): 256, (1000, 128): 125, (130, 64): 26, (131, 64): 131}
+    assert {each: _choose_chunk(*each) for each in lengths} == lengths
+
+
 def test_small_derivatives_of_the_head_survive_float16():
     hidden = 1 + normal(0, 1, 64, 16) / 16
     table = (normal(1, 64, 16) / 64).at[0].set(14 / 16)
-    targets = jnp.zeros((1, 64, 1), jnp.int32)  # others have e^-14, below 2^-14
+    rows = {"targets": jnp.zeros((1, 64), jnp.int32)}  # others have e^-14, below 2^-14
 
     def gradient(op, dtype):
         def loss(table):
-            lost, _ = op(plain.cross_entropy, hidden, table, targets, dtype=dtype)
+            lost, _ = op(plain.cross_entropy, hidden, table, rows, dtype=dtype)
             return lost / 64
 
         return jax.jit(jax.grad(loss))(table)[1:]
 
-    fast = partial(head_loss, variants=CPU, rows=64)
+    fast = partial(head_loss, variants=CPU, num_rows=64)
     found = gradient(fast, "float16")
     expected = gradient(plain.head_loss, "float32")
     error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
@@ -472,20 +481,20 @@ def test_small_derivatives_of_the_head_survive_float16():
 def test_a_loss_with_numbers_to_learn_equals_its_formula(jit):
     hidden = normal(0, 2, 9, 8)
     table = normal(1, 13, 8)
-    targets = jax.random.randint(jax.random.key(2), (2, 9, 1), -1, 11)
+    rows = {"targets": jax.random.randint(jax.random.key(2), (2, 9), -1, 11)}
 
     def gradients(op, hidden, table, temperatures, step):
         def loss(hidden, table, temperatures):
-            def lose(logits, targets):
-                losses = loss_of(11, plain.log_sum_exp)(logits * temperatures, targets)
+            def of_logits(logits, rows):
+                losses = loss_of(11, plain.log_sum_exp)(logits * temperatures, rows)
                 return jax.tree.map(lambda x: x * step, losses)
 
-            return op(lose, hidden, table, targets, dtype="float32")
+            return op(of_logits, hidden, table, rows, dtype="float32")
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(hidden, table, temperatures)
 
     args = hidden, table, jnp.linspace(0.5, 2.0, 13), jnp.int32(2)
-    fast = partial(head_loss, variants=CPU, rows=8)  # in three chunks
+    fast = partial(head_loss, variants=CPU, num_rows=8)  # in three chunks
     found, expected = (
         jit(partial(gradients, op))(*args) for op in (fast, plain.head_loss)
     )
@@ -496,29 +505,29 @@ def test_a_loss_with_numbers_to_learn_equals_its_formula(jit):
 def test_logits_stored_in_bfloat16_cost_what_their_rounding_does():
     hidden = normal(0, 2, 64, 32)
     embedding = normal(1, 500, 32)
-    targets = jax.random.randint(jax.random.key(2), (2, 64, 1), 0, 500)
+    rows = {"targets": jax.random.randint(jax.random.key(2), (2, 64), 0, 500)}
 
     @partial(jax.jit, static_argnums=3)
     @jax.value_and_grad
-    def step(hidden, table, targets, logits_dtype):
+    def step(hidden, table, rows, logits_dtype):
         lost, _ = head_loss(
             plain.cross_entropy,
             hidden,
             table,
-            targets,
+            rows,
             dtype="bfloat16",
             logits_dtype=logits_dtype,
             variants=CPU,
-            rows=512,
+            num_rows=512,
         )
         return lost
 
-    exact, wanted = step(hidden, embedding, targets, "float32")
-    rounded, found = step(hidden, embedding, targets, "bfloat16")
+    exact, wanted = step(hidden, embedding, rows, "float32")
+    rounded, found = step(hidden, embedding, rows, "bfloat16")
     assert 0 < abs(exact - rounded) < 2**-9 * exact  # half of bfloat16's last place
     assert_close(found, wanted, "bfloat16")
     confident = (3 * embedding[:64])[None]
-    own = jnp.arange(64)[None, :, None]
+    own = {"targets": jnp.arange(64)[None]}
     assert step(confident, 3 * embedding, own, "bfloat16")[0] >= 0
 
 
@@ -612,5 +621,5 @@ def test_activations_with_their_own_rule_have_the_derivative_of_their_formula(
     name, power
 ):
     x = jnp.array([-2.0, -0.5, 0.0, 0.25, 3.0])
-    slopes = jax.vmap(jax.grad(activation(name)))(x)
+    slopes = jax.vmap(jax.grad(plain.ACTIVATIONS[name]))(x)
     np.testing.assert_allclose(slopes, power * (x > 0) * jnp.abs(x) ** (power - 1))

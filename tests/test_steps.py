@@ -343,13 +343,14 @@ def with_its_sum(model):
 def focal(model):
     """A loss as a person writes one: of the logits alone."""
 
-    def lose(logits, targets):
+    def of_logits(logits, rows):
+        targets = rows["targets"]
         nats = plain.log_sum_exp(logits) - plain.pick(logits, targets)
-        losses = jnp.where(targets >= 0, (1 - jnp.exp(-nats)) ** 2 * nats, 0.0).sum()
-        return losses, {"loss": (losses, (targets >= 0).sum(dtype=jnp.float32))}
+        found = plain.sum_real((1 - jnp.exp(-nats)) ** 2 * nats, targets)
+        return found[0], {"loss": found}
 
     def loss(params, batch, key=None, step=None):
-        return apply_loss(model, params, batch, batch["targets"][..., None], lose, key)
+        return apply_loss(model, params, batch, of_logits, key)
 
     return loss
 

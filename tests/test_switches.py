@@ -220,9 +220,11 @@ def mean_loss(name, model, params, tokens, key=None):
     With a `key` it is that of training, in which experts drop tokens.
     """
     options = config_of(name).loss
-    lose = next_token_loss(model, options)
-    sums = lose(params, rolled(tokens), key, jnp.int32(2))
+    loss = next_token_loss(model, options)
+    sums = loss(params, rolled(tokens), key, jnp.int32(2))
     total, count = sums["loss"]
+    if "z_loss" in sums:
+        total += sums["z_loss"][0]
     for k, weight in enumerate(plain.ahead_weights(options, step=2), 2):
         total += weight * sums[f"loss_ahead_{k}"][0]
     return total / count

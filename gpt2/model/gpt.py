@@ -28,7 +28,7 @@ from gpt2.model.block import Block, Stream
 from gpt2.model.ingredients import Flow, ingredients_of
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import Ops, plain
-from gpt2.ops.plain import Lose, logits_of, rope_frequencies, rotation
+from gpt2.ops.plain import LogitsLoss, Rows, logits_of, rope_frequencies, rotation
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Tree
@@ -121,37 +121,38 @@ class GPT(nn.Module):
 
     def loss(
         self,
-        tokens: Array,
-        targets: Array,
-        lose: Lose = plain.cross_entropy,
+        rows: Rows,
+        logits_loss: LogitsLoss = plain.cross_entropy,
         *,
-        segments: Array | None = None,
         deterministic: bool = True,
     ) -> tuple[Array, Tree]:
-        """Returns `lose(logits, targets)`, by default summed cross-entropies in nats.
+        """Returns `logits_loss(logits, rows)`, by default summed cross-entropies in nats.
 
-        `targets` are `[B, T, K]` int32, K for each position, of which -1 leaves one out. Logits
-        after the vocabulary's are padding.
+        `rows` are `[B, T]` each: `tokens`, `targets` int32, of which -1 is none, maybe `segments`,
+        and what else the loss reads. Logits after the vocabulary's are padding.
         """
         cfg = self.config
         ops = self.ops
+        chex.assert_equal_shape(list(rows.values()))  # others would broadcast
+        chex.assert_type(rows["targets"], int)
+        # Tokens are looked up in what the head takes: the gradients of both add up in one array.
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
-        has_target = (targets >= 0).any(-1)
-        flow = _flow(tokens, segments, deterministic).replace(has_target=has_target)
+        flow = _flow(rows["tokens"], rows.get("segments"), deterministic)
+        flow = flow.replace(has_target=rows["targets"] >= 0)
         hidden, _ = self._hidden(table, flow, None)
 
-        def lose_changed(logits: Array, targets: Array) -> tuple[Array, Tree]:
+        def changed_loss(logits: Array, rows: Rows) -> tuple[Array, Tree]:
             logits = _change_logits(cfg, logits)
-            return lose(plain.hide_padding(logits, cfg.vocab_size), targets)
+            return logits_loss(plain.hide_padding(logits, cfg.vocab_size), rows)
 
         with jax.named_scope("head"):
             head = ops.constrain(head, "vocab", "embed")
             return ops.head_loss(
-                lose_changed,
+                changed_loss,
                 hidden,
                 head,
-                targets,
+                rows,
                 dtype=cfg.compute_dtype,
                 logits_dtype=cfg.logits_dtype,
             )

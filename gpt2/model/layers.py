@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
 from gpt2.ops import Ops
-from gpt2.ops.plain import Activation, Init, Names, Shape
+from gpt2.ops.plain import ACTIVATIONS, Activation, Init, Names, Shape
 
 
 def named_param(
@@ -180,7 +180,7 @@ class MLP(nn.Module):
         chex.assert_shape(x, (None, None, D))
         hidden = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_fc")(x)
         hidden = ops.constrain(hidden, "batch", "length", "mlp")
-        activation = ops.activation(cfg.activation)
+        activation = ACTIVATIONS[cfg.activation]
         before_projection: Activation | None = activation
         if cfg.is_gated:
             gate = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_gate")(x)

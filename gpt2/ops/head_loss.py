@@ -9,14 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops.linear import dot
-from gpt2.ops.plain import Lose
+from gpt2.ops.plain import LogitsLoss, Rows
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
 from gpt2.utils.trees import Tree
@@ -32,33 +31,28 @@ LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
 
 
 def head_loss(
-    lose: Lose,
+    loss: LogitsLoss,
     hidden: Array,
     table: Array,
-    targets: Array,
+    rows: Rows,
     *,
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
     variants: Variants,
-    rows: int,
+    num_rows: int,
 ) -> tuple[Array, Tree]:
-    """Computes `plain.head_loss`, with the logits of so many `rows` at a time."""
-    chex.assert_rank([hidden, targets], 3)
-    chex.assert_type(targets, int)
-    chex.assert_equal_shape_prefix([targets, hidden], 2)  # fewer would broadcast
+    """Computes `plain.head_loss`, with the logits of so many rows at a time."""
     B, T, _ = hidden.shape
-    fitting = max(1, rows // B)
-    # A power of two fills the tiles of matrix units, and divides the usual lengths.
-    chunk = T if fitting >= T else 1 << fitting.bit_length() - 1
+    chunk = _choose_chunk(T, max(1, num_rows // B))
     logits = jax.ShapeDtypeStruct((B, chunk, len(table)), jnp.float32)
-    some = jax.ShapeDtypeStruct((B, chunk, targets.shape[2]), targets.dtype)
+    some = jax.eval_shape(partial(jax.tree.map, lambda x: x[:, :chunk]), rows)
     # Numbers to learn that the loss brings along become arguments, and get a derivative.
-    lose, numbers = jax.closure_convert(lose, logits, some)
-    sums = jax.eval_shape(lose, logits, some, *numbers)
+    loss, numbers = jax.closure_convert(loss, logits, some)
+    sums = jax.eval_shape(loss, logits, some, *numbers)
     nothing = jax.tree.map(jnp.zeros_like, sums)
     dtype = jnp.dtype(dtype)
-    head = _Head(lose, dtype, jnp.dtype(logits_dtype), variants, chunk)
-    return _loss(hidden.astype(dtype), table, targets, numbers, nothing, head)
+    head = _Head(loss, dtype, jnp.dtype(logits_dtype), variants, chunk)
+    return _loss(hidden.astype(dtype), table, rows, numbers, nothing, head)
 
 
 def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
@@ -70,10 +64,19 @@ def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> i
     return (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * V)
 
 
-class _Head(NamedTuple):
-    """How a loss follows from hidden states, a table and targets."""
+def _choose_chunk(length: int, fitting: int) -> int:
+    """Returns the largest part of a length that fits; the least larger one if that is tiny."""
+    parts = [size for size in range(1, length + 1) if length % size == 0]
+    chunk = max(size for size in parts if size <= fitting)
+    if 8 * chunk < min(fitting, length):
+        chunk = min(size for size in parts if size > fitting)
+    return chunk
 
-    lose: Callable[..., tuple[Array, Tree]]  # of logits, targets and numbers
+
+class _Head(NamedTuple):
+    """How a loss follows from hidden states, a table and rows."""
+
+    loss: Callable[..., tuple[Array, Tree]]  # of logits, rows and numbers
     dtype: jnp.dtype  # of operands
     logits_dtype: jnp.dtype
     variants: Variants
@@ -99,41 +102,41 @@ class _Head(NamedTuple):
 def _loss(
     hidden: Array,
     stored: Array,
-    targets: Array,
+    rows: Rows,
     numbers: list[Array],
     nothing: tuple[Array, Tree],
     head: _Head,
 ) -> tuple[Array, Tree]:
     table = head.cast(stored)
 
-    def add_chunk(found, rows):
-        hidden, targets = rows
-        lost = head.lose(head.logits(hidden, table), targets, *numbers)
-        return jax.tree.map(jnp.add, found, lost), None
+    def add_chunk(found, chunk):
+        hidden, rows = chunk
+        more = head.loss(head.logits(hidden, table), rows, *numbers)
+        return jax.tree.map(jnp.add, found, more), None
 
-    return _scan(add_chunk, nothing, hidden, targets, head.chunk)[0]
+    return _scan(add_chunk, nothing, (hidden, rows), head.chunk)[0]
 
 
-def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
+def _loss_fwd(hidden, stored, rows, numbers, nothing, head):
     table = head.cast(stored)
     result = head.dtype if head.variants.narrow_results else jnp.float32
     # XLA:CPU lacks it in 16 bits.
     by_width = head.variants.head_by_width and head.dtype == jnp.float32
 
-    def add_chunk(sums, rows):
+    def add_chunk(sums, chunk):
         found, dtable, dnumbers = sums
-        hidden, targets = rows
+        hidden, rows = chunk
 
-        def lose(logits, numbers):
-            return head.lose(logits, targets, *numbers)
+        def loss(logits, numbers):
+            return head.loss(logits, rows, *numbers)
 
-        derive = jax.value_and_grad(lose, (0, 1), has_aux=True)
-        lost, (dlogits, more) = derive(head.logits(hidden, table), numbers)
+        derive = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        of_chunk, (dlogits, more) = derive(head.logits(hidden, table), numbers)
         dlogits = (head.boost * dlogits).astype(head.dtype)
         factors = (hidden, dlogits) if by_width else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
         dhidden = dot(dlogits, table, (2,), (0,), result)
-        found, dnumbers = jax.tree.map(jnp.add, (found, dnumbers), (lost, more))
+        found, dnumbers = jax.tree.map(jnp.add, (found, dnumbers), (of_chunk, more))
         return (found, dtable, dnumbers), dhidden.astype(head.dtype)
 
     shape = table.shape[::-1] if by_width else table.shape
@@ -142,17 +145,17 @@ def _loss_fwd(hidden, stored, targets, numbers, nothing, head):
         jnp.zeros(shape, jnp.float32),
         jax.tree.map(jnp.zeros_like, numbers),
     )
-    sums, dhidden = _scan(add_chunk, sums, hidden, targets, head.chunk)
-    lost, dtable, dnumbers = sums
+    sums, dhidden = _scan(add_chunk, sums, (hidden, rows), head.chunk)
+    found, dtable, dnumbers = sums
     # Without the barrier, XLA would transpose both factors of a single chunk.
     if by_width:
         dtable = jax.lax.optimization_barrier(dtable).T
     dtable = (dtable / head.boost).astype(stored.dtype)
-    return lost, (dhidden, dtable, dnumbers)
+    return found, (dhidden, dtable, dnumbers)
 
 
-def _loss_bwd(head, gradients, dlost):
-    scale, _ = dlost
+def _loss_bwd(head, gradients, dfound):
+    scale, _ = dfound
     dhidden, *others = gradients
     dhidden = (dhidden * (scale / head.boost)).astype(dhidden.dtype)
     dtable, dnumbers = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)
@@ -163,25 +166,24 @@ def _loss_bwd(head, gradients, dlost):
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
-def _scan(add_chunk, sums, hidden, targets, chunk):
-    """Scans over chunks of positions (docs/performance.md, XLA:CPU note 5): sums, `[B, T, ...]`."""
-    B, T, D = hidden.shape
-    if chunk == T:
-        return add_chunk(sums, (hidden, targets))
-    padding = -T % chunk
-    filled = ((0, 0), (0, padding), (0, 0))
-    hidden = jnp.pad(hidden, filled)
-    targets = jnp.pad(targets, filled, constant_values=-1)
-    rows = (
-        hidden.reshape(B, -1, chunk, D),
-        targets.reshape(B, -1, chunk, targets.shape[2]),
-    )
-    rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
-    sums, outputs = jax.lax.scan(add_chunk, sums, rows)
-    if outputs is not None:
-        outputs = jnp.swapaxes(outputs, 0, 1)
-        outputs = outputs.reshape(B, -1, D)[:, :T]
-    return sums, outputs
+def _scan(add_chunk, sums, positions, chunk):
+    """Scans over chunks of positions (docs/performance.md, XLA:CPU note 5): sums, `[B, T, ...]`.
+
+    `positions` are a tree of arrays `[B, T, ...]`.
+    """
+
+    def split(x):
+        x = x.reshape(len(x), -1, chunk, *x.shape[2:])
+        return jnp.swapaxes(x, 0, 1)
+
+    def join(x):
+        x = jnp.swapaxes(x, 0, 1)
+        return x.reshape(len(x), -1, *x.shape[3:])
+
+    if jax.tree.leaves(positions)[0].shape[1] == chunk:
+        return add_chunk(sums, positions)
+    sums, outputs = jax.lax.scan(add_chunk, sums, jax.tree.map(split, positions))
+    return sums, jax.tree.map(join, outputs)
 
 
 @jax.custom_vjp
@@ -205,14 +207,13 @@ def _one_pass_fwd(logits):
     start = (least, jnp.float32(0.0))
     ones = jnp.ones_like(logits)
     highest, total = jax.lax.reduce((logits, ones), start, join, (2,))
-    highest = highest[..., None]
-    total = total[..., None]
     return highest + jnp.log(total), (logits, highest, total)
 
 
 def _one_pass_bwd(kept, dy):
     logits, highest, total = kept
-    return (jnp.exp(logits - highest) * ((1.0 / total) * dy),)
+    share = (1.0 / total) * dy
+    return (jnp.exp(logits - highest[..., None]) * share[..., None],)
 
 
 one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)

@@ -37,6 +37,8 @@ def linear(
     variants: Variants,
 ) -> Array:
     """Computes `plain.linear`; the gradient of a float32 kernel stays in float32."""
+    if activation is plain.gelu_tanh:
+        activation = gelu_tanh
     how = _How(num_contract, activation, jnp.dtype(dtype), variants)
     how.check(x, kernel, bias)
     return _linear(x.astype(dtype), kernel, bias, how)
@@ -291,9 +293,3 @@ def gelu_tanh(x: Array) -> Array:
 
 
 gelu_tanh.defvjp(_gelu_fwd, _gelu_bwd)
-
-
-def activation(name: str) -> Activation:
-    """Returns the function of `plain.activation`, GELU with its own backward rule."""
-    found = plain.activation(name)
-    return gelu_tanh if found is plain.gelu_tanh else found

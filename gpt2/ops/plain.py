@@ -29,9 +29,12 @@ Activation = Callable[[Array], Array]
 # after the query too, which are masked later. It may append columns: keys that take weight and have
 # no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
-# From logits [B, T, V] and targets [B, T, K] to what is lost, a scalar, and a tree of what is
-# logged, float32: sums over positions, so that those of parts add up to those of the whole.
-Lose = Callable[[Array, Array], tuple[Array, Tree]]
+# What is known of positions beside their logits, [B, T] each: "targets" and others by name.
+Rows = dict[str, Array]
+# From logits [B, T, V] and rows of the same positions to the objective, a scalar to be
+# differentiated, and a tree of what is logged, float32: sums over positions, so that those of parts
+# add up to those of the whole. Neither rows nor what is logged have a derivative.
+LogitsLoss = Callable[[Array, Rows], tuple[Array, Tree]]
 
 
 class Scoring(NamedTuple):
@@ -104,8 +107,7 @@ def linear_parts(
     It is one `linear` map, by the formula or by another function for it.
     """
     y = linear(x, kernel, bias, dtype=dtype)
-    axis = x.ndim - 1
-    return [part.squeeze(axis) for part in jnp.split(y, y.shape[axis], axis)]
+    return [*jnp.unstack(y, axis=x.ndim - 1)]
 
 
 def norm(
@@ -159,11 +161,6 @@ ACTIVATIONS: dict[str, Activation] = {
     "swiglu": jax.nn.silu,
     "geglu": gelu_tanh,
 }
-
-
-def activation(name: str) -> Activation:
-    """Returns the elementwise function that `model.activation` names."""
-    return ACTIVATIONS[name]
 
 
 def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
@@ -277,42 +274,48 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def head_loss(
-    lose: Lose,
+    loss: LogitsLoss,
     hidden: Array,
     table: Array,
-    targets: Array,
+    rows: Rows,
     *,
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Tree]:
-    """Returns `lose(logits, targets)` of the logits `hidden table^T`.
+    """Returns `loss(logits, rows)` of the logits `hidden table^T`.
 
-    `hidden` is `[B, T, D]`, `table` `[V, D]`, `targets` are `[B, T, K]` int32; the product's
-    operands have `dtype`. A kernel may store logits in `logits_dtype`. What is logged has no
-    derivative.
+    `hidden` is `[B, T, D]`, `table` `[V, D]`; the product's operands have `dtype`. A kernel may
+    store logits in `logits_dtype`.
     """
-    lost, logged = lose(logits_of(hidden, table, dtype), targets)
-    return lost, jax.lax.stop_gradient(logged)
+    logits = logits_of(hidden, table, dtype)
+    objective, logged = loss(logits, jax.lax.stop_gradient(rows))
+    return objective, jax.lax.stop_gradient(logged)
 
 
 def log_sum_exp(logits: Array) -> Array:
-    """Returns the log of softmax's normaliser, `[B, T, 1]`, of logits `[B, T, V]`."""
-    return jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    """Returns the log of softmax's normaliser, `[B, T]`, of logits `[B, T, V]`."""
+    return jax.nn.logsumexp(logits, axis=-1)
 
 
 def pick(logits: Array, targets: Array) -> Array:
-    """Returns the logits `[B, T, K]` of targets, 0 where one is -1.
+    """Returns the logits `[B, T]` of targets, 0 where one is -1.
 
     By a comparison in place of a gather: it joins a pass over the logits, and splits over V.
     """
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    return jnp.where(is_target, logits[:, :, None], 0.0).sum(-1)
+    return jnp.where(is_target, logits, 0.0).sum(-1)
 
 
-def cross_entropy(logits: Array, targets: Array) -> tuple[Array, Tree]:
-    """Sums `-log softmax(logits)` at targets `[B, T, K]`, in nats; -1 is no target."""
-    losses = log_sum_exp(logits) - pick(logits, targets)
-    return jnp.where(targets >= 0, losses, 0.0).sum(), ()
+def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
+    """Returns the sum of losses `[B, T]` where targets are not -1, and how many there are."""
+    is_real = targets >= 0
+    return jnp.where(is_real, losses, 0.0).sum(), is_real.sum(dtype=jnp.float32)
+
+
+def cross_entropy(logits: Array, rows: Rows) -> tuple[Array, Tree]:
+    """Sums `-log softmax(logits)` at the targets, in nats."""
+    losses = log_sum_exp(logits) - pick(logits, rows["targets"])
+    return sum_real(losses, rows["targets"])[0], ()
 
 
 def hide_padding(logits: Array, vocab_size: int) -> Array:

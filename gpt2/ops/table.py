@@ -17,8 +17,9 @@ from gpt2.ops import plain
 from gpt2.ops.plain import (
     Activation,
     Init,
-    Lose,
+    LogitsLoss,
     Names,
+    Rows,
     Scoring,
     Shape,
 )
@@ -59,10 +60,10 @@ class HeadLoss(Protocol):
 
     def __call__(  # noqa: D102
         self,
-        lose: Lose,
+        loss: LogitsLoss,
         hidden: Array,
         table: Array,
-        targets: Array,
+        rows: Rows,
         *,
         dtype: DTypeLike,
         logits_dtype: DTypeLike = "float32",
@@ -100,7 +101,6 @@ class Ops:
     linear: Linear = plain.linear
     linear_parts: LinearParts = plain.linear_parts
     norm: Norm = plain.norm
-    activation: Callable[[str], Activation] = plain.activation
     attention: Attention = plain.attention
     look_up: LookUp = plain.look_up
     look_up_tokens: LookUp = plain.look_up

@@ -25,7 +25,7 @@ from gpt2.ops.head_loss import (
     pad_vocab,
     rows_at_once,
 )
-from gpt2.ops.linear import activation, add_rows, linear, linear_apart
+from gpt2.ops.linear import add_rows, linear, linear_apart
 from gpt2.ops.norm import norm
 from gpt2.ops.plain import SoftCap
 from gpt2.ops.table import Attention, LookUp, Spread
@@ -141,7 +141,7 @@ def make_ops(
         on_devices = partial(map_devices, mesh=mesh, rules=rules)
     multiple = VOCAB_MULTIPLE if splits_axes or platform != "cpu" else 1
     rows_of_head = -(-cfg.vocab_size // multiple) * multiple
-    rows = rows_at_once(
+    num_rows = rows_at_once(
         platform, (rows_of_head, cfg.embed_dim), is_scarce=gathers_by_layer
     )
     tokens: LookUp = look_up if gathers_by_layer else plain.look_up
@@ -156,12 +156,11 @@ def make_ops(
         linear=one_map,
         linear_parts=parts,
         norm=partial(norm, variants=variants),
-        activation=activation,
         attention=attention_by(attention, platform, on_devices),
         look_up_tokens=tokens,
         add_rows=add_rows,
         pad_vocab=partial(pad_vocab, multiple=multiple, constrain=by_axes),
-        head_loss=partial(head_loss, variants=variants, rows=rows),
+        head_loss=partial(head_loss, variants=variants, num_rows=num_rows),
         log_sum_exp=one_pass_log_sum_exp if variants.one_pass else plain.log_sum_exp,
         constrain=by_axes,
     )

@@ -28,10 +28,10 @@ def by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
             return ops.pad_vocab(table)
         return table._replace(array=ops.pad_vocab(table.array))
 
-    def head_loss(lose, hidden, table, targets, *, dtype, logits_dtype="float32"):
+    def head_loss(loss, hidden, table, rows, *, dtype, logits_dtype="float32"):
         array = gather(table, dtype)
         return ops.head_loss(
-            lose, hidden, array, targets, dtype=dtype, logits_dtype=logits_dtype
+            loss, hidden, array, rows, dtype=dtype, logits_dtype=logits_dtype
         )
 
     return dataclasses.replace(

@@ -5,8 +5,8 @@ which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` 
 `function(params, rows, device) -> (sums, grads)` for the rows of every device that splits the
 batch, and adds up the results once, across all devices. Both are trees of arrays.
 
-What is summed is what the loss returns: `{name: (sum, count)}`. `sums["loss"]` is differentiated,
-with the derivative of all that is lost; every name is divided once, at the end, and becomes the
+What is summed is what the loss returns: `{name: (sum, count)}`. `sums["loss"]` is cross-entropy,
+with the derivative of the whole objective; every name is divided once, at the end, and becomes the
 metric `train/NAME` or `eval/NAME`.
 """
 
@@ -26,7 +26,7 @@ from gpt2.model import GPT
 from gpt2.model.gpt import Params
 from gpt2.model.losses import Weight, loss_ingredients
 from gpt2.ops import plain
-from gpt2.ops.plain import Lose
+from gpt2.ops.plain import LogitsLoss, Rows
 from gpt2.optim import num_updates
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
@@ -45,8 +45,8 @@ Choose = Callable[[Array, Callable, Callable], Tree]
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
     """Returns `loss(params, batch, key=None, step=None) -> {name: (sum, count)}`, float32 scalars.
 
-    `loss` is cross-entropy with what `options` add; other names are those of the options and of
-    what modules `report`. train.py may swap this function for another of its signature.
+    `loss` is cross-entropy; other names are those of what `options` add and of what modules
+    `report`. train.py may swap this function for another of its signature.
     """
     extras = loss_ingredients(options)
 
@@ -56,43 +56,33 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         key: Array | None = None,
         step: Array | None = None,
     ) -> Sums:
-        chex.assert_rank(batch["tokens"], 2)
-        chex.assert_equal_shape(list(batch.values()))
-        chex.assert_type(list(batch.values()), int)
         if unknown := batch.keys() - {"tokens", "targets", "segments"}:
             raise ValueError(f"a batch has {sorted(unknown)}, which nothing reads")
-        # By the name of a loss, its targets and its weight in the gradient.
-        asked: dict[str, tuple[Array, Weight]] = {"loss": (batch["targets"], 1.0)}
+        later: dict[str, tuple[Array, Weight]] = {}
         if step is not None:
             for extra in extras:
-                asked |= extra.targets(batch["targets"], batch.get("segments"), step)
-        targets = jnp.stack([each for each, _ in asked.values()], axis=2)
+                later |= extra.targets(batch["targets"], batch.get("segments"), step)
+        rows = batch | {name: targets for name, (targets, _) in later.items()}
 
-        def lose(logits: Array, targets: Array) -> tuple[Array, Sums]:
-            """Returns what is differentiated, and what is logged: see `apply_loss`."""
+        def logits_loss(logits: Array, rows: Rows) -> tuple[Array, Sums]:
+            targets = rows["targets"]
             log_normaliser = model.ops.log_sum_exp(logits)
             at_targets = plain.pick(logits, targets)
-            losses = log_normaliser - at_targets
-            is_real = targets >= 0
-            counts = is_real.sum((0, 1), dtype=jnp.float32)
-            found: Sums = {}
+            found = {"loss": plain.sum_real(log_normaliser - at_targets, targets)}
+            objective = found["loss"][0]
             for extra in extras:
                 real_logits = logits[..., : model.config.vocab_size]
                 term = extra.term(real_logits, log_normaliser, at_targets)
                 if term is not None:
-                    # A term of the position counts once, with its first target.
-                    missing = targets.shape[2] - term.shape[2]
-                    losses += jnp.pad(term, ((0, 0), (0, 0), (0, missing)))
-                    of_first = jnp.where(is_real[..., 0], term[..., 0], 0.0)
-                    found[extra.option] = of_first.sum(), counts[0]
-            totals = jnp.where(is_real, losses, 0.0).sum((0, 1))
-            lost = jnp.float32(0.0)
-            for k, (name, (_, weight)) in enumerate(asked.items()):
-                lost += weight * totals[k]
-                found[name] = totals[k], counts[k]
-            return lost, found
+                    found[extra.option] = plain.sum_real(term, targets)
+                    objective += found[extra.option][0]
+            for name, (_, weight) in later.items():
+                losses = log_normaliser - plain.pick(logits, rows[name])
+                found[name] = plain.sum_real(losses, rows[name])
+                objective += weight * found[name][0]
+            return objective, found
 
-        return apply_loss(model, params, batch, targets, lose, key)
+        return apply_loss(model, params, rows, logits_loss, key)
 
     return loss
 
@@ -100,24 +90,21 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
 def apply_loss(
     model: GPT,
     params: Params,
-    batch: Batch,
-    targets: Array,
-    lose: Lose,
+    rows: Rows,
+    logits_loss: LogitsLoss,
     key: Array | None = None,
 ) -> Sums:
-    """Returns what a batch loses by `lose`, and what modules report: `{name: (sum, count)}`.
+    """Returns what `logits_loss` finds in a batch, and what modules report: `{name: (sum, count)}`.
 
-    `lose(logits, targets)` takes float32 logits `[B, T, V]`, V with padding, and int32 targets
-    `[B, T, K]`, a part of the positions at a time. It returns what is differentiated, and sums by
-    name, of which "loss" is one. Auxiliary losses of modules join the gradient. With a key there is
-    dropout.
+    `rows` are a batch and what else the loss reads of its positions. `logits_loss(logits, rows)`
+    takes float32 logits `[B, T, V]`, V with padding, and their rows, a part of the positions at a
+    time. It returns the objective, and sums by name, of which "loss" is one. Auxiliary losses of
+    modules join the objective. With a key there is dropout.
     """
-    (lost, found), variables = model.apply(
+    (objective, found), variables = model.apply(
         {"params": params},
-        batch["tokens"],
-        targets,
-        lose,
-        segments=batch.get("segments"),
+        rows,
+        logits_loss,
         deterministic=key is None,
         rngs={} if key is None else {"dropout": key},
         method="loss",
@@ -127,10 +114,10 @@ def apply_loss(
         for name, each in reported(variables[METRICS]).items():
             total, count, auxiliary = each
             found[name] = total, count
-            lost += auxiliary
+            objective += auxiliary
     total, count = found["loss"]
     # The value to log, with the derivative of what a step lowers: the difference is 0.
-    total += lost - jax.lax.stop_gradient(lost)
+    total += objective - jax.lax.stop_gradient(objective)
     return found | {"loss": (total, count)}
 
 

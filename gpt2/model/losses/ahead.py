@@ -1,7 +1,7 @@
 """Losses of the tokens 2, 3, ... on, by the same logits.
 
 Gloeckle et al. 2024, arXiv 2404.19737, lightly, as modded-nanogpt has it. Logged as `loss_ahead_2`
-and so on; their weights are in the gradient of the loss, not in its sum.
+and so on; weighted, they join the objective.
 """
 
 import jax.numpy as jnp

@@ -30,17 +30,16 @@ class LossIngredient:
     ) -> dict[str, tuple[Array, Weight]]:
         """Returns more targets of a training step, `[B, T]` each, by the names of their losses.
 
-        With each goes the weight that its loss has in the gradient.
+        With each goes the weight that its loss has in the objective.
         """
         return {}
 
     def term(
         self, logits: Array, log_normaliser: Array, at_targets: Array
     ) -> Array | None:
-        """Returns what is added to the losses `[B, T, K]`, logged under the option's name.
+        """Returns what joins the objective at each position, `[B, T]`; None: nothing.
 
-        It is `[B, T, K]`, or `[B, T, 1]` where it is of the position and counts once. It follows
-        from logits `[B, T, V]`, the logs of softmax's normalisers `[B, T, 1]`, and the targets'
-        logits `[B, T, K]`.
+        It is logged under the option's name, and follows from logits `[B, T, V]`, the logs of
+        softmax's normalisers `[B, T]`, and the targets' logits `[B, T]`.
         """
         return None
