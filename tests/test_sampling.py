@@ -12,7 +12,7 @@ import pytest
 from gpt2 import generate as command
 from gpt2.config import ParallelConfig
 from gpt2.errors import UserError
-from gpt2.model import GPT, GPTConfig, KVCache
+from gpt2.model import GPT, GPTConfig, KVCache, extend
 from gpt2.model import sampling as sampling_module
 from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel.kernels import make_ops
@@ -96,14 +96,14 @@ class Halved(GPT):
 def test_a_sequence_that_outgrows_its_cache_gets_no_number(scanned):
     config = dataclasses.replace(CFG, scan_layers=scanned)
     model = GPT(config)
-    params = {"params": make_params(config)}
+    params = make_params(config)
     cache = KVCache.create(config, 2, max_length=9)
-    extend = jax.jit(functools.partial(model.apply, params, method="extend"))
+    append = jax.jit(functools.partial(extend, model, params))
     lengths = jnp.array([8, 5])
     for fits in (True, True), (True, True), (False, True):
         width = 8 if cache.length[0] == 0 else 1
         tokens = jnp.ones((2, width), jnp.int32)
-        logits, cache = extend(tokens, jnp.minimum(lengths, width), cache)
+        logits, cache = append(tokens, jnp.minimum(lengths, width), cache)
         assert tuple(np.isfinite(logits).all(axis=1)) == fits
 
 

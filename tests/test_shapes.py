@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from gpt2.config import SIZES
-from gpt2.model import KVCache, layers, num_params
+from gpt2.model import KVCache, extend, layers, num_params
 from gpt2.model.attention import Attention
 from gpt2.model.ingredients import Flow, Heads, Ingredient
 from gpt2.ops import Ops, plain
@@ -50,10 +50,6 @@ ints, floats, halves = (
 
 def assert_same(actual, expected):
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes(actual), shapes(expected))
-
-
-def method(model, name):
-    return partial(model.apply, method=name)
 
 
 def known_parameters(size, scanned):
@@ -107,7 +103,7 @@ def attend(name):
         flow = Flow(jnp.zeros((2, 128), int), jnp.arange(128)[None])
         with mock.patch("gpt2.model.attention.ingredients_of", lambda _: (extra,)):
             make = Attention(CONFIG, ops).init_with_output
-            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), None, flow)[0][0]
+            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), flow)[0]
 
     return attended
 
@@ -189,7 +185,7 @@ NOT_VECTOR = all_of(floats, (), (1,), (8, 32))
 NOT_BIAS = all_of(floats, (), (5,), (8, 3, 5))
 NOT_W = [floats(1, 3, 5), floats(5, 32)]
 NOT_TABLE = all_of(floats, (10, 32), (12, 1), (32, 12))
-EXTEND = (PARAMS, ROWS, LENGTHS, cache_of(2)), (), NOT_TOKENS, NOT_LENGTHS, NOT_CACHE
+EXTEND = (STATE.params, ROWS, LENGTHS, cache_of(2))
 NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
 BORDERS = {
     "apply": (MODEL.apply, (PARAMS, ROWS), (), NOT_TOKENS),
@@ -200,7 +196,14 @@ BORDERS = {
         NOT_ROWS,
         NOT_ROWS,
     ),
-    "extend": (method(MODEL, "extend"), *EXTEND),
+    "extend": (
+        partial(extend, MODEL),
+        EXTEND,
+        (),
+        NOT_TOKENS,
+        NOT_LENGTHS,
+        NOT_CACHE,
+    ),
     "MLP": (module(layers.MLP), (X,), [*NOT_X, floats(8, 32)]),
     "segments": (in_segments, (PARAMS, ROWS, ROWS), (), NOT_TOKENS, NOT_ROWS),
     "linear": (

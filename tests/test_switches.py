@@ -22,7 +22,7 @@ from configs import default
 from gpt2.config import Config, with_options
 from gpt2.config.options import OPTIONS, read_option
 from gpt2.errors import UserError
-from gpt2.model import GPT, KVCache, with_kernels
+from gpt2.model import GPT, KVCache, extend, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
 from gpt2.model.ingredients import INGREDIENTS, ingredients_of, score_terms
 from gpt2.model.losses import LOSSES
@@ -380,20 +380,17 @@ def test_cached_logits_equal_uncached_ones(name):
     scanned = GPT(dataclasses.replace(model.config, scan_layers=True))
     stacked = in_layout(params, scanned=True)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def extend(model, params, new, num_new, cache):
-        return model.apply({"params": params}, new, num_new, cache, method="extend")
-
+    append = jax.jit(extend, static_argnums=0)
     for form, weights in ((model, params), (scanned, stacked)):
         lengths = jnp.array([9, 7])  # beyond the windows
-        logits, cache = extend(
+        logits, cache = append(
             form, weights, tokens[:, :9], lengths, KVCache.create(form.config, 2, 16)
         )
         for _ in range(4):
             wanted = expected[np.arange(2), lengths - 1]
             np.testing.assert_allclose(logits, wanted, rtol=0, atol=atol)
             new = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
-            logits, cache = extend(form, weights, new, jnp.ones(2, jnp.int32), cache)
+            logits, cache = append(form, weights, new, jnp.ones(2, jnp.int32), cache)
             lengths = lengths + 1
 
 

@@ -1,7 +1,14 @@
 """GPT-2 in Flax Linen."""
 
-from gpt2.model.attention import Cache
-from gpt2.model.gpt import GPT, GPTConfig, KVCache, num_params
+from gpt2.model.cache import KVCache, extend
+from gpt2.model.gpt import GPT, GPTConfig, num_params
 from gpt2.model.kernels import with_kernels
 
-__all__ = ["GPT", "Cache", "GPTConfig", "KVCache", "num_params", "with_kernels"]
+__all__ = [
+    "GPT",
+    "GPTConfig",
+    "KVCache",
+    "extend",
+    "num_params",
+    "with_kernels",
+]

@@ -16,24 +16,19 @@ from gpt2.ops import Ops, Scoring
 from gpt2.ops.plain import ScoreTerm, attention_cached, rope
 from gpt2.utils.scan import by_layer
 
-# Keys and values of the positions so far, [B, K, S, H] each.
-Cache = tuple[Array, Array]
-
 
 class Attention(nn.Module):
     """Causal self-attention over all heads: each position sees itself and those before it.
 
-    It maps `[B, T, D]` to `[B, T, D]` in the compute type. A cache holds what these positions see
-    beside themselves, and is returned with their keys and values.
+    It maps `[B, T, D]` to `[B, T, D]` in the compute type. A collection `cache` holds what these
+    positions see beside themselves (gpt2/model/cache.py).
     """
 
     config: GPTConfig
     ops: Ops
 
     @nn.compact
-    def __call__(
-        self, x: Array, cache: Cache | None, flow: Flow
-    ) -> tuple[Array, Cache | None]:
+    def __call__(self, x: Array, flow: Flow) -> Array:
         """Lets positions attend."""
         cfg, ops = self.config, self.ops
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
@@ -61,13 +56,14 @@ class Attention(nn.Module):
         if cfg.dropout and not flow.deterministic:
             key = self.make_rng("dropout")
             scoring = scoring._replace(dropout=cfg.dropout, dropout_key=key)
-        if cache is not None:
-            cache = _write(cache, (k, v), flow.positions[:, 0])
+        is_cached = self.has_variable("cache", "keys")
+        if is_cached:
+            k, v = self._extend_cache(k, v, flow.positions[:, 0])
 
         def attend(window: int) -> Array:
             how = scoring._replace(window=window)
-            if cache is not None:
-                return attention_cached(q, *cache, flow.positions[:, -1] + 1, how)
+            if is_cached:
+                return attention_cached(q, k, v, flow.positions[:, -1] + 1, how)
             return ops.attention(q, k, v, how)
 
         if isinstance(flow.layer, int):
@@ -81,7 +77,7 @@ class Attention(nn.Module):
         project = Linear(
             cfg, ops, (N, H, D), axes, 2, is_projection=True, name="c_proj"
         )
-        return project(y), cache
+        return project(y)
 
     def _project(self, x: Array) -> Heads:
         cfg = self.config
@@ -103,16 +99,17 @@ class Attention(nn.Module):
 
         return Heads(spread(q), spread(k), spread(v))
 
+    def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
+        """Writes keys and values `[B, T, K, H]` from each row's `start` `[B]` on; returns all."""
 
-def _write(cache: Cache, new: Cache, start: Array) -> Cache:
-    """Writes keys and values `[B, T, K, H]` into a cache from each row's `start` `[B]` on."""
+        def write(old: Array, x: Array, first: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(
+                old, jnp.swapaxes(x, 0, 1), first, axis=1
+            )
 
-    def write(old: Array, x: Array, first: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(
-            old, jnp.swapaxes(x, 0, 1), first, axis=1
-        )
-
-    write_rows = jax.vmap(write)
-    keys = write_rows(cache[0], new[0], start)
-    values = write_rows(cache[1], new[1], start)
-    return keys, values
+        write_rows = jax.vmap(write)
+        keys = write_rows(self.get_variable("cache", "keys"), k, start)
+        values = write_rows(self.get_variable("cache", "values"), v, start)
+        self.put_variable("cache", "keys", keys)
+        self.put_variable("cache", "values", values)
+        return keys, values

@@ -8,7 +8,7 @@ import jax
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.model.attention import Attention, Cache
+from gpt2.model.attention import Attention
 from gpt2.model.ingredients import Branch, Flow, MakeModule, ingredients_of
 from gpt2.model.layers import MLP, Norm
 from gpt2.ops import Ops
@@ -24,9 +24,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, cache: Cache | None, layer: int | Array, flow: Flow
-    ) -> tuple[Stream, Cache | None]:
-        """Returns the stream after the layer, and the layer's cache with what came new."""
+        self, stream: Stream, layer: int | Array, flow: Flow
+    ) -> tuple[Stream, None]:
+        """Returns the stream after the layer, as a scan's body does."""
         cfg, ops = self.config, self.ops
         x, carried = stream
         flow = flow.replace(layer=layer, carried=dict(carried))
@@ -38,7 +38,7 @@ class Block(nn.Module):
         with jax.named_scope("attention"):
             branch = self._branch(1, x, drop, flow)
             attention = Attention(cfg, ops, name="attn")
-            y, cache = attention(branch.norm(branch.read), cache, flow)
+            y = attention(branch.norm(branch.read), flow)
             x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
 
         with jax.named_scope("mlp"):
@@ -49,7 +49,7 @@ class Block(nn.Module):
             mlp = make(cfg, ops, name="mlp")
             y = mlp(branch.norm(branch.read))
             x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
-        return (x, flow.carried), cache
+        return (x, flow.carried), None
 
     @nn.nowrap
     def _branch(self, number: int, x: Array, drop: nn.Dropout, flow: Flow) -> Branch:

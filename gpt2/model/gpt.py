@@ -17,13 +17,11 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
-from gpt2.model.attention import Cache
 from gpt2.model.block import Block, Stream
 from gpt2.model.ingredients import Flow, ingredients_of
 from gpt2.model.layers import Embedding, Norm
@@ -34,36 +32,6 @@ from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Tree
 
 Params = dict[str, Tree]  # nested, by the names of modules
-
-
-class KVCache(struct.PyTreeNode):
-    """Keys and values of the tokens so far, and the last tokens.
-
-    Attributes:
-        layers: keys and values for each layer, `[B, K, S, H]` in the compute type. They are
-            separate and heads come first, so that a step writes them in place and multiplies them
-            as they are stored. If layers are scanned, a single pair with a leading axis L.
-        length: `[B]` int32, tokens written per sequence.
-        last: `[B]` int32, the last token; any where there is none.
-    """
-
-    layers: list[Cache] | Cache
-    length: Array
-    last: Array
-
-    @classmethod
-    def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
-        """Returns an empty cache for sequences of up to `max_length` tokens."""
-        shape = (batch_size, config.kv_heads, max_length, config.head_size)
-
-        def pair(*leading: int) -> Cache:
-            zeros = jnp.zeros((*leading, *shape), config.compute_dtype)
-            return zeros, jnp.copy(zeros)
-
-        L = config.num_layers
-        layers = pair(L) if config.scan_layers else [pair() for _ in range(L)]
-        none = jnp.zeros(batch_size, jnp.int32)
-        return cls(layers, none, none)
 
 
 class GPT(nn.Module):
@@ -112,7 +80,7 @@ class GPT(nn.Module):
     ) -> Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type."""
         flow = _flow(tokens, segments, deterministic)
-        return self._hidden(self.wte.table(), flow, None)[0]
+        return self._hidden(self.wte.table(), flow)
 
     def logits(self, hidden: Array) -> Array:
         """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
@@ -140,7 +108,7 @@ class GPT(nn.Module):
         table = head if cfg.tie_embeddings else self.wte.table()
         flow = _flow(rows["tokens"], rows.get("segments"), deterministic)
         flow = flow.replace(has_target=rows["targets"] >= 0)
-        hidden, _ = self._hidden(table, flow, None)
+        hidden = self._hidden(table, flow)
 
         def changed_loss(logits: Array, rows: Rows) -> tuple[Array, Tree]:
             logits = _change_logits(cfg, logits)
@@ -157,44 +125,26 @@ class GPT(nn.Module):
                 logits_dtype=cfg.logits_dtype,
             )
 
-    def extend(
-        self, tokens: Array, num_new: Array, cache: KVCache
-    ) -> tuple[Array, KVCache]:
-        """Appends tokens to cached sequences: many at once for a prompt, one at a time after.
+    def newest_logits(
+        self, tokens: Array, num_new: Array, length: Array, last: Array
+    ) -> Array:
+        """Returns the logits `[B, V]` after the last of `num_new` `[B]` new tokens `[B, T]`.
 
-        Args:
-            tokens: [B, T] int32, padded on the right.
-            num_new: [B] int32, how many of the T are real, at least 1.
-            cache: what came before, with room for T more.
-
-        Returns:
-            The logits [B, V] after each sequence's last real token, NaN where there was no room,
-            and the longer cache.
+        Of those before, `length` `[B]` which end in `last` `[B]`, keys and values are in the
+        collection `cache`, which these join: see gpt2/model/cache.py.
         """
-        chex.assert_shape([num_new, cache.length], (tokens.shape[0],))
-        capacity = jax.tree.leaves(cache.layers)[0].shape[-2]
-        has_room = cache.length + tokens.shape[1] <= capacity
         flow = _flow(tokens, None, True)
-        positions = flow.positions + cache.length[:, None]
-        flow = flow.replace(positions=positions, last_token=cache.last)
-        hidden, layers = self._hidden(self.wte.table(), flow, cache.layers)
-        end = (num_new - 1)[:, None]
-        newest = jnp.take_along_axis(tokens, end, axis=1)[:, 0]
-        cache = cache.replace(
-            layers=layers,
-            length=cache.length + num_new,
-            last=newest,
-        )
+        positions = flow.positions + length[:, None]
+        flow = flow.replace(positions=positions, last_token=last)
+        hidden = self._hidden(self.wte.table(), flow)
+        newest = (num_new - 1)[:, None, None]
+        hidden = jnp.take_along_axis(hidden, newest, axis=1)
         # The head unpadded: padding would copy it at every token.
-        hidden = jnp.take_along_axis(hidden, end[..., None], axis=1)
-        logits = self._logits(hidden, self._head())[:, 0]
-        return jnp.where(has_room[:, None], logits, jnp.nan), cache
+        return self._logits(hidden, self._head())[:, 0]
 
     @nn.compact
-    def _hidden(
-        self, table: Array, flow: Flow, caches: list[Cache] | Cache | None
-    ) -> tuple[Array, list[Cache] | Cache | None]:
-        """Returns the normalised output of the last layer [B, T, D], and the layers' caches.
+    def _hidden(self, table: Array, flow: Flow) -> Array:
+        """Returns the normalised output of the last layer [B, T, D].
 
         `table` holds the rows that tokens look up.
         """
@@ -213,7 +163,7 @@ class GPT(nn.Module):
 
         for extra in extras:
             x = extra.enter(self, x, flow)
-        (x, carried), caches = self._layers((x, flow.carried), caches, flow)
+        x, carried = self._layers((x, flow.carried), flow)
         flow = flow.replace(carried=carried)
         for extra in reversed(extras):
             x = extra.leave(self, x, flow)
@@ -223,12 +173,10 @@ class GPT(nn.Module):
         x = ops.constrain(x, "batch", "length", "embed")
         for extra in extras:
             x = extra.normed(self, x, flow)
-        return x, caches
+        return x
 
-    def _layers(
-        self, stream: Stream, caches: list[Cache] | Cache | None, flow: Flow
-    ) -> tuple[Stream, list[Cache] | Cache | None]:
-        """Returns the stream after all layers, and their caches."""
+    def _layers(self, stream: Stream, flow: Flow) -> Stream:
+        """Returns the stream after all layers."""
         cfg = self.config
         block: type[nn.Module] = Block
         if cfg.remat != "none":
@@ -238,17 +186,15 @@ class GPT(nn.Module):
             scanned = scan_layers(
                 block,
                 cfg.num_layers,
-                per_layer=("cache", "layer"),
+                per_layer=("layer",),
                 unroll=cfg.scan_unroll,
             )
             numbers = jnp.arange(cfg.num_layers)
-            return scanned(cfg, self.ops, name="h")(stream, caches, numbers, flow)
-        longer = []  # caches
+            return scanned(cfg, self.ops, name="h")(stream, numbers, flow)[0]
         for layer in range(cfg.num_layers):
             apply = block(cfg, self.ops, name=f"h_{layer}")
-            stream, cache = apply(stream, caches and caches[layer], layer, flow)
-            longer.append(cache)
-        return stream, longer if caches else None
+            stream, _ = apply(stream, layer, flow)
+        return stream
 
     def _add_positions(self, x: Array, flow: Flow) -> Array:
         """Adds learned positions to `[B, T, D]`."""

@@ -7,7 +7,7 @@ loop that samples is one compiled program, which stops when every sequence has e
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import chex
@@ -17,7 +17,8 @@ import numpy as np
 from flax import struct
 
 from gpt2.errors import UserError
-from gpt2.model.gpt import GPT, KVCache
+from gpt2.model.cache import KVCache, extend
+from gpt2.model.gpt import GPT, Params
 from gpt2.model.kernels import with_kernels
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
@@ -79,7 +80,7 @@ def bucket(length: int, limit: int) -> int:
 
 def generate(
     model: GPT,
-    params: Mapping,
+    params: Params,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -159,7 +160,7 @@ class _State(struct.PyTreeNode):
 
 @partial(jax.jit, static_argnames=("cache_length", "model", "sampling", "vocab_size"))
 def _generate(
-    params: Mapping,
+    params: Params,
     tokens: jax.Array,
     lengths: jax.Array,
     key: jax.Array,
@@ -178,10 +179,6 @@ def _generate(
     """
     B = tokens.shape[0]
 
-    def extend(tokens: jax.Array, num_new: jax.Array, cache: KVCache):
-        variables = {"params": params}
-        return model.apply(variables, tokens, num_new, cache, method="extend")
-
     def append(state: _State, logits: jax.Array) -> _State:
         fold_in = jax.vmap(jax.random.fold_in, (0, None))
         keys = fold_in(state.keys, done + state.step)
@@ -197,7 +194,7 @@ def _generate(
     def body(state: _State) -> _State:
         last = state.tokens[:, state.step - 1]
         one_each = jnp.ones(B, jnp.int32)
-        logits, cache = extend(last[:, None], one_each, state.cache)
+        logits, cache = extend(model, params, last[:, None], one_each, state.cache)
         return append(state.replace(cache=cache), logits)
 
     def unfinished(state: _State) -> jax.Array:
@@ -205,7 +202,7 @@ def _generate(
 
     fold_in = jax.vmap(jax.random.fold_in, (None, 0))
     cache = KVCache.create(model.config, B, cache_length)
-    logits, cache = extend(tokens, lengths, cache)
+    logits, cache = extend(model, params, tokens, lengths, cache)
     state = _State(
         step=jnp.int32(0),
         tokens=jnp.full((B, cache_length), end, jnp.int32),

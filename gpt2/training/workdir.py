@@ -25,6 +25,7 @@ from gpt2.data.dataset import Dataset, refuse_other
 from gpt2.data.preparation import data_place
 from gpt2.data.tokenizer import Tokenizer, is_path
 from gpt2.errors import UserError, tell, warn
+from gpt2.model.gpt import Params
 from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, plot_losses
@@ -212,7 +213,7 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
 def finish(
     workdir: Path,
     program: Program,
-    params: Mapping,
+    params: Params,
     tokenizer: Tokenizer,
     scores: Mapping[str, float],
     clock: StepClock,

@@ -35,7 +35,7 @@ def scan_layers(
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
         block,
-        variable_axes={"params": 0, METRICS: 0},
+        variable_axes={"params": 0, METRICS: 0, "cache": 0},
         split_rngs={"params": True, "dropout": True},
         in_axes=tuple(0 if name in per_layer else nn.broadcast for name in others),
         length=num_layers,
