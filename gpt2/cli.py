@@ -16,6 +16,7 @@ from gpt2.config.options import (
     Options,
     flatten,
     no_option,
+    read_option,
     require_option,
 )
 from gpt2.config.run import Config, read_options
@@ -68,8 +69,11 @@ def parse_flags(argv: list[str]) -> list[str]:
             path = Path(__file__).parents[1] / "configs/quickstart.py"
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
-            if match := re.match(r"--?(?:no)?config\.([^=]*)", argument):
-                require_option(match[1], "--config.")
+            if match := re.match(r"--?(?:no)?config\.", argument):
+                name, _, value = argument[match.end() :].partition("=")
+                require_option(name, "--config.")
+                if value:
+                    read_option(name, value)  # absl tells Python's error
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([each for each in argv if each != "--help"])
             flag = flags.FLAGS["config"]

@@ -110,7 +110,7 @@ def test_documents_of_a_users_own_function(tmp_path, make, monkeypatch):
     for name in ("own_documents:songs", "broken:poems"):
         with pytest.raises(UserError, match="cannot be imported"):
             make(f"python:{name}")
-    for returned in ("'one text'", "[1, 2]"):
+    for returned in ("'one text'", "[1, 2]", "None"):
         module.write_text(f"def poems():\n    return {returned}\n")
         importlib.reload(sys.modules["own_documents"])
         with pytest.raises(UserError, match="iterable of str"):

@@ -152,12 +152,13 @@ def _python(argument: str) -> Corpus:
 
     def documents() -> Iterator[str]:
         texts = function()
+        what = f"python:{argument} has to return an iterable of str, its documents"
+        # The characters of a str are str, too.
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise UserError(what)
         for text in texts:
-            # The characters of a str are str, too.
-            if isinstance(texts, str) or not isinstance(text, str):
-                raise UserError(
-                    f"python:{argument} has to return an iterable of str, its documents"
-                )
+            if not isinstance(text, str):
+                raise UserError(what)
             yield text
 
     return Corpus(fingerprint([source], "python", argument), documents)

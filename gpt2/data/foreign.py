@@ -23,7 +23,7 @@ def find_files(pattern: str) -> Sequence[File]:
     if not found:
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
-            "Give a path, or a glob such as 'books/**/*.txt'",
+            "Give a file, or a glob for those of a folder, such as 'books/**/*.txt'",
         )
     return found
 

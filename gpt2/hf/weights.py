@@ -136,8 +136,8 @@ def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
     """Reads configuration and tokenizer of what `train.init_from` names, without its weights."""
     kind, directory, _ = _split_source(source)
     if kind == "run":
-        tokenizer = tokenizers.load(directory / "tokenizer.json")
-        return load_config(directory).gpt(), tokenizer
+        cfg = load_config(directory).gpt()
+        return cfg, tokenizers.load(directory / "tokenizer.json")
     cfg = read_config(directory)
     tokenizer = load_tokenizer(directory, cfg)
     return dataclasses.replace(cfg, vocab_size=tokenizer.vocab_size), tokenizer
