@@ -139,6 +139,16 @@ def train(run: Run, state: TrainState, start: int) -> int:
         jax.block_until_ready((state, steps, eval_step))
     distributed.only_first(tell)(program.describe(batches, steps, start), sys.stdout)
 
+    step = start
+    stops = False
+    scores = {}
+    reporter = Reporter.for_run(config, clock, workdir, start)
+    profiler = Profiler(workdir / "profile", config.logging)
+    start_over = partial(first_state, program, batches.dataset)
+    diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
+    stop = StopSignal()
+    upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
+
     def score(num_batches: int = 0) -> dict[str, float]:
         """Scores the newest state, which is never saved if it has diverged."""
         reporter.catch_up()
@@ -156,15 +166,6 @@ def train(run: Run, state: TrainState, start: int) -> int:
             checkpointer.save(state, step, measured, batches.position(step))
 
     # Loop: metrics are read a step late, so that the devices never wait for the host.
-    step = start
-    stops = False
-    scores = {}
-    reporter = Reporter.for_run(config, clock, workdir, start)
-    profiler = Profiler(workdir / "profile", config.logging)
-    start_over = partial(first_state, program, batches.dataset)
-    diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
-    stop = StopSignal()
-    upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
     with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             while step < options.num_steps and not stops:

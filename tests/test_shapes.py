@@ -209,7 +209,7 @@ BORDERS = {
     "linear": (
         partial(linear, dtype="float32", variants=CPU),
         (X, W, WB),
-        [*NOT_X, ints(2, 32)],
+        NOT_X,
         NOT_W,
         NOT_BIAS,
     ),

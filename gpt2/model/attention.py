@@ -14,7 +14,7 @@ from gpt2.model.ingredients import Flow, Heads, ingredients_of
 from gpt2.model.layers import Linear
 from gpt2.ops import Ops, Scoring
 from gpt2.ops.plain import ScoreTerm, attention_cached, rope
-from gpt2.utils.scan import by_layer
+from gpt2.utils.scan import for_layer
 
 
 class Attention(nn.Module):
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         if isinstance(flow.layer, int):
             y = attend(cfg.windows[flow.layer])
         else:
-            y = by_layer(attend, cfg.windows, flow.layer)
+            y = for_layer(attend, cfg.windows, flow.layer)
         for extra in extras:
             y = extra.attended(self, y, x, heads)
         y = ops.constrain(y, "batch", "length", "heads", "head_size")

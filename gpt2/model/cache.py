@@ -48,7 +48,8 @@ def extend(
     """Appends tokens to cached sequences: many at once for a prompt, one at a time after.
 
     Args:
-        model, params: a model and its weights.
+        model: a model, or one of a class of your own.
+        params: its weights.
         tokens: [B, T] int32, padded on the right.
         num_new: [B] int32, how many of the T are real, at least 1.
         cache: what came before, with room for T more.

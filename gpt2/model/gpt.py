@@ -7,8 +7,8 @@ Dimensions, here and in every comment of the project:
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details after OpenAI's
 code: biases everywhere, tanh GELU, LayerNorm before each branch and after the last, tied head.
 
-What GPT-2 does not have lies in gpt2/model/ingredients. What it computes by, `ops`, are formulas
-(gpt2/ops/plain.py) unless a backend gives faster ones.
+What GPT-2 does not have lies in gpt2/model/ingredients. It computes by the formulas of
+gpt2/ops/plain.py; those in `ops` give way to faster functions where a backend has some.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class GPT(nn.Module):
     ) -> Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type."""
         flow = _flow(tokens, segments, deterministic)
-        return self._hidden(self.wte.table(), flow)
+        return self._hidden(self.wte.embedding, flow)
 
     def logits(self, hidden: Array) -> Array:
         """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
@@ -105,7 +105,7 @@ class GPT(nn.Module):
         chex.assert_type(rows["targets"], int)
         # Tokens are looked up in what the head takes: the gradients of both add up in one array.
         head = ops.pad_vocab(self._head())
-        table = head if cfg.tie_embeddings else self.wte.table()
+        table = head if cfg.tie_embeddings else self.wte.embedding
         flow = _flow(rows["tokens"], rows.get("segments"), deterministic)
         flow = flow.replace(has_target=rows["targets"] >= 0)
         hidden = self._hidden(table, flow)
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         flow = _flow(tokens, None, True)
         positions = flow.positions + length[:, None]
         flow = flow.replace(positions=positions, last_token=last)
-        hidden = self._hidden(self.wte.table(), flow)
+        hidden = self._hidden(self.wte.embedding, flow)
         newest = (num_new - 1)[:, None, None]
         hidden = jnp.take_along_axis(hidden, newest, axis=1)
         # The head unpadded: padding would copy it at every token.
@@ -205,7 +205,7 @@ class GPT(nn.Module):
             cfg, self.ops, cfg.context_length, axes, cfg.init_std / 2, name="wpe"
         )
         if flow.last_token is None and flow.segments is None:
-            return self.ops.add_rows(x, wpe.table())
+            return self.ops.add_rows(x, wpe.embedding)
         return x + wpe(flow.positions)
 
     def _rotation(self, positions: Array) -> tuple[Array, Array]:
@@ -219,7 +219,9 @@ class GPT(nn.Module):
 
     def _head(self) -> Array:
         """Returns the output embedding, `[V, D]`."""
-        return self.wte.table() if self.config.tie_embeddings else self.lm_head.table()
+        return (
+            self.wte.embedding if self.config.tie_embeddings else self.lm_head.embedding
+        )
 
     def _logits(self, hidden: Array, head: Array) -> Array:
         logits = logits_of(hidden, head, self.config.compute_dtype)

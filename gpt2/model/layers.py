@@ -18,7 +18,7 @@ from gpt2.ops.plain import ACTIVATIONS, Activation, Init, Names, Shape
 def named_param(
     module: nn.Module, name: str, init: Init, shape: Shape, axes: Names
 ) -> Array:
-    """Returns a parameter of a module that has `config` and `ops`, whole on every device.
+    """Returns a parameter of a module that has `config` and `ops`, gathered if it was in shards.
 
     `parallel.rules` spread it between steps by the names of its axes. Weight decay and Muon go by
     its own name.
@@ -48,7 +48,7 @@ class Linear(nn.Module):
     activation: Activation | None = None
 
     def setup(self):
-        """Creates the kernel and the bias."""
+        """Creates the kernel, of which operations take shards, and the bias."""
         cfg = self.config
         self.kernel = self.ops.param(self, "kernel", self._draw, self.shape, self.axes)
         self.bias = None
@@ -130,7 +130,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of vectors, looked up by integers.
+    """A table of vectors, looked up by integers: its `embedding`, as `ops` take it.
 
     Attributes:
         config: gives the types, and the width of a vector if `width` does not.
@@ -159,10 +159,6 @@ class Embedding(nn.Module):
         """Returns the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute type."""
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
 
-    def table(self) -> Array:
-        """Returns the table, `[V, D]`, as `ops` take it."""
-        return self.embedding
-
 
 class MLP(nn.Module):
     """Two linear maps around an activation; gated forms have a third (Shazeer 2020)."""
@@ -181,18 +177,16 @@ class MLP(nn.Module):
         hidden = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_fc")(x)
         hidden = ops.constrain(hidden, "batch", "length", "mlp")
         activation = ACTIVATIONS[cfg.activation]
-        before_projection: Activation | None = activation
         if cfg.is_gated:
             gate = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_gate")(x)
             hidden = activation(gate) * hidden
-            before_projection = None
         project = Linear(
             cfg,
             ops,
             (F, D),
             ("mlp", "embed"),
             is_projection=True,
-            activation=before_projection,
+            activation=None if cfg.is_gated else activation,
             name="c_proj",
         )
         return project(hidden)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -40,7 +39,6 @@ def linear(
     if activation is plain.gelu_tanh:
         activation = gelu_tanh
     how = _How(num_contract, activation, jnp.dtype(dtype), variants)
-    how.check(x, kernel, bias)
     return _linear(x.astype(dtype), kernel, bias, how)
 
 
@@ -54,7 +52,6 @@ def linear_apart(
 ) -> list[Array]:
     """Computes `plain.linear_parts` by a product for each part: none is copied."""
     how = _How(1, None, jnp.dtype(dtype), variants)
-    how.check(x, kernel, bias)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
     return _parts(x.astype(dtype), kernels, bias, how)
 
@@ -79,14 +76,6 @@ class _How(NamedTuple):
     activation: Activation | None
     dtype: jnp.dtype
     variants: Variants
-
-    def check(self, x: Array, kernel: Array, bias: Array | None) -> None:
-        """Refuses shapes that do not fit; a bias of another shape would broadcast."""
-        contracted = kernel.shape[: self.num_contract]
-        chex.assert_type(x, float)
-        chex.assert_equal(contracted, x.shape[x.ndim - self.num_contract :])
-        if bias is not None:
-            chex.assert_shape(bias, kernel.shape[self.num_contract :])
 
     @property
     def result(self) -> DTypeLike:

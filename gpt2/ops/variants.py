@@ -61,11 +61,11 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
     """Returns the variants for a program on `cpu`, `gpu` or `tpu`.
 
     Args:
-        platform: of its devices.
+        platform: of its devices; one that is not in `VARIANTS` has none.
         several: whether several devices run it together.
         splits_axes: whether XLA's partitioner splits axes of activations over them.
     """
-    found = VARIANTS[platform]
+    found = VARIANTS.get(platform, Variants())
     if several:
         # One norm would gather shards of gradients. What joins its reader is sent late.
         found = dataclasses.replace(found, joint_sums=False)

@@ -43,7 +43,7 @@ def scan_layers(
     )
 
 
-def by_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
+def for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
     """Returns `function(value)` for a layer's value; `values` are Python's, one for each layer.
 
     `layer` is traced in a scan, where every different value has a branch of its own.
