@@ -105,6 +105,8 @@ def test_a_sequence_that_outgrows_its_cache_gets_no_number(scanned):
         tokens = jnp.ones((2, width), jnp.int32)
         logits, cache = append(tokens, jnp.minimum(lengths, width), cache)
         assert tuple(np.isfinite(logits).all(axis=1)) == fits
+    with pytest.raises(ValueError, match="positions for 64 tokens"):
+        KVCache.create(config, 2, max_length=65)
 
 
 def test_a_model_of_ones_own_is_what_is_sampled():

@@ -110,11 +110,10 @@ def apply_loss(
         method="loss",
         mutable=[METRICS],
     )
-    if METRICS in variables:
-        for name, each in reported(variables[METRICS]).items():
-            total, count, auxiliary = each
-            found[name] = total, count
-            objective += auxiliary
+    for name, each in reported(variables.get(METRICS, {})).items():
+        total, count, auxiliary = each
+        found[name] = total, count
+        objective += auxiliary
     total, count = found["loss"]
     # The value to log, with the derivative of what a step lowers: the difference is 0.
     total += objective - jax.lax.stop_gradient(objective)
