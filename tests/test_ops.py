@@ -548,7 +548,7 @@ def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
         )
 
     def program(variants):
-        targets = jnp.zeros((2, 8, 1), int)
+        rows = {"targets": jnp.zeros((2, 8), int)}
 
         def step(x, kernel):
             parts = make_parts(x, kernel, bias, dtype=dtype, variants=variants)
@@ -557,10 +557,10 @@ def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
                 plain.cross_entropy,
                 x,
                 table,
-                targets,
+                rows,
                 dtype=dtype,
                 variants=variants,
-                rows=16,
+                num_rows=16,
             )
             return parts, lost
 

@@ -80,7 +80,7 @@ class GPT(nn.Module):
     ) -> Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type."""
         flow = _flow(tokens, segments, deterministic)
-        return self._hidden(self.wte.embedding, flow)
+        return self._hidden(self.wte.table(), flow)
 
     def logits(self, hidden: Array) -> Array:
         """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
@@ -105,7 +105,7 @@ class GPT(nn.Module):
         chex.assert_type(rows["targets"], int)
         # Tokens are looked up in what the head takes: the gradients of both add up in one array.
         head = ops.pad_vocab(self._head())
-        table = head if cfg.tie_embeddings else self.wte.embedding
+        table = head if cfg.tie_embeddings else self.wte.table()
         flow = _flow(rows["tokens"], rows.get("segments"), deterministic)
         flow = flow.replace(has_target=rows["targets"] >= 0)
         hidden = self._hidden(table, flow)
@@ -136,7 +136,7 @@ class GPT(nn.Module):
         flow = _flow(tokens, None, True)
         positions = flow.positions + length[:, None]
         flow = flow.replace(positions=positions, last_token=last)
-        hidden = self._hidden(self.wte.embedding, flow)
+        hidden = self._hidden(self.wte.table(), flow)
         newest = (num_new - 1)[:, None, None]
         hidden = jnp.take_along_axis(hidden, newest, axis=1)
         # The head unpadded: padding would copy it at every token.
@@ -205,7 +205,7 @@ class GPT(nn.Module):
             cfg, self.ops, cfg.context_length, axes, cfg.init_std / 2, name="wpe"
         )
         if flow.last_token is None and flow.segments is None:
-            return self.ops.add_rows(x, wpe.embedding)
+            return self.ops.add_rows(x, wpe.table())
         return x + wpe(flow.positions)
 
     def _rotation(self, positions: Array) -> tuple[Array, Array]:
@@ -219,9 +219,7 @@ class GPT(nn.Module):
 
     def _head(self) -> Array:
         """Returns the output embedding, `[V, D]`."""
-        return (
-            self.wte.embedding if self.config.tie_embeddings else self.lm_head.embedding
-        )
+        return self.wte.table() if self.config.tie_embeddings else self.lm_head.table()
 
     def _logits(self, hidden: Array, head: Array) -> Array:
         logits = logits_of(hidden, head, self.config.compute_dtype)

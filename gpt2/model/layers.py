@@ -130,7 +130,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of vectors, looked up by integers: its `embedding`, as `ops` take it.
+    """A table of vectors, looked up by integers.
 
     Attributes:
         config: gives the types, and the width of a vector if `width` does not.
@@ -158,6 +158,10 @@ class Embedding(nn.Module):
     def __call__(self, indices: Array) -> Array:
         """Returns the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute type."""
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
+
+    def table(self) -> Array:
+        """Returns the table, `[V, D]`, as `ops` take it; a method, as diagnosis looks for them."""
+        return self.embedding
 
 
 class MLP(nn.Module):
