@@ -114,7 +114,8 @@ def _import_all() -> None:
 def _run(
     command: Sequence[str], cwd: str, seconds: int, variables: dict[str, str]
 ) -> dict:
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in KiB
+    # A child begins with what this process holds now, not with the most that it ever held.
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = os.fork()
         if not child:
@@ -143,7 +144,7 @@ def _run(
         for name, file in dict(stdout=stdout, stderr=stderr).items():
             file.seek(0)
             texts[name] = file.read().decode(errors="replace")
-    return dict(code=code, **texts, memory=1024 * max(usage.ru_maxrss - held, 0))
+    return dict(code=code, **texts, memory=max(1024 * usage.ru_maxrss - held, 0))
 
 
 def _become(command: Sequence[str], cwd: str) -> int:

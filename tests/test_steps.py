@@ -340,6 +340,20 @@ def with_its_sum(model):
     return loss
 
 
+def test_a_module_may_not_report_what_the_loss_does():
+    def intercept(next_method, args, kwargs, context):
+        if context.method_name == "_hidden":
+            report(context.module, "loss", 1.0)
+        return next_method(*args, **kwargs)
+
+    state, step = setup.__wrapped__()
+    with (
+        nn.intercept_methods(intercept),
+        pytest.raises(ValueError, match="reports 'loss'"),
+    ):
+        step(state, make_batch(0))
+
+
 def focal(model):
     """A loss as a person writes one: of the logits alone."""
 

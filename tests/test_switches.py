@@ -25,7 +25,7 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, extend, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
 from gpt2.model.ingredients import INGREDIENTS, ingredients_of, score_terms
-from gpt2.model.losses import LOSSES
+from gpt2.model.losses import LOSSES, loss_ingredients
 from gpt2.ops.plain import SoftCap
 from gpt2.training.program import Program
 from gpt2.training.steps import next_token_loss
@@ -223,8 +223,8 @@ def mean_loss(name, model, params, tokens, key=None):
     loss = next_token_loss(model, options)
     sums = loss(params, rolled(tokens), key, jnp.int32(2))
     total, count = sums["loss"]
-    if "z_loss" in sums:
-        total += sums["z_loss"][0]
+    for term in {extra.option for extra in loss_ingredients(options)} & sums.keys():
+        total += sums[term][0]
     for k, weight in enumerate(plain.ahead_weights(options, step=2), 2):
         total += weight * sums[f"loss_ahead_{k}"][0]
     return total / count

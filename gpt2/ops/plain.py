@@ -308,6 +308,7 @@ def pick(logits: Array, targets: Array) -> Array:
 
 def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
     """Returns the sum of losses `[B, T]` where targets are not -1, and how many there are."""
+    chex.assert_equal_shape([losses, targets])  # others would broadcast
     is_real = targets >= 0
     return jnp.where(is_real, losses, 0.0).sum(), is_real.sum(dtype=jnp.float32)
 

@@ -112,6 +112,8 @@ def apply_loss(
     )
     for name, each in reported(variables.get(METRICS, {})).items():
         total, count, auxiliary = each
+        if name in found:
+            raise ValueError(f"a module reports {name!r}, which the loss does")
         found[name] = total, count
         objective += auxiliary
     total, count = found["loss"]
