@@ -144,7 +144,7 @@ class Embedding(nn.Module):
     config: GPTConfig
     ops: Ops
     num_rows: int
-    axes: tuple[str, str]
+    axes: Names
     stddev: float
     width: int = 0
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import Array
 
 from gpt2.errors import UserError
 from gpt2.model.cache import KVCache, extend
@@ -47,7 +48,7 @@ class Sampling:
             how = "Give 0, or 1e-6 or more, and top_p from 1e-6 to 1"
             raise UserError(f"{given} draws no token", how)
 
-    def __call__(self, logits: jax.Array, keys: jax.Array) -> jax.Array:
+    def __call__(self, logits: Array, keys: Array) -> Array:
         """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
         chex.assert_rank(logits, 2)
         chex.assert_type(logits, float)
@@ -151,35 +152,35 @@ def generate(
 class _State(struct.PyTreeNode):
     """What the sampling loop carries."""
 
-    step: jax.Array  # int32 scalar, tokens drawn so far for each sequence
-    tokens: jax.Array  # [B, S] int32, those tokens
-    ended: jax.Array  # [B] bool
-    keys: jax.Array  # [B], one stream of random numbers a sequence
+    step: Array  # int32 scalar, tokens drawn so far for each sequence
+    tokens: Array  # [B, S] int32, those tokens
+    ended: Array  # [B] bool
+    keys: Array  # [B], one stream of random numbers a sequence
     cache: KVCache
 
 
 @partial(jax.jit, static_argnames=("cache_length", "model", "sampling", "vocab_size"))
 def _generate(
     params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    key: jax.Array,
-    done: jax.Array,
-    limit: jax.Array,
-    end: jax.Array,
+    tokens: Array,
+    lengths: Array,
+    key: Array,
+    done: Array,
+    limit: Array,
+    end: Array,
     *,
     model: GPT,
     sampling: Sampling,
     cache_length: int,
     vocab_size: int,
-) -> jax.Array:
+) -> Array:
     """Reads texts [B, T] of `lengths` [B] and draws `limit` tokens for each: [B, S] int32.
 
     Of each text, `done` tokens were drawn before. One that has ended stays at its end.
     """
     B = tokens.shape[0]
 
-    def append(state: _State, logits: jax.Array) -> _State:
+    def append(state: _State, logits: Array) -> _State:
         fold_in = jax.vmap(jax.random.fold_in, (0, None))
         keys = fold_in(state.keys, done + state.step)
         new = sampling(logits[:, :vocab_size], keys)
@@ -197,7 +198,7 @@ def _generate(
         logits, cache = extend(model, params, last[:, None], one_each, state.cache)
         return append(state.replace(cache=cache), logits)
 
-    def unfinished(state: _State) -> jax.Array:
+    def unfinished(state: _State) -> Array:
         return (state.step < limit) & ~state.ended.all()
 
     fold_in = jax.vmap(jax.random.fold_in, (None, 0))
