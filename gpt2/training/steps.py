@@ -110,12 +110,13 @@ def apply_loss(
         method="loss",
         mutable=[METRICS],
     )
-    for name, each in reported(variables.get(METRICS, {})).items():
-        total, count, auxiliary = each
-        if name in found:
-            raise ValueError(f"a module reports {name!r}, which the loss does")
-        found[name] = total, count
-        objective += auxiliary
+    if METRICS in variables:
+        for name, each in reported(variables[METRICS]).items():
+            total, count, auxiliary = each
+            if name in found:
+                raise ValueError(f"a module reports {name!r}, which the loss does")
+            found[name] = total, count
+            objective += auxiliary
     total, count = found["loss"]
     # The value to log, with the derivative of what a step lowers: the difference is 0.
     total += objective - jax.lax.stop_gradient(objective)
