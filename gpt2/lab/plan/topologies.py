@@ -1,0 +1,87 @@
+"""Devices that are not here, to compile for: slices of TPUs, and machines of NVIDIA GPUs.
+
+XLA compiles for them on any x86 machine with Linux, if libtpu or JAX's plugin for CUDA is
+installed. It runs nothing there.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+from jax.experimental.topologies import get_topology_desc
+
+from gpt2.errors import UserError
+
+# JAX devices of the smallest and the largest slice, and the dimensions of its torus.
+_TPUS = {
+    "v4": (4, 512, 3),
+    "v5p": (4, 512, 3),
+    "v5e": (1, 256, 2),
+    "v6e": (1, 256, 2),
+}
+_GPUS_OF_A_MACHINE = 8
+# What XLA asks of a GPU, in its own format, by the name of the file.
+_GPUS = Path(__file__).parents[3] / "configs" / "chips"
+
+
+def find_devices(name: str) -> list[jax.Device]:
+    """Returns so many JAX devices of a kind, `v5e-16` or `h100-8`, to compile for.
+
+    A kind may be a file: XLA's description of a GPU, as the benchmark's suite writes it. Google's
+    names for slices of v4 and v5p count cores, two in each device.
+    """
+    kind, _, digits = name.rpartition("-")
+    number = int(digits) if digits.isdecimal() else 0
+    if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
+        number = 0  # a machine has all of its own, and no slice of a TPU is so either
+    known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
+    file = known.get(kind, Path(kind))
+    if kind in _TPUS:
+        least, most, dimensions = _TPUS[kind]
+        if number.bit_count() == 1 and least <= number <= most:
+            return _tpus(kind, number, dimensions)
+    elif number and file.is_file():
+        target = file.read_text(encoding="utf-8")
+        machines = max(1, number // _GPUS_OF_A_MACHINE)
+        topology = f"1x{machines}x{number // machines}"
+        return _describe(
+            "cuda",
+            "",
+            topology=topology,
+            target_config=target,
+        )
+    raise UserError(
+        f"--plan_chips={name} names no devices",
+        f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join([*_TPUS, *known])}",
+    )
+
+
+def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",  # there is no server that describes this machine
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so others may compile too
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+    }
+    # The sides are powers of two, as equal as they can be.
+    bits = number.bit_length() - 1
+    sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
+    if sides == [1, 2, 2]:  # the chips of one host lie flat
+        sides = [2, 2, 1]
+    options: dict[str, object] = {}
+    if kind == "v4":
+        options["chip_config_name"] = "megacore"
+    if number == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    topology = f"{kind}:{'x'.join(map(str, sides))}"
+    return _describe("tpu", topology, **options)
+
+
+def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
+    try:
+        return list(get_topology_desc(name, platform, **options).devices)
+    except Exception as error:  # of several kinds, by what is missing
+        reason = str(error).strip().partition("\n")[0]
+        extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
+        what = f"there is no compiler for {platform} devices here ({reason})"
+        raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error

@@ -1,0 +1,327 @@
+"""Hugging Face's files: damaged ones, and tokenizers into them and out of them."""
+
+import json
+
+import chex
+import jax
+import numpy as np
+import peer
+import pytest
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from gpt2 import hf
+from gpt2.config import GPTConfig
+from gpt2.data.tokenizer import CharTokenizer, build, gpt2_tokenizer, train_bpe
+from gpt2.errors import UserError
+from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf.weights import import_run, load_initial_params, load_model
+from gpt2.model import GPT
+from gpt2.model.sampling import Sampling, generate
+from tests.helpers import configured, first_params
+from tests.hf.test_hf import LLAMA, NEOX
+
+INDEX = "model.safetensors.index.json"
+TABLES = ("wte", "lm_head")
+TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
+CHARACTERS = "".join(sorted(set(TEXT)))
+TOKENIZERS = {
+    "gpt2": gpt2_tokenizer,
+    "byte": lambda: build("byte"),
+    "char": lambda: CharTokenizer(CHARACTERS, has_eot=True),
+    "char, one text": lambda: CharTokenizer(CHARACTERS, has_eot=False),
+    "bpe": lambda: train_bpe(300, [TEXT * 20]),
+}
+
+
+def make_model(vocab_size, options=""):
+    sizes = "context_length=64 num_layers=1 num_heads=2 embed_dim=8"
+    cfg = configured(f"vocab_size={vocab_size} {sizes} {options}", "model.").gpt()
+    return cfg, first_params(cfg)
+
+
+@pytest.fixture
+def source(tmp_path):
+    return peer.write_model(tmp_path / "source", "tied")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_exported_tokenizer_reads_and_writes_the_same_text(name, tmp_path):
+    tokenizer = TOKENIZERS[name]()
+    save_tokenizer(tmp_path, tokenizer, 64)
+    loaded = load_tokenizer(tmp_path, GPTConfig(vocab_size=tokenizer.vocab_size))
+    ids = tokenizer.encode(TEXT)
+    np.testing.assert_array_equal(loaded.encode(TEXT), ids)
+    assert loaded.decode(ids) == TEXT
+    assert loaded.eot == tokenizer.eot
+
+
+@peer.needs_peers
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, "") for name in TOKENIZERS),
+        *((name, LLAMA) for name in ("gpt2", "byte", "bpe")),
+        ("bpe", f"{LLAMA} qk_norm=True"),
+        ("bpe", NEOX),
+    ],
+)
+def test_transformers_continues_text_with_an_export_as_this_project_does(
+    name, options, tmp_path
+):
+    from transformers import AutoTokenizer, pipeline
+
+    tokenizer = TOKENIZERS[name]()
+    count = 12
+    cfg, params = make_model(tokenizer.vocab_size, options)
+    params = jax.tree.map(lambda x: 4 * x, params)
+    hf.save(tmp_path / "out", cfg, params, tokenizer)
+    prompt = tokenizer.encode(TEXT).tolist()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == prompt
+    (ours,) = generate(
+        GPT(cfg),
+        params,
+        [prompt[:9]],
+        max_new_tokens=count,
+        sampling=Sampling(0.0),
+        eot=tokenizer.eot,
+    )
+    generator = pipeline("text-generation", str(tmp_path / "out"))
+    (answer,) = generator(
+        tokenizer.decode(prompt[:9]),
+        max_new_tokens=count,
+        do_sample=False,
+        return_tensors=True,
+    )
+    theirs = [
+        token for token in answer["generated_token_ids"] if token != tokenizer.eot
+    ]
+    assert theirs == prompt[:9] + ours
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [192, 500])
+def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path):
+    cfg, params = make_model(rows, f"tie_embeddings={tied}")
+    hf.save(tmp_path / "out", cfg, params, peer.characters(131))
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 131
+    )
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    for name, table in zip(
+        ("transformer.wte.weight", "lm_head.weight"), TABLES, strict=True
+    ):
+        assert (name in weights) == (table in params)
+        if table in params:
+            np.testing.assert_array_equal(
+                weights[name], params[table]["embedding"][:131]
+            )
+    import_run(tmp_path / "out", tmp_path / "run")
+    hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
+    for file in (tmp_path / "out").iterdir():
+        assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+    # The umask's, also of what safetensors writes.
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    with pytest.raises(UserError, match="no place for gate"):
+        hf.save(tmp_path / "more", cfg, params | {"gate": np.zeros(3)})
+
+
+@pytest.mark.parametrize("rows", [192, 256])
+def test_padding_of_a_directory_is_skipped_by_every_import(rows, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        peer.CONFIGS, "padded", peer.CONFIGS["untied"] | {"vocab_size": rows}
+    )
+    source = peer.write_model(tmp_path / "source", "padded")
+    _, whole = hf.load(source)
+    assert (
+        whole["wte"]["embedding"].shape[0] == rows
+    )  # without a tokenizer all rows count
+    save_tokenizer(source, peer.characters(131), 96)
+    import_run(source, tmp_path / "run")
+    expected = whole | {
+        name: {"embedding": whole[name]["embedding"][:131]} for name in TABLES
+    }
+    for place in ((tmp_path / "run", None), (None, source)):
+        cfg, params, tokenizer = load_model(*place)
+        assert cfg.vocab_size == tokenizer.vocab_size == 131
+        chex.assert_trees_all_equal(params, expected)
+        start = load_initial_params(f"hf:{source}", cfg, tokenizer)
+        chex.assert_trees_all_equal(start, expected)
+
+
+def test_rows_for_tokens_to_come_are_few(tmp_path):
+    save_tokenizer(tmp_path, peer.characters(13000), 96)
+    for rows, is_padding in (
+        (13056, True),
+        (13120, True),
+        (13184, False),
+        (13100, False),
+    ):
+        cfg = GPTConfig(vocab_size=rows)
+        if is_padding:
+            assert load_tokenizer(tmp_path, cfg).vocab_size == 13000
+        else:
+            with pytest.raises(UserError, match="holds no tokenizer"):
+                load_tokenizer(tmp_path, cfg)
+
+
+def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path, capsys):
+    """Llama 3 has a pattern of its own, and a token at the start of each text."""
+    backend = Backend(models.BPE(ignore_merges=True))
+    pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+")
+    split = pre_tokenizers.Split(pattern, "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([TEXT * 20], trainer)
+    backend.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    first = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A", special_tokens=[first]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+
+    tokenizer = load_tokenizer(tmp_path, GPTConfig(vocab_size=backend.get_vocab_size()))
+    expected = backend.encode(TEXT, add_special_tokens=False).ids
+    assert tokenizer.encode(TEXT).tolist() == expected
+    assert tokenizer.decode(expected) == TEXT
+    assert tokenizer.eot == backend.token_to_id("<|end_of_text|>")
+    (tmp_path / "out").mkdir()
+    save_tokenizer(tmp_path / "out", tokenizer, 64)
+    again = Backend.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    # The token that training never saw is gone, which the export tells.
+    assert again.encode(TEXT).ids == expected != backend.encode(TEXT).ids
+    assert "adds no tokens around a text" in capsys.readouterr().err
+
+
+def with_tensor(source, name, change):
+    """Adds a tensor to a model, made of its table of embeddings, or changes it."""
+    table = "transformer.wte.weight"
+    peer.rewrite(source, lambda arrays: arrays | {name: change(arrays[table])})
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64])
+def test_tensors_that_hold_no_weights_are_refused(dtype, source):
+    with_tensor(source, "transformer.wte.weight", lambda table: table.astype(dtype))
+    with pytest.raises(UserError, match="in place of weights"):
+        hf.load(source)
+
+
+def test_weights_beyond_float32_are_refused(source):
+    huge = np.full((131, 32), 1e300)
+    with_tensor(source, "transformer.wte.weight", lambda _: huge)
+    with pytest.raises(UserError, match="NaN or Inf"):
+        hf.load(source)
+
+
+def test_two_tensors_for_one_parameter_have_to_be_equal(source):
+    expected = hf.load(source)
+    with_tensor(source, "wte.weight", np.copy)  # as OpenAI names it
+    chex.assert_trees_all_equal(hf.load(source), expected)
+    with_tensor(source, "wte.weight", lambda table: 2 * table)
+    with pytest.raises(UserError, match=r"wte\.weight twice, with different values"):
+        hf.load(source)
+    # A shard that is left from an earlier save.
+    peer.rewrite(
+        source, lambda arrays: {k: arrays[k] for k in [*arrays][:-1]}, shards=2
+    )
+    stale = load_file(source / "model-0.safetensors")
+    name = next(iter(stale))
+    peer.save_file(stale | {name: stale[name] + 1}, source / "model-9.safetensors")
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"]["more"] = "model-9.safetensors"
+    (source / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match="twice, with different values"):
+        hf.load(source)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size": 131.0},
+        {"n_layer": "2"},
+        {"layer_norm_epsilon": "1e-5"},
+        {"tie_word_embeddings": "no"},
+    ],
+    ids=str,
+)
+def test_options_of_another_type_are_refused_by_name(options, source):
+    peer.rewrite_config(source, **options)
+    (value,) = options.values()
+    with pytest.raises(UserError, match=rf"model\..*={value!r} is not of type"):
+        hf.load(source)
+
+
+def test_a_full_disk_ends_an_export_by_a_line_and_leaves_nothing(tmp_path, monkeypatch):
+    def fill(*_, metadata):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("gpt2.hf.model.save_file", fill)
+    with pytest.raises(UserError, match=r"cannot be written .*No space left"):
+        hf.save(tmp_path / "out", *make_model(257))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("text", ["[" * 99_999, "5", "{"])
+def test_a_config_that_is_no_object_is_told_in_a_line(text, source):
+    for name in ("config.json", INDEX):
+        kept = (source / "config.json").read_text()
+        (source / name).write_text(text)
+        with pytest.raises(UserError, match=r"cannot be read|model_type"):
+            hf.load(source)
+        (source / "config.json").write_text(kept)
+
+
+def change(source, function):
+    path = source / "model.safetensors"
+    path.write_bytes(function(path.read_bytes()))
+
+
+def remove_shard(source):
+    peer.rewrite(source, dict, shards=3)
+    (source / "model-1.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda source: change(source, lambda data: data[:-100]), "cannot be read"),
+        (remove_shard, "model-1.safetensors cannot be read"),
+        (
+            lambda source: (source / INDEX).write_text('{"weight_map": {"a": 5}}'),
+            "cannot be read",
+        ),
+        (lambda source: change(source, lambda data: data[:-4] + b"\xff" * 4), "NaN"),
+        (
+            lambda source: peer.rewrite_config(source, n_embd=64),
+            "wte.weight .*another shape",
+        ),
+        (
+            lambda source: peer.rewrite_config(source, n_layer=3),
+            "h.2.ln_1.weight is missing",
+        ),
+        (
+            lambda source: peer.rewrite_config(source, n_layer=1),
+            "no tensor transformer.h.1",
+        ),
+        (
+            lambda source: save_tokenizer(source, peer.characters(100), 96),
+            "no tokenizer",
+        ),
+    ],
+)
+def test_a_damaged_directory_is_noticed_and_nothing_is_written(
+    damage, message, source, tmp_path
+):
+    save_tokenizer(source, peer.characters(131), 96)
+    hf.load(source)
+    damage(source)
+    with pytest.raises(UserError, match=message):
+        import_run(source, tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

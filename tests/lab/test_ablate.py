@@ -1,0 +1,927 @@
+"""Sweeps: which runs follow from a command, on which terms, and what the report says of them."""
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from configs import quickstart
+from gpt2.config import Config, with_options
+from gpt2.errors import UserError
+from gpt2.lab.ablate.arms import Arm, check_out, make_arms, read_tuned
+from gpt2.lab.ablate.jobs import _Training, make_slots
+from gpt2.lab.ablate.judge import grow, judge
+from gpt2.lab.ablate.measure import describe_runs, equalize, make_measuring_run, measure
+from gpt2.lab.ablate.report import write_report
+from gpt2.lab.ablate.results import amount_to_reach, read_curve
+from gpt2.lab.ablate.runs import defaults_of
+from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
+from gpt2.lab.ablate.tables import _share, reach_table
+from gpt2.lab.ablate.terms import (
+    choose_score,
+    flops,
+    with_length,
+)
+from gpt2.optim import make_schedule
+from tests.helpers import (
+    ROOT,
+    SECONDS,
+    TINY,
+    copy_project,
+    make_repository,
+    succeed,
+    write_rows,
+    write_run,
+)
+
+BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
+BASE = with_options(BASE, {"train.num_steps": 1000, "optim.warmup_steps": 100})
+
+
+def arms(*vary, one_at_a_time=False):
+    return make_arms(BASE, vary, one_at_a_time=one_at_a_time)
+
+
+def names(found):
+    return [arm.name for arm in found]
+
+
+# Arms
+
+
+def test_several_vary_make_a_grid_and_one_at_a_time_does_not():
+    vary = ("optim.name=adamw,lion", "model.activation=gelu_tanh,relu,silu")
+    grid = arms(*vary)
+    assert names(grid)[:2] == ["baseline", "model.activation=relu"]
+    assert len(grid) == 6
+    assert grid[-1].config.optim.name == "lion"
+    assert grid[-1].config.model.activation == "silu"
+    alone = ["optim.name=lion", "model.activation=relu", "model.activation=silu"]
+    assert names(arms(*vary, one_at_a_time=True)) == ["baseline", *alone]
+
+
+def test_the_baseline_is_the_config_whether_it_is_named_or_not():
+    for values in ("lion", "adamw,lion", "lion,adamw"):
+        found = arms(f"optim.name={values}")
+        assert names(found) == ["baseline", "optim.name=lion"]
+        assert found[0].config == BASE
+
+
+def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
+    lion = arms("optim.name=lion+optim.learning_rate=1e-3+optim.weight_decay=0.3")[
+        1
+    ].config
+    assert (lion.optim.learning_rate, lion.optim.weight_decay) == (1e-3, 0.3)
+    end = "+optim.end_learning_rate=0.004"
+    steps = arms(f'optim.schedule="piecewise:500=0.5,800=0.1{end}",constant{end}')
+    assert steps[1].config.optim.schedule == "piecewise:500=0.5,800=0.1"
+    assert steps[2].config.optim.schedule == "constant"
+
+
+@pytest.mark.parametrize(
+    ("vary", "message"),
+    [
+        ("optim.name", r"optim\.name names no value\. Write OPTION=VALUE\."),
+        ("train.num_steps=60,80", "follows from --equal"),
+        ("optm.name=lion", r"optm\.name"),
+        ("optim.name=muonn", r"the arm optim\.name=muonn cannot work"),
+        ("seed=1,2", "--seeds"),
+        ("recipe=missing.py", r"missing\.py"),
+        ("code=nothing", "nothing is no branch"),
+    ],
+)
+def test_what_cannot_be_an_arm_is_told(vary, message):
+    with pytest.raises(UserError, match=message):
+        arms(vary)
+
+
+def test_two_axes_of_a_grid_do_not_set_the_same_option():
+    vary = ("optim.name=lion+optim.learning_rate=1e-3", "optim.learning_rate=2e-3")
+    with pytest.raises(UserError, match=r"several --vary set optim\.learning_rate"):
+        arms(*vary)
+    assert len(arms(*vary, one_at_a_time=True)) == 3
+
+
+def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpt2.lab.ablate.arms.SOURCE", tmp_path)
+    (tmp_path / "train.py").write_text("1")
+    make_repository(tmp_path, "train.py", "2")
+    found = arms("code=.,my/idea", "optim.name=lion")
+    assert names(found) == [
+        "baseline",
+        "optim.name=lion",
+        "code=my_idea,optim.name=lion",
+    ]
+    source = check_out(found[2], tmp_path / "sweep")
+    assert (source / "train.py").read_text() == "2"
+    assert (tmp_path / "train.py").read_text() == "1"
+    (source / "train.py").write_text("3")
+    with pytest.raises(UserError, match="is no clean worktree"):
+        check_out(found[2], tmp_path / "sweep")
+
+
+def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    for module in ("arms", "results"):
+        monkeypatch.setattr(f"gpt2.lab.ablate.{module}.SOURCE", source)
+    monkeypatch.setattr("gpt2.lab.ablate.runs.SOURCE", source)
+    (source / "train.py").write_text("1")
+    make_repository(source, "train.py", "2\n3\n")
+    with pytest.raises(UserError, match=r"there is no option optim\.twist"):
+        arms("code=.+optim.twist=0.5")
+    own = "optim.twist=0.5+loss.turn=True+loss.kind=soft+optim.weight_decay=0.3"
+    found = arms(f"code=my/idea+{own}")
+    assert names(found) == [
+        "baseline",
+        "code=my_idea+optim.twist=0.5+loss.turn=True+loss.kind=soft+optim.weight_decay=0.3",
+    ]
+    extra = {"optim.twist": 0.5, "loss.turn": True, "loss.kind": "soft"}
+    assert found[1].extra == extra and found[1].config.optim.weight_decay == 0.3
+    sweep = dataclasses.replace(sweep_in(tmp_path / "sweep"), arms=tuple(found))
+    sweep = sweep.with_choices()
+    rng = np.random.default_rng(0)
+    for run in sweep.runs():
+        if run.extra and not run.source.exists():
+            shutil.copytree(ROOT / "configs", run.source / "configs")
+            with pytest.raises(UserError, match=r"has no option (loss|optim)\."):
+                run.read("eval/loss")
+            options = run.source / "configs" / "default.py"
+            own = "    turn: bool = False\n    kind: str = 'hard'\n    z_loss:"
+            replace_text(options, "    z_loss:", own)
+            replace_text(options, "    ema:", "    twist: float = 0.0\n    ema:")
+            defaults_of.cache_clear()
+        write_run(run, 3.8, noise=rng)
+    sweep.save()
+    assert load_sweep(sweep.root) == sweep
+    changed = sweep.runs()[1]
+    options = json.loads((changed.folder / "config.json").read_text())
+    assert (options["optim.twist"], options["loss.kind"]) == (0.5, "soft")
+    text = report_of(sweep)
+    assert "| optim.twist | 0.5 | none |" in text
+    assert f"| code | {found[1].commit} | . |" in text
+    rows = rows_of(sweep.root)
+    assert float(rows[0]["flops"]) > 0 and rows[1]["flops"] == ""  # by which formula?
+    assert re.search(r"^\| code=my_idea\S+ \| \S+ .*\| - \| \S+ ", text, re.M)
+    with pytest.raises(UserError, match="the FLOPs of code=my_idea"):
+        equal(found, "flops")
+    replace_text(changed.workdir / "config.json", 'twist": 0.5', 'twist": 0.7')
+    with pytest.raises(UserError, match=r"optim\.twist=0\.7, not 0\.5"):
+        sweep.check_runs()
+
+
+@pytest.mark.parametrize(
+    "tune", ["data.batch_size=8", "optim.name=lion", "optim.beta1=0.8+seed=1"]
+)
+def test_what_changes_terms_or_is_varied_cannot_be_tuned(tune):
+    tuned = read_tuned(["optim.beta2=0.9,0.95+optim.beta1=0.8"], ["optim.name=lion"])
+    last = {"optim.beta2": 0.95, "optim.beta1": 0.8}
+    assert tuned == [[{"optim.beta2": 0.9}, last]]
+    with pytest.raises(UserError):
+        read_tuned([tune], ["optim.name=lion"])
+
+
+# Equal terms
+
+
+def equal(found, terms, seconds=None):
+    def measured(root, arm, slots):
+        return seconds[arm.name], 20.0
+
+    with mock.patch("gpt2.lab.ablate.measure.measure", measured):
+        return equalize(found, terms, Path(), [])
+
+
+def test_equal_tokens_flops_and_seconds_change_the_length_of_the_schedule():
+    for arm in equal(arms("data.batch_size=32"), "tokens")[1:]:
+        assert arm.config.train.num_steps == BASE.train.num_steps // 2
+    pair = equal(arms("model.activation=swiglu"), "flops")
+    first, other = (arm.config for arm in pair)
+    assert other.train.num_steps < first.train.num_steps
+    wanted = flops(first, first.train.num_steps)
+    found = flops(other, other.train.num_steps)
+    assert abs(found - wanted) < flops(other, 1)
+    assert other.optim.warmup_steps == round(100 * other.train.num_steps / 1000)
+    muon = "optim.name=muon+optim.momentum_warmup=100+loss.ahead=0.5+loss.ahead_fade=50"
+    half = equal(arms(f"{muon}+data.batch_size=32"), "tokens")[1].config
+    assert (half.optim.momentum_warmup, half.loss.ahead_fade) == (50, 25)
+    seconds = {"baseline": 0.1, "optim.name=muon": 0.16}
+    slower = equal(arms("optim.name=muon"), "seconds", seconds)[1].config
+    assert slower.train.num_steps == 625
+    steps = "optim.schedule=piecewise:500=0.5+optim.end_learning_rate=4e-3+data.batch_size=32"
+    with pytest.raises(UserError, match="piecewise"):
+        equal(arms(steps), "tokens")
+
+
+def test_equal_tokens_are_those_of_the_run_where_batches_grow():
+    grows = with_options(BASE, {"train.batch_schedule": "0=16,500=32"})
+    assert BASE.data.batch_size == 16
+    pair = [Arm("baseline", grows), Arm("other", BASE)]
+    other = equal(pair, "tokens")[1].config
+    assert other.train.num_steps == 1500  # of the mean batch of 24
+    assert other.shapes.tokens(1500) == grows.shapes.tokens(1000)
+
+
+def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compare():
+    assert choose_score(arms("optim.name=lion")) == "eval/loss"
+    assert choose_score(arms("data.tokenizer=byte")) == "eval/bits_per_byte"
+    for other in ("data.val_fraction=0.1", "data.unique=True"):
+        with pytest.raises(UserError, match="different texts"):
+            choose_score(arms(other))
+    part = with_options(BASE, {"train.eval_batches": 5})
+    for vary in ("optim.name=lion", "train.accumulate_steps=4"):  # of the same rows
+        alike = make_arms(part, [vary], one_at_a_time=False)
+        assert choose_score(alike) == "eval/loss"
+    options = ("data.tokenizer=byte", "model.context_length=64", "data.batch_size=8")
+    for vary in options:
+        with pytest.raises(UserError, match="eval_batches=0"):
+            choose_score(make_arms(part, [vary], one_at_a_time=False))
+
+
+# What runs gave
+
+
+def test_amounts_to_reach_a_score_are_read_between_validations():
+    amounts = np.array([0.0, 10.0, 20.0, 30.0])
+    scores = np.array([5.0, 4.0, 2.0, 2.5])
+    assert amount_to_reach(amounts, scores, 4.5) == 5.0
+    assert amount_to_reach(amounts, scores, 3.0) == 15.0
+    assert amount_to_reach(amounts, scores, 6.0) == 0.0  # of the first validation
+    assert amount_to_reach(amounts, scores, 1.9) == math.inf
+    assert (
+        amount_to_reach(amounts, scores, 2.2) == math.inf
+    )  # the last validation is above
+
+
+def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
+    """Losses fall in lines from 8, so that a share is the ratio of two normal falls."""
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(300):
+        targets = 4 + 0.03 * rng.standard_normal(4)
+        ends = 3 + 0.03 * rng.standard_normal(3)
+        targets = np.array([targets.mean(), *targets])
+        _, low, high = re.findall(
+            r"[\d.]+", _share(100 * (8 - targets) / (8 - ends)[:, None])
+        )
+        held += float(low) <= 80 <= float(high)
+    assert stats.binomtest(held, 300, 0.95).pvalue > 0.01
+
+
+def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
+    options = {"equal": "tokens", "looks": [num_seeds]} | options
+    axes = [[{name: each} for each in tune[name]] for name in tune or {}]
+    return Sweep(
+        root=root,
+        commands=["python -m gpt2.lab.ablate"],
+        arms=tuple(arms(*vary)),
+        tune=axes,
+        **options,
+    ).with_choices()
+
+
+LOSSES = {"baseline": 3.80, "optim.name=lion": 3.70, "optim.name=muon": 3.801}
+
+
+def filled(root, **options):
+    sweep = sweep_in(root, "optim.name=lion,muon", **options)
+    rng = np.random.default_rng(0)
+    for run in sweep.runs():
+        write_run(run, LOSSES[run.arm], noise=rng)
+    sweep.save()
+    return sweep
+
+
+def report_of(sweep):
+    write_report(sweep)
+    return (sweep.root / "report.md").read_text()
+
+
+def test_a_curve_has_tokens_flops_and_seconds_of_training(tmp_path):
+    run = filled(tmp_path).runs()[0]
+    amounts = run.config.shapes.tokens, partial(flops, run.config)
+    curve = read_curve(run.workdir, "eval/loss", *amounts)
+    steps = np.arange(100, 1001, 100)
+    np.testing.assert_allclose(curve.tokens, 2048 * steps)
+    np.testing.assert_allclose(curve.seconds, 0.1 * steps)
+    np.testing.assert_allclose(curve.flops, flops(run.config, 1) * steps)
+    assert len(read_curve(tmp_path / "missing", "eval/loss", *amounts).scores) == 0
+
+
+def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
+    sweep = filled(tmp_path / "a<b", num_seeds=5)
+    text = report_of(sweep)
+    row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
+    words = dict(row.findall(text.split("## Curves")[0]))
+    assert words["optim.name=lion"] == "better"
+    assert words["optim.name=muon"].startswith("undecided: at most 0.0")
+    assert "| optim.name=lion | optim.name | lion | adamw |" in text
+    page = (sweep.root / "report.html").read_text()
+    assert "<title>a&lt;b</title>" in page and "<td>better</td>" in page
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+    lines = rows_of(sweep.root)
+    assert [line["state"] for line in lines] == 15 * ["finished"]
+    assert "Learning rates were not tuned" in text
+    assert (float(lines[0]["tokens"]), float(lines[0]["seconds"])) == (2_048_000, 100)
+
+
+def test_the_report_tells_what_runs_take_and_metrics_that_a_loss_adds(tmp_path):
+    sweep = filled(tmp_path, num_seeds=2)
+    for run in sweep.runs():
+        path = run.workdir / "metrics.jsonl"
+        own = f'"train/balance": {0.5 + run.config.seed}, "eval/loss"'
+        path.write_text(path.read_text().replace('"eval/loss"', own))
+    text = report_of(sweep)
+    assert "| perf/step_seconds |" + 3 * " 0.1000 ± 0.0000 |" in text
+    assert "| train/balance |" + 3 * " 1.0000 ± 0.7071 |" in text
+    assert rows_of(tmp_path)[0]["train/balance"] == "0.5"
+
+
+def test_seeds_of_a_config_alone_are_a_sweep_too(tmp_path):
+    sweep = sweep_in(tmp_path)
+    for run in sweep.runs():
+        write_run(run, 3.8 + 0.01 * run.config.seed)
+    assert grow(sweep) == sweep
+    assert "| baseline | 3 | 3.8100 ± 0.0100 |" in report_of(sweep)
+    assert len(rows_of(tmp_path)) == 3
+
+
+def test_a_report_of_single_validations_shows_no_curves(tmp_path):
+    sweep = filled(tmp_path, num_seeds=2)
+    assert "## Curves" in report_of(sweep)
+    for run in sweep.runs():
+        path = run.workdir / "metrics.jsonl"
+        path.write_text(path.read_text().splitlines(keepends=True)[-1])
+    text = report_of(sweep)
+    assert "## Curves" not in text and "curves.png" not in text
+    assert "| optim.name=lion | 2 |" in text and "differences.png" in text
+
+
+def test_a_difference_stands_beside_the_baselines_mean_that_it_is_from(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon", looks=[3, 5])
+    sweep = dataclasses.replace(sweep, seeds={"baseline": 5, "optim.name=muon": 5})
+    for run in sweep.runs():
+        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 3.98}
+        write_run(run, final[run.arm] + 0.01 * run.config.seed)
+    text = report_of(sweep)
+    assert "| baseline | 5 | 4.0200 ± 0.0158 |" in text
+    assert "| optim.name=lion | 3 | 3.0100 ± 0.0100 | 4.0100 | -1.0000 |" in text
+    assert "| optim.name=muon | 5 | 4.0000 ± 0.0158 | 4.0200 | -0.0200 |" in text
+
+
+def test_programs_read_the_verdicts_of_the_report(tmp_path):
+    sweep = filled(tmp_path, num_seeds=5)
+    write_run(sweep.runs()[2], 3.8, "diverged")  # of optim.name=muon
+    verdicts = judge(sweep, sweep.results())
+    report_of(sweep)
+    tree = json.loads((tmp_path / "verdicts.json").read_text())
+    lion, muon = (tree[f"optim.name={name}"] for name in ("lion", "muon"))
+    known = verdicts["optim.name=lion"]
+    assert lion["words"] == "better"
+    for name in ("difference", "baseline", "low", "high", "p_value"):
+        assert lion[name] == pytest.approx(getattr(known, name), abs=1e-9)
+    assert (muon["words"], muon["low"]) == ("diverged in 1 of 5 runs", None)
+
+
+def test_time_to_the_baselines_loss_is_a_share_with_an_interval(tmp_path):
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon")
+    for run in sweep.runs():
+        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 4.5}[
+            run.arm
+        ]
+        write_run(run, final + 0.001 * run.config.seed)
+    table = reach_table(sweep, sweep.results())
+    lion, muon = table.tokens
+    assert (
+        lion == "0.80 (0.80 to 0.80)"
+    )  # in a straight line from 8 to 3, 4 is there at 4/5
+    assert list(table.iloc[0])[1:] == [lion] * 3
+    assert muon == "reached by 0 of 3"
+
+
+def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_path):
+    sweep = filled(tmp_path)
+    lion = [run for run in sweep.runs() if run.arm == "optim.name=lion"]
+    write_run(lion[0], 3.7, "diverged", "the loss is NaN at step 7")
+    muon = [run for run in sweep.runs() if run.arm == "optim.name=muon"]
+    write_run(muon[1], 3.7, "failed", "error: no text file matches a|b.")
+    (muon[2].folder / "outcome.json").unlink()  # as if the disk had been full
+    words = list(write_report(sweep).verdict)
+    text = (tmp_path / "report.md").read_text()
+    assert "diverged in 1 of 3 runs" in words and "better" not in words
+    assert (
+        "| optim.name=lion seed 0 | diverged | 1000 | the loss is NaN at step 7 |"
+        in text
+    )
+    assert (
+        r"| optim.name=muon seed 1 | failed | 1000 | error: no text file matches a\|b. |"
+        in text
+    )
+    assert "Compared runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text
+
+
+# What a sweep remembers
+
+
+def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3, 4e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
+    choosing = sweep.choosing_runs()
+    assert len(choosing) == 6
+
+    def loss(run):
+        best = 1e-3 if run.arm == "baseline" else 2e-3
+        return 3 + abs(math.log(run.config.optim.learning_rate / best))
+
+    for run in choosing:
+        diverges = run.arm == "baseline" and run.config.optim.learning_rate == 4e-3
+        write_run(run, loss(run), "diverged" if diverges else "finished")
+    assert sweep.chosen == {}
+    write_run(choosing[-1], 3.0, "failed")
+    assert list(sweep.with_choices().chosen) == [
+        "baseline"
+    ]  # the other's is tried again
+    write_run(choosing[-1], loss(choosing[-1]))
+    sweep = sweep.with_choices()
+    assert sweep.chosen == {
+        "baseline": {"optim.learning_rate": 1e-3},
+        "optim.name=lion": {"optim.learning_rate": 2e-3},
+    }
+    compared = sweep.runs()
+    assert not {run.config.seed for run in compared} & {
+        run.config.seed for run in choosing
+    }
+    assert {run.config.optim.learning_rate for run in compared} == {1e-3, 2e-3}
+    for run in compared:
+        write_run(run, 3.0 + 0.01 * run.config.seed)
+    text = report_of(sweep)
+    assert "| values | baseline | optim.name=lion |" in text
+    assert "| optim.learning_rate=0.001 | 3.0000* | 3.6931 |" in text
+    assert "| optim.learning_rate=0.002 | 3.6931 | 3.0000* |" in text
+    assert "| optim.learning_rate=0.004 | - | 3.6931 |" in text
+    assert "not tuned" not in text
+    for run in choosing:  # another try would choose otherwise, and comes too late
+        write_run(run, run.config.optim.learning_rate)
+    assert sweep.with_choices() == sweep
+
+
+def test_an_arm_whose_every_choice_diverged_trains_with_the_first(tmp_path):
+    sweep = sweep_in(
+        tmp_path, "optim.name=lion", tune={"optim.learning_rate": [1e-3, 2e-3]}
+    )
+    for run in sweep.choosing_runs():
+        write_run(run, 3.0, "diverged" if "lion" in run.arm else "finished")
+    sweep = sweep.with_choices()
+    assert sweep.chosen["optim.name=lion"] == {"optim.learning_rate": 1e-3}
+    for run in sweep.runs():
+        state = "diverged" if "lion" in run.arm else "finished"
+        write_run(run, 3.0 + 0.01 * run.config.seed, state)
+    verdicts = judge(sweep, sweep.results())
+    assert verdicts["optim.name=lion"].words == "diverged in 3 of 3 runs"
+    assert "| optim.learning_rate=0.001 | 3.0000* | -* |" in report_of(sweep)
+
+
+def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
+    before = filled(tmp_path)
+    assert load_sweep(tmp_path) == before
+    grown = continued(sweep_in(tmp_path, "optim.name=lion,adam", num_seeds=2))
+    assert names(grown.arms) == [*LOSSES, "optim.name=adam"]
+    assert grown.looks == [3]
+    with pytest.raises(UserError, match="equal=tokens, not flops"):
+        continued(sweep_in(tmp_path, "optim.name=lion", equal="flops"))
+    other = continued(sweep_in(tmp_path, "data.tokenizer=byte"))
+    assert (before.score, other.score) == ("eval/loss", "eval/bits_per_byte")
+    # All that differs is named, before what only follows from it.
+    shorter = {"train.num_steps": 900, "train.eval_batches": 2, "data.batch_size": 8}
+    shorter = with_options(BASE, shorter)
+    other = make_arms(shorter, ["optim.name=lion"], one_at_a_time=False)
+    told = r"batch_size=\d+, not 8; .*num_steps=1000, not 900; train\.eval_batches"
+    with pytest.raises(UserError, match=told):
+        continued(dataclasses.replace(before, arms=tuple(other)))
+
+
+def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
+    five = sweep_in(tmp_path, "optim.name=lion,muon", num_seeds=5)
+    sweep_in(tmp_path, "optim.name=lion,muon").save()
+    assert continued(five).raised_from == 0  # no run has ended
+    filled(tmp_path)
+    raised = continued(five)
+    assert (raised.raised_from, raised.looks) == (3, [5])
+    assert "Seeds were raised from 3 to 5" in report_of(raised)
+
+
+def train(sweep, losses, rng):
+    """Ends the runs that have not ended, and returns the sweep with the seeds that follow."""
+    for run in sweep.runs():
+        if run.outcome().state == "waiting":
+            write_run(run, losses[run.arm], noise=rng)
+    return grow(sweep)
+
+
+def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
+    """A look's verdict is that of its own seeds, whatever is trained later."""
+    rng = np.random.default_rng(2)
+    muon = "optim.name=muon"
+    lion = "optim.name=lion"
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=[3, 5, 8])
+    losses = LOSSES | {lion: 3.0, muon: 3.795, "optim.name=adam": 3.8}
+    assert grow(sweep) == sweep  # nothing has ended
+    for run in sweep.runs():
+        write_run(
+            run, losses[run.arm], "failed" if run.arm == muon else "finished", noise=rng
+        )
+    assert grow(sweep).seeds == {"baseline": 5, "optim.name=adam": 5}
+    for run in sweep.runs()[2::4]:
+        (run.folder / "outcome.json").unlink()
+    assert judge(sweep, sweep.results())[lion].words == "to be decided"
+    seen = train(sweep, losses, rng)
+    assert seen.seeds == {"baseline": 5, muon: 5, "optim.name=adam": 5}
+    first = judge(seen, seen.results())
+    assert [each.words for each in first.values()] == [
+        "better",
+        "to be decided",
+        "to be decided",
+    ]
+    last = train(seen, losses, rng)
+    assert set(last.seeds.values()) == {5, 8} and len(last.runs()) == 3 + 5 + 8 + 8
+    done = train(last, losses, rng)
+    assert done == last
+    verdicts = judge(done, done.results())
+    assert verdicts[lion].high == first[lion].high and verdicts[lion].p_value < 0.05
+    assert verdicts["optim.name=adam"].words.startswith("undecided")
+    done.save()
+    assert continued(sweep) == dataclasses.replace(done, raised_from=0)
+    assert "3 or 5 or 8 seeds each" in report_of(done)
+    more = continued(
+        sweep_in(tmp_path, "optim.name=soap", looks=[3, 5, 8])
+    ).with_choices()
+    assert (
+        train(more, losses | {"optim.name=soap": 3.795}, rng).seeds["optim.name=soap"]
+        == 5
+    )
+    for other in ([8], [3, 8]):
+        with pytest.raises(UserError, match=r"seeds=\[3, 5, 8\], not"):
+            continued(dataclasses.replace(sweep, looks=other))
+
+
+def test_runs_on_another_text_are_not_compared(tmp_path):
+    sweep = filled(tmp_path)
+    for i, run in enumerate(sweep.runs()):
+        (run.workdir / "data.json").write_text(
+            json.dumps({"sha256": "a" if i < 4 else "b"})
+        )
+    with pytest.raises(UserError, match=r"another text than .*baseline/seed-0"):
+        sweep.check_runs()
+
+
+def swap(first, second):
+    aside = first.with_name("aside")
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def replace_text(path, old, new):
+    text = path.read_text()
+    path.write_text(text.replace(old, new))
+    assert path.read_text() != text
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:30])
+
+
+def copy_run(arm):
+    """Copies what a seed has trained to another."""
+    shutil.rmtree(arm / "seed-0/run")
+    shutil.copytree(arm / "seed-1/run", arm / "seed-0/run")
+
+
+SEED = "runs/baseline/seed-0"
+METRICS = f"{SEED}/run/metrics.jsonl"
+OPTIONS = f"{SEED}/run/config.json"
+STARTS = f"{SEED}/run/environment.jsonl"
+SCORE = '"eval/loss": 3'
+# A place, what becomes of it (its content, a part of its text and another, or a function), and
+# what is told.
+DAMAGES = {
+    "metrics end early": (
+        METRICS,
+        ('{"step": 1000', ""),
+        r"the metrics of .*seed-0 end at step 900 of 1000 with .*\. Remove .*seed-0, and",
+    ),
+    "no metrics": (METRICS, Path.unlink, "end at step 0 of 1000"),
+    "the score is NaN": (
+        METRICS,
+        (SCORE, '"eval/loss": NaN, "x": 3'),
+        "end at step 1000 of 1000 with eval/loss=nan",
+    ),
+    "arms are swapped": (
+        "runs",
+        lambda runs: swap(runs / "baseline", runs / "optim.name=lion"),
+        "holds a run with optim.name=lion, not adamw",
+    ),
+    "a seed is copied": ("runs/baseline", copy_run, "holds a run with seed=1, not 0"),
+    "the outcome is cut": (
+        f"{SEED}/outcome.json",
+        cut,
+        r"seed-0/outcome\.json cannot be read",
+    ),
+    "options are gone": (OPTIONS, Path.unlink, "seed-0 cannot be read"),
+    "starts are garbage": (STARTS, b"garbage", "seed-0 cannot be read"),
+    "the sweep is cut": (
+        "sweep.json",
+        cut,
+        r"sweep\.json cannot be read .*or remove the file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("place", "change", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_sweep_has_no_verdict_and_is_told_in_one_line(
+    tmp_path, place, change, told
+):
+    filled(tmp_path)
+    path = tmp_path / place
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    elif isinstance(change, tuple):
+        replace_text(path, *change)
+    else:
+        change(path)
+    with pytest.raises(UserError, match=told) as error:
+        sweep = load_sweep(tmp_path).with_choices()
+        sweep.check_runs()
+        write_report(sweep)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=told):  # before it judges, too
+        load_sweep(tmp_path).results()
+
+
+def test_a_choice_is_not_made_by_a_damaged_run_and_not_by_anothers(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
+    for run in sweep.choosing_runs():
+        write_run(run, 3 + run.config.optim.learning_rate)
+    assert set(sweep.with_choices().chosen) == {"baseline", "optim.name=lion"}
+    folder = tmp_path / "tune" / "baseline"
+    swap(*sorted(folder.iterdir()))
+    with pytest.raises(UserError, match=r"holds a run with optim\.learning_rate=0\.00"):
+        sweep.with_choices()
+
+
+def began(run, *starts):
+    lines = [{"step": step, "code": code} for step, code in starts]
+    write_rows(run.workdir / "environment.jsonl", lines)
+
+
+@pytest.fixture
+def code_is(monkeypatch):
+    """Lets the code on disk have a hash."""
+    return lambda code: monkeypatch.setattr(
+        "gpt2.lab.ablate.runs.hash_code", lambda _: code
+    )
+
+
+def test_runs_of_different_code_are_not_pooled(tmp_path, code_is):
+    two, three = (
+        sweep_in(tmp_path, "optim.name=lion", num_seeds=num) for num in (2, 3)
+    )
+    for run in two.runs():
+        write_run(run, 3.7)
+        began(run, (0, "old"))
+    code_is("old")
+    three.check_runs(to_come=True)
+    code_is("new")
+    two.check_runs(to_come=True)  # nothing is to come
+    told = r"\(baseline seed 0 is of old, baseline seed 2 of new\)"
+    with pytest.raises(UserError, match=told):
+        three.check_runs(to_come=True)
+    first = two.runs()[0]
+    began(first, (0, "new"), (0, "old"), (20, "new"), (10, "old"))
+    two.check_runs()  # steps of other code are trained no more
+    began(first, (0, "old"), (20, "new"))
+    with pytest.raises(UserError, match="Put the code back"):
+        two.check_runs()
+
+
+def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_with_any(
+    tmp_path, code_is
+):
+    sweep = sweep_in(tmp_path, "optim.name=lion", num_seeds=1)
+    run = sweep.runs()[0]
+    write_run(run, 3.7, "failed")
+    began(run, (0, "old"))
+    code_is("new")
+    sweep.check_runs(to_come=True)
+    (run.workdir / "checkpoints" / "20").mkdir(parents=True)
+    with pytest.raises(UserError, match="is of new, baseline seed 0 of old"):
+        sweep.check_runs(to_come=True)
+    sweep.check_runs()  # its steps are not compared
+    code_is("old")
+    sweep.check_runs(to_come=True)
+
+
+# Times and places
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optim.warmup_steps": 0, "optim.warmup_percent": 1.0},
+        {"optim.schedule": "piecewise:500=0.5", "optim.end_learning_rate": 4e-3},
+        {"optim.schedule": "wsd", "optim.decay_percent": 20.0},
+        {"optim.schedule": "wsd", "optim.decay_steps": 800},
+        {"train.keep_every": 100, "train.checkpoint_every": 100},
+    ],
+)
+def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(
+    tmp_path, options
+):
+    config = with_options(BASE, options)
+    run = make_measuring_run(tmp_path, Arm("baseline", config))
+    rates = make_schedule(run.config.optim, 40)(np.arange(40))
+    assert all(np.diff(rates) > 0) and rates[-1] < config.optim.learning_rate
+    longer = make_measuring_run(tmp_path, with_length(Arm("baseline", BASE), 2000))
+    assert longer == make_measuring_run(tmp_path, Arm("baseline", BASE))
+    larger = with_options(BASE, {"data.batch_size": 32})
+    assert run.folder != make_measuring_run(tmp_path, Arm("baseline", larger)).folder
+
+
+def write_measure(root, arm):
+    """Writes what a measuring run leaves: steps of 0.1 s, but the first, and a start of 20 s."""
+    run = make_measuring_run(root, arm)
+    write_run(run, 3.7)
+    lines = []
+    for step, seconds in (10, 0.4), (20, 0.1), (30, 0.1), (40, 0.1):
+        line = {"step": step, "perf/step_seconds": seconds}
+        lines.append(line | {"perf/total_seconds": 20 + 0.1 * step})
+    lines[-1]["eval/loss"] = 3.7
+    write_rows(run.workdir / "metrics.jsonl", lines)
+
+
+def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
+    sweep = filled(tmp_path, num_seeds=2)
+    slots = make_slots(1)
+    (sweep.runs()[-1].folder / "outcome.json").unlink()
+    for arm in sweep.arms:
+        write_measure(tmp_path, arm)
+    assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
+    asked, last, total = describe_runs(sweep, slots).splitlines()
+    told = capsys.readouterr().out
+    assert "baseline: 0.1 seconds a step" in told and "seed" not in told
+    assert asked == "would train"
+    assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
+    assert total.startswith("about 0:02:00 by runs apart, ")
+
+
+def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
+    for arm in sweep.arms:
+        write_measure(tmp_path, arm)
+    *_, last, total = describe_runs(sweep, make_slots(1)).splitlines()
+    assert last == "optim.name=lion seed 2  1000 steps  0:02:00"
+    assert total.startswith("about 0:20:00 ")  # 2 * 2 runs choose, and 2 * 3 follow
+
+
+def test_of_runs_together_each_is_told_when_it_ends(tmp_path):
+    runs = sweep_in(tmp_path, num_seeds=2).runs()
+    group = SimpleNamespace(_taken=[(run, io.StringIO()) for run in runs])
+    for run in runs:
+        write_run(run, 3.7)
+        assert list(_Training.ended(group, None, "eval/loss")) == [(run, "3.7000")]
+    assert not group._taken
+
+
+def test_runs_at_once_share_the_cores(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    cores = os.sched_getaffinity(0)
+    assert make_slots(1)[0].cores == cores
+    if len(cores) > 1:
+        one, two = make_slots(2)
+        assert one.cores and two.cores and not one.cores & two.cores
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == [
+        "4",
+        "7",
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none, as is known to CUDA
+    with pytest.raises(UserError, match="CPU cores"):
+        make_slots(1000)
+
+
+# Real runs
+
+
+def start_ablate(*options, cwd=ROOT):
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpt2.lab.ablate", *options],
+        cwd=cwd,
+        env=os.environ | {"XLA_FLAGS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ablate(*options, code=0, cwd=ROOT):
+    """Runs a sweep, and returns what it said."""
+    process = start_ablate(*options, cwd=cwd)
+    said, _ = process.communicate(timeout=10 * SECONDS)
+    assert process.returncode == code, said
+    return said
+
+
+def rows_of(root, without=()):
+    with open(root / "results.csv", newline="") as file:
+        return [
+            {k: v for k, v in row.items() if k not in without}
+            for row in csv.DictReader(file)
+        ]
+
+
+# A version of the code whose training raises the loss.
+UPHILL = """
+_downhill = next_token_loss
+
+def next_token_loss(*options):
+    loss = _downhill(*options)
+
+    def negated(*inputs, **named):
+        sums = loss(*inputs, **named)
+        total, count = sums["loss"]
+        return sums | {"loss": (-total, count)}
+
+    return negated
+"""
+
+
+@pytest.mark.thorough
+def test_a_sweep_trains_reports_and_is_safe_to_repeat(tmp_path):
+    root = tmp_path / "sweep"
+    shared = [*TINY, "--config.train.eval_batches=2"]
+    shared += ["--seeds=1", "--jobs=2"]
+    options = [*shared, "--vary=optim.learning_rate=1e30", f"--workdir={root}"]
+    said = ablate(*options)
+    assert "2/2" in said and "diverged in 1 of 1 runs" in said
+    rows = rows_of(root, ["seconds"])
+    assert [row["state"] for row in rows] == ["finished", "diverged"]
+    assert all(row["parameters"] for row in rows)
+    times = {path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")}
+    ablate(*options)
+    assert {
+        path: path.stat().st_mtime_ns for path in root.rglob("outcome.json")
+    } == times
+    assert rows_of(root, ["seconds"]) == rows
+    project = tmp_path / "project"
+    changed = "gpt2/training/__init__.py"
+    copy_project(project)
+    make_repository(project, changed, (ROOT / changed).read_text() + UPHILL)
+    ablate(*shared, "--vary=code=my/idea", "--workdir=../beside", cwd=project)
+    first, other = rows_of(tmp_path / "beside")
+    assert first["code"] != other["code"] and first["eval/loss"] != other["eval/loss"]
+    told = succeed(None, root, f"--output={tmp_path}/c.png", script="gpt2.lab.compare")
+    assert "baseline" in told and (tmp_path / "c.png").exists()
+
+
+@pytest.mark.thorough
+def test_processes_share_the_runs_of_a_sweep(tmp_path):
+    options = [*TINY, "--vary=optim.name=lion", "--tune=optim.learning_rate=1e-3,2e-3"]
+    options += ["--seeds=2", f"--workdir={tmp_path}"]
+    both = [start_ablate(*options) for _ in range(2)]
+    said = [process.communicate(timeout=10 * SECONDS)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [row["state"] for row in rows_of(tmp_path)] == ["finished"] * 8
+    starts = [path.read_text() for path in tmp_path.rglob("environment.jsonl")]
+    assert len(starts) == 8 and all(
+        text.count("\n") == 1 for text in starts
+    )  # none twice
+
+
+def test_a_failure_is_told_by_its_exception_and_not_by_what_follows(tmp_path):
+    log = tmp_path / "log.txt"
+    log.write_text(
+        "step 3\nNameError: name 'x' is not defined\n----\nFor simplicity, ...\n"
+    )
+    failed = SimpleNamespace(_log=log, _log_start=0)
+    outcome = _Training._read_outcome(failed, 1)
+    assert outcome.error == "NameError: name 'x' is not defined"
+    log.write_text("error: no such file\nwarning: more\n")
+    assert _Training._read_outcome(failed, 2).error == "error: no such file"

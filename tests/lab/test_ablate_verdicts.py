@@ -1,0 +1,282 @@
+"""Verdicts on the arms of an ablation: their rates are as stated, and their numbers are known."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from gpt2.lab.ablate.judge import is_hopeless, level_at
+from gpt2.lab.ablate.judge import judge as judge_sweep
+from gpt2.lab.ablate.power import dunnett_quantile
+from gpt2.lab.ablate.sweep import Sweep
+from gpt2.lab.ablate.verdicts import FOUND, Sample, compare
+from tests.helpers import thorough
+from tests.programs import verdict_rates
+
+NUM_ARMS = 5
+NAMES = [f"arm {i}" for i in range(NUM_ARMS)]
+# Runs of the baseline and of each arm, and the standard deviations of both.
+SETTINGS = {
+    "3 seeds": (3, 3, 1.0, (1.0,) * 5),
+    "5 seeds": (5, 5, 1.0, (1.0,) * 5),
+    "a noisy baseline, 3 seeds": (3, 3, 3.0, (1.0,) * 5),
+    "a noisy baseline, 5 seeds": (5, 5, 3.0, (1.0,) * 5),
+    "a noisy baseline of 3 seeds, arms of 5": (3, 5, 3.0, (1.0,) * 5),
+    "a calm baseline of 5 seeds, arms of 3": (5, 3, 1.0, (3.0,) * 5),
+    "a noisy arm, 5 seeds": (5, 5, 1.0, (3.0, 1.0, 1.0, 1.0, 1.0)),
+}
+
+# Dunnett 1955, table 1: blood counts of six animals without a drug, four and five with one.
+BLOOD = (
+    [7.40, 8.50, 7.20, 8.24, 9.84, 8.32],
+    [9.76, 8.80, 7.68, 9.36],
+    [12.80, 9.68, 12.16, 9.20, 10.55],
+)
+
+
+def sample(values, **counts):
+    return Sample(np.array(values), **counts)
+
+
+def judge(values, arms, **options):
+    return compare(
+        sample(values), {name: sample(x) for name, x in arms.items()}, **options
+    )
+
+
+def is_found(verdict):
+    return verdict.words in FOUND
+
+
+def assert_rate_at_most(count, num, rate):
+    p_value = stats.binomtest(count, num, rate, alternative="greater").pvalue
+    assert p_value > 0.01, f"{count} of {num} is more than {rate:.1%}"
+
+
+# Rates in simulation.
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting):
+    num_baseline, num, deviation, deviations = setting
+    sizes = (num_baseline, *[num] * NUM_ARMS)
+    num_sweeps = verdict_rates.CHUNK
+    percent = verdict_rates.rates(sizes, (deviation, *deviations), num=num_sweeps)[
+        "both"
+    ]
+    # Welch's approximation at these sizes is off by up to a point: the module's docstring.
+    allowed = 0.06 if num_baseline != num else 0.05
+    assert_rate_at_most(round(percent * num_sweeps / 100), num_sweeps, allowed)
+
+
+def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
+    """That of the docstring's table; deviations that differ by 8 leave arms out of the pool."""
+    monkeypatch.setattr(verdict_rates, "CHUNK", 200)
+    sizes = (5, 3, 3, 3, 3)
+    deviations = (1.0, 8.0, 1.0, 1.0, 0.3)
+    scores = verdict_rates.draw(np.random.default_rng(9), sizes, deviations, shift=3.0)
+    expected = verdict_rates.both(*verdict_rates.moments(scores), sizes)
+    assert 10 < expected.sum() < 700
+    for row, (values, *arms) in zip(expected, zip(*scores, strict=True), strict=True):
+        verdicts = judge(values, dict(zip(NAMES, arms, strict=False)))
+        assert list(map(is_found, verdicts.values())) == list(row)
+
+
+@pytest.mark.parametrize(
+    "shift", [0.0, -50.0], ids=["no difference", "much lower scores"]
+)
+def test_a_diverged_run_makes_no_arm_better_and_leaves_the_others_their_rate(
+    shift, monkeypatch
+):
+    """The run with the highest score diverges, so that survivors look good."""
+    num_sweeps = 200
+    monkeypatch.setattr(verdict_rates, "CHUNK", num_sweeps)
+    rng = np.random.default_rng(4)
+    deviations = (1.0, 3.0, 1.0, 1.0, 1.0, 1.0)
+    scores = verdict_rates.draw(rng, (5,) * 6, deviations, shift)
+    false = 0
+    for baseline, first, *others in zip(*scores, strict=True):
+        survivors = np.sort(first)[:-1]
+        arms = dict(zip(NAMES[1:], map(sample, others), strict=True))
+        arms["diverged"] = sample(survivors, diverged=1)
+        verdicts = compare(sample(baseline), arms)
+        diverged = verdicts.pop("diverged")
+        assert diverged.words == "diverged in 1 of 5 runs"
+        assert diverged.difference == pytest.approx(survivors.mean() - baseline.mean())
+        assert math.isnan(diverged.low) and math.isnan(diverged.p_value)
+        false += any(map(is_found, verdicts.values()))
+    assert_rate_at_most(false, num_sweeps, 0.05)
+
+
+# Looks.
+
+
+def test_looks_keep_the_level_and_most_power_and_save_runs():
+    num_sweeps = 1000
+    for deviations in verdict_rates.NOISY.values():
+        found, runs = verdict_rates.look_at(
+            verdict_rates.draw_looks(deviations, num=num_sweeps)
+        )
+        assert_rate_at_most(found.any(1).sum(), num_sweeps, 0.05)
+        assert runs.mean() < 38  # of 48
+    scores = verdict_rates.draw_looks(
+        verdict_rates.NOISY["equal"], (4.0, 12.0), num=num_sweeps
+    )
+    (found, _), (fixed, _) = (
+        verdict_rates.look_at(scores, looks) for looks in ((3, 5, 8), (8,))
+    )
+    assert 0.8 < found[:, 0].mean() < fixed[:, 0].mean() < 0.9 and found[:, 1].all()
+
+
+def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
+    arms = [SimpleNamespace(name=name) for name in ("baseline", *NAMES)]
+    looks = list(verdict_rates.LOOKS)
+    sweep = Sweep(tmp_path, [], tuple(arms), "tokens", looks, [])
+    rows = [
+        (a.name, seed, "compare", "finished") for a in arms for seed in range(looks[-1])
+    ]
+    results = pd.DataFrame(rows, columns=["arm", "seed", "purpose", "state"])
+    scores = verdict_rates.draw_looks(
+        verdict_rates.NOISY["one arm"], (0.0, 4.0, 6.0), num=40
+    )
+    expected, _ = verdict_rates.look_at(scores)
+    assert 40 < expected.sum() < 90
+    for found, drawn in zip(expected, scores, strict=True):
+        verdicts = judge_sweep(sweep, results.assign(score=drawn.T.ravel())).values()
+        assert list(map(is_found, verdicts)) == list(found)
+
+
+def test_looks_share_the_level():
+    assert level_at([8], 8) == 0.05
+    levels = [level_at([3, 5, 8], look) for look in (3, 5, 8)]
+    assert sum(levels) == pytest.approx(0.05)
+    assert levels[0] == pytest.approx(0.05 * (3 / 8) ** 3)
+
+
+def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
+    """Half of the seeds are `now` away; the others are drawn about what 80 % would find."""
+    looks = [4, 8]
+    border = stats.norm.isf(level_at(looks, 8) / 5 / 2)
+    rng = np.random.default_rng(0)
+    now = np.linspace(0, 4, 401)
+    hopeless = is_hopeless(now / math.sqrt(2), 5, looks, 4)
+    edge = now[~hopeless][0]
+    other = border + stats.norm.isf(0.2) + math.sqrt(2) * rng.standard_normal(100_000)
+    assert np.mean((edge + other) / 2 > border) == pytest.approx(0.2, abs=0.01)
+
+
+# Known numbers.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "published"),
+    [((3,) * 3, 2.86), ((5,) * 5, 2.65), ((3,) * 6, 2.90), ((11, 11, 11), 2.32)],
+)
+def test_quantiles_are_those_of_dunnetts_table(sizes, published):
+    """Two-sided, 5 % (Dunnett 1964, Biometrics 20, table II), by arms and degrees of freedom."""
+    df = sum(sizes) - len(sizes)
+    assert dunnett_quantile(sizes, 0.05, df) == pytest.approx(published, abs=0.006)
+
+
+def test_several_arms_have_the_wider_of_dunnetts_and_welchs_intervals():
+    control, *drugs = BLOOD
+    verdicts = judge(control, {"a": drugs[0], "b": drugs[1]})
+    dunnett = stats.dunnett(*drugs, control=control)
+    ends = dunnett.confidence_interval(0.95)
+    for i, (verdict, drug) in enumerate(zip(verdicts.values(), drugs, strict=True)):
+        welch = stats.ttest_ind(drug, control, equal_var=False)
+        alone = welch.confidence_interval(1 - 0.05 / math.sqrt(2))
+        p_value = max(dunnett.pvalue[i], math.sqrt(2) * welch.pvalue)
+        # scipy draws at random, with errors a tenth as large as these tolerances.
+        assert verdict.p_value == pytest.approx(p_value, abs=5e-4)
+        assert verdict.low == pytest.approx(min(ends.low[i], alone.low), abs=0.01)
+        assert verdict.high == pytest.approx(max(ends.high[i], alone.high), abs=0.01)
+        assert verdict.difference == pytest.approx(np.mean(drug) - np.mean(control))
+    assert verdicts["a"].p_value == pytest.approx(0.6200, abs=5e-4)  # Dunnett's
+    assert verdicts["a"].words.startswith("undecided: at most ")
+
+
+def test_one_arm_has_the_wider_of_students_and_welchs_intervals():
+    control, _, drug = BLOOD
+    for arm in (drug, drug[:2], [8.0, 8.1, 8.2, 8.05, 30.0]):
+        (verdict,) = judge(control, {"arm": arm}).values()
+        tests = [
+            stats.ttest_ind(arm, control, equal_var=equal) for equal in (True, False)
+        ]
+        intervals = [test.confidence_interval(0.95) for test in tests]
+        assert verdict.p_value == pytest.approx(max(test.pvalue for test in tests))
+        assert verdict.low == pytest.approx(min(interval.low for interval in intervals))
+        assert verdict.high == pytest.approx(
+            max(interval.high for interval in intervals)
+        )
+
+
+# Sweeps that allow no verdict, or hardly one.
+
+FINE = sample([3.0, 3.1, 3.2])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "arm", "words"),
+    [
+        (sample([3.0]), sample([2.0]), "fewer than two runs finished: no verdict"),
+        (FINE, sample([]), "fewer than two runs finished: no verdict"),
+        (sample([]), FINE, "fewer than two runs of the baseline finished: no verdict"),
+        (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs"),
+        (
+            sample([3.0], diverged=1),
+            FINE,
+            "the baseline diverged in 1 of 2 runs: no verdict",
+        ),
+        (
+            sample([0.1] * 3),  # whose deviation rounds to 1e-17
+            sample([0.3] * 3),
+            "the same score for every seed: no verdict",
+        ),
+    ],
+)
+def test_words_say_why_there_is_no_verdict(baseline, arm, words):
+    verdict = compare(baseline, {"arm": arm})["arm"]
+    assert verdict.words == words
+    found = (verdict.low, verdict.high, verdict.p_value, verdict.detectable())
+    assert np.isnan(found).all()
+    assert verdict.difference == pytest.approx(arm.mean - baseline.mean, nan_ok=True)
+
+
+def test_a_noisy_arm_does_not_blind_the_others():
+    baseline = [3.796, 3.8, 3.804]
+    lower = [3.697, 3.7, 3.703]
+    alone = judge(baseline, {"lower": lower})["lower"]
+    beside = judge(baseline, {"lower": lower, "noisy": [4.5, 5.3, 4.9]})
+    assert alone.words == beside["lower"].words == "better"
+    assert beside["lower"].high - beside["lower"].low < 2 * (alone.high - alone.low)
+    assert beside["noisy"].high - beside["noisy"].low > 1
+
+
+def test_arms_without_a_test_do_not_widen_the_intervals_of_others():
+    fine = sample([2.0, 2.1, 2.3])
+    without = {"one run": sample([1.0]), "diverged": sample([1.0, 9.0], diverged=1)}
+    verdicts = compare(FINE, {"fine": fine} | without)
+    assert verdicts["fine"] == compare(FINE, {"fine": fine})["fine"]
+    assert compare(FINE, {}) == {}
+
+
+@pytest.mark.parametrize("deviations", [(0.5, 0.1, 0.3), thorough((0.1, 0.2, 0.1))])
+def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviations):
+    """What is measured is taken for the truth, and swept again and again."""
+    rng = np.random.default_rng(12)
+    names = ["first", "second"]
+    unit = np.linspace(-1.0, 1.0, 3)  # whose deviation is 1
+    baseline, *arms = (deviation * unit for deviation in deviations)
+    verdicts = judge(baseline, dict(zip(names, arms, strict=True)))
+    number = 10_000
+    for i, name in enumerate(names, start=1):
+        drawn = rng.normal(0.0, deviations, (number, 3, 3))
+        drawn[..., i] += verdicts[name].detectable()
+        found = verdict_rates.both(
+            *verdict_rates.moments(np.moveaxis(drawn, -1, 0)), (3, 3, 3)
+        )
+        assert found[:, i - 1].mean() == pytest.approx(0.8, abs=0.02), name

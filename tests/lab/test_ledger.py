@@ -1,0 +1,597 @@
+"""Ledgers: what evidence is worth, and what one command makes of an idea."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy import integrate, stats
+
+from configs import quickstart
+from gpt2.config import Config, with_options
+from gpt2.errors import UserError
+from gpt2.lab.ablate import ledger as command
+from gpt2.lab.ablate.arms import Arm, check_out, snapshot
+from gpt2.lab.ablate.evidence import (
+    evidence,
+    findable,
+    half_width,
+    is_hopeless,
+    level_at,
+    most_evidence,
+)
+from gpt2.lab.ablate.journal import append, read_ledger
+from gpt2.lab.ablate.runs import Run
+from tests.helpers import (
+    ROOT,
+    SECONDS,
+    TINY,
+    copy_project,
+    git,
+    make_repository,
+    write_run,
+)
+from tests.programs.ledger_rates import by_evidence, simulate
+
+BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
+BASE = with_options(BASE, {"train.num_steps": 100, "optim.warmup_steps": 10})
+
+
+# Evidence
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 6])
+def test_the_evidence_to_come_is_what_there_is_on_average(num):
+    """The next difference is drawn as the null hypothesis predicts it by the ones seen."""
+    seen = np.random.default_rng(num).standard_normal(num)
+    scale = math.sqrt((seen**2).mean())
+    null = stats.t(num, scale=scale)
+
+    def to_come(share):
+        return evidence(np.append(seen, null.ppf(share)))[-1]
+
+    mean, error = integrate.quad(to_come, 0, 1, limit=400)
+    now = evidence(seen)[-1]
+    assert evidence(np.append(seen, -3 * scale))[-1] > 1.2 * now  # it depends on it
+    assert mean == pytest.approx(now, abs=10 * error + 1e-4)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.3, 1.0])
+def test_evidence_against_what_is_true_is_one_at_most_wherever_one_stops(mean):
+    num = 20_000
+    noise = np.random.default_rng(0).standard_normal((num, 12))
+    found = evidence(noise + mean)
+    assert (evidence(noise - 2)[:, -1] >= 20).mean() > 0.95
+    ends = found >= 20
+    ends[:, -1] = True
+    stopped = found[np.arange(num), ends.argmax(1)]
+    error = stopped.std() / math.sqrt(num)
+    assert stopped.mean() < 1 + 4 * error
+    share = (found >= 20).any(1).mean()
+    assert share < 1 / 20 + 4 * math.sqrt(0.05 * 0.95 / num)
+
+
+def test_evidence_does_not_hang_on_the_unit():
+    differences = np.random.default_rng(0).standard_normal((5, 6))
+    np.testing.assert_allclose(evidence(1e3 * differences), evidence(differences))
+
+
+def test_an_interval_holds_the_mean_after_every_pair():
+    noise = np.random.default_rng(0).standard_normal((1000, 12))
+    held = np.ones(1000, bool)
+    widths = []
+    for num in range(2, 13):
+        widths.append([half_width(row, 0.05) for row in noise[:, :num]])
+        held &= np.abs(noise[:, :num].mean(1)) <= widths[-1]
+    assert held.mean() > 0.95 - 4 * math.sqrt(0.05 * 0.95 / 1000)
+    assert half_width(noise[0, :2], 0.05) == math.inf
+    # Where the interval ends, the evidence for both sides is 20: that of either is 40 in sum.
+    row = noise[0] - noise[0].mean() + widths[-1][0]
+    both = evidence(row)[-1] + evidence(-row)[-1]
+    assert both == pytest.approx(40)
+
+
+def test_levels_are_those_of_e_lond():
+    zeta = 3.931949211809  # of 1.3
+    assert level_at(1, 0) == pytest.approx(0.1 / zeta)
+    assert level_at(7, 3) == pytest.approx(0.1 * 7**-1.3 / zeta * 4)
+    shares = [level_at(number, 0) for number in range(1, 10_000)]
+    assert 0.07 < sum(shares) < 0.1
+
+
+def test_hopeless_is_what_would_hardly_be_kept():
+    noise = np.random.default_rng(0).standard_normal((500, 16))
+    for gain, low, high in (0.0, 0.0, 0.02), (3.0, 0.7, 1.0):
+        differences = noise - gain
+        ended = is_hopeless(differences[:, :4], 16, 1e-3)
+        kept = (evidence(differences) >= 1e3).any(1)
+        assert low <= kept.mean() <= high
+        assert kept[ended].mean() < 0.2 if ended.any() else True
+    assert is_hopeless(noise[:, :4], 16, 1e-3).mean() > 0.5
+
+
+def test_a_dry_run_tells_what_is_found():
+    sizes = findable(12, 1e-3, 0.8)
+    assert math.isnan(sizes[0])  # one pair says nothing
+    assert all(np.diff(sizes[4:]) <= 0)
+    noise = np.random.default_rng(1).standard_normal((4000, 12))
+    share = (evidence(noise - sizes[-1]) >= 1e3).any(1).mean()
+    assert 0.78 < share < 0.9  # sizes are 12 % apart
+
+
+def test_streams_of_ideas_keep_few_that_are_none():
+    false, found, _ = simulate(by_evidence, 0.1, noisy=0.1, num=100)
+    error = false.std() / math.sqrt(len(false))
+    assert false.mean() < 0.1 + 4 * error
+    assert found[2] > 0.7 and found[3] > 0.95
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 7])
+def test_no_gain_has_more_evidence_than_the_most_however_large(pairs):
+    alike = np.linspace(0.0, 1e-7, pairs) - 1
+    found = evidence(alike)[-1]
+    assert 0.98 < found / most_evidence(pairs) < 1
+
+
+# Code with other options
+
+
+def test_an_arm_of_code_with_more_options_keeps_them():
+    tree = json.loads(json.dumps(Arm("loud", BASE, commit="abc").to_tree()))
+    tree["options"]["model.gain"] = 0.1
+    arm = Arm.from_options(**tree)
+    assert arm.config == BASE and arm.extra == {"model.gain": 0.1}
+    assert arm.options["model.gain"] == 0.1
+    assert Arm.from_options(**json.loads(json.dumps(arm.to_tree()))) == arm
+
+
+def test_code_that_lacks_an_option_is_not_given_it(tmp_path):
+    text = (ROOT / "configs/default.py").read_text()
+    line = "    unique: bool = False\n"
+    assert line in text
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/default.py").write_text(text.replace(line, ""))
+    older = Run("older", BASE, tmp_path, source=tmp_path).options()
+    assert "data.unique" not in older
+    assert "data.unique" in Run("newer", BASE, tmp_path).options()
+    unique = with_options(BASE, {"data.unique": True})
+    with pytest.raises(UserError, match=r"no option data\.unique"):
+        Run("older", unique, tmp_path, source=tmp_path).options()
+
+
+# One command, with runs that cost nothing
+
+
+class Ideas:
+    """A ledger whose runs end at once, with the losses that a function gives."""
+
+    def __init__(self, root, monkeypatch, loss):
+        self.root = root
+        self.trained = []
+        self.loss = loss
+        self.noise = 0.003
+        self.meanwhile = lambda run: None
+        self._set = monkeypatch.setattr
+        vocabulary = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=4096))
+        self._set(command, "prepare", lambda _: vocabulary)
+        self._set(command, "snapshot", lambda: "")
+        self._set(command, "train_all", self._train)
+        self._set(command.cli, "parse_config", lambda: self.config)
+        self._set(command.cli, "overrides", dict)
+        self._set(command.cli, "config_file", lambda: "configs/quickstart.py")
+        self.config = BASE
+
+    def _train(self, groups, slots, score):
+        for (run,) in groups:
+            if run.outcome().state in ("finished", "diverged"):
+                continue
+            self.trained.append(run.label)
+            final = self.loss(run.config)
+            state = final if isinstance(final, str) else "finished"
+            final = 3.0 if isinstance(final, str) else final
+            final -= 0.1 * (run.source / "train.py").read_text().count("BETTER")
+            noise = np.random.default_rng(len(self.trained)).standard_normal()
+            write_run(run, final + self.noise * noise, state, "it broke")
+            self.meanwhile(run)
+
+    def __call__(self, idea, **flags):
+        """Tries an idea, and returns its answer and how many runs that took."""
+        usual = dict(
+            pairs=8,
+            minutes=math.inf,
+            least=0.0,
+            equal="tokens",
+            json=True,
+            dry_run=False,
+        )
+        options = usual | flags | {"ledger": str(self.root), "idea": idea}
+        self._set(command, "FLAGS", SimpleNamespace(**options))
+        before = len(self.trained)
+        code = command.main()
+        answer = {code: name for name, code in command.EXIT_CODES.items()}[code]
+        return answer, len(self.trained) - before
+
+
+def loss_of(config):
+    losses = {"lion": 3.9, "muon": 4.0, "adam": "failed", "sgd": "diverged"}
+    loss = losses.get(config.optim.name, 4.0)
+    if isinstance(loss, float) and config.model.activation == "relu_squared":
+        loss -= 0.05
+    return loss
+
+
+@pytest.fixture
+def ideas(tmp_path, monkeypatch):
+    return Ideas(tmp_path / "ideas", monkeypatch, loss_of)
+
+
+def test_a_gain_is_kept_and_the_next_idea_is_tried_on_top_of_it(ideas, capsys):
+    assert ideas("optim.name=lion") == ("keep", 6)
+    told = json.loads(capsys.readouterr().out)
+    assert told["answer"] == "keep" and told["pairs"] == 3
+    assert told["level"] == pytest.approx(level_at(1, 0))
+    assert told["next_level"] == pytest.approx(level_at(2, 1))
+    assert told["low"] < -0.1 < told["high"] < 0
+    answer, runs = ideas("model.activation=relu_squared")
+    assert answer == "keep" and runs < 12
+    last = read_ledger(ideas.root).best
+    assert last.arm.config.optim.name == "lion" and last.best == 1
+    gained = last.interval[0]
+    assert gained == pytest.approx(-0.05, abs=0.01)
+    assert "relu_squared" in (ideas.root / "report.html").read_text()
+    kept = {"optim.name": "lion", "model.activation": "relu_squared"}
+    assert json.loads(capsys.readouterr().out)["options"] == kept
+    ideas("", json=False)
+    told = capsys.readouterr().out
+    assert all(f" --config.{name}={value}" in told for name, value in kept.items())
+
+
+def test_a_gain_below_what_is_worth_keeping_is_not_kept(ideas):
+    assert ideas("optim.name=lion", least=0.2)[0] == "discard"
+    assert ideas("optim.name=lion", least=0.05)[0] == "keep"
+
+
+def test_a_dud_is_discarded_and_shares_the_runs_of_the_best(ideas):
+    for idea in ("optim.beta2=0.97", "optim.beta2=0.96"):
+        answer, runs = ideas(idea)
+        assert answer == "discard" and runs
+    pairs = [len(idea.pairs) for idea in read_ledger(ideas.root).ideas]
+    assert len(ideas.trained) == sum(pairs) + max(pairs)
+
+
+def test_an_idea_that_is_tried_again_costs_nothing_and_brings_its_evidence(ideas):
+    ideas.loss = lambda config: 4.0 - 0.006 * (config.optim.beta2 == 0.97)
+    first, runs = ideas("optim.beta2=0.97", pairs=5)
+    assert first != "keep" and runs
+    assert ideas("optim.beta2=0.97", pairs=5) == (first, 0)
+    assert len(read_ledger(ideas.root).ideas) == 2
+    answer, more = ideas("optim.beta2=0.97", pairs=60)
+    idea = read_ledger(ideas.root).ideas[1]
+    assert answer == "keep"
+    assert len(idea.pairs) == (runs + more) / 2 > 5
+
+
+def test_the_best_itself_and_scores_that_do_not_differ_are_not_kept(ideas, capsys):
+    assert ideas("optim.name=adamw") == ("discard", 0)
+    assert json.loads(capsys.readouterr().out)["idea"] == "optim.name=adamw"
+    assert len(read_ledger(ideas.root).ideas) == 1
+    ideas.noise = 0.0
+    assert ideas("logging.screen=x") == ("discard", 4)
+    assert read_ledger(ideas.root).ideas[1].why == "the same score for every seed"
+
+
+def test_ideas_that_do_not_train_are_in_the_ledger(ideas):
+    assert ideas("optim.name=adam") == ("failed", 2)
+    assert ideas("optim.name=adam") == ("failed", 1)  # another try
+    assert ideas("optim.name=adamw+optim.learning_rate=1e-3+optim.beta1=0.8")[1]
+    idea = read_ledger(ideas.root).ideas[1]
+    assert (idea.answer, idea.why) == ("failed", "it broke")
+    ideas.loss = lambda config: "diverged" if config.optim.name == "lion" else 4.0
+    assert ideas("optim.name=lion")[0] == "discard"
+
+
+def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
+    def level_after(idea, name="next_level"):
+        ideas(idea)
+        return json.loads(capsys.readouterr().out)[name]
+
+    assert level_after("optim.name=adam") == pytest.approx(level_at(1, 0))
+    assert level_after("optim.name=sgd") == pytest.approx(level_at(2, 0))  # diverged
+    ideas.loss = lambda config: 3.9 if config.optim.name == "adam" else 4.0
+    assert level_after("optim.beta2=0.97") == pytest.approx(level_at(3, 0))
+    assert level_after("optim.name=adam", "level") == pytest.approx(level_at(3, 0))
+    assert read_ledger(ideas.root).best.number == 1
+
+
+@pytest.mark.parametrize(
+    ("idea", "told"),
+    [
+        ("data.corpus=text:other.txt", r"data\.corpus"),
+        ("data.val_fraction=0.2", r"val_fraction"),
+        ("data.tokenizer=byte", "tokenizer"),
+        ("model.qk_norm", r"names no value\. Write OPTION=VALUE\."),
+        ("optim.name=lion,muon", "several"),
+        ("optim.name=linon", "cannot work"),
+    ],
+)
+def test_what_does_not_compare_is_refused_and_leaves_no_line(ideas, idea, told):
+    with pytest.raises(UserError, match=told):
+        ideas(idea)
+    assert len(read_ledger(ideas.root).ideas) == 1
+    assert ideas.trained == []
+
+
+def test_a_ledger_goes_on_with_the_options_that_it_began_with(ideas):
+    ideas("optim.name=muon")
+    ideas.config = with_options(BASE, {"train.num_steps": 200})
+    with pytest.raises(UserError, match=r"train\.num_steps=100, not 200"):
+        ideas("optim.name=lion")
+
+
+def test_pairs_on_another_text_are_not_compared(ideas):
+    def prepared(text):
+        return lambda run: (run.workdir / "data.json").write_text(text)
+
+    ideas.meanwhile = prepared("first")
+    ideas("optim.name=lion")
+    ideas.meanwhile = prepared("second")
+    with pytest.raises(UserError, match="another text than"):
+        ideas("optim.name=muon")
+
+
+def test_minutes_end_an_idea_that_is_not_decided(ideas):
+    assert ideas("optim.name=lion", minutes=0.0) == ("undecided", 0)
+    assert ideas("optim.name=lion") == ("keep", 6)
+
+
+def test_an_idea_is_tried_on_top_of_what_another_process_keeps_meanwhile(ideas):
+    ideas("optim.beta2=0.97")
+
+    def keep_another(run):
+        if run.arm.startswith("002") and not read_ledger(ideas.root).kept:
+            kept = read_ledger(ideas.root).ideas[1]
+            append(ideas.root, replace(kept, answer="keep", why="clear"))
+
+    ideas.meanwhile = keep_another
+    assert ideas("optim.name=lion")[0] == "undecided"
+    assert ideas("optim.name=lion")[0] == "keep"
+    ledger = read_ledger(ideas.root)
+    assert [idea.answer for idea in ledger.ideas] == ["", "keep", "undecided", "keep"]
+    assert ledger.best.best == 1
+    assert ledger.best.arm.config.optim.beta2 == 0.97
+
+
+def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
+    ideas("optim.name=lion")
+    path = ideas.root / "ledger.jsonl"
+    text = path.read_bytes()
+    lines = text.splitlines(keepends=True)
+    pairs = read_ledger(ideas.root).ideas[1].pairs
+    for cut in range(len(lines[0]), len(text), 371):
+        path.write_bytes(text[:cut])
+        whole = text[: text.rfind(b"\n", 0, cut) + 1]
+        before = read_ledger(ideas.root)
+        append(ideas.root, before.ideas[0])
+        assert path.read_bytes().startswith(whole)
+        assert read_ledger(ideas.root) == before
+    path.write_bytes(text[: len(lines[0]) + len(lines[1]) + len(lines[2]) + 9])
+    assert ideas("optim.name=lion") == ("keep", 0)  # runs that have ended are not lost
+    assert read_ledger(ideas.root).ideas[1].pairs == pairs and len(pairs) == 3
+
+
+DAMAGES = {  # the lines of a ledger of an idea -> damaged ones, and the first that is
+    "a list": (lambda lines: [*lines[:2], b"[]\n"], 3),
+    "the start is lost": (lambda lines: lines[1:], 1),
+}
+
+
+@pytest.mark.parametrize(("change", "place"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_ledger_is_told_with_its_line(ideas, change, place):
+    ideas("optim.name=lion")
+    path = ideas.root / "ledger.jsonl"
+    path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    damaged = path.read_bytes()
+    with pytest.raises(UserError, match=rf"ledger\.jsonl:{place} cannot be read"):
+        ideas("optim.name=lion")
+    assert path.read_bytes() == damaged
+
+
+def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
+    monkeypatch.setattr(command, "measure", lambda *_: (0.1, 20.0))
+    ideas("optim.name=lion", dry_run=True, json=False)
+    fresh = capsys.readouterr().out
+    assert "in deviations of a difference by seed" in fresh
+    assert fresh.startswith("pairs of start and optim.name=lion would train\n")
+    assert not any(word in fresh for word in ("nan", "inf", "?"))
+    ideas("optim.beta2=0.97")
+    capsys.readouterr()
+    ideas("optim.name=lion", dry_run=True, json=False)
+    *_, last = [line for line in capsys.readouterr().out.splitlines() if "0:08" in line]
+    pairs, minutes, half, most = last.split()
+    assert (pairs, minutes) == ("8", "0:08:00")  # two runs of 30 s each
+    noise = read_ledger(ideas.root).noise()
+    level = level_at(2, 0)
+    assert float(most) == pytest.approx(-noise * findable(8, level, 0.8)[-1], abs=1e-4)
+    assert float(most) < float(half) < 0
+
+
+def test_the_working_tree_is_an_idea_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpt2.lab.ablate.arms.SOURCE", tmp_path / "project")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "train.py").write_text("1")
+    make_repository(tmp_path / "project", "train.py", "2")
+    head = snapshot()
+    assert head == snapshot()
+    (tmp_path / "project" / "train.py").write_text("3")
+    edited = Arm("edited", BASE, commit=snapshot())
+    assert edited.commit != head
+    source = check_out(edited, tmp_path)
+    (tmp_path / "project" / "train.py").write_text("4")
+    assert (source / "train.py").read_text() == "3"
+
+
+# Code as an idea
+
+
+@pytest.fixture
+def project(ideas, monkeypatch):
+    """Lets ideas be code of a small repository. A run whose train.py says BETTER is better."""
+    folder = ideas.root.parent / "project"
+    folder.mkdir()
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    (folder / "train.py").write_text("start = 1\n")
+    make_repository(folder, "train.py", "BETTER = 1\n")
+    monkeypatch.setattr("gpt2.lab.ablate.arms.SOURCE", folder)
+    monkeypatch.setattr(command, "snapshot", snapshot)
+    return folder
+
+
+def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
+    (project / "train.py").write_text("BETTER = 1\n")
+    assert ideas("code=.", json=False)[0] == "keep"
+    best = read_ledger(ideas.root).best
+    assert best.text == "code=. (train.py)"
+    assert best.arm.name == f"001-code=working-tree-0-g{best.arm.commit[:9]}"
+    assert "clear; level 2.54%; ledger 1 idea, 1 kept" in capsys.readouterr().out
+    # Who goes on in it loses nothing of what was kept, committed or not.
+    more = project / "configs" / "modern.py"
+    more.write_text("more = 1\n")
+    assert ideas("code=.+optim.beta2=0.97")[0] != "keep"
+    git(project, "commit -am more")
+    more.write_text("more = 2\n")
+    assert ideas("code=.")[0] != "keep"
+    (project / "train.py").write_text("start = 1\n")  # which undoes it
+    with pytest.raises(UserError, match="lacks what was kept, commit"):
+        ideas("code=.")
+
+
+def test_code_has_to_begin_at_what_was_kept(ideas, project):
+    git(project, "branch old", "branch merged my/idea", "checkout -b side my/idea")
+    (project / "side.py").write_text("")
+    git(project, "add .", "commit -m side", "checkout old")
+    (project / "old.py").write_text("")
+    git(project, "add .", "commit -m old")
+    git(project, "checkout merged", "merge --no-ff -m merged old", "checkout old")
+    assert ideas("code=merged")[0] == "keep"
+    for idea in ("code=old", "code=side", "code=.", "code=my/idea"):
+        with pytest.raises(UserError, match="lacks what was kept, commit"):
+            ideas(idea)
+    git(project, "checkout -b next merged")
+    (project / "train.py").write_text("BETTER = 2\n")
+    git(project, "commit -am next", "checkout old")
+    assert ideas("code=next")[0] != "keep"
+
+
+def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
+    path = project / "configs" / "default.py"
+    text = path.read_text()
+    path.write_text(text.replace("clip_norm: float = 1.0", "clip_norm: float = 0.5"))
+    with pytest.raises(UserError, match=r"the default of optim\.clip_norm"):
+        ideas("code=.")
+    assert ideas("code=.+optim.clip_norm=0.5")[1]
+    path.write_text("def get_config(: broken")
+    with pytest.raises(UserError, match=r"default\.py does not work"):
+        ideas("code=.")
+    path.write_text(text)
+    with open(project / "configs" / "quickstart.py", "a") as file:
+        file.write("better = 1\n")
+    with pytest.raises(UserError, match=r"changes configs/quickstart\.py"):
+        ideas("code=.")
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+def test_the_loop_of_the_docs_tells_answers_from_patches_without_one(tmp_path):
+    text = (ROOT / "docs" / "ledger.md").read_text()
+    loop = text.partition("```bash\n")[2].partition("```")[0]
+    project = tmp_path / "project"
+    patches = tmp_path / "patches"
+    project.mkdir()
+    patches.mkdir()
+    (project / "train.py").write_text("1\n")
+    make_repository(project, "train.py", "2\n")
+    patch = subprocess.check_output(["git", "diff", "HEAD", "my/idea"], cwd=project)
+    (patches / "1-old.patch").write_bytes(patch.replace(b"-1", b"-0"))
+    (patches / "2-broken.patch").write_bytes(patch)
+    (patches / "3-good.patch").write_bytes(patch)
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"  # a ledger that answers at once
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *broken*) exit 2;; esac\n'
+        'echo "{\\"asked\\": \\"$*\\", \\"commit\\": \\"$(git rev-parse HEAD)\\"}"\n'
+    )
+    python.chmod(0o755)
+    author = {"GIT_AUTHOR_NAME": "A", "GIT_AUTHOR_EMAIL": "a@b"}
+    author |= {"GIT_COMMITTER_NAME": "A", "GIT_COMMITTER_EMAIL": "a@b"}
+    path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-c", loop],
+        cwd=project,
+        env=os.environ | author | path,
+        check=True,
+        capture_output=True,
+    )
+    answer = json.loads((tmp_path / "answers.jsonl").read_text())
+    assert answer["asked"].endswith("--json --idea=code=3-good")
+    assert [path.name for path in (tmp_path / "tried").iterdir()] == ["3-good.patch"]
+    assert len(list((tmp_path / "refused").iterdir())) == 2
+
+
+# Real runs
+
+
+def start_ledger(project, idea):
+    few = ["--config.train.eval_batches=2", "--config.train.checkpoint_every=0"]
+    given = [*TINY, *few, "--ledger=../ideas", f"--idea={idea}", "--pairs=4", "--json"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpt2.lab.ablate.ledger", *given],
+        cwd=project,
+        env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(project)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.thorough
+def test_a_ledger_is_shared_and_goes_on_after_a_kill(tmp_path):
+    project = tmp_path / "project"
+    root = tmp_path / "ideas"
+    copy_project(project)
+    train = (ROOT / "train.py").read_text()
+    make_repository(project, "train.py", f"{train}# only a comment\n")
+    lion = start_ledger(project, "optim.name=lion")
+    for line in lion.stderr:
+        if line.startswith("2/2"):
+            lion.send_signal(signal.SIGKILL)
+            break
+    lion.communicate()
+    assert lion.returncode == -signal.SIGKILL
+    with open(project / "gpt2" / "training" / "steps.py", "a") as steps:
+        steps.write("EDITED = True\n")  # meanwhile
+    ideas = ("optim.name=lion", "optim.learning_rate=1e30", "code=my/idea")
+    processes = [start_ledger(project, idea) for idea in ideas]
+    said = [process.communicate(timeout=10 * SECONDS) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes[0] in (0, 10, 11) and codes[1:] == [10, 10], said
+    assert "the loss is not finite" in json.loads(said[1][0])["why"]
+    assert json.loads(said[2][0])["why"] == "it is the best itself"
+    tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
+    pairs = tried["optim.name=lion"]
+    assert 2 <= pairs <= 4
+    assert tried == {
+        "start": 0,
+        "optim.name=lion": pairs,
+        "optim.learning_rate=1e30": 0,
+    }
+    starts = [path.read_text() for path in root.rglob("environment.jsonl")]
+    # Seeds of the best and of one idea, one of the other, none twice.
+    assert len(starts) == 2 * pairs + 1
+    assert all(text.count("\n") == 1 for text in starts)

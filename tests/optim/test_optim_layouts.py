@@ -1,0 +1,125 @@
+"""Every optimizer trains alike in every layout, and continues from a checkpoint of any other.
+
+A few of them run by default, the whole table with `-m slow`.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from gpt2.config import ParallelConfig
+from gpt2.config.options import OPTIONS
+from gpt2.parallel.mesh import make_mesh
+from gpt2.parallel.state import optimizer_specs
+from tests.optim.test_optim import optim_of
+from tests.programs.layouts import (
+    MODEL,
+    TOLERANCE,
+    Case,
+    continued,
+    difference,
+    loss_difference,
+    setup,
+)
+
+pytestmark = pytest.mark.thorough
+
+# Without biases: the gradient of one on all keys is zero in theory and noise in practice, which an
+# update of fixed size would follow.
+WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
+RATES = "learning_rate=1e-3 end_learning_rate=1e-4"
+OPTIMS = {name: f"name={name}" for name in OPTIONS["optim.name"].choices}
+OPTIMS |= {
+    "schedule_free": "name=schedule_free schedule=constant end_learning_rate=1e-3",
+    "ema": "ema=0.9 layer_rates=h_1/=0.5",
+    "normuon, tail average": """
+        name=normuon orthogonalize=polar_express momentum_warmup=4 tail_average=0.8
+        scheduled_weight_decay=True""",
+}
+LAYOUTS = ("fsdp 4 x tensor 2", "pmap x 8")
+SPREAD = ParallelConfig(data=1, fsdp=4, tensor=2)
+
+
+def case(name, layout="one device", scanned=False):
+    optim = optim_of(f"{RATES} {OPTIMS[name]}")
+    return Case(layout, scanned=scanned, optim=optim, model=WITHOUT_BIASES)
+
+
+def assert_alike(name, result, reference):
+    if (
+        name == "soap"
+    ):  # in float32 its eigenvectors follow rounding, and the losses do not
+        assert loss_difference(result, reference) < 1e-4
+        return
+    assert difference(result, reference) < TOLERANCE
+
+
+SOME = [
+    ("schedule_free", LAYOUTS[0], False),
+    ("ema", LAYOUTS[1], True),
+    ("soap", LAYOUTS[0], True),
+    ("normuon, tail average", LAYOUTS[0], True),
+]
+MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
+REST = [
+    each
+    for each in itertools.product(OPTIMS, LAYOUTS, (False, True))
+    if each not in SOME + MORE
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "scanned"),
+    [*SOME, *MORE, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)],
+)
+def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, scanned):
+    reference = setup(case(name)).train()
+    result = setup(case(name, layout, scanned)).train()
+    assert_alike(name, result, reference)
+
+
+@pytest.mark.parametrize(("name", "layout", "scanned"), SOME)
+def test_a_checkpoint_continues_exactly_and_in_another_layout(
+    name, layout, scanned, tmp_path
+):
+    here = case(name)
+    there = case(name, layout, scanned)
+    reference = setup(here).train()
+    again = continued(here, [here, there], tmp_path / "here")
+    back = continued(there, [here], tmp_path / "there")
+    np.testing.assert_array_equal(again[here].losses, reference.losses[2:])
+    jax.tree.map(np.testing.assert_array_equal, again[here].params, reference.params)
+    for result in (again[there], back[here]):
+        assert_alike(name, result, reference)
+
+
+# How state is spread
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, np.float32)
+
+
+def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
+    params = {"kernel": shape(2, 64, 3, 4, 16)}
+    axes = PartitionSpec(None, "fsdp", None, "tensor", None)
+
+    def spread(*sizes, name="kernel", parallel=SPREAD):
+        state = optax.TraceState(trace={name: shape(*sizes)})
+        mesh = make_mesh(parallel)
+        specs = optimizer_specs(state, params, {"kernel": axes}, mesh)
+        return tuple(specs.trace[name])
+
+    assert spread(2, 64, 3, 4, 16) == tuple(axes)
+    assert spread(2, 64, 1, 1, 1) == (None, "fsdp", None, None, None)
+    assert spread(2, 3, 4, 16) == (None, None, "tensor", None)
+    assert spread() == spread(7) == () and spread(1) == (None,)
+    assert spread(2, 192, 192) == (None, "fsdp", "tensor")
+    assert spread(2, 190, 190) == (None, None, "tensor")
+    assert spread(2, 192, 192, parallel=ParallelConfig()) == (None, None, None)
+    assert spread(2, 64, name="another") == ()

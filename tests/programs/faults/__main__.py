@@ -1,0 +1,77 @@
+"""Harms runs of train.py as machines do, and compares them with unharmed ones.
+
+    python -m tests.programs.faults [--kinds=kill,disk] [--seed=0] [--workdir=DIR] [--most=NUMBER]
+
+It prints a table. It fails if a run did not continue, by the same command, to the same parameters,
+bit for bit; lost what it had saved; or showed nothing for a minute.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX has devices
+
+from absl import logging
+
+from tests.programs.faults.kinds import KINDS
+from tests.programs.faults.laboratory import Broken, Laboratory
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Makes faults, prints a line for each, and returns the exit code of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.programs.faults", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of faults")
+    parser.add_argument(
+        "--workdir", type=Path, help="an empty folder for runs, which stay there"
+    )
+    parser.add_argument(
+        "--most", type=int, default=sys.maxsize, help="times to make a fault"
+    )
+    chosen = parser.parse_args(arguments)
+    # Jobs in the background ignore Ctrl-C, and so would the runs.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.set_verbosity(logging.FATAL)  # Orbax, where checkpoints are compared
+    began = time.monotonic()
+    failed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = chosen.workdir or Path(scratch)
+        # Where the environment names no cache of compiled programs, all runs share this one.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(directory / "xla"))
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        lab = Laboratory(directory.absolute(), chosen.seed, chosen.most)
+        print("| fault | how often | continued to the same bits | longest silence |")
+        print("|---|---|---|---|", flush=True)
+        for kind in chosen.kinds.split(","):
+            for what, often, make in KINDS[kind](lab):
+                try:
+                    print(f"| {what} | {often} | yes | {make():.0f} s |", flush=True)
+                except Exception as error:  # the other rows are worth having
+                    about = (
+                        str(error)
+                        if isinstance(error, Broken)
+                        else traceback.format_exc()
+                    )
+                    print(f"| {what} | {often} | **no** | |\n{about}", flush=True)
+                    failed += 1
+    minutes = (time.monotonic() - began) / 60
+    print(
+        f"\nseed {chosen.seed}, {minutes:.0f} minutes, {failed} rows failed", flush=True
+    )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""How often a ledger of ideas keeps what is no gain, and what is one: the table of docs/ledger.md.
+
+`python -m tests.programs.ledger_rates` simulates streams of 100 ideas whose scores are normal. An
+idea is as good as the best of its time, or better by 1, 2, 4 or 8 deviations of a seed.
+"""
+
+import numpy as np
+from scipy import stats
+
+from gpt2.lab.ablate.evidence import evidence, is_hopeless, level_at
+
+NUM_STREAMS = 1000
+NUM_IDEAS = 100
+PAIRS = 16
+GAINS = np.array([1.0, 2.0, 4.0, 8.0])
+
+
+def by_evidence(best, idea, number, kept):
+    """Returns which ideas gpt2.lab.ablate.ledger keeps, and after how many pairs, `[streams]`."""
+    differences = idea - best
+    levels = np.array([level_at(number, each) for each in range(NUM_IDEAS)])[kept]
+    clear = evidence(differences) >= 1 / levels[:, None]
+    clear[:, 0] = False
+    hopeless = np.zeros_like(clear)
+    for pairs in range(2, PAIRS):
+        seen = differences[:, :pairs]
+        hopeless[:, pairs - 1] = is_hopeless(seen, PAIRS, levels)
+    ends = clear | hopeless
+    ends[:, -1] = True
+    last = ends.argmax(1)
+    return clear[np.arange(len(last)), last], last + 1
+
+
+def by_one_run(best, idea, number, kept):
+    """Keeps what is lower by one run."""
+    return idea[:, 0] < best[:, 0], np.ones(len(idea), int)
+
+
+def by_three_seeds(best, idea, number, kept):
+    """Keeps what is lower with p < 0.05 by Student's test of three seeds."""
+    test = stats.ttest_ind(idea[:, :3], best[:, :3], axis=1)
+    return (test.pvalue < 0.05) & (test.statistic < 0), np.full(len(idea), 3)
+
+
+RULES = {
+    "one run is lower": by_one_run,
+    "p < 0.05, three seeds": by_three_seeds,
+    "the ledger": by_evidence,
+}
+
+
+def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
+    """Returns the false share of each stream, the share of each of `GAINS` that is kept, and runs.
+
+    A share of the ideas are gains, and a share `noisy` of them has three times the deviation.
+    """
+    rng = np.random.default_rng(seed)
+    best = rng.standard_normal((num, PAIRS))
+    trained = np.zeros(num, int)  # runs of the best
+    kept = np.zeros(num, int)
+    false = np.zeros(num, int)
+    runs = np.zeros(num, int)
+    found = np.zeros(len(GAINS))
+    tried = np.zeros(len(GAINS))
+    for number in range(1, NUM_IDEAS + 1):
+        sizes = rng.integers(len(GAINS), size=num)
+        is_gain = rng.random(num) < share
+        gain = np.where(is_gain, GAINS[sizes], 0.0)
+        deviation = np.where(rng.random(num) < noisy, 3.0, 1.0)[:, None]
+        # Scores are told from the true mean of the best.
+        idea = deviation * rng.standard_normal((num, PAIRS)) - gain[:, None]
+        keep, pairs = rule(best, idea, number, kept)
+        runs += pairs + np.maximum(pairs - trained, 0)
+        trained = np.where(keep, pairs, np.maximum(trained, pairs))
+        kept += keep
+        false += keep & ~is_gain
+        for size in range(len(GAINS)):
+            chosen = is_gain & (sizes == size)
+            tried[size] += chosen.sum()
+            found[size] += (chosen & keep).sum()
+        # Its runs are the best's from now on, and those that it has not trained are new.
+        fresh = deviation * rng.standard_normal((num, PAIRS))
+        has_run = np.arange(PAIRS) < pairs[:, None]
+        heir = np.where(has_run, idea + gain[:, None], fresh)
+        best = np.where(keep[:, None], heir, best)
+    return false / np.maximum(kept, 1), found / np.maximum(tried, 1), runs
+
+
+def main():
+    cases = {
+        "no gains": (0.0, 0.0),
+        "no gains, 10 % noisy": (0.0, 0.1),
+        "10 % gains": (0.1, 0.0),
+        "10 % gains, 10 % noisy": (0.1, 0.1),
+        "30 % gains": (0.3, 0.0),
+    }
+    print("| | rule | false | 1 | 2 | 4 | 8 | runs |\n|" + " --- |" * 8)
+    for told, (share, noisy) in cases.items():
+        for name, rule in RULES.items():
+            false, found, runs = simulate(rule, share, noisy)
+            error = 100 * false.std() / np.sqrt(len(false))
+            cells = [f"{100 * false.mean():.1f} ± {error:.1f} %"]
+            cells += [f"{100 * each:.0f} %" if share else "" for each in found]
+            print(f"| {told} | {name} | {' | '.join(cells)} | {runs.mean():.0f} |")
+
+
+if __name__ == "__main__":
+    main()

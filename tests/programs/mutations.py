@@ -1,0 +1,406 @@
+"""Plants faults, one at a time, in a copy of the project, and runs the tests that should see them.
+
+    python -m tests.programs.mutations [PART OF A NAME ...]
+
+It prints a line for each fault and fails if one is not caught. It takes about twenty minutes.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "gpt2",
+    "configs",
+    "tests",
+    "train.py",
+    "eval.py",
+    "pyproject.toml",
+    "setup.py",
+)
+
+
+class Fault(NamedTuple):
+    """`wrong` in place of `right`, which stands once in `file`; `tests` should fail."""
+
+    name: str
+    file: str
+    tests: str
+    right: str
+    wrong: str
+
+
+# A name, a file (of gpt2/), which tests (of tests/*/test_*.py); a part of a line, and what
+# replaces it.
+TABLE = """
+published losses lie at other steps: telemetry/plots.py, recipes -k as_much
+    - at = [0, *tokens.index,
+    + at = [0, *tokens.index / 2,
+a guard keeps NaN and Inf: training/guard.py, guard -k never_been
+    - keep = finite & (
+    + keep = (
+a skipped step keeps its moments: training/steps.py, guard -k never_been
+    - return state.params, state.opt_state, none
+    + return state.params, take()[1], none
+a bad step that is skipped lowers the loss scale: training/steps.py, guard -k float16
+    - loss_scale = _choose(overflows | keep, updated, loss_scale)
+    + loss_scale = updated
+the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
+    - grads, key=place, reverse=True
+    + grads, key=place
+alibi favours far tokens: model/ingredients/alibi.py, switch_values -k alibi
+    - slopes * (key - query)
+    + slopes * (query - key)
+nothing is dropped of the embedding: model/gpt.py, switch_values -k dropout
+    - (x, deterministic=flow.deterministic)
+    + (x, deterministic=True)
+qk_norm takes its own epsilon: model/layers.py, hf -k qwen3
+    - center=center, eps=cfg.norm_eps
+    + center=center, eps=1e-5 if self.axis == 'head_size' else cfg.norm_eps
+blocks of queries begin a key too late under a window: ops/blocked_attention.py, ops -k scoring
+    - end - block - window + 1
+    + end - block - window + 2
+the heads of keys are repeated in the wrong order: ops/plain.py, switch_values -k grouped
+    - k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    + k = jnp.tile(k, (1, 1, q.shape[2] // k.shape[2], 1))
+the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
+    - 1.0 - (scores / how.softcap) ** 2
+    + 1.0 - (scores / how.softcap)
+post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
+    - branch.norm(branch.add(y))
+    + branch.add(branch.norm(y))
+a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch_values -k parallel
+    - branch._replace(read=flow.entered)
+    + branch
+no layer keeps its values: ingredients/value_residual.py, switch_values -k value_residual
+    - flow.carried[self.option] = first
+    + pass
+validation has the z-loss too: training/steps.py, switch_values -k validation
+    - next_token_loss(model.clone(config=config))
+    + next_token_loss(model.clone(config=config), LossConfig(z_loss=0.1))
+weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
+    - return map_parameters(lambda path, _: path[-1].endswith(_DECAYED), params)
+    + return map_parameters(lambda path, _: True, params)
+the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
+    - (1 - kept) * (param + update)
+    + (1 - kept) * param
+the mean over the tail begins a step early: optim/transforms.py, optim -k 'formulas and tail'
+    - state.count + 1 - start, 0
+    + state.count + 2 - start, 0
+scheduled decay is a step ahead: optim/optimizers.py, optim -k 'formulas and scheduled'
+    - schedule(count) / peak
+    + schedule(count + 1) / peak
+ademamix's slow average does not warm up: optim/optimizers.py, optim -k formulas
+    - return optim.alpha * progress(count)
+    + return optim.alpha + 0.0 * progress(count)
+a cautious mask takes one share for all stacked layers: optim/transforms.py, optim -k formulas
+    - tuple(range(int(is_stacked(path)), update.ndim))
+    + tuple(range(update.ndim))
+muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
+    - optax.scale(width_ratio**-power)
+    + optax.identity()
+layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k layer_rates
+    - (*optim.rates, ("", 1.0))
+    + (*reversed(optim.rates), ("", 1.0))
+an option that the optimizer does not read passes: config/run.py, config -k 'sgd and refused'
+    - {*reads}
+    + {*reads, 'beta1'}
+the mask hides the token itself: ops/plain.py, switch_values -k gelu
+    - visible = query >= key
+    + visible = (query > key) | (query == 0)
+a window sees one token more: ops/plain.py, switch_values -k window
+    - query - key < window
+    + query - key <= window
+dropped weights of attention are not made up for: ops/plain.py, switch_values -k dropout
+    - jnp.where(kept, weights / share, 0.0)
+    + jnp.where(kept, weights, 0.0)
+a scan gives the window to the layers that see all: utils/scan.py, switches -k 'cached and gemma'
+    - different.index(value) for value in values
+    + different.index(value) for value in values[::-1]
+values mix with the layer before: ingredients/value_residual.py, switch_values -k four_layers
+    - jnp.where(flow.layer == 0, heads.v
+    + jnp.where(flow.layer <= 1, heads.v
+muP leaves the head's multiplier out: ingredients/mup.py, switch_values -k mup
+    - return x / self.width_ratio
+    + return x
+the first cached token is alone: ingredients/previous_token.py, switches -k 'cached and modded'
+    - if flow.last_token is None:
+    + if True:
+padding has a target: data/loader.py, packing -k mean_over
+    - np.full_like(tokens, IGNORED)
+    + np.zeros_like(tokens)
+own batches go on from where they were read ahead: data/own.py, packing -k go_on_from
+    - self._states.get(step, "")
+    + self._states[max(self._states)]
+a document smears into the next: ingredients/previous_token.py, model -k segments
+    - exists = flow.positions > 0
+    + exists = jnp.arange(x.shape[1])[None] > 0
+positions run on into the next document: model/gpt.py, model -k segments
+    - positions = positions_within(segments)
+    + pass
+a pair of tokens has no order: ingredients/bigram_embeddings.py, switch_values -k bigram
+    - before.astype(jnp.uint32) * 27191
+    + before.astype(jnp.uint32) * 36313
+another stream is backed out: ingredients/backout.py, switch_values -k 'four_layers and backout'
+    - flow.layer == self.config.num_layers // 2
+    + flow.layer == 1
+a stream is mixed by another's weights: ingredients/hyper_connections.py, switch_values -k hyper
+    - (by * x).sum(0)
+    + (by * jnp.roll(x, 1, axis=0)).sum(0)
+a value's length is not squared: ingredients/exclusive_attention.py, switch_values -k exclusive
+    - jnp.maximum(square, TINY)
+    + jnp.sqrt(jnp.maximum(square, TINY))
+a sink gives its weight to the last key: ops/plain.py, switch_values -k attention_sink
+    - return weights[..., :S]
+    + return weights[..., -S:]
+a gate is another head's: ingredients/attention_gate.py, switch_values -k attention_gate
+    - return y * gate[..., None]
+    + return y * jax.numpy.roll(gate, 1, axis=-1)[..., None]
+losses ahead cross into the next document: losses/ahead.py, switch_values -k losses_ahead
+    - if segments is not None:
+    + if False:
+losses ahead do not fade: losses/ahead.py, switch_values -k losses_ahead
+    - 1 - step / self.options.ahead_fade
+    + 1 - 0 / self.options.ahead_fade
+a shape holds a step too long: config/shapes.py, loader -k schedule
+    - if start < step)]
+    + if start < step - 1 or not start)]
+a shorter row starts where the row before it did: data/loader.py, loader -k schedule
+    - rows.read(number)[start : start + length]
+    + rows.read(number)[start // 2 : start // 2 + length]
+a window stays as it was at first: training/program.py, train -k by_hand
+    - return self if same else
+    + return self if True else
+SwiGLU's gate and value are swapped: model/layers.py, switch_values -k swiglu
+    - hidden = activation(gate) * hidden
+    + hidden = activation(hidden) * gate
+GELU's derivative takes its gate for a constant: ops/linear.py, ops -k gelu
+    - sigmoid + y * (1.0 - sigmoid) * slope_of_2u
+    + sigmoid
+cautious updates are not scaled up: optim/transforms.py, optim -k formulas
+    - update * (agrees / share)
+    + update * agrees
+a question of CORE is among its own few-shot examples: evals/core.py, evals -k by_hand
+    - self.examples[index + 1 :]
+    + self.examples[index:]
+CORE's chances go by the table's order: evals/core.py, evals -k by_hand
+    - chance = chances[label] / 100
+    + chance = [*chances.values()][len(tasks)] / 100
+bits by characters in enwik8 and text8: evals/perplexity.py, evals -k not_ascii
+    - len(text.encode())
+    + len(text)
+bytes that are not UTF-8 are left out: evals/perplexity.py, evals -k not_utf_8
+    - getincrementaldecoder("utf-8")()
+    + getincrementaldecoder("utf-8")("ignore")
+bits per byte with the logarithm to base 10: training/validation.py, evals -k bits_per_byte
+    - / math.log(2.0)
+    + / math.log10(2.0)
+a pause counts as a hang: telemetry/reporter.py, telemetry -k watchdog
+    - if self._clock.current in ("step", "data wait")
+    + if True
+polar express repeats its second polynomial: optim/muon.py, optim_matrices -k 'formula and polar'
+    - (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    + (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+muon's momentum warms up a step early: optim/muon.py, optim_matrices -k 'formula and warmed'
+    - momentum(state.count)
+    + momentum(state.count + 1)
+soap does not turn its second moment with the basis: optim/soap.py, optim_matrices -k formula
+    - jnp.take_along_axis(turned, column_order[:, None, :], axis=2)
+    + turned
+rope turns a part by the whole's wavelengths: model/gpt.py, switch_values -k rope_share
+    - rope_frequencies(self.config.rope_size, self.config.rope_base)
+    + rope_frequencies(self.config.rope_size, self.config.rope_base**self.config.rope_share)
+Llama 3.1 slows the fast turns: ingredients/rope_scaling.py, switch_values -k llama3
+    - kept * frequencies + (1 - kept) * frequencies / factor
+    + (1 - kept) * frequencies + kept * frequencies / factor
+YaRN's scores spread over more tokens: ingredients/rope_scaling.py, switch_values -k yarn
+    - 0.1 * math.log(factor) + 1 if
+    + 1 if
+YaRN slows a dimension too many: ingredients/rope_scaling.py, switch_values -k yarn
+    - min(math.ceil(one)
+    + min(math.floor(one)
+FLOPs count heads as wide as the model: model/flops.py, switches -k 'flops and head_dim'
+    - heads = cfg.num_heads * cfg.head_size
+    + heads = cfg.embed_dim
+altered values are not noticed: training/checkpoint_files.py, checkpoint -k damage_to_any
+    - files.find_damage(folder, found)
+    + files.find_damage(folder, found, read=False)
+a run that was killed begins anew: train.py, train -k killed
+    - start = folder.find_start(workdir)
+    + start = 0
+small programs are compiled at every start: utils/launch.py, train -k second_start
+    - "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"
+    + "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "9"
+a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
+    - if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_BY_GROUP):
+    + if name.startswith("model."):
+runs of different code are pooled: lab/ablate/sweep.py, ablate -k different_code
+    - if old != own:
+    + if old == "":
+steps that a run no longer has count as its own: utils/code.py, ablate -k different_code
+    - starts = [each for each in starts if each["step"] < start["step"]]
+    + starts = [each for each in starts if each["step"] != -1]
+a run that is cut short is scored: lab/ablate/runs.py, ablate -k damaged
+    - if step != steps or not
+    + if not
+another run's folder is believed: lab/ablate/runs.py, ablate -k damaged
+    - if found != wanted:
+    + if found is None:
+equal tokens are those of the largest step: lab/ablate/measure.py, ablate -k batches_grow
+    - config.shapes.tokens(steps) / steps
+    + config.tokens_per_step
+looks do not share the level: lab/ablate/judge.py, ablate_verdicts -k looks_share
+    - spent = (look**3 - before**3)
+    + spent = look**3
+a look sees what was trained after it: lab/ablate/judge.py, ablate_verdicts -k looks_are
+    - compared(results, arm)[:seeds]
+    + compared(results, arm)
+a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
+    - tree |= {"truncation": None, "padding": None}
+    + pass
+a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
+    - self._files[name] = (self._directory / shard.file).open("wb")
+    + self._files[name] = (self._directory / shard.file).open("ab")
+a preparation goes on with another text: data/splits.py, preparing -k another_one
+    - == progress.text_crc32
+    + or True
+Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
+    - if hosts:
+    + if hosts and hosts != "local":
+a sweep's runs join what a launcher began: utils/cluster.py, cluster -k launcher
+    - | {ALONE: "1"}
+    + | {}
+a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
+    - backend = self._backend if starts else self._rest
+    + backend = self._backend
+marks are sent among what they mark: utils/stores.py, stores -k mark_comes
+    - for group in (names - marks, marks)
+    + for group in (names,)
+what another run replaces is not set aside: utils/stores.py, stores -k not_sent_stays
+    - if not record.holds(name, mtime) or not (name in theirs or is_superseded)
+    + if False
+what a store has lost is deleted here: utils/stores.py, stores -k has_lost
+    - if step > newest
+    + if False
+half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
+    - is_whole = _mark(name) in theirs
+    + is_whole = True
+blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k scoring
+    - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    + v = jnp.tile(v, (1, 1, q.shape[2] // v.shape[2], 1))
+all branches begin on one stream: ingredients/hyper_connections.py, switch_values -k hyper
+    - one = same[branch % n]
+    + one = same[0]
+a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
+    - jnp.repeat(v, group, axis=2)
+    + jnp.tile(v, (1, 1, group, 1))
+a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k variants
+    - share = (1.0 / total) * dy
+    + share = 1.0 / total
+z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
+    - self.options.z_loss * log_normaliser**2
+    + self.options.z_loss * log_normaliser**2 / 2
+a loss' numbers to learn get the last chunk's derivative: ops/head_loss.py, ops -k numbers_to_learn
+    - jax.tree.map(jnp.add, (found, dnumbers), (of_chunk, more))
+    + jax.tree.map(jnp.add, found, of_chunk), more
+an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
+    - objective += auxiliary
+    + pass
+a term that blocks do not know is left out: ops/plain.py, ops -k scoring
+    - if others or not isinstance(first, SoftCap):
+    + if not isinstance(first, SoftCap):
+scanned layers drop by one mask: utils/scan.py, model -k mask
+    - "dropout": True
+    + "dropout": False
+FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and modded'
+    - if "table" in box.names:
+    + if False:
+"""
+
+
+def faults() -> list[Fault]:
+    """Returns the faults of the table."""
+    lines = TABLE.strip().split("\n")
+    found = []
+    for line, right, wrong in zip(*(lines[i::3] for i in range(3)), strict=True):
+        assert right.startswith("    - ") and wrong.startswith("    + "), line
+        name, file, tests, chosen = re.fullmatch(
+            r"(.*): (.*), (\w+)( -k .*)?", line
+        ).groups("")
+        if file.startswith(("ingredients/", "losses/")):
+            file = f"model/{file}"
+        file = file if file == "train.py" else f"gpt2/{file}"
+        (test_file,) = ROOT.glob(f"tests/**/test_{tests}.py")
+        tests = f"{test_file.relative_to(ROOT)}{chosen}"
+        found.append(Fault(name, file, tests, right[6:], wrong[6:]))
+    return found
+
+
+def misplaced(chosen: list[Fault]) -> list[str]:
+    """Returns the faults whose `right` does not stand once in its file, or whose test is gone."""
+    return [
+        f"{fault.name}: {fault.file}: {fault.right}"
+        for fault in chosen
+        if not (ROOT / fault.file).exists()
+        or (ROOT / fault.file).read_text().count(fault.right) != 1
+        or not (ROOT / fault.tests.split()[0]).exists()
+    ]
+
+
+def is_caught(fault: Fault, directory: Path) -> bool:
+    """Plants a fault in the copy at `directory`, says whether a test fails, and takes it out."""
+    path = directory / fault.file
+    text = path.read_text()
+    path.write_text(text.replace(fault.right, fault.wrong))
+    try:
+        return run(fault.tests, directory) == 1  # 5: no test was found
+    finally:
+        path.write_text(text)
+
+
+def run(tests: str, directory: Path) -> int:
+    """Runs tests of the copy and returns pytest's exit code."""
+    command = f"{sys.executable} -m pytest -q -x -n 0 -p no:cacheprovider -m 'not slow' {tests}"
+    environment = os.environ | {"PYTHONPATH": str(directory)}
+    return subprocess.run(
+        command, shell=True, cwd=directory, env=environment, capture_output=True
+    ).returncode
+
+
+def main(*names: str) -> int:
+    """Plants every fault whose name contains one of `names`; all of them without any."""
+    chosen = [f for f in faults() if not names or any(name in f.name for name in names)]
+    if lost := misplaced(chosen):
+        raise SystemExit("these do not stand in the code any more:\n" + "\n".join(lost))
+    missed = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "copy"
+        directory.mkdir()
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, directory / name)
+        for tests in sorted({fault.tests for fault in chosen}):
+            if code := run(tests, directory):
+                raise SystemExit(f"without a fault, {tests} ends with {code}")
+        for fault in chosen:
+            began = time.monotonic()
+            caught = is_caught(fault, directory)
+            missed += not caught
+            verdict = "caught" if caught else "MISSED"
+            print(
+                f"{verdict} in {time.monotonic() - began:3.0f} s: {fault.name}",
+                flush=True,
+            )
+    print(f"{len(chosen) - missed} of {len(chosen)} faults are caught")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""Runs train.py with a fault in every step: planted.py [OPTIONS] FAULT."""
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from gpt2.utils import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+from gpt2.data.loader import TrainLoader
+from gpt2.telemetry.reporter import Reporter
+
+SECONDS = 0.1  # of a fault that is an amount of time
+
+
+def synchronise():
+    """The host reads each loss at once, and works on it while the devices wait."""
+    report = Reporter.step
+
+    def step(self, number, metrics, *rest):
+        float(metrics["train/loss"])
+        time.sleep(SECONDS)
+        report(self, number, metrics, *rest)
+
+    Reporter.step = step
+
+
+def load_slowly():
+    """A batch takes longer than a step."""
+    read = TrainLoader.batch
+
+    def batch(self, step, *rows):
+        time.sleep(SECONDS)
+        return read(self, step, *rows)
+
+    TrainLoader.batch = batch
+
+
+if __name__ == "__main__":
+    {"sync": synchronise, "loader": load_slowly}[sys.argv.pop()]()
+    sys.argv[0] = str(Path(__file__).parents[2] / "train.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")

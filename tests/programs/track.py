@@ -1,0 +1,67 @@
+"""Judges records of the track, and prints their rows.
+
+    python -m tests.programs.track docs/track/plain.csv
+
+A record is below the target by Student's one-sided t-test of one mean (1908, Biometrika 6), over
+all seeds from 0 on. docs/track.md has the rules.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from configs.track import MAX_PARAMETERS, TARGET
+
+LEVEL = 0.001
+MIN_SEEDS = 5
+# Tokens to predict in the text that is held out, and its bytes.
+TARGETS = 286_739
+BYTES = 1_217_047
+COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9}  # as a run prints them
+
+
+def judge(path: Path) -> str:
+    """Returns a record's row of the table by its results.csv, or raises ValueError."""
+    runs = pd.read_csv(path)
+    scores = runs["eval/bits_per_byte"]
+
+    def demand(holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{path} is no record: {rule}")
+
+    demand(list(runs.seed) == list(range(len(runs))), "seeds are 0, 1, 2, ..., all")
+    demand(len(runs) >= MIN_SEEDS, f"there are {MIN_SEEDS} seeds or more")
+    demand(set(runs.state) == {"finished"}, "all runs have finished")
+    for same in ("arm", "purpose", "code", "tokens", "flops", "parameters"):
+        demand(runs[same].nunique() == 1, f"all runs have the same {same}")
+    first = runs.iloc[0]
+    number = first.parameters[:-1]
+    unit = first.parameters[-1]
+    is_small = float(number) * COUNTS[unit] <= MAX_PARAMETERS
+    demand(is_small, f"it has at most {MAX_PARAMETERS:,} parameters")
+    whole = runs["eval/loss"] * TARGETS / BYTES / math.log(2)
+    demand(
+        np.allclose(scores, whole, rtol=1e-9, atol=0),
+        "it is scored on all of the held-out text, in the vocabulary that is fixed",
+    )
+    p_value = stats.ttest_1samp(scores, TARGET, alternative="less").pvalue
+    demand(p_value < LEVEL, f"its mean is below {TARGET} with p < {LEVEL}")
+    cells = [
+        f"[{path.stem}](track/{path.name})",
+        f"{first.tokens:,}",
+        f"{first.flops / 1e12:.2f}",
+        first.parameters,
+        f"{scores.mean():.4f} ± {scores.std():.4f}",
+        f"{len(runs)}",
+        f"{p_value:.0e}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(judge(Path(name)))

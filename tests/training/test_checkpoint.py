@@ -1,0 +1,342 @@
+"""Checkpoints: what they give later, that they are whole or not there, and what damage does."""
+
+import contextlib
+import dataclasses
+import logging
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import quickstart
+from gpt2.config import Config, MemoryConfig, ModelConfig, ParallelConfig
+from gpt2.data.tokenizer import build
+from gpt2.errors import UserError
+from gpt2.hf import weights
+from gpt2.hf.weights import load_initial_params, load_model, load_params
+from gpt2.model import GPT
+from gpt2.training import checkpoint
+from gpt2.training import workdir as run_files
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.checkpoint_files import find_damage, saved_steps
+from gpt2.training.program import Program
+from gpt2.training.state import TrainState
+from tests.helpers import first_params, thorough
+from tests.programs.faults.kinds import mounted
+from tests.training.test_workdir import make_config, write_run
+
+# What a run saved, by step: its validation loss there, None where it was not validated.
+LOSSES = {10: 4.0, 20: 2.0, 30: 3.0, 40: None, 50: 2.5, 60: None}
+
+
+def state_at(step, params=None, optimizer=None):
+    params = {"x": jnp.ones(4)} if params is None else params
+    state = TrainState.create(params, optimizer or optax.sgd(1.0), "float32")
+    return state.replace(step=jnp.int32(step))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run that kept its two newest checkpoints; every parameter is the step it was saved at."""
+    workdir = tmp_path_factory.mktemp("run")
+    config = make_config("model.vocab_size=257")
+    write_run(workdir, config)
+    build("byte").save(workdir / "tokenizer.json")
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), tokens)["params"]
+    with Checkpointer(workdir, keep=2) as checkpointer:
+        for step, loss in LOSSES.items():
+            full = lambda leaf, step=step: jnp.full(leaf.shape, step, leaf.dtype)  # noqa: E731
+            state = state_at(step, jax.tree.map(full, shapes))
+            checkpointer.save(state, step, loss and {"eval/loss": loss})
+        checkpointer.wait()
+        return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
+
+
+def steps_in(params):
+    return {float(value) for leaf in jax.tree.leaves(params) for value in leaf.ravel()}
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "kept"),
+    [(1, 0, [20, 60]), (1, 20, [20, 40, 60]), (2, 30, [20, 30, 50, 60])],
+)
+def test_every_so_many_steps_a_checkpoint_is_kept_for_good(
+    tmp_path, keep, keep_every, kept
+):
+    for half in (list(LOSSES.items())[:3], list(LOSSES.items())[3:]):  # over a restart
+        with Checkpointer(tmp_path, keep, keep_every) as checkpointer:
+            for step, loss in half:
+                checkpointer.save(state_at(step), step, loss and {"eval/loss": loss})
+    assert saved_steps(tmp_path) == kept
+
+
+@pytest.mark.parametrize(
+    ("which", "step"),
+    [("best", 20), ("latest", 60), thorough("50", 50), thorough(50, 50)],
+)
+def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
+    assert steps_in(load_model(saved[0], None, which)[1]) == {step}
+
+
+def test_who_loads_weights_hears_nothing_of_the_library(saved, caplog):
+    load_params(saved[0], "latest")
+    assert not caplog.records
+    logging.getLogger("absl").warning("of a person's own")
+    assert caplog.records
+
+
+def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
+    workdir, cfg, steps, best = saved
+    assert steps == saved_steps(workdir) == [20, 50, 60] and best == (20, 2.0)
+    for suffix, step in ("", 20), ("@50", 50):
+        params = load_initial_params(f"run:{workdir}{suffix}", cfg, build("byte"))
+        assert steps_in(params) == {step}
+    with pytest.raises(UserError, match=r"checkpoint=30 is not one of 20, 50, 60"):
+        load_params(workdir, "30")
+
+
+def test_scores_that_are_damaged_matter_to_the_best_alone(saved, tmp_path):
+    workdir = shutil.copytree(saved[0], tmp_path / "run")
+    (workdir / "checkpoints/50/metrics/metrics").write_text("{}")
+    with pytest.raises(UserError, match=r"50 is damaged \(metrics/metrics"):
+        load_params(workdir)
+    assert steps_in(load_params(workdir, "latest")[1]) == {60}
+
+
+def test_what_a_run_at_work_removes_meanwhile_is_not_called_damaged(
+    saved, tmp_path, monkeypatch
+):
+    workdir = shutil.copytree(saved[0], tmp_path / "run")
+    find = weights.find_damage
+
+    def remove_first(*given):
+        shutil.rmtree(workdir / "checkpoints/50", ignore_errors=True)
+        return find(*given)
+
+    monkeypatch.setattr(weights, "find_damage", remove_first)
+    assert steps_in(load_params(workdir)[1]) == {20}
+
+
+def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):
+    workdir = saved[0]
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(workdir / name, tmp_path / name)
+    _, params = load_params(workdir, 50)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_at(5, params), step=5)
+        assert checkpointer.best() is None
+    assert steps_in(load_model(tmp_path, None, "best")[1]) == {50}
+
+
+def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(
+    tmp_path,
+):
+    model = ModelConfig(
+        vocab_size=50, context_length=128, num_layers=1, num_heads=2, embed_dim=16
+    )
+    config = dataclasses.replace(
+        Config.from_dict(quickstart.get_config()),
+        model=dataclasses.replace(model, attention="splash"),
+        parallel=ParallelConfig(data=16, fsdp=4),
+        memory=MemoryConfig(remat="full", scan_layers=True),
+    )
+    write_run(tmp_path, config)
+    params = first_params(config.gpt())
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state_at(1, params), step=1)
+    loaded, loaded_params = load_params(tmp_path)
+    chex.assert_trees_all_equal(loaded_params, params)
+    assert loaded.model == model
+    assert loaded.parallel == ParallelConfig()
+    assert loaded.memory == MemoryConfig(scan_layers=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "optimizer"),
+    [
+        ({"a": (2, 3)}, optax.adam),
+        ({}, optax.adam),
+        ({"a": (2, 2), "c": (1,)}, optax.adam),
+        ({"a": (2, 2)}, optax.adagrad),
+    ],
+)
+def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer):
+    def state(shapes, optimizer):
+        return state_at(
+            1, {name: jnp.ones(shapes[name]) for name in shapes}, optimizer(1.0)
+        )
+
+    with Checkpointer(tmp_path) as checkpointer:
+        saved = state({"a": (2, 2)}, optax.adam)
+        checkpointer.save(saved, 1)
+        checkpointer.wait()
+        program = SimpleNamespace(state_shapes=saved)
+        chex.assert_trees_all_equal(checkpointer.restore(1, program), saved)
+        other = SimpleNamespace(state_shapes=state(params, optimizer))
+        with pytest.raises(UserError, match="cannot be read"):
+            checkpointer.restore(1, other)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        thorough("optim.ema=0.9"),
+        thorough("optim.tail_average=1.0 optim.schedule=constant optim.warmup_steps=0"),
+        thorough("optim.name=schedule_free optim.schedule=constant"),
+    ],
+)
+def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
+    tmp_path, optim
+):
+    config = make_config(f"model.vocab_size=257 model.num_layers=2 {optim}")
+    write_run(tmp_path, config)
+    program = Program.from_config(config, jax.devices()[:1])
+    state = program.init_state()
+    batch = {name: np.ones((8, 8), np.int32) for name in ("tokens", "targets")}
+    step = jax.jit(program.train_step)
+    for _ in range(3):
+        state, _ = step(state, batch)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, step=3)
+        checkpointer.wait()
+        again = checkpointer.restore(3, program)
+    chex.assert_trees_all_equal(again, state)
+    _, loaded = load_params(tmp_path)
+    chex.assert_trees_all_close(loaded, state.eval_params, rtol=1e-6)
+    table = loaded["wte"]["embedding"]
+    trained = state.params["wte"]["embedding"]
+    assert jnp.abs(table - trained).max() > 1e-6
+
+
+def save_checkpoints(workdir, *steps):
+    """A run whose checkpoints are of a tiny model."""
+    config = make_config()
+    write_run(workdir, config)
+    params = first_params(config.gpt())
+    with Checkpointer(workdir, keep=len(steps)) as checkpointer:
+        for step in steps:
+            state = state_at(step, params, optax.adam(1.0))
+            checkpointer.save(state, step, {"eval/loss": 10.0 - step})
+
+
+@pytest.mark.parametrize("name", ["012", "²", "-1", "x", "1_000"])
+def test_only_plain_decimal_names_are_checkpoints(tmp_path, name):
+    save_checkpoints(tmp_path, 2)
+    shutil.copytree(tmp_path / "checkpoints" / "2", tmp_path / "checkpoints" / name)
+    assert run_files.find_start(tmp_path) == 2
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.all_steps() == [2]
+    load_params(tmp_path, "latest")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
+    tmp_path, capsys
+):
+    save_checkpoints(tmp_path, 2, 4)
+    newest = tmp_path / "checkpoints" / "4"
+    copy = tmp_path / "copy"
+    assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
+    shutil.copytree(newest, copy)
+    # Without Orbax's notes on the whole and, since 0.12.3, on its digests.
+    note = newest / "digests" / "commit_success.txt"
+    files = [
+        path
+        for path in newest.rglob("*")
+        if path.is_file() and path.parent != newest and path != note
+    ]
+    assert {path.relative_to(newest).parts[0] for path in files} == {
+        *("params", "rest", "layout", "metrics", "digests")
+    }
+    for path in files:
+        for damage in (Path.unlink, cut, flip_a_bit):
+            damage(path)
+            assert run_files.find_start(tmp_path) == 2, (path, damage)
+            told = capsys.readouterr().err
+            assert f"{newest} is damaged" in told and "step 2" in told
+            assert told.count("\n") == 1
+            shutil.copy(copy / path.relative_to(newest), path)
+    assert run_files.find_start(tmp_path) == 4
+    flip_a_bit(next(path for path in files if "params" in path.parts))
+    with pytest.raises(UserError, match=r"4 is damaged \(params/"):
+        load_params(tmp_path, "latest")
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    with pytest.raises(UserError, match=r"4 is damaged \(params/.*no whole one"):
+        run_files.find_start(tmp_path)
+
+
+def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):
+    run_path = tmp_path / "run"
+    data = SimpleNamespace(describe=dict, tokenizer=build("byte"))
+    save_checkpoints(run_path, 2, 4)
+    scores = run_path / "checkpoints/2/metrics/metrics"
+    scores.write_text(scores.read_text().replace("8.0", "0.0"))
+    with pytest.raises(UserError, match=r"2 is damaged \(metrics/metrics"):
+        load_params(run_path)
+    run_files.begin(run_path, make_config(), data, 4)
+    assert {path.name[0] for path in (run_path / "damaged").iterdir()} == {"2"}
+    with Checkpointer(run_path) as checkpointer:
+        assert checkpointer.best() == (4, 6.0)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(mounted(tmp_path / "disk"))
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            pytest.skip("mounting a small disk takes root")
+        yield tmp_path / "disk"
+
+
+def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(small_disk, capsys):
+    with Checkpointer(small_disk) as checkpointer:
+        checkpointer.save(state_at(1), 1)
+        checkpointer.wait()
+        before = set(threading.enumerate())
+        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+        checkpointer.save(state_at(2), 2)
+        checkpointer.wait()
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+        assert "step 2 is not saved" in checkpointer.failure
+        assert "Read-only file system" in capsys.readouterr().err
+        for thread in set(threading.enumerate()) - before:
+            thread.join(60)  # those that end by themselves do so soon
+            assert not thread.is_alive(), thread
+        checkpointer.save(state_at(3), 3)
+        checkpointer.wait()
+        assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
+
+
+def test_a_save_that_fails_is_told_and_the_next_is_tried(tmp_path, monkeypatch, capsys):
+    with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
+        checkpointer.save(state_at(1), 1)
+        checkpointer.wait()
+        # In the saving thread.
+        patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)
+        checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})
+        assert checkpointer.improves(2.5)  # the better one was not saved
+        assert "step 3 is not saved" in checkpointer.failure
+        assert "the run goes on" in capsys.readouterr().err
+        patched.undo()
+        checkpointer.save(state_at(4), 4)
+        checkpointer.wait()
+        assert checkpointer.failure == "" and checkpointer.all_steps() == [4]

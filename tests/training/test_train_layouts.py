@@ -1,0 +1,130 @@
+"""train.py over several devices and in other precisions, held against one device in float32."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gpt2.config import load_config
+from gpt2.training.checkpoint import Checkpointer
+from gpt2.training.program import Program
+from tests.helpers import TINY, metrics_of, succeed
+
+NUM_STEPS = 6
+# The learning rate does not hang on where a run ends, and `eps` is above the noise of gradients
+# that are zero in theory (tests/programs/layouts.py).
+OPTIONS = f"""
+    --config.model.num_layers=2 --config.model.num_heads=4 --config.model.embed_dim=64
+    --config.model.dropout=0.0 --config.data.corpus=synthetic --config.data.batch_size=16
+    --config.optim.schedule=constant --config.optim.learning_rate=4e-3
+    --config.optim.end_learning_rate=4e-3 --config.optim.eps=1e-6
+    --config.train.num_steps={NUM_STEPS} --config.train.eval_every=3
+    --config.train.eval_batches=2 --config.train.checkpoint_every=0
+"""
+BEGINS = """
+    --config.parallel.backend=pmap --config.memory.remat=full --config.train.accumulate_steps=2
+    --config.train.num_steps=3
+"""
+ENDS = """
+    --config.parallel.data=2 --config.parallel.fsdp=2 --config.parallel.tensor=2
+    --config.memory.scan_layers --config.memory.remat=full
+"""
+HAS_WANDB = importlib.util.find_spec("wandb") is not None
+
+
+def trained(workdir, *options, **kwargs):
+    """Runs train.py to its end and returns what it printed."""
+    return succeed(workdir, *TINY, *OPTIONS.split(), *options, **kwargs)
+
+
+def column(workdir, name):
+    """Returns a metric of every step that has it."""
+    return np.array([line[name] for line in metrics_of(workdir) if name in line])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run on one device, in float32, every layer by itself and all rows at once."""
+    workdir = tmp_path_factory.mktemp("runs") / "reference"
+    return workdir, trained(workdir)
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """A run that begins under pmap and ends over a mesh."""
+    directory = tmp_path_factory.mktemp("runs")
+    workdir = directory / "spread"
+    logging = ["--config.logging.wandb"] if HAS_WANDB else []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, str(directory / "home"))
+        patch.setenv("WANDB_MODE", "offline")
+        began = trained(workdir, *logging, *BEGINS.split(), devices=4)
+        ended = trained(workdir, *logging, *ENDS.split(), devices=8)
+    return workdir, began, ended
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name", ["train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"]
+)
+def test_a_run_that_changes_its_layout_half_way_equals_one_device(
+    reference, spread, name
+):
+    workdir, began, ended = spread
+    assert "pmap, data 4\n" in began
+    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended
+    assert [line["step"] for line in metrics_of(workdir)] == list(
+        range(1, NUM_STEPS + 1)
+    )
+    assert len(column(workdir, name)) == (2 if name == "eval/loss" else NUM_STEPS)
+    np.testing.assert_allclose(
+        column(workdir, name), column(reference[0], name), rtol=1e-5
+    )
+
+
+@pytest.mark.peers
+@pytest.mark.skipif(not HAS_WANDB, reason="wandb is not installed")
+def test_wandb_offline_keeps_its_id_when_a_run_continues(spread):
+    workdir, *_ = spread
+    run_id = (workdir / "wandb" / "run_id").read_text()
+    files = [path.name for path in workdir.glob("wandb/offline-run-*/run-*.wandb")]
+    assert files == 2 * [f"run-{run_id}.wandb"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bits_train_float32_weights_nearly_as_well(reference, tmp_path, dtype):
+    workdir = tmp_path / "run"
+    trained(workdir, f"--config.precision.compute={dtype}")
+    # Steps of float16 whose gradients overflow lower its loss scale, and wait with the schedule.
+    norms = column(workdir, "train/grad_norm")
+    rates = column(workdir, "train/learning_rate")
+    skipped = sum(norm is None for norm in norms)
+    assert 0 < skipped < 3 if dtype == "float16" else not skipped
+    expected = column(reference[0], "train/learning_rate")
+    assert list(rates) == [*skipped * [rates[0]], *expected[: NUM_STEPS - skipped]]
+    losses, exact = (column(each, "train/loss") for each in (workdir, reference[0]))
+    assert losses[0] == pytest.approx(exact[0], rel=1e-3)
+    assert losses[-1] == pytest.approx(
+        exact[-1 - skipped], rel=2e-2 if skipped else 1e-3
+    )
+    assert norms[-1] != pytest.approx(
+        column(reference[0], "train/grad_norm")[-1], rel=1e-5
+    )
+    # Weights and moments read back as float32 whatever was saved, so their digits are asked.
+    program = Program.from_config(load_config(workdir), jax.devices()[:1])
+    with Checkpointer(workdir, read_only=True) as checkpointer:
+        state = checkpointer.restore(NUM_STEPS, program)
+    if scale := state.loss_scale:
+        assert (scale.scale, scale.good_steps) == (
+            2.0 ** (12 - skipped),
+            NUM_STEPS - skipped,
+        )
+    assert (scale is None) == (dtype == "bfloat16")
+    for leaf in map(np.asarray, jax.tree.leaves((state.params, state.opt_state))):
+        assert not leaf.ndim or np.any(
+            leaf.astype(jnp.dtype(dtype)).astype(np.float32) != leaf
+        )

@@ -1,0 +1,168 @@
+"""Hostile files are refused in one line: no code of theirs runs, no size of theirs is believed.
+
+Each file comes with the command that would read it. A pickle that ran would make `witness`.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import peer
+import pytest
+
+from gpt2.hf.tokenizer import save_tokenizer
+from gpt2.hf.weights import import_run
+from tests.forks import run_command
+from tests.helpers import TINY
+
+SECONDS = 15
+MEMORY = (
+    200 * 2**20
+)  # bytes beyond a program that only imports; each file asks for gigabytes
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """A folder with a model of Hugging Face's form, a run of its weights, and a text."""
+    pristine = tmp_path_factory.mktemp("pristine")
+    peer.write_model(pristine / "hf", "tied")
+    save_tokenizer(pristine / "hf", peer.characters(131), 96)
+    import_run(pristine / "hf", pristine / "run")
+    (pristine / "in.txt").write_text("hello, world\n" * 500)
+    return pristine
+
+
+@pytest.fixture
+def folder(pristine, tmp_path):
+    return Path(shutil.copytree(pristine, tmp_path / "folder"))
+
+
+class Attack:
+    """Makes the file `witness` when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch witness",)
+
+
+def torch_zip(pickled, compression=zipfile.ZIP_STORED):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+    return stream.getvalue()
+
+
+def safetensors(header, length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+def tensor(shape, *offsets):
+    return {"wte.weight": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}
+
+
+def shard(count, version=1):
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, version, count
+    return header.tobytes() + bytes(2000)
+
+
+def tokenizer(tokens, **more):
+    return json.dumps(
+        {"version": "1.0", "model": {"type": "BPE", "vocab": tokens} | more}
+    ).encode()
+
+
+CODE = {
+    "pickle": pickle.dumps({"wte.weight": Attack()}),
+    "old pickle": b"cposix\nsystem\n(S'touch witness'\ntR.",
+    "eval": b'cbuiltins\neval\n(S\'open("witness", "w")\'\ntR.',
+    "zipped pickle": torch_zip(pickle.dumps({"a": Attack()})),
+}
+IMPORT = ["gpt2.hf", "import", "--from=hf", "--workdir=new"]
+GENERATE = ["gpt2.generate", "--workdir=run", "--prompt=a", "--max_new_tokens=1"]
+TRAIN = ["train.py", *TINY]
+TOKENS = [*TRAIN, "--config.data.corpus=tokens:*.bin"]
+COLUMN = [*TRAIN, "--config.data.corpus=parquet:a.parquet#a"]
+NAMED = [
+    *TRAIN,
+    "--config.data.corpus=text:in.txt",
+    "--config.data.tokenizer=named.json",
+]
+READERS = [
+    (IMPORT, "hf/model.safetensors"),
+    (["eval.py", "--workdir=run"], "run/config.json"),
+    (GENERATE, "run/checkpoints/0/layout/metadata"),
+    (NAMED, "named.json"),
+    (TOKENS, "a.bin"),
+    (COLUMN, "a.parquet"),
+    (["gpt2.lab.profile", "a.xplane.pb"], "a.xplane.pb"),
+]
+WEIGHTS = "hf/model.safetensors"
+INDEX = "hf/model.safetensors.index.json"
+FILES = {
+    **{
+        f"{file}: {n}": (c, file, data)
+        for c, file in READERS
+        for n, data in CODE.items()
+    },
+    "header of 2**63": (IMPORT, WEIGHTS, safetensors(b"{}", 2**63)),
+    "header of 8 GiB": (IMPORT, WEIGHTS, safetensors(b"{}", 2**33)),
+    "tensor of 4 TiB": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 2**42))),
+    "tensor of 0 bytes": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 0))),
+    "tensor in the header": (IMPORT, WEIGHTS, safetensors(tensor([5], -20, 0))),
+    "id of 2**31": (
+        NAMED,
+        "named.json",
+        tokenizer({"a": 2**31 - 1, "b": 0}, merges=[]),
+    ),
+    "id of -1": (NAMED, "named.json", tokenizer({"a": -1}, merges=[])),
+    "merges of nothing": (
+        NAMED,
+        "named.json",
+        tokenizer({"a": 0}, merges=[["x", "y"]] * 1000),
+    ),
+    "nested": (NAMED, "named.json", b"[" * 10**6),
+    **{f"shard of {n}": (TOKENS, "a.bin", shard(n)) for n in (2**31 - 1, -1, 0)},
+    "index outside": (
+        IMPORT,
+        INDEX,
+        b'{"weight_map": {"wte.weight": "../../../../etc/passwd"}}',
+    ),
+    "index, absolute": (
+        IMPORT,
+        INDEX,
+        b'{"weight_map": {"wte.weight": "/etc/passwd"}}',
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("command", "file", "data"), FILES.values(), ids=FILES)
+def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(folder, command, file, data):
+    path = folder / file
+    if path.name.startswith("model.safetensors"):
+        (folder / "hf" / "model.safetensors").unlink()
+    path.write_bytes(data)
+    before = set(folder.rglob("*"))
+    done = run_command(*command, cwd=folder, seconds=SECONDS)
+    assert (done.code, done.stderr.count("\n")) == (2, 1), done
+    assert done.stderr.startswith("error: ")
+    assert set(folder.rglob("*")) == before
+    assert done.memory < MEMORY
+
+
+@pytest.mark.thorough
+def test_the_marker_shows_execution_and_the_measure_shows_memory(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    pickle.loads(CODE["pickle"])
+    assert (folder / "witness").exists()
+    text = "def get_config():\n    x = bytearray(b'1') * 2**29\n    raise ValueError(len(x))\n"
+    Path("greedy.py").write_text(text)
+    done = run_command("train.py", "--config=greedy.py", cwd=folder)
+    assert done.code == 2 and done.memory > 2**28
