@@ -126,7 +126,7 @@ def test_commands_prepare_their_process_before_they_import_jax():
     assert (
         subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
     )
-    modules = ["benchmark/__main__", "data/prepare", "generate", "hf/__main__"]
+    modules = ["lab/benchmark/__main__", "data/prepare", "generate", "hf/__main__"]
     commands = ["train.py", "eval.py", *(f"gpt2/{module}.py" for module in modules)]
     for path in commands:
         _docstring, first, second, *_ = ast.parse((ROOT / path).read_text()).body

@@ -132,7 +132,8 @@ def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path
 def test_every_command_has_help_and_options_of_our_own_whatever_lies_there(tmp_path):
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.py").write_text("1 / 0")
-    modules = ("generate", "hf", "ablate", "compare", "profile", "benchmark")
+    lab = ("lab.ablate", "lab.compare", "lab.profile", "lab.benchmark")
+    modules = ("generate", "hf", *lab)
     for command in ("train.py", "eval.py", *(f"gpt2.{name}" for name in modules)):
         done = run_command(command, "--help", cwd=tmp_path)
         assert (done.code, done.stderr) == (0, ""), done
