@@ -22,7 +22,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, set_on_exit, tell
+from gpt2.errors import DivergedError, log, set_on_exit
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import check_source, load_initial_params
 from gpt2.lab.plan import command as plan
@@ -30,7 +30,7 @@ from gpt2.lab.profile import Profiler
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, find_devices, gather_whole
-from gpt2.signals import StopSignal, leave_at_interrupt
+from gpt2.signals import StopSignal, exit_at_interrupt
 from gpt2.telemetry import Reporter, StepClock
 from gpt2.training import (
     Batches,
@@ -81,7 +81,7 @@ def main() -> int:
         jax.config.update("jax_disable_most_optimizations", True)
     if plan.is_asked():
         return plan.run(config, cli.overrides())
-    leave_at_interrupt("the same command continues")
+    exit_at_interrupt("the same command continues")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
     distributed.only_first(set_on_exit)(config.logging.on_exit)
@@ -131,13 +131,13 @@ def train(run: Run, state: TrainState, start: int) -> int:
     options = program.config.train
 
     # Compile once for each shape of the run's steps, while the devices still draw the weights.
-    distributed.only_first(tell)("compiling the steps", sys.stdout)
+    distributed.only_first(log)("compiling the steps", sys.stdout)
     with clock.phase("compile"):
         examples, eval_batch = batches.examples(start)
         steps = program.compile_steps(state, examples)
         eval_step = program.compile_eval(state.eval_params, eval_batch)
         jax.block_until_ready((state, steps, eval_step))
-    distributed.only_first(tell)(program.describe(batches, steps, start), sys.stdout)
+    distributed.only_first(log)(program.describe(batches, steps, start), sys.stdout)
 
     step = start
     stops = False
@@ -207,7 +207,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
         by = stop.requested.name
-        tell(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
+        log(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
 
     # Finish: loss.png, samples.txt and the last lines, for a person.

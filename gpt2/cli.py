@@ -21,7 +21,7 @@ from gpt2.config.options import (
 )
 from gpt2.config.run import Config, read_options
 from gpt2.errors import UserError, exit_on_user_error, run_on_exit
-from gpt2.signals import leave_at_interrupt, raise_at_interrupt
+from gpt2.signals import exit_at_interrupt, raise_at_interrupt
 
 
 @exit_on_user_error()
@@ -54,7 +54,7 @@ def run(
             f"{arguments[-1]} is not a flag", "Write options as --name=value"
         )
     code = main(*arguments) or 0
-    leave_at_interrupt()
+    exit_at_interrupt()
     run_on_exit(code, "stopped by a signal" if code else "finished")
     sys.exit(code)
 

@@ -49,23 +49,24 @@ def exit_on_user_error() -> Iterator[None]:
         _silence(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
     except (Exception, KeyboardInterrupt) as error:
-        end = describe_end(error)
+        end = describe_exit(error)
         if end is None:
             run_on_exit(1, f"{type(error).__name__}: {error}")
             raise
         message, code = end
         if isinstance(error, KeyboardInterrupt):
-            leave(message, code)  # the usual end crashes where XLA compiles in a thread
-        tell(message)
+            # sys.exit would crash where XLA compiles in a thread.
+            exit_process(message, code)
+        log(message)
         run_on_exit(code, message)
         sys.exit(code)
 
 
-def leave(message: str, code: int) -> NoReturn:
+def exit_process(message: str, code: int) -> NoReturn:
     """Ends the process with a line, without waiting for its threads or for other processes."""
-    tell(message)
+    log(message)
     run_on_exit(code, message)
-    with unheard(sys.stdout):
+    with ignore_failed_output(sys.stdout):
         sys.stdout.flush()
     os._exit(code)
 
@@ -106,7 +107,7 @@ _REFUSED = (
 )
 
 
-def describe_end(error: BaseException) -> tuple[str, int] | None:
+def describe_exit(error: BaseException) -> tuple[str, int] | None:
     """Returns what a command prints that ends by an exception, and its exit code.
 
     None: the exception is a mistake of the program, and its traceback has to be seen.
@@ -127,18 +128,18 @@ def describe_end(error: BaseException) -> tuple[str, int] | None:
 
 def warn(message: str) -> None:
     """Prints what a person should know, in one line on stderr. The program goes on."""
-    tell(f"warning: {message}")
+    log(f"warning: {message}")
 
 
-def tell(message: str, stream: TextIO | None = None) -> None:
-    """Prints a message at once, on stderr unless `stream` is given. It may be lost: `unheard`."""
+def log(message: str, stream: TextIO | None = None) -> None:
+    """Prints a line at once, to stderr unless `stream` is given. A failed write is ignored."""
     stream = stream or sys.stderr
-    with unheard(stream):
+    with ignore_failed_output(stream):
         print(message, file=stream, flush=True)
 
 
 @contextlib.contextmanager
-def unheard(stream: TextIO) -> Iterator[None]:
+def ignore_failed_output(stream: TextIO) -> Iterator[None]:
     """Lets the body print, and loses what cannot be: Ctrl-C ends `tee` too, a disk is full."""
     try:
         yield

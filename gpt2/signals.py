@@ -13,7 +13,7 @@ import time
 from types import FrameType
 from typing import Self, TypeVar
 
-from gpt2.errors import run_on_exit, tell
+from gpt2.errors import log, run_on_exit
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def raise_at_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def leave_at_interrupt(next_command: str = "") -> None:
+def exit_at_interrupt(next_command: str = "") -> None:
     """Lets Ctrl-C end the process with a line: an exception might be lost in a callback of JAX."""
     global _next_command
     _next_command = next_command
@@ -62,7 +62,7 @@ class Stopped(Exception):
     """A signal that stops the run came while the run waited for text; StopSignal ends it."""
 
 
-def take(ready: queue.Queue[T]) -> T:
+def get_unless_stopped(ready: queue.Queue[T]) -> T:
     """Returns what a thread puts into a queue; Stopped if a signal to this run comes first.
 
     Of several processes the others would wait for this one, which therefore goes on.
@@ -114,7 +114,7 @@ class StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) == signal.SIG_IGN:
                 told = f"{number.name} is ignored, as it is behind a script's `&`"
-                tell(told)
+                log(told)
             elif number == signal.SIGINT or not self.agrees:
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
@@ -147,7 +147,7 @@ def _watch(reader: int) -> None:
             first = time.monotonic()
             if _next_command:  # a run finishes its step, which may take long
                 then = "finishing the step, then saving; a second one leaves at once"
-                tell(f"{signum.name}: {then}")
+                log(f"{signum.name}: {then}")
         elif time.monotonic() - first > _SAME_PRESS:
             _leave(f"left at once by a second {signum.name}", signum)
 

@@ -187,7 +187,7 @@ def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     reader = threading.Thread(target=read, name="prefetch", daemon=True)
     reader.start()
     try:
-        while (batch := signals.take(ready)) is not None:
+        while (batch := signals.get_unless_stopped(ready)) is not None:
             if isinstance(batch, BaseException):
                 raise batch
             yield batch

@@ -22,7 +22,7 @@ from gpt2.data.own import find_batches
 from gpt2.data.ready import index, open_ready_tokens
 from gpt2.data.splits import PROGRESS, write_splits
 from gpt2.data.tokens import Split
-from gpt2.errors import UserError, tell, warn
+from gpt2.errors import UserError, log, warn
 from gpt2.utils import files, stores
 
 FORMAT = 8  # of a prepared folder; another number prepares everything anew
@@ -145,7 +145,7 @@ def write(data: DataConfig, place: str, directory: Path) -> Dataset:
     """Prepares into a folder of its own, going on where it was cut, and renames that."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, and is prepared anew")
-    tell(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
+    log(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(exist_ok=True)
     try:

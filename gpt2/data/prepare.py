@@ -13,13 +13,13 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data.packing import PACKINGS
 from gpt2.data.preparation import prepare
-from gpt2.signals import leave_at_interrupt
+from gpt2.signals import exit_at_interrupt
 
 
 def main() -> None:
     """Prepares the corpus of `--config` and prints what it holds."""
     config = cli.parse_config()
-    leave_at_interrupt("the same command continues")
+    exit_at_interrupt("the same command continues")
     data = config.data
     dataset = prepare(data)
     for _, part in dataset.parts.values():

@@ -22,7 +22,7 @@ from gpt2.data.corpus import Corpus, Document
 from gpt2.data.dataset import Dataset
 from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import Split, TokenWriter
-from gpt2.errors import UserError, tell, warn
+from gpt2.errors import UserError, log, warn
 from gpt2.utils import files
 from gpt2.utils.files import reading
 from gpt2.utils.stores import at_hand
@@ -99,7 +99,7 @@ def write_splits(corpus: Corpus, data: DataConfig, directory: Path) -> Dataset:
             if corpus.num_bytes:
                 share = progress.sum("num_bytes") / corpus.num_bytes
                 line += f", {share:.0%} of the text"
-            tell(line, sys.stdout)
+            log(line, sys.stdout)
     writer.close()
     return Dataset(directory, tokenizer, progress.splits, writer.dtype.name)
 
@@ -158,7 +158,7 @@ def _resume(directory: Path, documents: "Documents") -> tuple[Progress, Iterator
             warn(f"{directory} is damaged ({damage}), and is begun anew")
         elif zlib.crc32(text.encode()) == progress.text_crc32:
             number = progress.sum("num_documents")
-            tell(f"going on after document {number:,}", sys.stdout)
+            log(f"going on after document {number:,}", sys.stdout)
             return progress, parts
     for path in directory.iterdir():
         path.unlink()

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gpt2.errors import UserError, describe_end, leave, tell
+from gpt2.errors import UserError, describe_exit, exit_process, log
 from gpt2.utils.cluster import ALONE
 
 P = ParamSpec("P")
@@ -55,7 +55,7 @@ def initialize(
         _, _, port = coordinator.rpartition(":")
         socket.create_server(("", int(port))).close()
     # The runtime waits for the others silently, and ends the process if they do not come.
-    tell("waiting for the other processes")
+    log("waiting for the other processes")
     jax.distributed.initialize(
         coordinator,
         num_processes,
@@ -83,8 +83,8 @@ def ends_together() -> Iterator[None]:
         told = "".join(traceback.format_exception(error))
         if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
             told = "error: another process of this run has ended; the same commands continue"
-        message, code = describe_end(error) or (told, 1)
-        leave(message, code)
+        message, code = describe_exit(error) or (told, 1)
+        exit_process(message, code)
 
 
 def _find_launcher() -> str | None:

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from gpt2.errors import tell
+from gpt2.errors import log
 from gpt2.telemetry.writers import Metrics, Writer
 from gpt2.utils.text import format_count, format_duration
 
@@ -63,4 +63,4 @@ class Progress(Writer):
             left = seconds / done * rest
             shown.append(f"{format_duration(left)} left")
         number = f"{step:>{len(str(self._total))}}"
-        tell("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)
+        log("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from gpt2.config import Config, TrainConfig
-from gpt2.errors import DivergedError, leave, tell, warn
+from gpt2.errors import DivergedError, exit_process, log, warn
 from gpt2.telemetry.metrics import MetricsFile
 from gpt2.telemetry.progress import Progress
 from gpt2.telemetry.throughput import StepClock
@@ -128,7 +128,7 @@ class Reporter(AbstractContextManager):
             return
         if jax.process_index() == 0:
             told = f"its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
-            tell(f"step {step} is skipped: {told}", sys.stdout)
+            log(f"step {step} is skipped: {told}", sys.stdout)
 
     def write(self, step: int, values: Metrics) -> None:
         """Hands metrics to every writer."""
@@ -179,7 +179,7 @@ class Watchdog(Writer):
         self,
         clock: StepClock,
         least_seconds: float,
-        end: Callable = leave,
+        end: Callable = exit_process,
     ):
         self._clock = clock
         self._least = least_seconds

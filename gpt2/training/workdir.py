@@ -24,7 +24,7 @@ from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, refuse_other
 from gpt2.data.preparation import data_place
 from gpt2.data.tokenizer import Tokenizer, is_path
-from gpt2.errors import UserError, tell, warn
+from gpt2.errors import UserError, log, warn
 from gpt2.model.gpt import Params
 from gpt2.model.sampling import Sampling, generate
 from gpt2.parallel import distributed
@@ -201,7 +201,7 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
     ends = start == config.train.num_steps and (workdir / "samples.txt").exists()
     ends = bool(distributed.from_first(ends))
     if ends:
-        distributed.only_first(tell)(
+        distributed.only_first(log)(
             f"{stores.place_of(workdir)} is finished at step {start}; "
             "raise --config.train.num_steps to continue",
             sys.stdout,
@@ -239,9 +239,9 @@ def finish(
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    tell(f"time: {clock.describe()}", sys.stdout)
-    tell(line, sys.stdout)
-    tell(f"see loss.png and samples.txt in {stores.place_of(workdir)}", sys.stdout)
+    log(f"time: {clock.describe()}", sys.stdout)
+    log(line, sys.stdout)
+    log(f"see loss.png and samples.txt in {stores.place_of(workdir)}", sys.stdout)
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:

@@ -176,7 +176,7 @@ def test_a_backend_that_jax_has_not_is_a_line():
 
 def test_a_screen_that_takes_no_line_ends_no_program():
     with open("/dev/full", "wb") as full:
-        body = "from gpt2.errors import tell; tell('lost'); tell('x', cli.sys.stdout); return 5"
+        body = "from gpt2.errors import log; log('lost'); log('x', cli.sys.stdout); return 5"
         done = run_command(body=f"pass\n    {body}", stderr=full)
     assert done.returncode == 5
 

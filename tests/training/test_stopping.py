@@ -45,7 +45,7 @@ ENDLESS = [*TINY, *ENDLESS.split()]
 
 
 PRESSES = (0.5, *[0.6] * 9)  # one that a busy process hears late may seem the same one
-LOOP = "signals.leave_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
+LOOP = "signals.exit_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
 FINISHING = "SIGINT: finishing the step, then saving; a second one leaves at once\n"
 BLOCKED = """
 import os, signal, threading, hashlib, time
@@ -80,7 +80,7 @@ finally:
         # A launcher has sent the same one several times.
         ("signals._SAME_PRESS = 1000", (0.5, 0.0, 0.0), ""),
         (
-            "signals.leave_at_interrupt('it continues')",
+            "signals.exit_at_interrupt('it continues')",
             (0.5,),
             "stopped by SIGINT; it continues\n",
         ),
@@ -212,7 +212,7 @@ ENDS = {
     "error: it is wrong. Mend it.": ("fail(UserError('it is wrong', 'Mend it', 3))", 3),
     "ValueError: of the program": ("fail(ValueError('of the program'))", 1),
     "stopped by SIGINT": ("fail(KeyboardInterrupt())", 130),
-    "error: it hangs": ("lambda: errors.leave('error: it hangs', 4)", 4),
+    "error: it hangs": ("lambda: errors.exit_process('error: it hangs', 4)", 4),
     "left": ("lambda: signals._leave('left', signal.SIGTERM)", 143),
 }
 ENDING = """

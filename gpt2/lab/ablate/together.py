@@ -30,7 +30,7 @@ import train
 from gpt2 import cli
 from gpt2.config import Config, load_config, option
 from gpt2.data import Dataset, prepare
-from gpt2.errors import DivergedError, tell
+from gpt2.errors import DivergedError, log
 from gpt2.lab.ablate.groups import NUMBERS
 from gpt2.lab.ablate.runs import Outcome
 from gpt2.parallel import find_devices
@@ -221,7 +221,7 @@ class Member:
         )
         self.reporter = enter(Reporter.for_run(config, self.clock, workdir, start))
         steps = {config.shapes.last: (places.train_step, lambda *_: None)}
-        tell(program.describe(batches, steps, start), self.log)
+        log(program.describe(batches, steps, start), self.log)
         if start:
             state = self.checkpointer.restore(start, program)
         else:
@@ -259,7 +259,7 @@ class Member:
     def leave(self, outcome: Outcome) -> None:
         """Closes its files, and keeps how it ended."""
         if outcome.error:
-            tell(outcome.error, self.log)
+            log(outcome.error, self.log)
         self.files.close()
         write_json(self._path / "outcome.json", outcome._asdict())
 

@@ -8,7 +8,7 @@ import jax
 from absl import flags
 
 from gpt2.config import Config, option, with_options
-from gpt2.errors import UserError, tell
+from gpt2.errors import UserError, log
 from gpt2.lab.plan.collectives import describe_collectives
 from gpt2.lab.plan.plan import (
     ATTAINABLE,
@@ -20,7 +20,7 @@ from gpt2.lab.plan.plan import (
 from gpt2.lab.plan.topologies import find_devices
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel.mesh import split_cpu
-from gpt2.signals import leave_at_interrupt
+from gpt2.signals import exit_at_interrupt
 from gpt2.telemetry.chips import BOARDS, board_name
 from gpt2.utils.files import write_text
 from gpt2.utils.stores import writing
@@ -57,7 +57,7 @@ def run(config: Config, given: Collection[str]) -> int:
 
     A search keeps the options whose dotted names are `given`.
     """
-    leave_at_interrupt()  # there is nothing to save
+    exit_at_interrupt()  # there is nothing to save
     args = flags.FLAGS
     devices = _find_devices(config)
     kind = "simulated" if args.plan_devices else devices[0].device_kind
@@ -69,7 +69,7 @@ def run(config: Config, given: Collection[str]) -> int:
             given,
         )
     program = make_program(config, devices)
-    tell(
+    log(
         f"compiling a step for {len(devices)} devices ({kind}); a TPU's compiler takes minutes"
     )
     try:
@@ -209,7 +209,7 @@ def _search(
 ) -> int:
     """Compiles each layout until a variant of it fits, and prints the fastest first."""
     board = board_name(kind) or "H100"  # for simulated devices
-    tell(
+    log(
         f"compiling steps for {len(devices)} devices ({kind}), with memory and speed of {board}"
     )
     found: dict[str, _Tried] = {}
@@ -225,7 +225,7 @@ def _search(
             to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
             try:
                 if to_add not in found:
-                    tell(f"compiling {to_add or 'as it is'}")
+                    log(f"compiling {to_add or 'as it is'}")
                     each = with_options(config, changed)
                     found[to_add] = _try(each, devices, board)
             except UserError as error:

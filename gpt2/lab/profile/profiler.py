@@ -9,7 +9,7 @@ import chex
 import jax
 
 from gpt2.config import LoggingConfig
-from gpt2.errors import tell, warn
+from gpt2.errors import log, warn
 from gpt2.lab.profile.page import PAGE, PROGRAM, explain
 from gpt2.lab.profile.trace import STEP
 from gpt2.utils.files import write_text
@@ -68,7 +68,7 @@ class Profiler:
             page = explain(self._logdir)
             write_text(self._logdir / PAGE, page)
             cause = page.splitlines()[2].replace("**", "")
-            tell(f"{cause} See {self._logdir / PAGE}", sys.stdout)
+            log(f"{cause} See {self._logdir / PAGE}", sys.stdout)
         except Exception as error:  # a run is worth more than its page
             warn(f"there is no profile.md ({error})")
 
