@@ -1,10 +1,10 @@
-"""Scores a run of train.py, or a Hugging Face model.
+"""Score a run of train.py or a Hugging Face model.
 
     python eval.py --workdir=runs/quickstart
     python eval.py --hf=DIR --tasks=lambada:data/tasks,hellaswag:data/tasks
 
-Each figure comes with its convention, its number of examples and its standard error;
-docs/evaluation.md says what the tasks' files hold.
+Each figure has its convention, its number of examples and its standard error.
+docs/evaluation.md describes the files of the tasks.
 """
 
 from gpt2.utils import launch
@@ -17,8 +17,8 @@ import time
 from absl import flags
 
 from gpt2 import cli
+from gpt2.evals.figures import print_table, write_json
 from gpt2.evals.perplexity import validation
-from gpt2.evals.report import print_table, write_json
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import TASKS, find_task, validation_data
 from gpt2.hf.weights import define_source, load_model
@@ -27,40 +27,42 @@ from gpt2.utils.stores import writing
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Define the flags of this command."""
     define_source()
-    names = (
-        f"validation, or any of {', '.join(TASKS)} with its files' directory: NAME:DIR."
+    names = ", ".join(TASKS)
+    flags.DEFINE_list(
+        "tasks",
+        ["validation"],
+        f"validation, or NAME:DIR, where DIR has the files of one of {names}.",
     )
-    flags.DEFINE_list("tasks", ["validation"], names)
     flags.DEFINE_string(
         "corpus",
         "",
-        "Corpus whose validation split to score, as data.corpus; empty: the run's.",
+        "Corpus whose validation split is scored, as in data.corpus; empty: the run's.",
     )
     flags.DEFINE_float(
         "val_fraction",
         None,
-        "Share of --corpus to score, 1 for all; if not given, the run's.",
+        "Fraction of --corpus to score, 1 for all of it; default: the run's.",
         lower_bound=0.0,
         upper_bound=1.0,
     )
     flags.register_multi_flags_validator(
         ["corpus", "val_fraction"],
         lambda given: given["corpus"] or given["val_fraction"] is None,
-        "--val_fraction is a share of --corpus, which is not given",
+        "--val_fraction has no effect without --corpus",
     )
     flags.DEFINE_integer(
         "stride",
         0,
-        "Tokens that a sliding window moves; 0: half of the context.",
+        "Number of tokens by which windows over a text move; 0: half of the context.",
         lower_bound=0,
     )
     flags.DEFINE_string("output", None, "JSON file to write the figures to.")
 
 
 def main() -> None:
-    """Scores the tasks that the flags name, prints the figures and writes them to `--output`."""
+    """Score the tasks of the flags, print the figures and write them to `--output`."""
     args = flags.FLAGS
     tasks = [find_task(spec) for spec in args.tasks if spec != "validation"]
     data = None

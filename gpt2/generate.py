@@ -1,4 +1,4 @@
-"""Continues a text.
+"""Continue a text.
 
 python -m gpt2.generate --workdir=DIR --prompt=TEXT
 """
@@ -17,37 +17,43 @@ from gpt2.model.sampling import Sampling, generate
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Define the flags of this command."""
     flags.DEFINE_string("prompt", "", "Text to continue.")
     flags.DEFINE_integer(
         "max_new_tokens",
         200,
-        "At most this many tokens. Beyond the context, the last ones go on.",
+        "Maximal number of tokens. Beyond the context, the model reads the last tokens only.",
         lower_bound=1,
     )
     flags.DEFINE_float(
-        "temperature", 1.0, "Divides the logits; 0: always the likeliest token."
+        "temperature",
+        1.0,
+        "Divide the logits by this number; 0: always take the likeliest token.",
     )
-    flags.DEFINE_integer("top_k", 0, "Draw among the k likeliest tokens; 0: among all.")
-    flags.DEFINE_float(
-        "top_p", 1.0, "Draw among the likeliest tokens of this joint probability."
-    )
-    flags.DEFINE_integer("num_samples", 1, "How many continuations.", lower_bound=1)
     flags.DEFINE_integer(
-        "seed", 0, "Of random numbers.", lower_bound=0, upper_bound=2**32 - 1
+        "top_k", 0, "Sample from the k likeliest tokens; 0: from all tokens."
+    )
+    flags.DEFINE_float(
+        "top_p",
+        1.0,
+        "Sample from the likeliest tokens that have this probability together.",
+    )
+    flags.DEFINE_integer("num_samples", 1, "Number of continuations.", lower_bound=1)
+    flags.DEFINE_integer(
+        "seed", 0, "Seed of the random numbers.", lower_bound=0, upper_bound=2**32 - 1
     )
     define_source()
 
 
 def main() -> None:
-    """Continues `--prompt` in `--num_samples` ways."""
+    """Print `--num_samples` continuations of `--prompt`."""
     args = flags.FLAGS
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     prompt = tokenizer.encode(args.prompt).tolist()
     start = prompt
     if not prompt and tokenizer.eot is not None:
-        start = [tokenizer.eot]  # which is not shown
+        start = [tokenizer.eot]  # It is not printed.
     samples = generate(
         GPT(cfg),
         params,
@@ -61,7 +67,8 @@ def main() -> None:
     for index, tokens in enumerate(samples, start=1):
         if args.num_samples > 1:
             print(f"--- sample {index}")
-        # Together, since some tokenizers strip the space that begins a text.
+        # Prompt and sample are decoded together, because some tokenizers strip the space at the
+        # beginning of a text.
         print(tokenizer.decode([*prompt, *tokens]))
 
 

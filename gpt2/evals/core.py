@@ -1,6 +1,7 @@
-"""CORE, the yardstick of GPT-2: 22 tasks of DCLM (Li et al. 2024, arXiv 2406.11794).
+"""CORE, the mean score of 22 tasks of DCLM (Li et al. 2024, arXiv 2406.11794).
 
-Prompts, few-shot examples and what counts as right are nanochat's, whose figures people compare.
+Prompts, few-shot examples and the rule for a correct answer are those of nanochat, because people
+compare with its figures.
 """
 
 import csv
@@ -15,36 +16,40 @@ import numpy as np
 import yaml
 
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.errors import UserError
-from gpt2.evals.files import read_jsonl, read_text, reading
-from gpt2.evals.report import Estimate, Figure, mean
+from gpt2.evals.figures import Estimate, Figure, mean
 from gpt2.evals.scoring import Request, Scorer, continuation
+from gpt2.evals.task_files import read_jsonl, read_text, reading, require
+
+KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
 class Example(NamedTuple):
     """A question with its answers."""
 
-    texts: list[str]  # of each alternative; or the question alone, then with its answer
-    gold: int  # which of them is right
+    # The question with each alternative. For language_modeling: the question alone, then the
+    # question with its answer.
+    texts: list[str]
+    gold: int  # index of the correct text
 
 
 class Task(NamedTuple):
-    """A task of core.yaml with its examples, shuffled."""
+    """A task of core.yaml with its shuffled examples."""
 
     label: str
     kind: str
     num_shots: int  # solved examples before each question
-    chance: float  # accuracy of a guess
+    chance: float  # accuracy of a guess, from 0 to 1
     examples: list[Example]
 
     def requests(
         self, index: int, tokenizer: Tokenizer, context_length: int
     ) -> list[Request]:
-        """Returns what to score of an example: the answer of each alternative."""
+        """Return a request for the answer of each alternative of an example."""
         others = self.examples[:index] + self.examples[index + 1 :]
-        rng = random.Random(1234 + index)
+        rng = random.Random(1234 + index)  # nanochat's seed
         shots = rng.sample(others, self.num_shots)
-        before = "".join(f"{shot.texts[shot.gold]}\n\n" for shot in shots)
+        solved = [f"{shot.texts[shot.gold]}\n\n" for shot in shots]
+        before = "".join(solved)
         start = [] if tokenizer.eot is None else [tokenizer.eot]
         rows = []
         for text in self.examples[index].texts:
@@ -53,24 +58,26 @@ class Task(NamedTuple):
         first = commonprefix(rows)  # noqa: RUF071
         last = commonprefix([row[::-1] for row in rows])  # noqa: RUF071
         if self.kind == "language_modeling":
-            del rows[0]  # the question alone
+            del rows[0]  # It only shows where the answer begins.
         requests = []
         for row in rows:
             length = len(row) - len(first)
-            if self.kind == "schema":  # whose alternatives have the answer in common
+            if self.kind == "schema":
+                # Its alternatives differ in the question and end with the same answer.
                 length = len(last)
-            # An answer has a token at least, also one that begins another, and one before it.
+            # At least one token is scored, even if this answer is the beginning of another one,
+            # and at least one token comes before it.
             most = context_length - 1
             length = min(max(length, 1), len(row) - 1, most)
             requests.append(continuation(row[:-length], row[-length:], most))
         return requests
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
-        """Returns which examples a model solves."""
+        """Return whether the model solves each example."""
         requests = []
         for index in range(len(self.examples)):
-            own = self.requests(index, tokenizer, scorer.context_length)
-            requests.append(own)
+            answers = self.requests(index, tokenizer, scorer.context_length)
+            requests.append(answers)
         scores = scorer.score_groups(requests, self.label)
         solved = []
         for example, answers in zip(self.examples, scores, strict=True):
@@ -83,56 +90,95 @@ class Task(NamedTuple):
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Scores the tasks that core.yaml names, and the mean of their centred accuracies."""
+    """Score the tasks that core.yaml names, and average their centered accuracies."""
     figures = []
-    centred = []
+    centered = []
     for task in _read_tasks(path):
         solved = task.solved(scorer, tokenizer)
         chance = task.chance
-        how = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
-        figures.append(Figure("core", task.label, *mean(solved), how))
+        convention = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
+        figures.append(Figure("core", task.label, *mean(solved), convention))
+        # 0 for a guess, 1 for a model that solves every example.
         gains = (np.array(solved) - chance) / (1 - chance)
-        centred.append(mean(gains))
+        centered.append(mean(gains))
     number = len(figures)
-    how = f"mean centred accuracy of {number} tasks; GPT-2 1558M has 0.2565 over DCLM's 22"
-    values, errors, sizes = zip(*centred, strict=True)
+    convention = (
+        f"mean centered accuracy of {number} tasks; "
+        "GPT-2 1558M has 0.2565 over the 22 tasks of DCLM"
+    )
+    values, errors, sizes = zip(*centered, strict=True)
     score = Estimate(sum(values), math.hypot(*errors), sum(sizes))
-    figures.append(Figure("core", "CORE", *score.scaled(1 / number), how))
+    figures.append(Figure("core", "CORE", *score.scaled(1 / number), convention))
     return figures
 
 
 def _read_tasks(path: Path) -> list[Task]:
-    """Reads all tasks before the first is scored."""
-    table = path.parent / "eval_meta_data.csv"
-    with reading(table):
-        rows = csv.DictReader(read_text(table).splitlines())
-        chances = {row["Eval Task"]: float(row["Random baseline"]) for row in rows}
-    tasks = []
+    """Read and check all tasks, before the first one is scored."""
+    chances = _read_chances(path.parent / "eval_meta_data.csv")
+    tasks = dict[str, Task]()
     with reading(path):
-        for about in yaml.safe_load(read_text(path))["icl_tasks"]:
-            label = about["label"]
-            kind = about["icl_task_type"]
-            num_shots = about["num_fewshot"][0]
-            chance = chances[label] / 100
-            delimiter = about.get("continuation_delimiter", " ")
-            file = path.parent / "eval_data" / about["dataset_uri"]
+        for entry in yaml.safe_load(read_text(path))["icl_tasks"]:
+            label = entry["label"]
+            kind = entry["icl_task_type"]
+            num_shots = entry["num_fewshot"][0]
+            delimiter = entry.get("continuation_delimiter", " ")
+            require(label not in tasks, f"the task {label} is there twice")
+            require(kind in KINDS, f"icl_task_type={kind} is not one of {KINDS}")
+            require(
+                type(num_shots) is int and num_shots >= 0,
+                f"num_fewshot={num_shots} of {label} is not a number of examples",
+            )
+            file = path.parent / "eval_data" / entry["dataset_uri"]
             examples = read_jsonl(file, partial(_parse, kind, delimiter))
-            if num_shots >= len(examples):
-                what = f"{file} has {len(examples)} examples"
-                raise UserError(f"{what}, and each needs {num_shots} others")
+            require(
+                num_shots < len(examples),
+                f"{label} needs {num_shots} other examples for each example, "
+                f"and {file} has {len(examples)} in all",
+            )
+            # The seed is nanochat's: it decides which solved examples a prompt shows.
             random.Random(1337).shuffle(examples)
-            tasks.append(Task(label, kind, num_shots, chance, examples))
-    return tasks
+            tasks[label] = Task(label, kind, num_shots, chances[label], examples)
+        require(tasks, "icl_tasks is empty")
+    return list(tasks.values())
 
 
-def _parse(kind: str, delimiter: str, value: Any) -> Example:
-    """Returns an example of a kind of task."""
+def _read_chances(path: Path) -> dict[str, float]:
+    """Return the accuracy of a guess, from 0 to 1, for each task of the bundle's table."""
+    chances = dict[str, float]()
+    with reading(path):
+        for row in csv.DictReader(read_text(path).splitlines()):
+            percent = float(row["Random baseline"])
+            # 0.25 would be a fraction where the table has percentages, and 100 leaves nothing
+            # to gain. NaN fails both comparisons.
+            require(
+                percent == 0 or 1 <= percent < 100,
+                f"Random baseline={percent:g} is not a percentage below 100",
+            )
+            chances[row["Eval Task"]] = percent / 100
+    return chances
+
+
+def _parse(kind: str, delimiter: str, row: Any) -> Example:
+    """Return an example of a kind of task."""
     if kind == "language_modeling":
-        question = value["context"].strip() + delimiter
-        return Example([question.rstrip(), question + value["continuation"]], gold=1)
+        question = row["context"].strip() + delimiter
+        answer = row["continuation"]
+        require(answer, "continuation is empty")
+        return Example([question.rstrip(), question + answer], gold=1)
     if kind == "multiple_choice":
-        texts = [value["query"] + delimiter + choice for choice in value["choices"]]
-    else:  # schema
-        end = delimiter + value["continuation"]
-        texts = [context + end for context in value["context_options"]]
-    return Example(texts, range(len(texts)).index(value["gold"]))
+        alternatives = row["choices"]
+        before, after = row["query"] + delimiter, ""
+    else:
+        alternatives = row["context_options"]
+        before, after = "", delimiter + row["continuation"]
+        require(row["continuation"], "continuation is empty")
+    # A text is a sequence of letters, and `true` an index, unless types are checked.
+    require(isinstance(alternatives, list), "the alternatives are not a list")
+    require(len({*alternatives}) > 1, "all alternatives are the same text")
+    gold = row["gold"]
+    require(
+        type(gold) is int and 0 <= gold < len(alternatives),
+        f"gold={gold} is not the index of one of {len(alternatives)} alternatives",
+    )
+    texts = [before + alternative + after for alternative in alternatives]
+    return Example(texts, gold)

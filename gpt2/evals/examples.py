@@ -1,4 +1,4 @@
-"""Tasks of many small examples: LAMBADA and HellaSwag."""
+"""LAMBADA and HellaSwag, two tasks of many small examples."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from gpt2.data.tokenizer import Tokenizer
-from gpt2.evals.files import read_jsonl
-from gpt2.evals.report import Figure, mean, mean_loss
+from gpt2.evals.figures import Figure, mean, mean_loss
 from gpt2.evals.scoring import Request, Scorer, continuation
+from gpt2.evals.task_files import read_jsonl
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Scores the last token of each passage, as in the GPT-2 paper."""
+    """Score the last token of each passage, as in the GPT-2 paper."""
 
     def parse(passage: Any) -> Request:
         row = tokenizer.encode(passage["text"])
@@ -21,15 +21,15 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     scores = scorer.score(read_jsonl(path, parse), "lambada")
     right = mean([score.greedy for score in scores])
     spread = mean_loss(scores).exp()
-    how = "the last token, as in the GPT-2 paper"
+    convention = "the last token, as in the GPT-2 paper"
     return [
-        Figure("lambada", "accuracy, last token", *right, f"greedy: {how}"),
-        Figure("lambada", "perplexity, last token", *spread, f"of {how}"),
+        Figure("lambada", "accuracy, last token", *right, f"greedy: {convention}"),
+        Figure("lambada", "perplexity, last token", *spread, f"of {convention}"),
     ]
 
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Scores which of four endings a model finds likeliest, as llm.c does."""
+    """Score how often the correct one of four endings is the likeliest, as in llm.c."""
 
     def parse(example: Any) -> tuple[int, list[Request]]:
         context = tokenizer.encode(example["ctx"])
@@ -37,13 +37,13 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         for text in example["endings"]:
             tokens, _ = tokenizer.encode_part(" " + text, starts=False)
             endings.append(continuation(context, tokens, scorer.context_length))
-        # The test split has none.
+        # The test split has no labels, and would raise here.
         label = range(len(endings)).index(int(example["label"]))
         return label, endings
 
     labels, examples = zip(*read_jsonl(path, parse), strict=True)
     scores = np.array(scorer.score_groups(examples, "hellaswag"))
-    sums = scores[..., 0]  # by example and ending
+    sums = scores[..., 0]  # log-likelihoods [examples, endings]
     means = sums / scores[..., 1]
     by_sum = mean(sums.argmax(axis=1) == labels)
     by_mean = mean(means.argmax(axis=1) == labels)

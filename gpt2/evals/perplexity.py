@@ -1,4 +1,4 @@
-"""How well a model predicts text: WikiText, enwik8, text8 and a corpus' validation split."""
+"""Perplexity and bits per byte of WikiText, enwik8, text8 and the validation split of a corpus."""
 
 import codecs
 import math
@@ -10,20 +10,24 @@ from gpt2.data import prepare
 from gpt2.data.loader import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
-from gpt2.evals.files import read_text, reading
-from gpt2.evals.report import Figure, mean_loss
+from gpt2.evals.figures import Figure, mean_loss
 from gpt2.evals.scoring import Request, Score, Scorer, windows
+from gpt2.evals.task_files import read_text, reading, require
 
 
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
-    """Scores the validation split of a corpus, just as training does, of a mixture by part."""
+    """Score the validation split of a corpus as training does, and each part of a mixture."""
     dataset = prepare(data)
     if dataset.own:
-        how = "Name a text, --corpus=text:FILE, or other --tasks"
-        raise UserError(f"{data.corpus} gives batches, and no text to score", how)
+        raise UserError(
+            f"The corpus {data.corpus} yields batches instead of text that could be scored",
+            "Give a text as --corpus=text:FILE, or other --tasks",
+        )
     if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
         raise UserError(
-            f"{data.corpus} holds tokens of {dataset.tokenizer.name}, not of {tokenizer.name}"
+            f"The corpus {data.corpus} has the tokens of {dataset.tokenizer.name}, "
+            f"and the model those of {tokenizer.name}",
+            "Give a text as --corpus=text:FILE",
         )
     figures: list[Figure] = []
     for name, (_, part) in dataset.parts.items():
@@ -43,7 +47,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
         task = f"validation {name}".strip()
         convention = (
             f"validation split of {name or data.corpus}; "
-            f"windows of {scorer.context_length} tokens, none overlapping"
+            f"windows of {scorer.context_length} tokens that do not overlap"
         )
         figures += [
             Figure(task, "loss (nats per token)", *loss, convention),
@@ -56,7 +60,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Scores the text of WikiText (the `raw` release, one file), by token and by word."""
+    """Score the raw release of WikiText, one file, per token and per word."""
     text = read_text(path)
     plain = detokenize(text)
     scores = _score(scorer, tokenizer, text, "wikitext tokens")
@@ -65,27 +69,30 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     by_word = mean_loss(scores, len(text.split())).exp()
     context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"
     token = f"text as it is; {context}"
-    word = f"detokenised text, per whitespace-separated word of the original; {context}"
+    word = f"detokenized text, per whitespace-separated word of the original; {context}"
     return [
         Figure("wikitext", "perplexity per token", *by_token, token),
         Figure("wikitext", "perplexity per word", *by_word, word),
     ]
 
 
-# Bytes of UTF-8 that begin no character: a file that is a part of another may begin within one.
+# Bytes of UTF-8 that continue a character: a part of a larger file may begin with some of them.
 _CONTINUED = bytes(range(0x80, 0xC0))
 
 
 def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Scores a file in bits per byte, as enwik8 and text8 are."""
+    """Score a file such as enwik8 or text8 in bits per byte."""
     with reading(path):
         content = path.read_bytes().lstrip(_CONTINUED)
-        # It leaves out a character that the file's end has cut.
+        # An incremental decoder leaves out a character that the end of the file cuts.
         text = codecs.getincrementaldecoder("utf-8")().decode(content)
+        require(text, "the file is empty")
     _, lost = tokenizer.encode_part(text, starts=True)
     if lost:
         raise UserError(
-            f"{lost:,} bytes of {path} are unknown to {tokenizer.name}, or altered by it"
+            f"The tokenizer {tokenizer.name} loses {lost:,} bytes of {path}, "
+            "so that bits per byte would not count all of the text",
+            "Score a model whose tokenizer knows all characters",
         )
     task = path.name
     scores = _score(scorer, tokenizer, text, task)
@@ -95,9 +102,9 @@ def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure
 
 
 def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[Score]:
-    """Scores windows over a text. An end-of-text token, if there is one, comes before it.
+    """Score windows over a text.
 
-    Every token of the text is then scored.
+    If the tokenizer has an end-of-text token, it comes first, so that every token is scored.
     """
     tokens = tokenizer.encode(text).tolist()
     if tokenizer.eot is not None:
@@ -106,9 +113,9 @@ def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[
     return scorer.score(requests, label)
 
 
-# WikiText's tokenisation undone, in this order: pattern -> replacement.
+# Replacements that undo the tokenization of WikiText, in this order.
 _DETOKENIZE = (
-    (r" @([-,.])@ ", r"\1"),  # marks within numbers and compounds
+    (r" @([-,.])@ ", r"\1"),  # marks in numbers and compound words
     (r" ([:;.!?,]) ", r"\1 "),
     (r"([(\[{]) ", r"\1"),
     (r" ([)\]}])", r"\1"),
@@ -121,7 +128,7 @@ _DETOKENIZE = (
 
 
 def detokenize(text: str) -> str:
-    """Undoes WikiText's tokenisation, as the GPT-2 paper does (section 3.1)."""
+    """Undo the tokenization of WikiText, as the GPT-2 paper does (section 3.1)."""
     for pattern, replacement in _DETOKENIZE:
         text = re.sub(pattern, replacement, text)
     return text

@@ -1,4 +1,4 @@
-"""The tasks that a run scores while it trains."""
+"""Score tasks while a run trains."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from gpt2.model import GPT
 
 @dataclasses.dataclass(frozen=True)
 class RunTasks:
-    """The tasks of `train.eval_tasks`, which a run scores on all of its devices."""
+    """The tasks of `train.eval_tasks`, scored on all devices of a run."""
 
     model: GPT
     options: TrainConfig
@@ -23,18 +23,21 @@ class RunTasks:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        """Tells what cannot be read before the run begins."""
+        """Read all files, so that a damaged one ends the run before it begins."""
         self.score(None)
 
     def are_due(self, step: int) -> bool:
-        """Returns whether there are tasks that are scored after `step`."""
+        """Return whether the run has tasks to score after `step`."""
         options = self.options
         return bool(options.eval_tasks) and options.is_due(
             step, options.eval_tasks_every
         )
 
     def score(self, params: Mapping | None) -> dict[str, float]:
-        """Returns `eval/TASK/METRIC` of parameters in any layout; every process must call it."""
+        """Return the figures by `eval/TASK/METRIC`. Every process must call this.
+
+        The parameters may have any layout; None only reads the files.
+        """
         devices = list(self.mesh.devices.flat)
         scorer = Scorer(self.model, params, devices)
         scores = dict[str, float]()

@@ -1,8 +1,8 @@
-"""Log-likelihoods of many texts of mixed lengths, by few compiled programs.
+"""Compute log-likelihoods of many texts of mixed lengths with few compiled programs.
 
-Requests are sorted by length into buckets, padded on the right to their bucket's length, and scored
-a batch of fixed shape at a time. Causal attention keeps the padding out of every score. The logits
-are most of the work for a small model, and are computed for scored tokens only.
+Requests are sorted by length into buckets, padded on the right to the length of their bucket, and
+scored in batches of fixed shape. Causal attention keeps the padding out of every score. Logits are
+most of the work for a small model, so they are computed for scored tokens only.
 """
 
 import itertools
@@ -25,37 +25,41 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, with_kernels
 from gpt2.model.sampling import bucket
 
-# In a batch, on each device; the logits of an eighth exist at a time. Large numbers keep an
-# accelerator busy. Small ones waste less on a CPU and keep logits in its cache.
+# Tokens of a batch on each device. The logits of an eighth of them are in memory at a time. A large
+# batch keeps an accelerator busy; a small one wastes less padding, and keeps the logits in the
+# cache of a CPU.
 TOKENS_PER_BATCH = 8192
 CPU_TOKENS_PER_BATCH = 512
 
 
 class Request(NamedTuple):
-    """A text, and which of its tokens to score; all are [T] int32, or [B, T] of a batch."""
+    """A text and the tokens of it to score, all [T] int32; a batch of requests has [B, T]."""
 
     tokens: np.ndarray  # what the model reads
-    targets: np.ndarray  # the token after each; -1 where it is not scored
-    segments: np.ndarray | None = None  # tokens see only those of their own segment
+    targets: np.ndarray  # the token after each position; -1: not scored
+    segments: np.ndarray | None = None  # attention stays in its segment
 
 
 class Score(NamedTuple):
-    """The model's score of a request."""
+    """The score of a request."""
 
-    log_prob: float  # of all scored tokens, in nats
-    count: int  # type: ignore[assignment] # how many those are
-    greedy: bool  # whether each of them was the likeliest
+    log_prob: float  # sum over the scored tokens, in nats
+    count: int  # type: ignore[assignment] # number of scored tokens
+    greedy: bool  # whether each scored token was the likeliest
 
 
 Tokens = Sequence[int] | np.ndarray
 
 
 def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Request:
-    """Returns the request for the likelihood of `tokens` after `context`, cut at its beginning."""
+    """Return the request for the likelihood of `tokens` after `context`.
+
+    A text that is too long loses its beginning.
+    """
     if not len(context) or not 0 < len(tokens) <= context_length:
         raise UserError(
-            f"an example has {len(context)} tokens of context and {len(tokens)} to score",
-            f"Give at least one of each, and at most {context_length} to score",
+            f"An example has {len(context)} tokens of context and {len(tokens)} tokens to score",
+            f"Give at least one token of each, and at most {context_length} to score",
         )
     text = np.array([*context, *tokens], np.int32)
     text = text[-context_length - 1 :]
@@ -65,14 +69,14 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
 
 
 def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
-    """Returns requests for every token but the first, by windows that move by `stride` tokens.
+    """Return requests that score all tokens but the first, in windows that move by `stride`.
 
-    Each window scores only tokens that earlier ones have not scored. All but the first tokens
-    therefore have at least `context_length - stride` tokens of context.
+    A window scores only tokens that earlier windows have not scored. After the first window, every
+    scored token therefore has at least `context_length - stride` tokens of context.
     """
     ids = np.asarray(tokens, np.int32)
     requests = []
-    scored = 0  # targets so far
+    scored = 0  # number of tokens scored so far
     start = 0
     while scored < len(ids) - 1:
         text = ids[start : start + context_length + 1]
@@ -85,12 +89,14 @@ def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
 
 
 class Scorer:
-    """A model on `devices`: each scores its share of every batch. Every process of theirs calls it.
+    """A model that scores requests on `devices`, a part of each batch on every device.
 
-    If not given, they are all local ones, and a terminal shows a progress bar. A program is
-    compiled for each bucket, another if requests have segments; other weights use the same ones.
-    Without `params` scores mean nothing: a rehearsal, by which a task shows that it can be read.
-    Windows over a text move by `stride` tokens; 0: by half of the context.
+    Every process that has one of the devices must call it. Without `devices`, all local devices are
+    used and a terminal shows a progress bar. One program is compiled for each bucket, and one more
+    if requests have segments; other weights use the same programs.
+
+    `params` may be None for a rehearsal that shows whether the files of a task can be read; its
+    scores mean nothing. Windows over a text move by `stride` tokens; 0: by half of the context.
     """
 
     def __init__(
@@ -105,7 +111,8 @@ class Scorer:
         self.stride = stride or max(1, T // 2)
         if stride > T:
             raise UserError(
-                f"--stride={stride} skips tokens: the context is {T}", "Lower it"
+                f"--stride={stride} would skip tokens, because the context has {T}",
+                f"Give at most {T}",
             )
         self.num_tokens = 0
         self._console = Console(stderr=True, quiet=devices is not None)
@@ -121,7 +128,7 @@ class Scorer:
         self._score = _program(with_kernels(model, devices[0]), mesh)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
-        """Scores requests, in their order."""
+        """Return the scores of requests, in the same order."""
         buckets = defaultdict[int, list[int]](list)
         for index, request in enumerate(requests):
             num_tokens = len(request.tokens)
@@ -152,7 +159,7 @@ class Scorer:
     def score_groups(
         self, groups: Sequence[Sequence[Request]], label: str
     ) -> list[list[Score]]:
-        """Scores the requests of examples, each of which has several."""
+        """Return the scores of examples that have several requests each."""
         requests = itertools.chain.from_iterable(groups)
         scores = iter(self.score([*requests], label))
         return [[*itertools.islice(scores, len(group))] for group in groups]
@@ -173,7 +180,7 @@ def _program(model: GPT, mesh: Mesh) -> Wrapped:
 
 
 def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
-    """Returns a batch of `[size, length]`."""
+    """Return requests as one batch, [size, length], padded on the right and with empty rows."""
 
     def pad(name: str, fill: int) -> np.ndarray:
         batch = np.full((size, length), fill, np.int32)
@@ -194,7 +201,7 @@ def _score(
     params: Mapping,
     batch: Request,
 ) -> tuple[jax.Array, ...]:
-    """Sums over the scored tokens of each row: [B] each, in the order of a `Score`."""
+    """Return the fields of a `Score` for each row of a batch, [B] each."""
     is_scored = batch.targets >= 0
     shape = is_scored.shape
     targets = jnp.ravel(batch.targets)
@@ -203,14 +210,14 @@ def _score(
         variables, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
-    # Scored tokens first, since the loop visits only them.
+    # Scored tokens come first, because the loop ends after them.
     order = jnp.argsort(targets < 0)
-    at_once = targets.size // 8
+    chunk = targets.size // 8
 
     def body(step: jax.Array, results: tuple) -> tuple:
         log_probs, greedy = results
-        # A slice that would reach beyond the end begins earlier, which only repeats some tokens.
-        chosen = jax.lax.dynamic_slice_in_dim(order, step * at_once, at_once)
+        # JAX moves a slice that would pass the end to begin earlier. It only repeats some tokens.
+        chosen = jax.lax.dynamic_slice_in_dim(order, step * chunk, chunk)
         rows = hidden[chosen][None]
         logits = model.apply(variables, rows, method="logits")[0]
         target = jnp.maximum(targets[chosen], 0)
@@ -222,7 +229,7 @@ def _score(
         return log_probs, greedy.at[chosen].set(likeliest)
 
     nothing = (jnp.zeros_like(targets, jnp.float32), jnp.zeros_like(targets, bool))
-    num_steps = -(-is_scored.sum() // at_once)  # rounded up
+    num_steps = -(-is_scored.sum() // chunk)  # rounded up
     log_probs, greedy = jax.lax.fori_loop(0, num_steps, body, nothing)
     log_prob = log_probs.reshape(shape).sum(axis=1, where=is_scored)
     is_greedy = greedy.reshape(shape).all(axis=1, where=is_scored)

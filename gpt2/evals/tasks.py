@@ -1,4 +1,4 @@
-"""The tasks by name, and the text that `validation` scores; docs/evaluation.md has their files."""
+"""The table of tasks, and the text that `validation` scores. docs/evaluation.md lists the files."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, require_choice
 from gpt2.evals.core import core
 from gpt2.evals.examples import hellaswag, lambada
+from gpt2.evals.figures import Figure
 from gpt2.evals.perplexity import compression, wikitext
-from gpt2.evals.report import Figure
 from gpt2.evals.scoring import Scorer
 from gpt2.utils import stores
 
-# The file of each task and its score.
+# Each task has a file and a function that scores it.
 Score = Callable[[Scorer, Tokenizer, Path], list[Figure]]
 TASKS: dict[str, tuple[str, Score]] = {
     "wikitext": ("wikitext.txt", wikitext),
@@ -29,23 +29,25 @@ TASKS: dict[str, tuple[str, Score]] = {
 
 
 def find_task(spec: str) -> tuple[Score, Path]:
-    """Returns the score and the file of a task, given as NAME:DIRECTORY."""
+    """Return the scoring function and the file of a task that is given as NAME:DIRECTORY."""
     name, _, directory = spec.partition(":")
     require_choice("task", name, tuple(TASKS))
     file, score = TASKS[name]
     path = Path(directory) / file
     if not path.is_file():
-        how = f"Name its directory, as {name}:DIRECTORY"
-        raise UserError(f"the task {name} reads {path}, no file", how)
+        raise UserError(
+            f"The task {name} needs the file {path}, which does not exist",
+            f"Give the directory of {file} as {name}:DIRECTORY",
+        )
     return score, path
 
 
 def validation_data(
     workdir: str | None, hf: str | None, corpus: str, val_fraction: float | None
 ) -> DataConfig:
-    """Returns the options of the corpus whose validation split is scored.
+    """Return the options of the corpus whose validation split is scored.
 
-    A corpus other than the run's is divided and prepared with the run's options.
+    A corpus other than the run's is split and prepared with the options of the run.
     """
     if workdir:
         folder = stores.fetch(workdir)
@@ -53,20 +55,24 @@ def validation_data(
     else:
         folder = stores.fetch(hf or "", stores.HUGGING_FACE)
         data = DataConfig()
-    learnt_here = (folder / "data.json").exists()
+    has_corpus = (folder / "data.json").exists()
     if not corpus:
-        if not learnt_here:
-            how = f"Add --corpus={data.corpus}, or text:FILE"
-            raise UserError("these weights came without a corpus", how)
+        if not has_corpus:
+            raise UserError(
+                "These weights do not record the corpus that they were trained on",
+                f"Add --corpus={data.corpus}, or --corpus=text:FILE",
+            )
         refuse_other(folder / "data.json", prepare(data))
         return data
-    share = data.val_fraction if val_fraction is None else val_fraction
-    # A smaller share is refused too, since the share decides which documents are chosen.
-    if learnt_here and corpus == data.corpus and share != data.val_fraction:
+    if val_fraction is None:
+        val_fraction = data.val_fraction
+    # A smaller fraction would choose other documents, not fewer of the same ones.
+    if has_corpus and corpus == data.corpus and val_fraction != data.val_fraction:
         raise UserError(
-            f"--val_fraction={share} may hold text that the run learnt from"
+            f"--val_fraction={val_fraction} may select text that the run was trained on",
+            f"Leave it out, or use the run's fraction, {data.val_fraction}",
         )
     tokenizer = str(folder / "tokenizer.json")
     return dataclasses.replace(
-        data, corpus=corpus, tokenizer=tokenizer, val_fraction=share
+        data, corpus=corpus, tokenizer=tokenizer, val_fraction=val_fraction
     )

@@ -21,9 +21,9 @@ from gpt2.config import (
 from gpt2.data import tokenizer as tokenizers
 from gpt2.errors import UserError, require_choice
 from gpt2.hf.config import read_config
+from gpt2.hf.directory import load, save
 from gpt2.hf.family import FREE, SCALED_ROPE, canonical
-from gpt2.hf.model import load, save
-from gpt2.hf.tokenizer import load_tokenizer
+from gpt2.hf.tokenizer_files import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
 from gpt2.training.program import Program

@@ -23,7 +23,7 @@ from gpt2.config import DataConfig
 from gpt2.data import prepare, tokenizer
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
-from gpt2.hf.tokenizer import save_tokenizer
+from gpt2.hf.tokenizer_files import save_tokenizer
 from tests.helpers import write_rows
 
 TEXT = (

@@ -14,8 +14,8 @@ from gpt2.errors import UserError
 from gpt2.evals import scoring
 from gpt2.evals.core import core
 from gpt2.evals.examples import hellaswag, lambada
+from gpt2.evals.figures import mean, ratio
 from gpt2.evals.perplexity import detokenize, wikitext
-from gpt2.evals.report import mean, ratio
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.evals.scoring import Scorer, continuation, windows
 from gpt2.evals.tasks import TASKS, validation_data
@@ -273,7 +273,7 @@ def write_run(folder):
 def test_validation_scores_text_that_the_run_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt2.evals.tasks.prepare", lambda data: None)
     run = write_run(tmp_path)
-    with pytest.raises(UserError, match="without a corpus"):  # an imported run's
+    with pytest.raises(UserError, match="do not record the corpus"):
         validation_data(run, None, "", None)
     (tmp_path / "data.json").touch()  # which every run that was trained has
     assert validation_data(run, None, "", None).corpus == "pystdlib"
@@ -281,7 +281,7 @@ def test_validation_scores_text_that_the_run_held_out(tmp_path, monkeypatch):
         0.3,
         0.001,
     ):  # for which other documents are chosen, not fewer of the same
-        with pytest.raises(UserError, match="the run learnt from"):
+        with pytest.raises(UserError, match="the run was trained on"):
             validation_data(run, None, "pystdlib", share)
     assert validation_data(run, None, "pystdlib", 0.25).val_fraction == 0.25
     assert validation_data(run, None, "synthetic", 0.1).val_fraction == 0.1
@@ -407,14 +407,17 @@ ABOUT = {
 }
 
 
-def score_toy(folder, examples=(CHOICE,) * 3, table="toy,50", text="", **about):
+def score_toy(
+    folder, examples=(CHOICE,) * 3, table="toy,50", text="", num_tasks=1, **about
+):
     """Scores a bundle of a task by a model that solves nothing."""
     (folder / "eval_data").mkdir()
     lines = [text or json.dumps(example) for example in examples]
     (folder / "eval_data" / "toy.jsonl").write_text("\n".join(lines))
     (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{table}")
-    tasks = [{k: v for k, v in (ABOUT | about).items() if v is not None}]
-    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
+    task = {k: v for k, v in (ABOUT | about).items() if v is not None}
+    tasks = {"icl_tasks": [task] * num_tasks}
+    (folder / "core.yaml").write_text(json.dumps(tasks))
     return core(Scorer(GPT(CFG), None), BYTES, folder / "core.yaml")
 
 
@@ -430,12 +433,14 @@ def test_a_small_bundle_is_scored(tmp_path):
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        (
-            "toy.jsonl",
-            dict(num_fewshot=[10]),
-        ),  # a bundle that was cut short for a trial
+        # A bundle that was cut short for a trial.
+        ("toy.jsonl", dict(num_fewshot=[10])),
         ("toy.jsonl, line 2", after(CHOICE | {"gold": 2})),
         ("toy.jsonl, line 2", after(CHOICE | {"gold": -1})),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": True})),
+        ("toy.jsonl, line 2", after(CHOICE | {"gold": 1.0})),
+        ("toy.jsonl, line 2", after(CHOICE | {"choices": "no"})),
+        ("toy.jsonl, line 2", after(CHOICE | {"choices": ["no", "no"]})),
         ("toy.jsonl, line 2", after(CHOICE | {"choices": ["no", None]})),
         ("toy.jsonl, line 2", after({"query": "Q"})),
         ("toy.jsonl, line 1", dict(text='{"query": "Q')),
@@ -443,6 +448,16 @@ def test_a_small_bundle_is_scored(tmp_path):
         ("absent.jsonl", dict(dataset_uri="absent.jsonl")),
         ("core.yaml", dict(table="other,50")),
         ("eval_meta_data.csv", dict(table="toy,half")),
+        # A fraction in place of a percentage, and what leaves a model nothing to gain.
+        ("eval_meta_data.csv", dict(table="toy,0.25")),
+        ("eval_meta_data.csv", dict(table="toy,-50")),
+        ("eval_meta_data.csv", dict(table="toy,nan")),
+        ("eval_meta_data.csv", dict(table="toy,100")),
+        ("core.yaml", dict(num_fewshot=[-1])),
+        ("core.yaml", dict(num_fewshot=[1.5])),
+        ("core.yaml", dict(icl_task_type="quiz")),
+        ("core.yaml", dict(num_tasks=0)),
+        ("core.yaml", dict(num_tasks=2)),
         ("core.yaml", dict(num_fewshot=["1"])),
         ("toy.jsonl, line 1", dict(continuation_delimiter=5)),
         ("core.yaml", dict(label=None)),
@@ -453,6 +468,25 @@ def test_what_is_wrong_with_a_bundle_is_told_in_a_line(file, damage, tmp_path):
     with pytest.raises(UserError, match=file) as told:
         score_toy(tmp_path, **damage)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("content", ["", "  \n"])
+@pytest.mark.parametrize("task", ["wikitext", "lambada", "hellaswag", "core"])
+def test_an_empty_file_is_an_error_that_names_it(task, content, scorer, tmp_path):
+    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
+    (tmp_path / task).write_text(content)
+    with pytest.raises(UserError, match=rf"{task} cannot be read .*empty"):
+        run_task(task, scorer, BYTES, tmp_path / task)
+
+
+def test_a_figure_that_cannot_be_computed_is_an_error(scorer, tmp_path):
+    # Bytes that continue a character, and no character.
+    (tmp_path / "text8").write_bytes(b"\x80")
+    with pytest.raises(UserError, match=r"text8 cannot be read .*empty"):
+        run_task("text8", scorer, BYTES, tmp_path / "text8")
+    for values in ([], [1.0, math.nan]):
+        with pytest.raises(UserError, match="not a finite number"):
+            mean(values)
 
 
 @pytest.mark.parametrize("text", ["icl_tasks: 5", "a: [", "- b"])
@@ -503,7 +537,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
     ("spec", "told"),
     [
         ("cor:", "task=cor is not one of"),
-        ("core:.", "no file"),
+        ("core:.", "needs the file core.yaml"),
         ("{}", "line 1 cannot"),
     ],
 )

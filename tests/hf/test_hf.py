@@ -15,7 +15,7 @@ from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import canonical
-from gpt2.hf.tokenizer import save_tokenizer
+from gpt2.hf.tokenizer_files import save_tokenizer
 from gpt2.hf.weights import export_run, import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout

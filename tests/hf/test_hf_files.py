@@ -16,7 +16,7 @@ from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import CharTokenizer, build, gpt2_tokenizer, train_bpe
 from gpt2.errors import UserError
-from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf.tokenizer_files import load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
@@ -262,7 +262,7 @@ def test_a_full_disk_ends_an_export_by_a_line_and_leaves_nothing(tmp_path, monke
     def fill(*_, metadata):
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("gpt2.hf.model.save_file", fill)
+    monkeypatch.setattr("gpt2.hf.directory.save_file", fill)
     with pytest.raises(UserError, match=r"cannot be written .*No space left"):
         hf.save(tmp_path / "out", *make_model(257))
     assert not [*tmp_path.iterdir()]

@@ -191,8 +191,8 @@ a question of CORE is among its own few-shot examples: evals/core.py, evals -k b
     - self.examples[index + 1 :]
     + self.examples[index:]
 CORE's chances go by the table's order: evals/core.py, evals -k by_hand
-    - chance = chances[label] / 100
-    + chance = [*chances.values()][len(tasks)] / 100
+    - num_shots, chances[label], examples
+    + num_shots, [*chances.values()][len(tasks)], examples
 bits by characters in enwik8 and text8: evals/perplexity.py, evals -k not_ascii
     - len(text.encode())
     + len(text)

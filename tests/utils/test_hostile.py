@@ -16,7 +16,7 @@ import numpy as np
 import peer
 import pytest
 
-from gpt2.hf.tokenizer import save_tokenizer
+from gpt2.hf.tokenizer_files import save_tokenizer
 from gpt2.hf.weights import import_run
 from tests.forks import run_command
 from tests.helpers import TINY

@@ -22,7 +22,7 @@ from gpt2.errors import UserError
 from gpt2.hf.config import read_config, to_hf_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import BUFFERS, Tensor
-from gpt2.hf.tokenizer import load_tokenizer, save_tokenizer
+from gpt2.hf.tokenizer_files import load_tokenizer, save_tokenizer
 from gpt2.utils import files
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -1,4 +1,4 @@
-"""The figures of an evaluation, each with its convention, as a table and as JSON."""
+"""The figures of an evaluation with their conventions, as a table and as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from gpt2.errors import UserError
 from gpt2.evals.scoring import Score
 from gpt2.utils import files
 
 
 class Figure(NamedTuple):
-    """A number, its standard error over examples, and how it was scored, in words."""
+    """A score, its standard error over examples, and the convention that it follows, in words."""
 
     task: str
     metric: str
@@ -25,19 +26,20 @@ class Figure(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A number over examples, and its standard error."""
+    """A value computed from examples, and its standard error."""
 
     value: float
-    stderr: float  # NaN of a single example
+    stderr: float  # NaN for a single example
     num_examples: int
 
     def scaled(self, factor: float) -> "Estimate":
-        """Returns the number in another unit."""
+        """Return the estimate in another unit."""
         value, stderr, n = self
         return Estimate(factor * value, factor * stderr, n)
 
     def exp(self) -> "Estimate":
-        """Returns the perplexity of a loss, with an error by the slope of exp."""
+        """Return the perplexity of a loss; its error is multiplied by the slope of `exp`."""
+        # Beyond 700, the perplexity would overflow float64.
         value = math.exp(min(self.value, 700.0))
         return Estimate(value, value * self.stderr, self.num_examples)
 
@@ -46,19 +48,25 @@ Numbers = Sequence[float] | np.ndarray
 
 
 def mean(values: Numbers) -> Estimate:
-    """Returns the mean of values, one an example."""
+    """Return the mean of values, one for each example."""
     return ratio(values, np.ones(len(values)))
 
 
 def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
-    """Returns sum / sum over examples.
+    """Return sum(numerators) / sum(denominators); each has one value for each example.
 
-    Its error is that of a ratio estimator (Cochran 1977, section 2.11). It treats examples as
-    independent, and the parts of one example as dependent.
+    The error is that of a ratio estimator (Cochran 1977, section 2.11). Examples count as
+    independent.
     """
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
     n = len(x)
+    # All figures pass here. JSON has no NaN, and a table of NaN looks like a result.
+    if not y.sum() > 0 or not np.isfinite(x).all():
+        raise UserError(
+            f"The score of {n} examples is not a finite number",
+            "Give a text or examples to score, and weights without NaN or Inf",
+        )
     value = float(x.sum() / y.sum())
     if n < 2:
         return Estimate(value, math.nan, n)
@@ -68,9 +76,9 @@ def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
 
 
 def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
-    """Returns the loss in nats per scored token, or per unit of a text of so many `units`.
+    """Return the loss in nats per scored token, or per unit of a text that has `units` of them.
 
-    Units are shared out by tokens, since windows of a text do not end where words do.
+    Units are assigned to windows by tokens, because a window does not end where a word does.
     """
     losses = [-score.log_prob for score in scores]
     counts = np.array([score.count for score in scores], np.float64)
@@ -80,24 +88,29 @@ def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    """Prints the figures, and under them how each was scored."""
+    """Print the figures, and below them the convention of each."""
     table = Table("task", "metric", "value", "± stderr", "examples")
     for figure in figures:
+        stderr = f"{figure.stderr:.2g}"
+        if math.isnan(figure.stderr):
+            stderr = "unknown"
         table.add_row(
             figure.task,
             figure.metric,
             f"{figure.value:.6g}",
-            "unknown" if math.isnan(figure.stderr) else f"{figure.stderr:.2g}",
+            stderr,
             f"{figure.num_examples:,}",
         )
     console = Console(markup=False, highlight=False)
     console.print(table)
-    for line in dict.fromkeys(f"{each.task}: {each.convention}" for each in figures):
+    # Figures of one task often share a convention.
+    conventions = [f"{figure.task}: {figure.convention}" for figure in figures]
+    for line in dict.fromkeys(conventions):
         console.print(line)
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:
-    """Writes the figures as a JSON list of objects, with null for an error that is not known."""
+    """Write the figures as a JSON list of objects; an unknown standard error becomes null."""
     rows = [figure._asdict() for figure in figures]
     for row in rows:
         if math.isnan(row["stderr"]):
