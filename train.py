@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import math
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,12 @@ from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, log, set_on_exit
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import check_source, load_initial_params
-from gpt2.lab.plan import command as plan
-from gpt2.lab.profile import Profiler
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, find_devices, gather_whole
 from gpt2.signals import StopSignal, exit_at_interrupt
-from gpt2.telemetry import Reporter, StepClock
+from gpt2.telemetry import Reporter, StepClock, TraceRecorder
+from gpt2.telemetry.recorder import STEP
 from gpt2.training import (
     Batches,
     Checkpointer,
@@ -53,6 +53,13 @@ make_program = partial(
 )
 
 
+class Hook(NamedTuple):
+    """What a run does besides training: `run(step, state)` after every `every` steps."""
+
+    run: Callable[[int, TrainState], None]
+    every: int  # 0: only after the last step
+
+
 class Run(NamedTuple):
     """What a run is made of, beside its state."""
 
@@ -64,12 +71,6 @@ class Run(NamedTuple):
     clock: StepClock
 
 
-def define_flags() -> None:
-    """Defines the flags of runs and of plans."""
-    cli.define_run()
-    plan.define_flags()
-
-
 @distributed.ends_together()
 def main() -> int:
     """Runs one training run, phase by phase, and returns the exit code of the program."""
@@ -79,8 +80,6 @@ def main() -> int:
     args = flags.FLAGS
     if args.debug:
         jax.config.update("jax_disable_most_optimizations", True)
-    if plan.is_asked():
-        return plan.run(config, cli.overrides())
     exit_at_interrupt("the same command continues")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
@@ -143,7 +142,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     stops = False
     scores = {}
     reporter = Reporter.for_run(config, clock, workdir, start)
-    profiler = Profiler(workdir / "profile", config.logging)
+    recorder = TraceRecorder(workdir, config.logging, start)
     start_over = partial(first_state, program, batches.dataset)
     diagnosis = Diagnosis(program, batches, workdir, checkpointer, steps, start_over)
     stop = StopSignal()
@@ -165,16 +164,26 @@ def train(run: Run, state: TrainState, start: int) -> int:
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, measured, batches.position(step))
 
+    def score_tasks(step: int, state: TrainState) -> None:
+        """Score and log the tasks of `train.eval_tasks`."""
+        reporter.catch_up()
+        with clock.phase("tasks"):
+            reporter.write(step, tasks.score(state.eval_params))
+
+    hooks = [Hook(recorder, every=1)]
+    if options.eval_tasks:
+        hooks.append(Hook(score_tasks, every=options.eval_tasks_every))
+
     # Loop: metrics are read a step late, so that the devices never wait for the host.
-    with stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
+    with recorder, stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
                 train_step, watch = steps[config.shapes.at(step + 1)]
-                profiler.step(step, state, train_step.text)
-                norms = watch(step + 1, state, batch)
-                state, metrics = train_step(state, batch)
+                with jax.profiler.StepTraceAnnotation(STEP, step_num=step + 1):
+                    norms = watch(step + 1, state, batch)
+                    state, metrics = train_step(state, batch)
                 step += 1
                 reporter.step(step, metrics, norms)
 
@@ -186,10 +195,9 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 if validates:
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
-                if tasks.are_due(step):
-                    reporter.catch_up()
-                    with clock.phase("tasks"):
-                        reporter.write(step, tasks.score(state.eval_params))
+                for hook in hooks:
+                    if options.is_due(step, hook.every):
+                        hook.run(step, state)
                 if saves:
                     save(scores if validates else None)
             if not scores:  # the run was killed after its last checkpoint
@@ -201,7 +209,6 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 reporter.catch_up()
                 save()
             raise
-        profiler.close(state)
         with clock.phase("checkpoint"):
             checkpointer.wait()
     checkpointer.raise_failure()
@@ -217,4 +224,4 @@ def train(run: Run, state: TrainState, start: int) -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main, define_flags)
+    cli.run(main, cli.define_run)

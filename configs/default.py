@@ -364,9 +364,9 @@ class Logging:
     # docs/ablations.md says.
     reference: str = ""
     watch_every: int = 0  # steps between norms of every tensor; 0: off
-    # Steps before the trace: it counts from 0, lines of metrics from 1.
+    # The trace begins after this step; 0: with the first step.
     profile_start: int = 0
-    # Steps in the trace and on the page profile/profile.md; 0: none.
+    # Steps in the trace, which `python -m gpt2.lab.profile` reads; 0: no trace.
     profile_steps: int = 0
     # A command of the shell that the first process runs when it ends, in whatever way it can tell
     # of, with GPT2_EXIT_CODE and GPT2_EXIT_REASON in its environment; empty: none.

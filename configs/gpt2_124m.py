@@ -4,7 +4,7 @@
     python train.py --config=configs/gpt2_124m.py:v5e-8
 
 Devices: the batch is one micro-batch, so that any batch size works. Eight devices of 80 GB take
-60 sequences each: 27.6 GiB by `--plan_chips=a100-8`, not tried there. For one such device add
+60 sequences each: 27.6 GiB by `--chips=a100-8`, not tried there. For one such device add
 `--config.train.accumulate_steps=8`. Devices of 40 GB take nanoGPT's 12 sequences at a time
 (9.0 GiB): add `--config.train.accumulate_steps=5` for eight, `=40` for one.
 Data: OpenWebText (9.0B tokens). Without a network, `--config.data.corpus=pystdlib` trains on the
@@ -25,7 +25,8 @@ _FEW_KERNELS = {
     "memory.scan_unroll": 12,
 }  # docs/performance.md
 _TURING = {"precision.compute": "float16"}  # which has no bfloat16
-# Machines by the names of --plan_chips: devices, sequences that each takes at a time, options.
+# Machines, named as for `gpt2.lab.plan --chips`: devices, sequences that each takes at a time,
+# options.
 MACHINES = {
     "v3-8": (8, 4, {}),
     "v5e-8": (8, 16, {}),

@@ -2,7 +2,7 @@
 
     python train.py --config=configs/gpt2_1558m.py
 
-Devices: eight of 16 GB take 8 sequences each at a time: 5.9 GiB by `--plan_chips=a100-8`, not
+Devices: eight of 16 GB take 8 sequences each at a time: 5.9 GiB by `--chips=a100-8`, not
 tried there. Eight of 40 GB (23.0 GiB) send less with `--config.parallel.fsdp_gather=step`. For one
 device of 80 GB (32.4 GiB) add `--config.train.accumulate_steps=128`.
 Data: as for configs/gpt2_124m.py.

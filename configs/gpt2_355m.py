@@ -2,7 +2,7 @@
 
     python train.py --config=configs/gpt2_355m.py
 
-Devices: eight of 40 GB take 10 sequences each at a time: 16.4 GiB by `--plan_chips=a100-8`, not
+Devices: eight of 40 GB take 10 sequences each at a time: 16.4 GiB by `--chips=a100-8`, not
 tried there. For one such device add `--config.train.accumulate_steps=48`.
 Data: as for configs/gpt2_124m.py.
 Recipe: the learning rate is that of llm.c's 350M.

@@ -71,7 +71,7 @@ launch.prepare_process()
 import train
 from gpt2 import cli
 {lines}
-cli.run(train.main, train.define_flags)
+cli.run(train.main, cli.define_run)
 """
     (folder / "patched.py").write_text(text)
     return folder / "patched.py"

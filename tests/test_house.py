@@ -122,6 +122,12 @@ def test_train_tells_the_run_in_two_hundred_lines():
     assert len(modules) <= 14
 
 
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_the_paper_never_imports_the_lab(script):
+    # lint-imports holds the packages to the same.
+    assert "gpt2.lab" not in (ROOT / script).read_text()
+
+
 def pages():
     files = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
     return "\n".join(file.read_text("utf-8") for file in files)

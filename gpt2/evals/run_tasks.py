@@ -26,13 +26,6 @@ class RunTasks:
         """Read all files, so that a damaged one ends the run before it begins."""
         self.score(None)
 
-    def are_due(self, step: int) -> bool:
-        """Return whether the run has tasks to score after `step`."""
-        options = self.options
-        return bool(options.eval_tasks) and options.is_due(
-            step, options.eval_tasks_every
-        )
-
     def score(self, params: Mapping | None) -> dict[str, float]:
         """Return the figures by `eval/TASK/METRIC`. Every process must call this.
 

@@ -1,5 +1,6 @@
-"""What a run tells about itself: metrics, progress, speed, compilations and curves."""
+"""Metrics, progress, speed, traces and curves of a run."""
 
 from gpt2.telemetry.plots import plot_losses
+from gpt2.telemetry.recorder import TraceRecorder
 from gpt2.telemetry.reporter import Reporter
 from gpt2.telemetry.throughput import StepClock

@@ -33,3 +33,14 @@ def format_duration(seconds: float) -> str:
         if math.isfinite(seconds)
         else "?"
     )
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a short time with its unit: 430 us, 6.2 ms, 104 ms, 62 s."""
+    unit = "s"
+    for smaller in ("ms", "us"):
+        if seconds < 1:
+            seconds *= 1000
+            unit = smaller
+    digits = 0 if seconds >= 10 else 1
+    return f"{seconds:,.{digits}f} {unit}"

@@ -354,7 +354,9 @@ def test_every_part_of_the_suite_has_options_that_work(tmp_path):
     parts = suite.make_parts(tmp_path)
     assert len({part.name for part in parts}) == len(parts)
     assert sum(part.seconds for part in parts) <= 15 * 60
-    for part in parts[1:]:
+    for part in parts:
+        if part.name in ("machine", "profile"):  # which have no options
+            continue
         is_run = part.command[0].endswith("train.py")
         with parsed(*part.command[2 if is_run else 3 :]) as values:
             if is_run:

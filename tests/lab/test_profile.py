@@ -1,109 +1,73 @@
-"""From a profile to a cause: what operations are, where time goes, and what the page says."""
+"""Profiles: which steps a trace holds, where their time goes, and what the page says."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.profiler import ProfileData
+from jax.profiler import ProfileData, StepTraceAnnotation
 
 from gpt2.config import LoggingConfig
 from gpt2.errors import UserError
 from gpt2.lab.profile import __main__ as profile_command
-from gpt2.lab.profile import page
-from gpt2.lab.profile.breakdown import LAUNCH, LOOP, break_down
-from gpt2.lab.profile.profiler import Profiler
-from gpt2.lab.profile.program import ProgramText, part_of
-from gpt2.lab.profile.trace import Ran, Span, Trace, read_trace
+from gpt2.lab.profile.breakdown import (
+    IDLE,
+    LAUNCH,
+    LOOP,
+    Breakdown,
+    break_down,
+    describe,
+)
+from gpt2.lab.profile.trace import Operation, Span, Trace, read_trace
+from gpt2.telemetry.recorder import STEP, TraceRecorder
 from gpt2.utils import stores
 from tests.helpers import TINY, succeed
 from tests.programs import planted
 
 pytestmark = pytest.mark.usefixtures("compiles_fully")
-
-TEXT = """HloModule jit_step, is_scheduled=true
-
-%fused (p0: f32[28,8], p1: s32[]) -> f32[4,8] {
-  %p0 = f32[28,8]{1,0} parameter(0)
-  ROOT %rows = f32[4,8]{1,0} slice(%p0)
-}
-
-%fused_dot (p0: f32[4,8]) -> f32[4,16] {
-  ROOT %dot.2 = f32[4,16]{1,0} dot(%p0, %b), metadata={op_name="jit(step)/transpose(jvp(GPT))/while/body/h/mlp/c_fc/dot_general"}
-}
-
-%body (state: (f32[28,8])) -> (f32[28,8]) {
-  %a = f32[28,8]{1,0} get-tuple-element(%state), index=1
-  %cut = f32[4,8]{1,0} fusion(%a), kind=kLoop, calls=%fused, metadata={op_name="jit(step)/jvp(GPT)/while/body/h/mlp/c_fc/slice"}
-  %dot.1 = f32[4,16]{1,0} dot(%cut, %b), metadata={op_name="jit(step)/transpose(jvp(GPT))/while/body/h/mlp/c_fc/dot_general"}
-  %gather = f32[8] all-gather-start(%x)
-  %mm.7 = f32[4,16] custom-call(%cut), custom_call_target="__cublas$gemm"
-  ROOT %keep = f32[7,4,16]{2,1,0} fusion(%dot.1), kind=kLoop, calls=%fused_dot
-}
-
-ENTRY %main (x: (f32[28,8])) -> (f32[28,8]) {
-  %call = f32[8] call(%x), to_apply=%fused, attributes={xla_cpu_small_call="true"}
-  %call.2 = f32[8] fusion(%x), calls=%fused
-  ROOT %while.3 = (f32[28,8]) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"2"}}, metadata={op_name="jit(step)/jvp(GPT)/while"}
-}
-"""  # noqa: E501
+PRODUCTS = "matrix products"
+OTHER = "other computation"
+COLLECTIVES = "collectives"
 
 
-def test_operations_are_known_by_part_kind_and_path():
-    program = ProgramText(TEXT)
-    assert program.module == "jit_step" and program.is_container("while.3")
-    assert not program.is_container("dot.1") and not program.is_container("call")
-    assert program.find("cut") == ("fusion", "mlp forward", "mlp/c_fc/slice")
-    assert program.find("dot.1") == ("product", "mlp backward", "mlp/c_fc/dot_general")
-    assert program.find("keep") == ("product", "mlp backward", "")  # as what is inside
-    assert program.find("gather") == ("collective", "other", "")
-    # Kernels of a GPU: equal ones share a name, and the loop turns twice.
-    turn = {
-        "cut_3": "cut",
-        "Memset 0": "cut",
-        "nvjet_sm90": "mm.7",
-        "own": "own",
-        "keep": "keep",
-    }
-    placed = [*program.place(["call_9", "call_9", *turn, *turn, "call_9"])]
-    assert placed == ["call", "call.2", *turn.values(), *turn.values(), "call"]
-
-
-@pytest.mark.parametrize(
-    "path, part",
-    [
-        ("jit(step)/jvp(GPT.loss)/GPT._layers/h_3/attention/attn/x", "attention forward"),
-        ("jit(step)/transpose(jvp(GPT.loss))/GPT._hidden/ln_f/reduce_sum", "ln_f backward"),
-        ("jit(step)/jvp(GPT)/checkpoint/rematted_computation/h/mlp/dot", "mlp backward"),
-        ("jit(step)/optimizer/mul", "optimizer"),
-        ("jit(step)/planted/while/body/closed_call/tanh", "planted"),
-        ("jit(step)/add", "other"),
-        ("jit(step)/(optimizer/reduce_sum:optimizer/mul:shard_map/psum)", "optimizer"),
-        ("jit(step)/jvp(GPT)/(mlp/dot:attention/dot)", "mlp forward"),
-    ],
-)  # fmt: skip
-def test_the_path_of_an_operation_names_its_part(path, part):
-    assert part_of(f'%x = f32[] add(), metadata={{op_name="{path}"}}') == part
-
-
-def ran(name, start, end, run=1, **kwargs):
-    return Ran(name, start, end, module="jit_step", run=run, **kwargs)
+def ran(start, end, kind=PRODUCTS, run=1, program="jit_train_step"):
+    return Operation(kind, start, end, kind, program, run)
 
 
 def trace_of(*operations, steps=(), phases=()):
-    steps = [Span(str(number), start, start) for number, start in enumerate(steps)]
+    steps = [Span(STEP, start, start) for start in steps]
     return Trace(list(operations), steps, list(phases))
 
 
-def test_operations_that_run_at_once_share_their_time():
-    trace = trace_of(ran("a", 0.0, 3.0), ran("b", 1.0, 3.0), ran("c", 4.0, 5.0))
-    found = break_down(trace, ProgramText(TEXT))
-    assert found.operations == pytest.approx({"a": 2.0, "b": 4 / 3, "c": 2 / 3})
-    assert (found.idle, found.seconds) == (1.0, pytest.approx(5.0))
+def test_a_moment_is_charged_to_products_then_computation_then_collectives():
+    trace = trace_of(
+        ran(0.0, 4.0, COLLECTIVES),
+        ran(1.0, 3.0, OTHER),
+        ran(2.0, 2.5),
+        ran(2.2, 2.7),
+        ran(6.0, 7.0, OTHER),
+    )
+    assert break_down(trace).seconds == pytest.approx(
+        {COLLECTIVES: 2.0, OTHER: 2.3, PRODUCTS: 0.7, IDLE: 2.0}
+    )
+
+
+def test_steps_are_told_from_other_programs_by_their_name():
+    trace = trace_of(
+        ran(0.0, 1.0, run=1),
+        ran(1.0, 6.0, run=7, program="jit_eval_step"),
+        ran(7.0, 8.0, run=2),
+        steps=[0.0, 6.9],
+    )
+    found = break_down(trace)
+    assert found.num_steps == 2
+    assert found.seconds == pytest.approx(
+        {PRODUCTS: 1.0, "program jit_eval_step": 5.0, LOOP: 1.0}
+    )
 
 
 @pytest.mark.parametrize(
     "expected, given",
     [
-        ({LAUNCH: 3.0}, dict(steps=[0.0, 1.0])),  # the next step was there
+        ({LAUNCH: 3.0}, dict(steps=[0.0, 1.0])),  # the next step was dispatched in time
         ({LOOP: 3.0}, dict(steps=[0.0, 4.9])),
         (
             {"data wait": 3.0},  # with the time that starting the step takes then
@@ -120,10 +84,22 @@ def test_operations_that_run_at_once_share_their_time():
     ],
 )
 def test_gaps_are_charged_to_what_the_host_did(expected, given):
-    trace = trace_of(ran("a", 0.0, 2.0), ran("a", 5.0, 7.0, run=2), **given)
-    found = break_down(trace, ProgramText(TEXT))
-    assert found.gaps == pytest.approx(expected)
-    assert found.operations["a"] == 2.0 and found.seconds == pytest.approx(5.0)
+    trace = trace_of(ran(0.0, 2.0), ran(5.0, 7.0, run=2), **given)
+    assert break_down(trace).seconds == pytest.approx({PRODUCTS: 2.0} | expected)
+
+
+def test_the_first_line_names_the_largest_cause_that_is_no_computation():
+    slow = {PRODUCTS: 0.010, "data wait": 0.104, IDLE: 0.002}
+    text = describe(Breakdown(5, slow))
+    assert text.splitlines()[0] == "Data wait: 104 ms of each step's 116 ms, 90%."
+    assert max(map(len, text.splitlines())) <= 80
+    fast = describe(Breakdown(5, {PRODUCTS: 0.99, IDLE: 0.01}))
+    assert fast.startswith("The devices compute 99% of each step's 1.0 s.")
+
+
+def test_a_trace_without_operations_is_refused():
+    with pytest.raises(UserError, match="holds no step"):
+        break_down(trace_of())
 
 
 GPU = """
@@ -154,52 +130,92 @@ def test_a_trace_of_a_gpu_is_read_by_its_streams(tmp_path):
     file = tmp_path / "gpu.xplane.pb"
     file.write_bytes(ProfileData.text_proto_to_serialized_xspace(GPU))
     trace = read_trace(file)
-    assert [(r.name, r.module) for r in trace.operations] == [("dot.1", "jit_step")] * 2
-    assert [step.name for step in trace.steps] == ["5"]
-    found = break_down(trace, ProgramText(TEXT))
-    assert found.steps == 2 and found.seconds == pytest.approx(5e-6)
-    assert found.operations["dot.1"] == pytest.approx(2e-6)
+    names = [(each.name, each.kind, each.program) for each in trace.operations]
+    assert names == [("dot.1", PRODUCTS, "jit_step")] * 2
+    assert len(trace.steps) == 1
+    found = break_down(trace)
+    assert found.num_steps == 2
+    assert found.seconds == pytest.approx({PRODUCTS: 2e-6, LOOP: 3e-6})
+
+
+def test_kernels_in_a_graph_of_cuda_are_known_by_their_own_names(tmp_path):
+    file = tmp_path / "gpu.xplane.pb"
     graph = GPU.replace('"dot.1"', '"command_buffer_3"')
-    file.write_bytes(ProfileData.text_proto_to_serialized_xspace(graph))
-    assert {*break_down(read_trace(file), ProgramText(TEXT)).operations} == {"mm.7"}
+    for kernel, kind in {
+        "ampere_sgemm_128x64": PRODUCTS,
+        "nvjet_sm90_tst": PRODUCTS,
+        "loop_add_fusion_3": OTHER,
+        "ncclDevKernel_AllReduce_Sum_f32": COLLECTIVES,
+    }.items():
+        named = graph.replace("ampere_sgemm_128x64", kernel)
+        file.write_bytes(ProfileData.text_proto_to_serialized_xspace(named))
+        assert {each.kind for each in read_trace(file).operations} == {kind}
+
+
+def test_a_loop_that_contains_operations_is_not_counted_besides_them(tmp_path):
+    events = """
+    events {{ metadata_id: 1 offset_ps: {}000 duration_ps: {}000
+             stats {{ metadata_id: 1 str_value: "{}" }} }}"""
+    line = "".join(
+        events.format(*event)
+        for event in [
+            (0, 9, "while.1"),
+            (1, 2, "dot.1"),
+            (4, 5, "call.2"),
+            (9, 2, "call.3"),
+        ]
+    )
+    text = f"""planes {{ name: "/host:CPU" id: 1
+      lines {{ id: 1 name: "thread" timestamp_ns: 0 {line} }}
+      event_metadata {{ key: 1 value {{ id: 1 name: "x" }} }}
+      stat_metadata {{ key: 1 value {{ id: 1 name: "hlo_op" }} }} }}"""
+    file = tmp_path / "cpu.xplane.pb"
+    file.write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    names = [each.name for each in read_trace(file).operations]
+    assert names == ["dot.1", "call.2", "call.3"]
+
+
+def test_a_damaged_trace_is_refused(tmp_path):
+    file = tmp_path / "gpu.xplane.pb"
     file.write_bytes(b"\x0a\xff\xff")
     with pytest.raises(UserError, match="cannot be read"):
         read_trace(file)
 
 
 @pytest.mark.parametrize(
-    "first, steps, held", [(3, 2, ["3", "4"]), (6, 100, ["6", "7"])]
+    "first, steps, number", [(0, 2, 2), (3, 2, 2), (6, 100, 1)], ids=str
 )
-def test_trace_holds_the_named_steps_and_no_others_beside_its_page(
-    tmp_path, first, steps, held, capsys
+def test_a_trace_holds_the_steps_after_the_first_and_no_others(
+    tmp_path, first, steps, number, capsys
 ):
     x = jnp.ones((128, 128))
     step = jax.jit(lambda x: x @ x / 128).lower(x).compile()
     options = LoggingConfig(profile_start=first, profile_steps=steps)
-    profile = Profiler(tmp_path, options)
-    for number in range(1, 8):
-        profile.step(number, x, step.as_text)
-        x = step(x)
-        float(x[0, 0])
-    profile.close(x)  # the second case ends with the run
+    with TraceRecorder(tmp_path, options) as record:  # the last case ends with the run
+        for number_of_step in range(1, 8):
+            with StepTraceAnnotation(STEP, step_num=number_of_step):
+                x = step(x)
+            record(number_of_step, x)
+        jax.block_until_ready(x)  # as a run waits for the metrics of its last step
     (file,) = tmp_path.rglob("*.xplane.pb")
-    assert [step.name for step in read_trace(file).steps] == held
-    written = (tmp_path / "profile.md").read_text()
-    assert "Mean of 2 steps." in written
-    assert "| product |" in written
-    assert written == page.explain(tmp_path) == page.explain(file)
+    trace = read_trace(file)
+    assert len(trace.steps) == break_down(trace).num_steps == number
     stores.push(f"memory://run-{first}", tmp_path)
+    capsys.readouterr()
+    profile_command.main(str(tmp_path))
+    printed = capsys.readouterr().out
+    assert f"Mean of {number} steps:\n" in printed
+    assert f"\n  {PRODUCTS} " in printed
+    assert (tmp_path / "profile/profile.txt").read_text() == printed
     profile_command.main(f"memory://run-{first}")
-    assert capsys.readouterr().out.endswith(written)
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "fault, named", [("sync", "The host's loop"), ("loader", "Data wait")]
 )
-def test_the_page_names_a_planted_fault_and_what_it_costs_at_least(
-    tmp_path, fault, named
-):
+def test_the_first_line_names_a_planted_fault_and_its_cost(tmp_path, fault, named):
     # Other work may hold the host up for 10 ms before it waits for a step, which must last longer.
     # A slow loader hides behind the step.
     width, length = (256, 128) if fault == "sync" else (128, 64)
@@ -211,8 +227,9 @@ def test_the_page_names_a_planted_fault_and_what_it_costs_at_least(
     workdir = tmp_path / "run"
     command = (*TINY, *options.split(), fault)
     succeed(workdir, *command, script="tests/programs/planted.py", imports=True)
-    text = (workdir / "profile" / "profile.md").read_text()
-    assert text.splitlines()[2].startswith(f"**{named}: ")
+    profile_command.main(str(workdir))
+    text = (workdir / "profile/profile.txt").read_text()
+    assert text.startswith(f"{named}: ")
     if fault == "sync":  # a loader hides behind the step
-        told = float(text.split(f"**{named}: ")[1].split(" ms")[0])
-        assert told > 700 * planted.SECONDS  # of 1000, but for the last step
+        reported = float(text.removeprefix(f"{named}: ").split(" ms")[0])
+        assert reported > 700 * planted.SECONDS  # of 1000, but for the last step

@@ -53,7 +53,7 @@ def run():
     for name, stage in STAGES.items():
         setattr(train, name, told(getattr(train, name), stage))
     Program.describe = told(Program.describe, "compiled")
-    cli.run(train.main, train.define_flags)
+    cli.run(train.main, cli.define_run)
 
 
 def measure(arguments, environment):

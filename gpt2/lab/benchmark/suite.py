@@ -2,7 +2,7 @@
 
 The parts are commands, each with a time limit: what fails costs no more than its own row. DIR gets
 results.jsonl, with their rows as they come, report.md, logs of what they said, and target.txtpb,
-XLA's description of the GPU for `train.py --plan_chips`. A part that is done is not run again.
+XLA's description of the GPU for `gpt2.lab.plan --chips`. A part that is done is not run again.
 """
 
 import contextlib
@@ -71,6 +71,7 @@ def make_parts(output: Path) -> list[Part]:
         Part("1558m", 150, (*step, *options("1558m", 48, 16))),
         Part("forms", 150, (*step, *small, *forms)),
         Part("loop", 120, run("loop", *loop)),
+        Part("profile", 30, ("-m", "gpt2.lab.profile", str(output / "loop"))),
         # Whether its losses are the same, bit for bit.
         Part("again", 60, run("again", *loop)),
         # The one published curve that fits: 1.4697 (nanoGPT).
@@ -92,7 +93,7 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
     for name, seconds, command in make_parts(output):
         if name in done:
             continue
-        if name != "machine":  # which has no config
+        if name not in ("machine", "profile"):  # which have no config
             command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
         found, status = run_command(command, seconds, logs / f"{name}.err")
         found += describe_run(output / name)

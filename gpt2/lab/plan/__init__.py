@@ -1,1 +1,1 @@
-"""Plans of runs that do not run: what a step takes, by compilers, and which layouts fit."""
+"""Plans: what a training step takes, from its compiled text, without training."""

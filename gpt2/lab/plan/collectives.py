@@ -1,13 +1,12 @@
-"""What a compiled step sends over the network, read from its text (HLO)."""
+"""Read from the text (HLO) of a compiled step what it sends over the network."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from gpt2.lab.plan.hlo import Hlo, root
 from gpt2.utils.text import format_bytes
 
 KINDS = (
@@ -20,19 +19,14 @@ KINDS = (
 
 
 class Collective(NamedTuple):
-    """One collective instruction."""
+    """A collective instruction of a program."""
 
     kind: str
-    # Devices that take part together, of the first group if there are several.
-    group: tuple[int, ...]
-    # Of the whole array, gathered or not yet scattered, each time it runs.
-    bytes: int
-    # How often it runs per call of the program.
-    times: int = 1
-    # It runs in a loop of unknown length, of which `times` is one turn.
+    group: tuple[int, ...]  # devices of the first group that communicates
+    bytes: int  # of the whole array: after a gather, before a scatter
+    times: int = 1  # it runs in a call of the program
+    # It runs in a loop whose length is unknown, and `times` counts one iteration.
     loop_unknown: bool = False
-    # It has a start and an end, and a matrix product, however short, runs between them.
-    overlapped: bool = False
 
     @property
     def bytes_sent(self) -> float:
@@ -50,72 +44,48 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Returns the collectives of a program as HLO, without those of a device with itself."""
-    # The line that names the module tells how many devices there are.
+    """Return the collectives of a program in HLO that run between two devices or more."""
+    # The first line names the module, and how many devices it runs on.
     header = text.partition("\n")[0]
     sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
     num_devices = math.prod(map(int, sizes))
-    hlo = Hlo(text)
+    computations, entry = _split(text)
     found: list[Collective] = []
 
-    # `after` are the lines after the call of the computation.
-    def walk(
-        name: str,
-        times: int,
-        loop_unknown: bool,
-        after: list[str],
-    ) -> None:
-        lines = hlo.computations[name]
-        for i, line in enumerate(lines):
-            # Of a TPU's collective in several fusions, the first counts: it returns a tuple of
-            # what it has begun.
-            if _CHAIN in line and not re.search(r"= \(.*\) custom-call\(", root(lines)):
+    def walk(name: str, times: int, loop_unknown: bool) -> None:
+        lines = computations[name]
+        for line in lines:
+            # A TPU's compiler may divide a collective into several fusions. Only the first one
+            # counts, which returns a tuple of the results that it has begun.
+            if _CHAIN in line and not re.search(
+                r"= \(.*\) custom-call\(", _root(lines)
+            ):
                 continue
-            rest = lines[i + 1 :]
             match = _INSTRUCTION.search(line)
             if match:
                 result, kind, start = match.groups()
                 group = _first_group(line, kind, num_devices)
-                size = _whole_bytes(
-                    result,
-                    kind,
-                    start,
-                    len(group),
-                )
+                size = _whole_bytes(result, kind, bool(start), len(group))
                 if name.startswith(_TPU_REDUCE_SCATTER) and kind == "all-reduce":
                     kind = "reduce-scatter"
-                during = _until_done(
-                    hlo,
-                    line,
-                    rest,
-                    after,
-                )
-                overlapped = any(_has_product(hlo, each) for each in during)
-                found.append(
-                    Collective(
-                        kind,
-                        group,
-                        size,
-                        times,
-                        loop_unknown,
-                        overlapped,
-                    )
-                )
-            elif " while(" in line:
-                turns = hlo.turns(line)
-                for called in hlo.called_by(line):
-                    unknown = loop_unknown or turns is None
-                    walk(called, times * (turns or 1), unknown, [])
-            else:
-                for called in hlo.called_by(line):
-                    walk(called, times, loop_unknown, rest)
+                if len(group) > 1:
+                    found.append(Collective(kind, group, size, times, loop_unknown))
+                continue
+            iterations: int | None = 1
+            if " while(" in line:
+                iterations = _iterations(line, computations)
+            unknown = loop_unknown or iterations is None
+            groups = ",".join(_CALLED.findall(line))
+            for called in re.findall(r"[\w.\-]+", groups):
+                if called in computations:
+                    walk(called, times * (iterations or 1), unknown)
 
-    walk(hlo.entry, 1, False, [])
-    return [each for each in found if len(each.group) > 1]
+    walk(entry, 1, False)
+    return found
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Returns a row per kind of collective: how many, how much is sent, and beside products."""
+    """Return a row of text for each kind of collective: number, bytes in all, bytes sent."""
     rows = {}
     for kind in KINDS:
         members = [each for each in found if each.kind == kind]
@@ -124,80 +94,89 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
         number = sum(each.times for each in members)
         size = sum(each.bytes * each.times for each in members)
         sent = sum(each.bytes_sent for each in members)
-        overlapped = sum(each.bytes_sent for each in members if each.overlapped)
-        row = f"{number} of {format_bytes(size)} in all, {format_bytes(sent)} sent"
-        if overlapped:
-            row += f", {overlapped / sent:.0%} overlapped"
-        rows[kind] = row
+        rows[kind] = (
+            f"{number} of {format_bytes(size)} in all, {format_bytes(sent)} sent"
+        )
     if any(each.loop_unknown for each in found):
-        rows["loops"] = "some have no known length: what they send is counted once"
+        rows["loops"] = "Some have unknown lengths; one iteration is counted"
     return rows or {"collectives": "none"}
 
 
 _ARRAY = re.compile(r"\b([a-z]+[0-9]+[a-z0-9]*|pred)\[([0-9,]*)\]")
 _INSTRUCTION = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-# In what a TPU's compiler writes of a collective in several fusions.
+_CALLED = re.compile(
+    r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
+    r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+# Marks the fusions of a TPU that belong to one collective.
 _CHAIN = "chain_id="
 # A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
-
-def _until_done(
-    hlo: Hlo,
-    line: str,
-    rest: list[str],
-    after: list[str],
-) -> list[str]:
-    """Returns the lines that run while a collective does; none if it is not asynchronous."""
-    chain = re.search(rf'{_CHAIN}"\d+"', line)
-    if chain:  # of a TPU: other fusions continue it
-        return [
-            other
-            for other in after
-            if any(chain[0] in inner for inner in hlo.inside(other))
-        ]
-    name = re.match(r"\s*(?:ROOT )?(%?[\w.\-]+) = .*-start\(", line)
-    if name:
-        end = re.compile(rf"-done\(.*{re.escape(name[1])}\)")
-        for i, other in enumerate(rest):
-            if end.search(other):
-                return rest[:i]
-    return []
+Computations = dict[str, list[str]]  # the lines of instructions by a computation's name
 
 
-def _has_product(hlo: Hlo, line: str, depth: int = 3) -> bool:
-    """Returns whether an instruction multiplies matrices, by itself or in what it calls."""
-    if re.search(r" (dot|convolution)\(|__cublas|__cudnn|tpu_custom_call", line):
-        return True
-    if not depth:
-        return False
-    return any(_has_product(hlo, inner, depth - 1) for inner in hlo.inside(line))
+def _split(text: str) -> tuple[Computations, str]:
+    """Return the computations of a program, and the name of the one that calls the others."""
+    computations: Computations = {"": []}
+    entry = ""
+    name = ""
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
+        if header:
+            name = header[2]
+            computations[name] = []
+            if header[1]:
+                entry = name
+        else:
+            computations[name].append(line)
+    return computations, entry
 
 
-def _whole_bytes(
-    result: str,
-    kind: str,
-    start: str | None,
-    group: int,
-) -> int:
-    """Returns the bytes of the whole array, from the shape of an instruction's result.
+def _root(lines: Iterable[str]) -> str:
+    """Return the line of a computation that computes its result."""
+    for line in lines:
+        if line.lstrip().startswith("ROOT"):
+            return line
+    return ""
 
-    It is that of an array, `f32[2,3]`, or of a tuple of them, `(pred[], bf16[8])`.
+
+def _iterations(line: str, computations: Computations) -> int | None:
+    """Return how often the loop of a `while` instruction runs, or None if it is unknown.
+
+    Programs for TPUs do not state it. Their condition compares the number of the iteration, which
+    `lax.scan` counts from 0, to a constant.
+    """
+    count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    if count is None and condition:
+        lines = computations.get(condition[1], [])
+        compare = r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT"
+        limit = re.search(compare, _root(lines))
+        if limit:
+            constant = rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)"
+            count = re.search(constant, "\n".join(lines))
+    return int(count[1]) if count else None
+
+
+def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int:
+    """Return the bytes of the whole array, from the shape of an instruction's result.
+
+    The shape is that of an array, `f32[2,3]`, or of a tuple of arrays, `(pred[], bf16[8])`.
     """
     sizes = []
     for dtype, dims in _ARRAY.findall(result):
-        # Such as f32, bf16, u8, f8e4m3fn, s4.
+        # The first number in f32, bf16, u8, f8e4m3fn or s4 counts its bits.
         bits = 8 if dtype == "pred" else _integers(dtype)[0]
         sizes.append(bits * math.prod(_integers(dims)) // 8)
     size = sum(sizes)
-    if not start:
-        # The result of a reduce-scatter is a device's part.
-        if kind == "reduce-scatter":
-            return size * group
-        return size
-    # What has started returns its operands too, and a permutation two words of state.
+    if not is_start:
+        # The result of a reduce-scatter is one device's part.
+        return size * group_size if kind == "reduce-scatter" else size
+    # The start of an asynchronous collective returns its operands as well, and the start of a
+    # permutation two words of state.
     if kind in ("all-gather", "reduce-scatter"):
-        return size * group // (group + 1)
+        return size * group_size // (group_size + 1)
     if kind == "all-to-all":
         return size // 2
     if kind == "collective-permute":
@@ -206,13 +185,13 @@ def _whole_bytes(
 
 
 def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
-    """Returns the first group of devices, which HLO writes in one of four ways."""
-    if kind == "collective-permute":  # {{0,1},{1,0}}: who sends to whom
+    """Return the first group of devices, which HLO writes in one of four ways."""
+    if kind == "collective-permute":  # {{0,1},{1,0}}: pairs of sender and receiver
         sends = line.partition("source_target_pairs=")[2]
         for pair in re.findall(r"\{(\d+,\d+)\}", sends):
-            a, b = _integers(pair)
-            if a != b:
-                return a, b
+            sender, receiver = _integers(pair)
+            if sender != receiver:
+                return sender, receiver
         return (0,)
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
@@ -225,16 +204,16 @@ def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
     mesh = re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line
     )
-    if mesh is None:  # {}: all together
+    if mesh is None:  # {}: all devices are one group
         return tuple(range(num_devices))
     axes, order, used = mesh.groups()
     sizes = {}
     for axis, size in re.findall(r"'([^']+)'=(\d+)", axes):
         sizes[axis] = int(size)
-    written = re.fullmatch(_ORDER, order or "")
+    permuted = re.fullmatch(_ORDER, order or "")
     devices = np.arange(num_devices)
-    if written:
-        devices = _device_ids(*written.groups())
+    if permuted:
+        devices = _device_ids(*permuted.groups())
     # An axis may be used in part: 'a':(2)4 is the 4 when a is taken as 2 x 4 x the rest.
     index = {axis: range(1) for axis in sizes}
     for axis, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used):
@@ -252,9 +231,7 @@ _ORDER = r"(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [2,4]T(1,0)
 def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
     sizes = _integers(shape)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    if transpose:
-        return ids.transpose(_integers(transpose))
-    return ids
+    return ids.transpose(_integers(transpose)) if transpose else ids
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
 """What a training step takes, read from the compiled step. Nothing runs.
 
-It is compiled from shapes alone: for simulated CPU devices, or by the compiler of a GPU or a TPU
-that is not here. A simulated plan has the state and gradients of a run on chips, and other work
-space.
+The step is compiled from shapes alone, for simulated CPU devices or by the compiler of a GPU or a
+TPU that is not here. Simulated devices hold the same state and gradients, but other temporaries.
 """
 
 import math
@@ -23,13 +22,11 @@ from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.trees import Tree
 
-# The share of peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
+# The fraction of the peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
-
-
-# What `memory.remat` computes again, as a share of the layers' FLOPs: all of the forward pass but
-# the MLP's second product, the MLP's first, or attention. Of GPT-2 with 12 layers and 1,024 tokens;
-# other shapes differ by a few hundredths.
+# What `memory.remat` computes again, as a fraction of the layers' FLOPs: all of the forward pass
+# but the MLP's second product, the MLP's first, or attention. Computed for GPT-2 with 12 layers
+# and 1,024 tokens; other shapes differ by a few hundredths.
 _COMPUTED_AGAIN = {"full": 0.24, "attention": 0.09, "mlp": 0.15}
 
 
@@ -37,8 +34,7 @@ class Plan(NamedTuple):
     """What one training step takes."""
 
     program: Program
-    # Bytes per device; activations stand for all else that it holds.
-    memory: dict[str, int]
+    memory: dict[str, int]  # bytes per device; activations are all that is nothing else
     text: str  # of the compiled step, as HLO
     collectives: list[Collective]
 
@@ -49,19 +45,17 @@ class Plan(NamedTuple):
 
     @property
     def bytes_saved(self) -> int:
-        """Bytes of a checkpoint, about."""
+        """Approximate bytes of a checkpoint."""
         leaves = jax.tree.leaves(self.program.state_shapes)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    def network_seconds(self, board: str, *, overlapped: bool = False) -> float:
-        """Returns the seconds of collectives during which nothing is multiplied, or the others'.
+    def network_seconds(self, board: str) -> float:
+        """Return the seconds that collectives take on an accelerator of `BOARDS`.
 
-        They are infinite where `BOARDS` does not know the speed between two devices.
+        The result is infinite if the speed of a link between two devices is unknown.
         """
         seconds = 0.0
         for each in self.collectives:
-            if each.overlapped != overlapped:
-                continue
             bandwidth = BOARDS[board].bandwidth(each.group)
             if bandwidth is None:
                 return math.inf
@@ -69,37 +63,31 @@ class Plan(NamedTuple):
         return seconds
 
     def step_seconds(self, board: str) -> float:
-        """Returns the seconds of a step on an accelerator of `BOARDS`."""
+        """Return the seconds of a step on an accelerator of `BOARDS`, if no collective overlaps."""
         num_devices = self.program.backend.mesh.size
         compute = compute_seconds(self.program.config, num_devices, board)
-        hidden = self.network_seconds(board, overlapped=True)
-        return max(compute, hidden) + self.network_seconds(board)
+        return compute + self.network_seconds(board)
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Returns the program of a config, from the size of its tokenizer alone."""
+    """Return the program of a config, for which the size of its tokenizer is enough."""
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 
 
 def compile_plan(program: Program) -> Plan:
-    """Compiles a program's train step. Nothing runs."""
+    """Compile a program's train step. Nothing runs."""
     state = program.state_shapes
     largest = program.at(program.config.shapes.largest)
     compiled = largest.compile_train(state, program.batch_shapes)
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
-    return Plan(
-        program,
-        memory,
-        text,
-        collectives(text),
-    )
+    return Plan(program, memory, text, collectives(text))
 
 
 def bytes_per_device(tree: Tree) -> int:
-    """Returns how much of a tree of placed arrays, or shapes with shardings, one device holds."""
+    """Return the bytes that one device holds of arrays, or of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -107,7 +95,7 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
-    """Returns bytes per device of parameters, optimizer state and the sum of gradients."""
+    """Return bytes per device of parameters, optimizer state and summed gradients."""
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {
         "parameters": state.params,
@@ -118,7 +106,7 @@ def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
-    """Returns the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
+    """Return the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
     cfg = config.gpt()
     per_token = model_flops_per_token(cfg, config.shapes.largest)
     in_layers = per_token - 6 * cfg.vocab_size * cfg.embed_dim
@@ -128,7 +116,7 @@ def compute_seconds(config: Config, num_devices: int, board: str) -> float:
 
 
 def usable_memory(board: str) -> float:
-    """Returns the bytes of an accelerator of `BOARDS` that JAX may take."""
+    """Return the bytes of an accelerator of `BOARDS` that JAX may allocate."""
     memory = 1e9 * BOARDS[board].memory
     if board.startswith("TPU"):
         return memory

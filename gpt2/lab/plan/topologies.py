@@ -1,7 +1,7 @@
-"""Devices that are not here, to compile for: slices of TPUs, and machines of NVIDIA GPUs.
+"""Devices to compile for that are not here: slices of TPUs, and machines with NVIDIA GPUs.
 
 XLA compiles for them on any x86 machine with Linux, if libtpu or JAX's plugin for CUDA is
-installed. It runs nothing there.
+installed. Nothing runs on them.
 """
 
 import os
@@ -12,7 +12,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from gpt2.errors import UserError
 
-# JAX devices of the smallest and the largest slice, and the dimensions of its torus.
+# JAX devices of the smallest and the largest slice, and the dimensions of their torus.
 _TPUS = {
     "v4": (4, 512, 3),
     "v5p": (4, 512, 3),
@@ -20,20 +20,22 @@ _TPUS = {
     "v6e": (1, 256, 2),
 }
 _GPUS_OF_A_MACHINE = 8
-# What XLA asks of a GPU, in its own format, by the name of the file.
+# XLA's descriptions of GPUs, each in a file with the name of the chip.
 _GPUS = Path(__file__).parents[3] / "configs" / "chips"
 
 
 def find_devices(name: str) -> list[jax.Device]:
-    """Returns so many JAX devices of a kind, `v5e-16` or `h100-8`, to compile for.
+    """Return the JAX devices that `v5e-16` or `h100-8` names: a chip, and their number.
 
-    A kind may be a file: XLA's description of a GPU, as the benchmark's suite writes it. Google's
+    The chip may be a file: XLA's description of a GPU, as the benchmark's suite writes it. Google's
     names for slices of v4 and v5p count cores, two in each device.
     """
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
     if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
-        number = 0  # a machine has all of its own, and no slice of a TPU is so either
+        number = (
+            0  # machines take part with all of their GPUs; TPU slices are powers of two
+        )
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))
     if kind in _TPUS:
@@ -44,21 +46,16 @@ def find_devices(name: str) -> list[jax.Device]:
         target = file.read_text(encoding="utf-8")
         machines = max(1, number // _GPUS_OF_A_MACHINE)
         topology = f"1x{machines}x{number // machines}"
-        return _describe(
-            "cuda",
-            "",
-            topology=topology,
-            target_config=target,
-        )
+        return _describe("cuda", "", topology=topology, target_config=target)
     raise UserError(
-        f"--plan_chips={name} names no devices",
-        f"Use CHIP-N, such as v5e-8 or h100-8, with one of {', '.join([*_TPUS, *known])}",
+        f"--chips={name} names no devices",
+        f"Give CHIP-N, such as v5e-8 or h100-8. The chips are {', '.join([*_TPUS, *known])}",
     )
 
 
 def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
     os.environ |= {
-        "TPU_SKIP_MDS_QUERY": "1",  # there is no server that describes this machine
+        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server describes this machine
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so others may compile too
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -80,8 +77,8 @@ def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
 def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
     try:
         return list(get_topology_desc(name, platform, **options).devices)
-    except Exception as error:  # of several kinds, by what is missing
+    except Exception as error:  # its type depends on what is missing
         reason = str(error).strip().partition("\n")[0]
         extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
-        what = f"there is no compiler for {platform} devices here ({reason})"
+        what = f"--chips needs a compiler for {platform} devices ({reason})"
         raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error

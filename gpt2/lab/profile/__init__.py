@@ -1,5 +1,1 @@
-"""From a profile to a cause: traces a few steps, and says where their time goes."""
-
-from gpt2.lab.profile.profiler import Profiler
-
-__all__ = ["Profiler"]
+"""From a trace of training steps to what costs most of their time."""

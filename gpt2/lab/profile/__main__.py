@@ -1,24 +1,31 @@
-"""Reads a trace: where the time of a step goes, and which cause costs most.
+"""Print where the time of traced steps goes, and write it to profile.txt next to the trace.
 
     python -m gpt2.lab.profile runs/quickstart
 
-The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. The page lies in the
-folder as profile.md already; this makes it again, and prints it.
+The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. A workdir may be a
+URL, whose trace is only printed. For rooflines and single operations open the trace with xprof.
 """
 
 from gpt2 import cli
 from gpt2.errors import UserError
-from gpt2.lab.profile.page import explain
-from gpt2.utils.stores import fetch
+from gpt2.lab.profile.breakdown import break_down, describe
+from gpt2.lab.profile.trace import find_trace, read_trace
+from gpt2.utils.files import write_text
+from gpt2.utils.stores import fetch, is_url
 
 
 def main(*paths: str) -> None:
-    """Prints the page of a trace."""
+    """Print and write the breakdown of a trace."""
     if len(paths) != 1:
         raise UserError(
-            f"{len(paths)} traces are named, not one", "Give a run's workdir"
+            f"The command needs one trace, and {len(paths)} are named",
+            "Give a run's workdir",
         )
-    print(explain(fetch(paths[0])), end="")
+    folder, file = find_trace(fetch(paths[0]))
+    text = describe(break_down(read_trace(file)))
+    if not is_url(paths[0]):
+        write_text(folder / "profile.txt", text)
+    print(text, end="")
 
 
 if __name__ == "__main__":

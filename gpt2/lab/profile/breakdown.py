@@ -1,127 +1,146 @@
-"""Charges the time of the traced steps to operations, and to what the devices wait for."""
+"""Charge the time of the traced steps to what the devices compute, and to what they wait for."""
 
+import itertools
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from gpt2.errors import UserError
-from gpt2.lab.profile.program import ProgramText
-from gpt2.lab.profile.trace import Ran, Trace
+from gpt2.lab.profile.trace import Operation, Trace
+from gpt2.utils.text import format_seconds
 
-# What devices wait for between two runs of the step, beside phases of the loop.
+IDLE = "idle within a step"
+# What devices wait for between two steps, besides phases of the loop.
 LOOP = "the host's loop"
 LAUNCH = "start of a program"
+# A moment is charged to the first of these that runs in it, so that "collectives" are those that no
+# computation hides.
+_ORDER = ("matrix products", "other computation", "collectives")
+_COMPUTATION = _ORDER[:2]
+_WORTH_NAMING = 0.02  # as a fraction of a step
 
 
 class Breakdown(NamedTuple):
-    """Where the time of a step goes, in seconds per step."""
+    """Where the time of a step goes."""
 
-    seconds: float  # of a step, the sum of all below
-    steps: int
-    operations: dict[str, float]  # by name; those that run at once share their time
-    idle: float  # inside a step, while no operation runs
-    gaps: dict[str, float]  # between steps, by what devices wait for
+    num_steps: int
+    seconds: dict[
+        str, float
+    ]  # per step, by kind of operation or by what devices wait for
 
 
-def break_down(trace: Trace, program: ProgramText) -> Breakdown:
-    """Charges the time from the first operation of the first step to the last of the last one."""
-    module = program.module
-    in_graph = [
-        ran for ran in trace.operations if ran.in_graph and ran.module == module
-    ]
-    placed = program.place([ran.name for ran in in_graph])
-    names = dict(zip(in_graph, placed, strict=True))
-    every = [ran._replace(name=names.get(ran, ran.name)) for ran in trace.operations]
-    own = [ran for ran in every if ran.module == module]
+def break_down(trace: Trace) -> Breakdown:
+    """Charge the time from the first operation of the first step to the last of the last one."""
+    program = _program_of_steps(trace)
+    own = [each for each in trace.operations if each.program == program]
     runs = _runs(own, len(trace.steps))
-    steps = len(runs)
-    borders = max(1, steps - 1)
-    began, _ = runs[0]
+    num_steps = len(runs)
+    num_gaps = max(1, num_steps - 1)
+    began = runs[0][0]
     ended = max(end for _, end in runs)
-    taken: defaultdict[tuple[str, str], float] = defaultdict(float)
-    gaps: defaultdict[str, float] = defaultdict(float)
-    idle = 0.0
-    busy = 0.0
-    busy_until = began
-    for ran in every:
-        if program.is_container(ran.name):
-            continue
-        if ran.end <= began or ran.start >= ended:
-            continue
-        taken[ran.module, ran.name] += ran.end - ran.start
-        if ran.start > busy_until:
-            number = sum(start < ran.start for start, _ in runs)  # of the next run
-            idle_since = max(end for _, end in runs[:number])
-            if idle_since > busy_until:
-                idle += (ran.start - busy_until) / steps
-            else:  # between two runs
-                waits = _waiting_for(
-                    trace,
-                    busy_until,
-                    ran.start,
-                    number,
-                    idle_since,
-                )
-                for cause, seconds in waits.items():
-                    gaps[cause] += seconds / borders
-        since = max(ran.start, busy_until)
-        busy_until = max(ran.end, busy_until)
-        busy += busy_until - since
 
-    shared = busy / sum(taken.values())
-    operations: dict[str, float] = {}
-    for (owner, name), seconds in taken.items():
-        if owner == module:
-            operations[name] = shared * seconds / steps
+    within: defaultdict[str, float] = defaultdict(float)
+    between: defaultdict[str, float] = defaultdict(float)
+    changes = [(began, "", 0), (ended, "", 0)]
+    for operation in trace.operations:
+        is_step = operation.program == program
+        name = operation.kind if is_step else f"program {operation.program}"
+        start = max(operation.start, began)
+        end = min(operation.end, ended)
+        if start < end:
+            changes += [(start, name, 1), (end, name, -1)]
+    running: Counter[str] = Counter()
+    for (start, name, change), (end, _, _) in itertools.pairwise(sorted(changes)):
+        running[name] += change
+        seconds = end - start
+        active = [name for name in running if running[name]]
+        if not seconds:
+            continue
+        kinds = [kind for kind in _ORDER if kind in active]
+        if kinds:
+            within[kinds[0]] += seconds
+        elif active:
+            between[active[0]] += seconds
         else:
-            gaps[f"program {owner}"] += shared * seconds / borders
-    total = sum(operations.values()) + idle + sum(gaps.values())
-    return Breakdown(
-        total,
-        steps,
-        operations,
-        idle,
-        gaps,
-    )
+            number = sum(run[0] < end for run in runs)  # of the next run
+            idle_since = max(run[1] for run in runs[:number])
+            if idle_since > start:
+                within[IDLE] += seconds
+            else:
+                for cause, part in _causes(
+                    trace, start, end, number, idle_since
+                ).items():
+                    between[cause] += part
+    per_step = {name: seconds / num_steps for name, seconds in within.items()}
+    per_gap = {name: seconds / num_gaps for name, seconds in between.items()}
+    return Breakdown(num_steps, per_step | per_gap)
 
 
-def _runs(own: list[Ran], steps: int) -> list[tuple[float, float]]:
-    """Returns start and end of each run of the step, on any device; the host saw `steps`."""
-    if not own:
-        raise UserError("the trace holds no step", "Trace more of them")
-    # Where a GPU's trace numbers no runs, one begins with the first of what each runs once.
-    counts = Counter(ran.name for ran in own)
-    once = min(counts, key=lambda name: (counts[name] != steps, counts[name]))
+def describe(found: Breakdown) -> str:
+    """Return a breakdown as text: what costs most, then a table."""
+    step = sum(found.seconds.values())
+    computes = sum(found.seconds.get(kind, 0.0) for kind in _COMPUTATION)
+    each = f"of each step's {format_seconds(step)}"
+    headline = f"The devices compute {computes / step:.0%} {each}."
+    longest_first = sorted(found.seconds.items(), key=lambda item: -item[1])
+    for name, seconds in longest_first:
+        if name not in _COMPUTATION and seconds >= _WORTH_NAMING * step:
+            share = f"{seconds / step:.0%}"
+            headline = (
+                f"{name.capitalize()}: {format_seconds(seconds)} {each}, {share}."
+            )
+            break
+    lines = [headline, "", f"Mean of {found.num_steps} steps:"]
+    for name, seconds in longest_first:
+        lines.append(
+            f"  {name:<32} {format_seconds(seconds):>8} {seconds / step:>6.1%}"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _program_of_steps(trace: Trace) -> str:
+    """Return the name of the program that is the train step."""
+    seconds: Counter[str] = Counter()
+    for operation in trace.operations:
+        seconds[operation.program] += operation.end - operation.start
+    if not seconds:
+        raise UserError("The trace holds no step", "Trace more steps")
+    # Under pmap, steps of training and validation have the same name: the longest program counts.
+    return max(seconds, key=lambda name: ("train_step" in name, seconds[name]))
+
+
+def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
+    """Return start and end of each run of the step, on any device; the host saw `num_steps`."""
+    # A GPU's trace does not number runs. There a run begins with the first of the operations that
+    # run once in a step.
+    counts = Counter(operation.name for operation in own)
+    once = min(counts, key=lambda name: (counts[name] != num_steps, counts[name]))
     spans: dict[int, tuple[float, float]] = {}
-    again = 0
-    for ran in own:
-        if ran.name == once:
-            again += 1
-        run = ran.run or max(again, 1)
-        start, end = spans.get(run, (ran.start, ran.end))
-        spans[run] = (start, max(end, ran.end))
+    seen = 0
+    for operation in own:
+        if operation.name == once:
+            seen += 1
+        run = operation.run or max(seen, 1)
+        start, end = spans.get(run, (operation.start, operation.end))
+        spans[run] = (start, max(end, operation.end))
     return sorted(spans.values())
 
 
-def _waiting_for(
-    trace: Trace,
-    start: float,
-    end: float,
-    number: int,
-    idle_since: float,
+def _causes(
+    trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Shares an idle moment before a run between what the host did in it."""
+    """Return what the host did while the devices were idle before run `number`, in seconds."""
     next_steps = trace.steps[number:]
     if next_steps and next_steps[0].start <= idle_since:
         return {LAUNCH: end - start}  # the devices did not wait for the host
-    found: defaultdict[str, float] = defaultdict(float)
+    causes: defaultdict[str, float] = defaultdict(float)
     for phase in trace.phases:
         overlap = min(end, phase.end) - max(start, phase.start)
         if overlap > 0:
-            found[phase.name] += overlap
-    told = sum(found.values())
-    rest = end - start - told
+            causes[phase.name] += overlap
+    known = sum(causes.values())
+    rest = end - start - known
     cause = LOOP
-    if rest < told:  # what starts the step is late for the same reason
-        cause = max(found, key=found.__getitem__)
-    found[cause] += rest
-    return found
+    if rest < known:  # what starts the step is late for the same reason
+        cause = max(causes, key=causes.__getitem__)
+    causes[cause] += rest
+    return causes

@@ -1,105 +1,125 @@
-"""Reads a trace: what the devices ran, and what the host did meanwhile."""
+"""Read a trace of JAX's profiler: what the devices ran, and what the host did meanwhile."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from jax.profiler import ProfileData, ProfilePlane
+from jax.profiler import ProfileData, ProfileEvent, ProfilePlane
 
 from gpt2.errors import UserError
+from gpt2.telemetry.recorder import STEP
 from gpt2.utils.files import reading
 
-STEP = "train"  # the annotation of a step
-# Of `StepClock`, where devices may wait.
-PHASES = ("data wait", "validation", "checkpoint")
+# Phases of `StepClock` during which devices may wait.
+PHASES = ("data wait", "validation", "tasks", "checkpoint")
+# Kinds of operations by the names that XLA and libraries give to instructions and kernels: the
+# first pattern that matches. `ynn` are XLA:CPU's products, `nvjet` cuBLAS's.
+KINDS = {
+    "collectives": "all-reduce|all-gather|reduce-scatter|all-to-all|collective|nccl",
+    "matrix products": "dot|gemm|nvjet|cutlass|convolution|ynn|onednn|cudnn|fmha",
+    "other computation": "",
+}
 
 
 class Span(NamedTuple):
-    """What took time on the host, in seconds since the trace began."""
+    """What the host did for some time, in seconds since the trace began."""
 
     name: str
     start: float
     end: float
 
 
-class Ran(NamedTuple):
-    """An operation that ran on a device; each call of its program `module` has its `run`."""
+class Operation(NamedTuple):
+    """What a device ran for some time; `run` numbers the calls of `program`, 0 if unknown."""
 
     name: str
     start: float
     end: float
-    module: str = ""
+    kind: str  # of `KINDS`
+    program: str = ""
     run: int = 0
-    in_graph: bool = False  # of CUDA, and `name` is a kernel's
 
 
 class Trace(NamedTuple):
-    """What a trace holds, in the order of time."""
+    """The content of a trace in the order of time."""
 
-    operations: list[Ran]  # of all programs; of several accelerators, those of one
-    steps: list[Span]  # of the host's loop, named by their numbers
-    phases: list[Span]  # of the host's loop, named as in `PHASES`, in any order
+    operations: list[
+        Operation
+    ]  # of all programs, on one device or on all simulated ones
+    steps: list[Span]  # when the host dispatched each step
+    phases: list[Span]  # of the host's loop, named as in `PHASES`
 
 
-def find_trace(path: Path) -> Path:
-    """Returns the newest trace file of a workdir, of its profile folder, or the file itself."""
+def find_trace(path: Path) -> tuple[Path, Path]:
+    """Return the profile folder and the newest trace of a workdir, such a folder, or a trace."""
     if path.is_file():
-        return path
+        return path.parent, path
     folder = path / "profile" if (path / "profile").is_dir() else path
-    files = [*folder.glob("plugins/profile/*/*.xplane.pb")]  # of the first process
-    if not files:
-        how = "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5"
-        raise UserError(f"{path} holds no trace", how)
-    return max(files, key=lambda file: file.stat().st_mtime)
+    traces = [*folder.glob("plugins/profile/*/*.xplane.pb")]  # of process 0
+    if not traces:
+        raise UserError(
+            f"{path} holds no trace",
+            "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5",
+        )
+    return folder, max(traces, key=lambda file: file.stat().st_mtime)
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a file `*.xplane.pb`, as JAX's profiler writes it for CPUs and GPUs."""
+    """Read a file `*.xplane.pb` of JAX's profiler for CPUs and GPUs."""
     with reading(path, "Trace the run again"):
         data = ProfileData.from_file(str(path))
         planes = {plane.name: plane for plane in data.planes}
         host = planes["/host:CPU"]
-    chips = [name for name in planes if re.match(r"/device:(GPU|TPU)", name)]
-    device = planes[min(chips)] if chips else host
+    devices = [name for name in planes if re.match(r"/device:(GPU|TPU)", name)]
     steps: list[Span] = []
     phases: list[Span] = []
     for thread in host.lines:
         for event in thread.events:
-            span = Span(
-                event.name,
-                1e-9 * event.start_ns,
-                1e-9 * event.end_ns,
-            )
             if event.name == STEP:
-                number = dict(event.stats)["step_num"]
-                steps.append(span._replace(name=str(number)))
+                steps.append(Span(STEP, *_seconds(event)))
             elif event.name in PHASES:
-                phases.append(span)
-    operations = list(_operations(device))
-    operations.sort(key=lambda ran: ran.start)
-    steps.sort(key=lambda span: span.start)
+                phases.append(Span(event.name, *_seconds(event)))
+    operations = list(_operations(planes[min(devices)] if devices else host))
+    operations.sort(key=lambda operation: operation.start)
+    steps.sort(key=lambda step: step.start)
     return Trace(operations, steps, phases)
 
 
-def _operations(plane: ProfilePlane) -> Iterator[Ran]:
+def _operations(plane: ProfilePlane) -> Iterator[Operation]:
+    """Yield the operations of a plane, without loops and calls, which contain others."""
     lines = list(plane.lines)
     # On accelerators, other lines repeat the operations by module and by step.
-    chosen = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
-    for line in chosen or lines:
+    streams = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
+    for line in streams or lines:
+        operations = list[Operation]()
         for event in line.events:
             stats = dict(event.stats)
             name = str(stats.get("hlo_op", ""))
-            in_graph = name.startswith("command_buffer")
-            if in_graph or (chosen and not name):
+            if not name and not streams:
+                continue  # the host does other work, too
+            # A CUDA graph does not name the instruction that a kernel runs for.
+            if not name or name.startswith("command_buffer"):
                 name = event.name
-            if not name:
-                continue
-            yield Ran(
-                name.partition(" = ")[0].lstrip("%"),
-                1e-9 * event.start_ns,
-                1e-9 * event.end_ns,
-                module=str(stats.get("hlo_module", "")),
+            operation = Operation(
+                name,
+                *_seconds(event),
+                kind=_kind(f"{name} {event.name}"),
+                program=str(stats.get("hlo_module", "")),
                 run=int(stats.get("run_id", 0)),
-                in_graph=in_graph,
             )
+            operations.append(operation)
+        operations.sort(key=lambda operation: (operation.start, -operation.end))
+        for i, operation in enumerate(operations):
+            following = operations[i + 1 : i + 2]
+            if not following or following[0].end > operation.end:
+                yield operation
+
+
+def _kind(names: str) -> str:
+    matches = (kind for kind in KINDS if re.search(KINDS[kind], names, re.IGNORECASE))
+    return next(matches)
+
+
+def _seconds(event: ProfileEvent) -> tuple[float, float]:
+    return 1e-9 * event.start_ns, 1e-9 * event.end_ns

@@ -1,0 +1,69 @@
+"""Record a trace of a few training steps with JAX's profiler."""
+
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import chex
+import jax
+
+from gpt2.config import LoggingConfig
+from gpt2.errors import log
+from gpt2.utils.stores import place_of
+
+STEP = "train"  # the annotation of each step on the host, with its number
+
+
+class TraceRecorder(AbstractContextManager):
+    """A hook that traces `profile_steps` steps, those after step `profile_start`.
+
+    Processes trace to `workdir/profile`; `python -m gpt2.lab.profile` reads process 0's trace.
+    """
+
+    def __init__(self, workdir: Path, options: LoggingConfig, start: int = 0):
+        self._workdir = workdir
+        first = options.profile_start
+        self._last_steps = range(first, first + options.profile_steps)
+        self._start = start
+        self._is_tracing = False
+
+    def __enter__(self) -> "TraceRecorder":
+        self(self._start, None)  # the first step may be traced, too
+        return self
+
+    def __call__(self, step: int, state: chex.ArrayTree) -> None:
+        """Start or stop the trace after `step`, once the arrays of `state` are computed.
+
+        The wait ensures that a trace holds whole steps.
+        """
+        is_traced = step in self._last_steps
+        if is_traced == self._is_tracing:
+            return
+        jax.block_until_ready(state)
+        if is_traced:
+            self._begin()
+        else:
+            self._end()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._is_tracing:
+            self._end()
+
+    def _begin(self) -> None:
+        options = jax.profiler.ProfileOptions()
+        # Events of all Python calls would be bulky, and slow down what is measured.
+        options.python_tracer_level = 0
+        folder = self._workdir / "profile"
+        if (
+            index := jax.process_index()
+        ):  # processes of one host would write to the same file
+            folder /= f"process_{index}"
+        jax.profiler.start_trace(folder, profiler_options=options)
+        self._is_tracing = True
+
+    def _end(self) -> None:
+        jax.profiler.stop_trace()
+        self._is_tracing = False
+        if jax.process_index() == 0:
+            workdir = place_of(self._workdir)
+            log(f"traced steps; see python -m gpt2.lab.profile {workdir}", sys.stdout)
