@@ -26,10 +26,10 @@ from gpt2.model.block import Block, Stream
 from gpt2.model.ingredients import Flow, ingredients_of
 from gpt2.model.layers import Embedding, Norm
 from gpt2.ops import Ops, plain
-from gpt2.ops.plain import LogitsLoss, Rows, logits_of, rope_frequencies, rotation
+from gpt2.ops.plain import LogitsLoss, logits_of, rope_frequencies, rotation
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Tree
 
 Params = dict[str, Tree]  # nested, by the names of modules
 
@@ -89,38 +89,39 @@ class GPT(nn.Module):
 
     def loss(
         self,
-        rows: Rows,
+        batch: Batch,
         logits_loss: LogitsLoss = plain.cross_entropy,
         *,
         deterministic: bool = True,
     ) -> tuple[Array, Tree]:
-        """Returns `logits_loss(logits, rows)`, by default summed cross-entropies in nats.
+        """Returns `logits_loss(logits, batch)`, by default the sum of cross-entropies in nats.
 
-        `rows` are `[B, T]` each: `tokens`, `targets` int32, of which -1 is none, maybe `segments`,
-        and what else the loss reads. Logits after the vocabulary's are padding.
+        `batch` holds arrays `[B, T]`: `tokens` and `targets` int32 (-1: none), maybe `segments`,
+        and others that `logits_loss` reads. It may be called with a part of the positions at a
+        time; logits after the vocabulary's are padding, about -1e9.
         """
         cfg = self.config
         ops = self.ops
-        chex.assert_equal_shape(list(rows.values()))  # others would broadcast
-        chex.assert_type(rows["targets"], int)
+        chex.assert_equal_shape(list(batch.values()))  # others would broadcast
+        chex.assert_type(batch["targets"], int)
         # Tokens are looked up in what the head takes: the gradients of both add up in one array.
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
-        flow = _flow(rows["tokens"], rows.get("segments"), deterministic)
-        flow = flow.replace(has_target=rows["targets"] >= 0)
+        flow = _flow(batch["tokens"], batch.get("segments"), deterministic)
+        flow = flow.replace(has_target=batch["targets"] >= 0)
         hidden = self._hidden(table, flow)
 
-        def changed_loss(logits: Array, rows: Rows) -> tuple[Array, Tree]:
+        def from_logits(logits: Array, batch: Batch) -> tuple[Array, Tree]:
             logits = _change_logits(cfg, logits)
-            return logits_loss(plain.hide_padding(logits, cfg.vocab_size), rows)
+            return logits_loss(plain.hide_padding(logits, cfg.vocab_size), batch)
 
         with jax.named_scope("head"):
             head = ops.constrain(head, "vocab", "embed")
             return ops.head_loss(
-                changed_loss,
+                from_logits,
                 hidden,
                 head,
-                rows,
+                batch,
                 dtype=cfg.compute_dtype,
                 logits_dtype=cfg.logits_dtype,
             )

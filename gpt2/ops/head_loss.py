@@ -15,10 +15,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from gpt2.ops.linear import dot
-from gpt2.ops.plain import LogitsLoss, Rows
+from gpt2.ops.plain import LogitsLoss
 from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Tree
 
 # Bytes of float32 logits that exist at a time: 42,000 tokens with GPT-2's vocabulary. A step of
 # 32,768 in four chunks takes 1.03 times as long on an H200, and holds 6.7 GiB less.
@@ -34,7 +34,7 @@ def head_loss(
     loss: LogitsLoss,
     hidden: Array,
     table: Array,
-    rows: Rows,
+    rows: Batch,
     *,
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
@@ -102,7 +102,7 @@ class _Head(NamedTuple):
 def _loss(
     hidden: Array,
     stored: Array,
-    rows: Rows,
+    rows: Batch,
     numbers: list[Array],
     nothing: tuple[Array, Tree],
     head: _Head,

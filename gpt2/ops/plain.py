@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from gpt2.utils.remat import CORE_ATTENTION
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Tree
 
 # The logit of padding: its exponential is 0; finite, so that 0 times it is 0.
 IMPOSSIBLE = -1e9
@@ -29,12 +29,10 @@ Activation = Callable[[Array], Array]
 # after the query too, which are masked later. It may append columns: keys that take weight and have
 # no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
-# What is known of positions beside their logits, [B, T] each: "targets" and others by name.
-Rows = dict[str, Array]
-# From logits [B, T, V] and rows of the same positions to the objective, a scalar to be
-# differentiated, and a tree of what is logged, float32: sums over positions, so that those of parts
-# add up to those of the whole. Neither rows nor what is logged have a derivative.
-LogitsLoss = Callable[[Array, Rows], tuple[Array, Tree]]
+# From logits [B, T, V] and a batch of the same positions to the objective, a scalar to be
+# differentiated, and a tree of float32 sums to log. All are sums over positions, so that the
+# results of parts add up to the result of the whole. The batch and the sums have no derivative.
+LogitsLoss = Callable[[Array, Batch], tuple[Array, Tree]]
 
 
 class Scoring(NamedTuple):
@@ -277,18 +275,18 @@ def head_loss(
     loss: LogitsLoss,
     hidden: Array,
     table: Array,
-    rows: Rows,
+    batch: Batch,
     *,
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Tree]:
-    """Returns `loss(logits, rows)` of the logits `hidden table^T`.
+    """Returns `loss(logits, batch)` of the logits `hidden table^T`.
 
     `hidden` is `[B, T, D]`, `table` `[V, D]`; the product's operands have `dtype`. A kernel may
     store logits in `logits_dtype`.
     """
     logits = logits_of(hidden, table, dtype)
-    objective, logged = loss(logits, jax.lax.stop_gradient(rows))
+    objective, logged = loss(logits, jax.lax.stop_gradient(batch))
     return objective, jax.lax.stop_gradient(logged)
 
 
@@ -313,10 +311,10 @@ def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
     return jnp.where(is_real, losses, 0.0).sum(), is_real.sum(dtype=jnp.float32)
 
 
-def cross_entropy(logits: Array, rows: Rows) -> tuple[Array, Tree]:
+def cross_entropy(logits: Array, batch: Batch) -> tuple[Array, Tree]:
     """Sums `-log softmax(logits)` at the targets, in nats."""
-    losses = log_sum_exp(logits) - pick(logits, rows["targets"])
-    return sum_real(losses, rows["targets"])[0], ()
+    losses = log_sum_exp(logits) - pick(logits, batch["targets"])
+    return sum_real(losses, batch["targets"])[0], ()
 
 
 def hide_padding(logits: Array, vocab_size: int) -> Array:

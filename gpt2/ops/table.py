@@ -19,11 +19,10 @@ from gpt2.ops.plain import (
     Init,
     LogitsLoss,
     Names,
-    Rows,
     Scoring,
     Shape,
 )
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
 # From `kernel(q, k, v, segments)` to one that runs on each device's heads.
@@ -63,7 +62,7 @@ class HeadLoss(Protocol):
         loss: LogitsLoss,
         hidden: Array,
         table: Array,
-        rows: Rows,
+        batch: Batch,
         *,
         dtype: DTypeLike,
         logits_dtype: DTypeLike = "float32",

@@ -12,14 +12,15 @@ import numpy as np
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.data import Dataset
-from gpt2.data.loader import Batch, TrainLoader, ValidationLoader, prefetch
+from gpt2.data.loader import Batch as HostBatch
+from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
 from gpt2.data.own import OwnBatches
 from gpt2.errors import UserError
 from gpt2.parallel import Backend, distributed
 from gpt2.utils.text import format_count
+from gpt2.utils.trees import Batch
 
-Placed = dict[str, jax.Array]  # a batch [B, T] on the devices
-HeldOut = dict[str, tuple[float, Iterable[Placed]]]  # by part: its share, its batches
+HeldOut = dict[str, tuple[float, Iterable[Batch]]]  # by part: its share, its batches
 
 
 class Batches:
@@ -74,7 +75,7 @@ class Batches:
 
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
-    ) -> Generator[Placed, None, None]:
+    ) -> Generator[Batch, None, None]:
         """Yields the batches of the steps `start` + 1, ..., `stop`.
 
         `position` is what `position(start)` gave, which only batches of a user's own need.
@@ -89,13 +90,13 @@ class Batches:
             self._train.restored = position[jax.process_index()]
         return self._ahead(map(self._read, range(start + 1, stop + 1)))
 
-    def _ahead(self, read: Iterable[Batch]) -> Generator[Placed, None, None]:
+    def _ahead(self, read: Iterable[HostBatch]) -> Generator[Batch, None, None]:
         """Reads in a thread, and places in this one, so that a step's first run is alone."""
         with closing(prefetch(read)) as batches:
             for batch in batches:
                 yield self._put(batch)
 
-    def _read(self, step: int) -> Batch:
+    def _read(self, step: int) -> HostBatch:
         rows = self._local_rows(self._shapes.at(step).batch_size)
         return self._train.batch(step, rows)
 
@@ -119,18 +120,18 @@ class Batches:
             is_whole = is_whole and loader.is_whole
         return held_out, self.dataset.targets_per_byte if is_whole else None
 
-    def examples(self, start: int = 0) -> tuple[dict[Shape, Placed], Placed]:
+    def examples(self, start: int = 0) -> tuple[dict[Shape, Batch], Batch]:
         """Returns a batch of each shape after `start`, and one of validation."""
         held_out, _ = self.validation(1)
         _, first = next(iter(held_out.values()))
         example = next(iter(first))
-        examples = dict[Shape, Placed]()
+        examples = dict[Shape, Batch]()
         for begin in self._shapes.pieces:
             shape = self._shapes.at(max(begin, start) + 1)
             rows = self._local_rows(shape.batch_size)
             size = (rows.stop - rows.start, shape.context_length)
-            zeros = np.zeros(size, np.int32)
-            examples[shape] = self._put(dict.fromkeys(example, zeros))
+            zeros = {name: np.zeros(size, x.dtype) for name, x in example.items()}
+            examples[shape] = self._put(zeros)
         return examples, example
 
     def position(self, step: int) -> list[str]:

@@ -24,12 +24,12 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import by_name
-from gpt2.training.steps import Batch, MapSum, Sums, on_one_device
+from gpt2.training.steps import MapSum, on_one_device
 from gpt2.training.workdir import find_start
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import report
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Sums, Tree
 
 _LAYER = re.compile(r"^h_(\d+)")
 
@@ -129,11 +129,10 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
                 with nn.intercept_methods(note):
-                    sums = program.loss(params, micro_batch, key, step)
-                return sums["loss"][0], sums
+                    return program.loss(params, micro_batch, key, step)
 
             differentiate = jax.value_and_grad(forward, has_aux=True)
-            (total, sums), grads = differentiate(params)
+            (objective, sums), grads = differentiate(params)
             weights = by_name(params)
             grads = by_name(grads)
             flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
@@ -141,7 +140,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
                 module, _, kind = name.rpartition("/")
                 if kind == "output":
                     flags[f"the output of {module}"] = sums[name][0] > 0
-            flags["the loss"] = _is_bad(total)
+            flags["the loss"] = _is_bad((objective, sums["loss"]))
             # As the backward pass goes.
             for name in sorted(grads, key=place, reverse=True):
                 flags[f"the gradient of {name}"] = _is_bad(grads[name])

@@ -28,17 +28,15 @@ from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.state import with_shardings
 from gpt2.telemetry.chips import find_chip
 from gpt2.training.batches import Batches
+from gpt2.training.losses import LossFn, evaluation_loss, next_token_loss
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import make_watch_step
 from gpt2.training.steps import (
-    LossFn,
     Metrics,
     compute_both,
-    evaluation_loss,
     make_eval_step,
     make_train_step,
     make_update,
-    next_token_loss,
 )
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key

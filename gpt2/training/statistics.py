@@ -11,9 +11,9 @@ from flax.traverse_util import flatten_dict
 from jax import Array
 
 from gpt2.training.state import TrainState
-from gpt2.training.steps import Batch, MapSum, Metrics, UpdateFn, on_one_device
+from gpt2.training.steps import MapSum, Metrics, UpdateFn, on_one_device
 from gpt2.utils.scan import in_layout
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Tree
 
 
 def by_name(params: Tree) -> dict[str, Array]:

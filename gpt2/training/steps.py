@@ -5,12 +5,11 @@ which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` 
 `function(params, rows, device) -> (sums, grads)` for the rows of every device that splits the
 batch, and adds up the results once, across all devices. Both are trees of arrays.
 
-What is summed is what the loss returns: `{name: (sum, count)}`. `sums["loss"]` is cross-entropy,
-with the derivative of the whole objective; every name is divided once, at the end, and becomes the
-metric `train/NAME` or `eval/NAME`.
+What is summed is what the loss returns: its objective, whose gradient is divided once by the count
+of `sums["loss"]`, and `sums`, `{name: (sum, count)}`. Each name is divided once, at the end, and
+becomes the metric `train/NAME` or `eval/NAME`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -21,106 +20,17 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from gpt2.config import LossConfig
-from gpt2.model import GPT
 from gpt2.model.gpt import Params
-from gpt2.model.losses import Weight, loss_ingredients
-from gpt2.ops import plain
-from gpt2.ops.plain import LogitsLoss, Rows
 from gpt2.optim import num_updates
+from gpt2.training.losses import LossFn
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
-from gpt2.utils.scan import METRICS, reported
-from gpt2.utils.trees import Tree
+from gpt2.utils.trees import Batch, Sums, Tree
 
-Batch = dict[str, Array]
-Sums = dict[str, tuple[Array, Array]]
 Metrics = dict[str, Array]
 MapSum = Callable[[Callable], Callable]
-LossFn = Callable[..., Sums]
 Choose = Callable[[Array, Callable, Callable], Tree]
-
-
-def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
-    """Returns `loss(params, batch, key=None, step=None) -> {name: (sum, count)}`, float32 scalars.
-
-    `loss` is cross-entropy; other names are those of what `options` add and of what modules
-    `report`. train.py may swap this function for another of its signature.
-    """
-    extras = loss_ingredients(options)
-
-    def loss(
-        params: Params,
-        batch: Batch,
-        key: Array | None = None,
-        step: Array | None = None,
-    ) -> Sums:
-        if unknown := batch.keys() - {"tokens", "targets", "segments"}:
-            raise ValueError(f"a batch has {sorted(unknown)}, which nothing reads")
-        later: dict[str, tuple[Array, Weight]] = {}
-        if step is not None:
-            for extra in extras:
-                later |= extra.targets(batch["targets"], batch.get("segments"), step)
-        rows = batch | {name: targets for name, (targets, _) in later.items()}
-
-        def logits_loss(logits: Array, rows: Rows) -> tuple[Array, Sums]:
-            targets = rows["targets"]
-            log_normaliser = model.ops.log_sum_exp(logits)
-            at_targets = plain.pick(logits, targets)
-            found = {"loss": plain.sum_real(log_normaliser - at_targets, targets)}
-            objective = found["loss"][0]
-            for extra in extras:
-                real_logits = logits[..., : model.config.vocab_size]
-                term = extra.term(real_logits, log_normaliser, at_targets)
-                if term is not None:
-                    found[extra.option] = plain.sum_real(term, targets)
-                    objective += found[extra.option][0]
-            for name, (_, weight) in later.items():
-                losses = log_normaliser - plain.pick(logits, rows[name])
-                found[name] = plain.sum_real(losses, rows[name])
-                objective += weight * found[name][0]
-            return objective, found
-
-        return apply_loss(model, params, rows, logits_loss, key)
-
-    return loss
-
-
-def apply_loss(
-    model: GPT,
-    params: Params,
-    rows: Rows,
-    logits_loss: LogitsLoss,
-    key: Array | None = None,
-) -> Sums:
-    """Returns what `logits_loss` finds in a batch, and what modules report: `{name: (sum, count)}`.
-
-    `rows` are a batch and what else the loss reads of its positions. `logits_loss(logits, rows)`
-    takes float32 logits `[B, T, V]`, V with padding, and their rows, a part of the positions at a
-    time. It returns the objective, and sums by name, of which "loss" is one. Auxiliary losses of
-    modules join the objective. With a key there is dropout.
-    """
-    (objective, found), variables = model.apply(
-        {"params": params},
-        rows,
-        logits_loss,
-        deterministic=key is None,
-        rngs={} if key is None else {"dropout": key},
-        method="loss",
-        mutable=[METRICS],
-    )
-    if METRICS in variables:
-        for name, each in reported(variables[METRICS]).items():
-            total, count, auxiliary = each
-            if name in found:
-                raise ValueError(f"a module reports {name!r}, which the loss does")
-            found[name] = total, count
-            objective += auxiliary
-    total, count = found["loss"]
-    # The value to log, with the derivative of what a step lowers: the difference is 0.
-    total += objective - jax.lax.stop_gradient(objective)
-    return found | {"loss": (total, count)}
 
 
 def on_one_device(function: Callable) -> Callable:
@@ -176,8 +86,8 @@ def make_update(
         def sum_gradients(params, rows, device):
             def scaled_loss(params, micro_batch, index):
                 key = dropout_key(seed, state.step, index, device)
-                sums = loss(params, micro_batch, key, state.step)
-                return sums["loss"][0] * scale, sums
+                objective, sums = loss(params, micro_batch, key, state.step)
+                return objective * scale, sums
 
             gradients = partial(jax.grad(scaled_loss, has_aux=True), params)
             grads, sums = accumulate(gradients, rows, accumulate_steps)
@@ -268,20 +178,8 @@ def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
 
     def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         def sums(params, rows, device):
-            return loss(params, rows), None
+            return loss(params, rows)[1], None
 
         return map_sum(sums)(params, batch)[0]
 
     return eval_step
-
-
-def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
-    """Returns the plain cross-entropy of validation: no dropout, logits in float32.
-
-    What the loss `others` gives beside it is given too.
-    """
-    config = dataclasses.replace(model.config, logits_dtype="float32")
-    cross_entropy = next_token_loss(model.clone(config=config))
-    if others is None:
-        return cross_entropy
-    return lambda params, batch: others(params, batch) | cross_entropy(params, batch)

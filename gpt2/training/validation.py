@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 
 from gpt2.errors import UserError
-from gpt2.training.steps import Batch, Sums
+from gpt2.utils.trees import Batch, Sums
 
 # Batches that the host may be ahead of the devices. Simulated devices that get further wait for
 # each other for ever, since XLA has one pool of threads for all of them.

@@ -2,4 +2,9 @@
 
 from typing import Any
 
+from jax import Array
+
 Tree = Any  # a pytree: of arrays, such as nested dictionaries of parameters, or of their likes
+
+Batch = dict[str, Array]  # arrays [B, T] by name: tokens, targets, maybe segments, ...
+Sums = dict[str, tuple[Array, Array]]  # a sum and a count by name, float32 scalars

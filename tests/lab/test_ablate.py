@@ -865,9 +865,8 @@ def next_token_loss(*options):
     loss = _downhill(*options)
 
     def negated(*inputs, **named):
-        sums = loss(*inputs, **named)
-        total, count = sums["loss"]
-        return sums | {"loss": (-total, count)}
+        objective, sums = loss(*inputs, **named)
+        return -objective, sums
 
     return negated
 """

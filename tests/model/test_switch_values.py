@@ -16,8 +16,9 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
-from gpt2.model.losses.ahead import Ahead
-from gpt2.training.steps import evaluation_loss, make_eval_step, next_token_loss
+from gpt2.training.losses import evaluation_loss, next_token_loss
+from gpt2.training.losses.ahead import Ahead
+from gpt2.training.steps import make_eval_step
 from gpt2.utils.scan import in_layout, report
 from tests import plain
 from tests.helpers import assert_rounded, first_params, in_float64, thorough
@@ -123,8 +124,8 @@ def test_training_with_experts_is_that_of_plain_numpy(name):
 
     @jax.jit
     def objective_of(params):
-        sums = next_token_loss(model)(params, batch, jax.random.key(0))
-        return sums["loss"][0] / tokens.size, sums
+        objective, sums = next_token_loss(model)(params, batch, jax.random.key(0))
+        return objective / tokens.size, sums
 
     gradient, found = jax.grad(objective_of, has_aux=True)(params)
     loss, layers = routed_in_numpy(name, params, tokens)
@@ -141,7 +142,8 @@ def test_training_with_experts_is_that_of_plain_numpy(name):
             assert 0.05 < dropped < 0.6 and len(weights) == K * tokens.size
             assert each[f"{path}/dropped"] == pytest.approx(dropped)
     # What a person who scores or samples sees drops nothing.
-    whole = next_token_loss(model)(params, batch)["loss"][0]
+    _, sums = next_token_loss(model)(params, batch)
+    whole = sums["loss"][0]
     assert (abs(whole - found["loss"][0]) > 1e-2) == bool(cfg.expert_capacity)
 
     # Its slope along some direction, with the router's losses, as a difference of two.
@@ -176,12 +178,14 @@ def test_padding_counts_in_no_figure_of_a_router(name):
     loss = jax.jit(next_token_loss(model))
     batch = rolled(tokens)
     batch["targets"] = jnp.where(is_text, batch["targets"], -1)
-    padded = loss(params, batch)
-    others = loss(params, batch | {"tokens": jnp.where(is_text, tokens, 63 - tokens)})
+    _, padded = loss(params, batch)
+    changed = jnp.where(is_text, tokens, 63 - tokens)
+    _, others = loss(params, batch | {"tokens": changed})
     wanted = collections.defaultdict(float)
     for row in range(len(tokens)):
         each = {key: batch[key][row : row + 1, : sizes[row % 2]] for key in batch}
-        for key, (total, count) in loss(params, each).items():
+        _, sums = loss(params, each)
+        for key, (total, count) in sums.items():
             wanted[key] += np.array([total, count])
     assert {"h_0/mlp/balance_loss", "h_1/mlp/z_loss", "loss"} <= wanted.keys()
     for key, sums in wanted.items():
@@ -192,7 +196,7 @@ def test_padding_counts_in_no_figure_of_a_router(name):
         key: jnp.concatenate([batch[key], 0 * tokens[:1] - (key == "targets")])
         for key in batch
     }
-    chex.assert_trees_all_close(loss(params, empty), padded, rtol=1e-6)
+    chex.assert_trees_all_close(loss(params, empty)[1], padded, rtol=1e-6)
 
 
 @needs_experts
@@ -216,8 +220,7 @@ def test_what_experts_report_adds_up_over_them_and_reaches_the_gradient():
     batch = rolled(tokens_of(5))
 
     def lose(params):
-        sums = next_token_loss(model)(params, batch)
-        return sums["loss"][0], sums
+        return next_token_loss(model)(params, batch)
 
     dense, _ = jax.jit(jax.grad(lose, has_aux=True))(params)
     with at_each_mlp(report_each):
@@ -289,8 +292,8 @@ def test_losses_ahead_refuse_rows_that_end_before_them_and_a_fade_of_nothing():
     with pytest.raises(UserError, match="ahead_fade"):
         next_token_loss(model_of("default"), LossConfig(ahead_fade=9))
     ahead = Ahead(LossConfig(ahead="0.5,0.5"))
-    with pytest.raises(UserError, match="rows of 2 tokens"):
-        ahead.targets(jnp.zeros((1, 2), jnp.int32), None, jnp.int32(0))
+    with pytest.raises(UserError, match="sequences of 2 tokens"):
+        ahead.arrays({"targets": jnp.zeros((1, 2), jnp.int32)})
 
 
 def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
@@ -302,18 +305,19 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
     segments = np.repeat([[0, 1, 2], [0, 0, 1]], 6, axis=1)[:, :16]
     targets = jnp.roll(tokens, -1, axis=1).at[:, 13:].set(-1).at[1, 4:6].set(-1)
 
-    def sums(params, targets=targets, options=options, step=None):
+    def loss(params, targets=targets, options=options, step=None):
         batch = {"tokens": tokens, "targets": targets, "segments": segments}
         return next_token_loss(model, options)(params, batch, step=step)
 
     logits = np.float64(model.apply({"params": params}, tokens, segments=segments))
     rows = zip(logits, np.array(targets), [options] * 2, segments, strict=True)
     wanted = np.sum([plain.losses_ahead(*row) for row in rows], axis=0)
-    found = sums(params, step=jnp.int32(6))
-    z_loss, _ = found.pop("z_loss")
+    _, found = loss(params, step=jnp.int32(6))
+    z_loss, z_count = found.pop("z_loss")
+    assert z_count == found["loss"][1]
     assert list(found) == ["loss", "loss_ahead_2", "loss_ahead_3"]
     totals = [total for total, _ in found.values()]
-    np.testing.assert_allclose(np.add(totals, [z_loss, 0, 0]), wanted, rtol=1e-6)
+    np.testing.assert_allclose(np.add(totals, [0.1 * z_loss, 0, 0]), wanted, rtol=1e-6)
     assert [int(count) for _, count in found.values()] == [24, 18, 14]
     # The gradient is that of three losses of one target each, by weights that have faded to 1 / 4.
     further = [np.array(targets), *(np.full_like(targets, -1) for _ in range(2))]
@@ -323,16 +327,17 @@ def test_losses_ahead_are_those_of_numpy_and_move_the_weights_alone():
 
     @partial(jax.jit, static_argnums=2)
     def one_target(params, targets, options):
-        return jax.grad(lambda p: sums(p, targets, options)["loss"][0])(params)
+        return jax.grad(lambda p: loss(p, targets, options)[0])(params)
 
     how = [options, plain_ahead, plain_ahead]
     each = [one_target(params, *given) for given in zip(further, how, strict=True)]
     weighted = jax.tree.map(lambda a, b, c: a + b / 8 + c / 16, *each)
-    in_step = jax.jit(jax.grad(lambda p: sums(p, step=jnp.int32(6))["loss"][0]))
+    in_step = jax.jit(jax.grad(lambda p: loss(p, step=jnp.int32(6))[0]))
     gradient = in_step(params)
     chex.assert_trees_all_close(gradient, weighted, rtol=1e-5, atol=1e-5)
-    assert sums(params)["loss"] == found["loss"]
-    assert set(sums(params)) == {"loss", "z_loss"}
+    _, in_validation = loss(params)
+    assert in_validation["loss"] == found["loss"]
+    assert set(in_validation) == {"loss", "z_loss"}
 
 
 SIZE = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_dim=128)

@@ -25,10 +25,9 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, extend, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
 from gpt2.model.ingredients import INGREDIENTS, ingredients_of, score_terms
-from gpt2.model.losses import LOSSES, loss_ingredients
 from gpt2.ops.plain import SoftCap
+from gpt2.training.losses import LOSS_TERMS, next_token_loss
 from gpt2.training.program import Program
-from gpt2.training.steps import next_token_loss
 from gpt2.utils.scan import in_layout
 from tests import plain
 from tests.helpers import (
@@ -215,19 +214,22 @@ def rolled(tokens):
 
 
 def mean_loss(name, model, params, tokens, key=None):
-    """The mean loss in step 2 with the weighted ones ahead, which have no gradient of their own.
+    """The mean objective in step 2, less what routers add to it (but not less its gradient).
 
     With a `key` it is that of training, in which experts drop tokens.
     """
-    options = config_of(name).loss
-    loss = next_token_loss(model, options)
-    sums = loss(params, rolled(tokens), key, jnp.int32(2))
-    total, count = sums["loss"]
-    for term in {extra.option for extra in loss_ingredients(options)} & sums.keys():
-        total += sums[term][0]
-    for k, weight in enumerate(plain.ahead_weights(options, step=2), 2):
-        total += weight * sums[f"loss_ahead_{k}"][0]
-    return total / count
+    loss = next_token_loss(model, config_of(name).loss)
+    objective, sums = loss(params, rolled(tokens), key, jnp.int32(2))
+    weights = {
+        "balance_loss": model.config.expert_balance_loss,
+        "z_loss": model.config.expert_z_loss,
+    }
+    for path, (total, _) in sums.items():
+        module, _, quantity = path.rpartition("/")
+        if module and quantity in weights:
+            objective -= weights[quantity] * total
+    _, count = sums["loss"]
+    return objective / count
 
 
 def in_numpy(name, params, tokens):
@@ -261,15 +263,18 @@ def test_every_option_of_the_model_and_the_loss_has_a_switch():
                 assert (option, choice) in values, (option, choice)
 
 
-@pytest.mark.parametrize("kind", [*INGREDIENTS, *LOSSES], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [*INGREDIENTS, *LOSS_TERMS], ids=lambda k: k.__name__)
 def test_an_ingredient_is_a_file_with_a_source_and_an_option_that_a_switch_covers(kind):
     path = Path(inspect.getfile(kind))
-    group = "loss" if kind in LOSSES else "model"
-    folder = "losses" if kind in LOSSES else "ingredients"
-    assert path.parent == ROOT / "gpt2" / "model" / folder
+    group = "loss" if kind in LOSS_TERMS else "model"
+    folder = "training/losses" if kind in LOSS_TERMS else "model/ingredients"
+    assert path.parent == ROOT / "gpt2" / folder
     words = re.findall("[A-Z]+(?![a-z])|[A-Z][a-z]+", kind.__name__)
     assert "".join(words).lower() == path.stem.replace("_", "")
-    assert sum(inspect.getfile(each) == str(path) for each in INGREDIENTS + LOSSES) == 1
+    assert (
+        sum(inspect.getfile(each) == str(path) for each in INGREDIENTS + LOSS_TERMS)
+        == 1
+    )
     assert kind.option in default.get_config()[group]
     assert any(f"{group}.{kind.option}" in options for options in SWITCHES.values())
     source = r"\b(19|20)\d\d\b|arXiv|\d{4}\.\d{5}|modded-nanogpt|nanochat|GPT-J"
@@ -281,7 +286,7 @@ def test_an_ingredient_is_a_file_with_a_source_and_an_option_that_a_switch_cover
 
 def is_wanted(kind, name):
     config = config_of(name)
-    return kind.is_wanted(config.loss if kind in LOSSES else config.gpt())
+    return kind.is_wanted(config.loss if kind in LOSS_TERMS else config.gpt())
 
 
 def steps_of(name, model, tokens):

@@ -27,9 +27,10 @@ from gpt2.parallel.mesh import (
 )
 from gpt2.parallel.rules import BATCH_AXES
 from gpt2.parallel.state import with_shardings
+from gpt2.training.losses import next_token_loss
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
-from gpt2.training.steps import make_train_step, make_update, next_token_loss
+from gpt2.training.steps import make_train_step, make_update
 from tests.helpers import thorough
 
 SMALL = GPTConfig(

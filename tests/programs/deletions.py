@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from gpt2.model.ingredients import INGREDIENTS
-from gpt2.model.losses import LOSSES
+from gpt2.training.losses import LOSS_TERMS
 
 ROOT = Path(__file__).parents[2]
 CHECKS = (
@@ -48,9 +48,12 @@ def delete(place, kind):
     """Deletes a class's file, its row and its option."""
     module = Path(*kind.__module__.split(".")).with_suffix(".py")
     (place / module).unlink()
-    table = place / module.parent / "__init__.py"
-    text = re.sub(f"from {kind.__module__} import .*\n", "", table.read_text())
-    table.write_text(re.sub(rf"\b{kind.__name__},? ?\n?", "", text))
+    line = f"from {kind.__module__} import {kind.__name__}\n"
+    for table in (place / module.parent).glob("*.py"):
+        text = table.read_text()
+        if line in text:
+            text = text.replace(line, "")
+            table.write_text(re.sub(rf"\b{kind.__name__},? ?\n?", "", text))
     options = place / "configs/default.py"
     text = options.read_text()
     if module.stem in VALUES:
@@ -68,7 +71,7 @@ def delete(place, kind):
 
 def main(names):
     wrong = []
-    for kind in (*INGREDIENTS, *LOSSES):
+    for kind in (*INGREDIENTS, *LOSS_TERMS):
         name = kind.__module__.rpartition(".")[2]
         if names and name not in names:
             continue

@@ -82,7 +82,7 @@ a parallel MLP reads what attention wrote: ingredients/parallel_block.py, switch
 no layer keeps its values: ingredients/value_residual.py, switch_values -k value_residual
     - flow.carried[self.option] = first
     + pass
-validation has the z-loss too: training/steps.py, switch_values -k validation
+validation has the z-loss too: losses/next_token.py, switch_values -k validation
     - next_token_loss(model.clone(config=config))
     + next_token_loss(model.clone(config=config), LossConfig(z_loss=0.1))
 weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
@@ -305,12 +305,12 @@ a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k v
     - share = (1.0 / total) * dy
     + share = 1.0 / total
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
-    - self.options.z_loss * log_normaliser**2
-    + self.options.z_loss * log_normaliser**2 / 2
+    - self.options.z_loss * total
+    + self.options.z_loss * total / 2
 a loss' numbers to learn get the last chunk's derivative: ops/head_loss.py, ops -k numbers_to_learn
     - jax.tree.map(jnp.add, (found, dnumbers), (of_chunk, more))
     + jax.tree.map(jnp.add, found, of_chunk), more
-an auxiliary loss moves no weight: training/steps.py, steps -k auxiliary
+an auxiliary loss moves no weight: losses/next_token.py, steps -k auxiliary
     - objective += auxiliary
     + pass
 a term that blocks do not know is left out: ops/plain.py, ops -k scoring

@@ -11,7 +11,7 @@ import pytest
 
 from gpt2.errors import DivergedError
 from gpt2.training.diagnosis import Diagnosis
-from gpt2.training.steps import next_token_loss
+from gpt2.training.losses import next_token_loss
 from tests.helpers import thorough
 from tests.training.test_guard import (
     MICRO_BATCHES,
@@ -143,9 +143,10 @@ def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):  # noqa: F811
 def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
     def loss(model, options):
         def bad_for_poison(params, batch, *key_and_step):
-            sums = next_token_loss(model, options)(params, batch, *key_and_step)
+            loss = next_token_loss(model, options)
+            objective, sums = loss(params, batch, *key_and_step)
             bad = jnp.where((batch["tokens"] == POISON).any(), jnp.inf, 0.0)
-            return sums | {"loss": (sums["loss"][0] + bad, sums["loss"][1])}
+            return objective + bad, sums
 
         return bad_for_poison
 

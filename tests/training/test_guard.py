@@ -11,8 +11,8 @@ import pytest
 from gpt2.parallel import kernels
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import Guard
+from gpt2.training.losses import next_token_loss
 from gpt2.training.program import Program
-from gpt2.training.steps import next_token_loss
 from tests.helpers import batch_of, configured, thorough
 
 T = 8

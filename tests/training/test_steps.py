@@ -14,19 +14,20 @@ import optax
 import pytest
 
 from gpt2.config import OptimConfig, ParallelConfig
+from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, with_kernels
 from gpt2.model.layers import MLP
 from gpt2.ops import plain
+from gpt2.ops.head_loss import head_loss as chunked_head_loss
+from gpt2.ops.variants import Variants
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import make_backend
+from gpt2.training.losses import apply_loss, evaluation_loss, next_token_loss
 from gpt2.training.state import LossScale, TrainState
 from gpt2.training.steps import (
-    apply_loss,
-    evaluation_loss,
     make_eval_step,
     make_train_step,
     make_update,
-    next_token_loss,
 )
 from gpt2.utils.prng import dropout_key, init_key, sample_key
 from gpt2.utils.scan import report
@@ -81,8 +82,9 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     state, step = setup()
 
     def mean_loss(params):
-        total, count = next_token_loss(GPT(CONFIG))(params, batch)["loss"]
-        return total / count
+        objective, sums = next_token_loss(GPT(CONFIG))(params, batch)
+        _, count = sums["loss"]
+        return objective / count
 
     loss, grads = jax.jit(jax.value_and_grad(mean_loss))(state.params)
     norm = float(optax.tree.norm(grads))
@@ -249,7 +251,7 @@ def test_loss_scale_doubles_after_its_interval():
 def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
     batch = make_batch(0)
     mask = jnp.ones_like(batch["tokens"])
-    with pytest.raises(ValueError, match="'mask'"):
+    with pytest.raises(UserError, match="'mask'"):
         next_token_loss(GPT(CONFIG))(None, batch | {"mask": mask})
 
 
@@ -276,10 +278,11 @@ def size_of_mlp(model):
 
     def loss(params, batch, *key_and_step):
         with at_each_mlp(report_size):
-            sums = next_token_loss(model)(params, batch, *key_and_step)
-        small = jnp.sum(jnp.square(params["wte"]["embedding"])), jnp.float32(1.0)
-        total, count = sums["loss"]
-        return sums | {"small": small, "loss": (total + 0.1 * count * small[0], count)}
+            objective, sums = next_token_loss(model)(params, batch, *key_and_step)
+        small = jnp.sum(jnp.square(params["wte"]["embedding"]))
+        _, count = sums["loss"]
+        objective += 0.1 * count * small
+        return objective, sums | {"small": (small, jnp.float32(1.0))}
 
     return loss
 
@@ -302,9 +305,7 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
     assert found["train/h_0/mlp/size"] != found["train/h_1/mlp/size"]
     small = float(jnp.sum(jnp.square(state.params["wte"]["embedding"])))
     np.testing.assert_allclose(found["train/small"], small, rtol=1e-6)
-    np.testing.assert_allclose(
-        found["train/loss"], plain["train/loss"] + 0.1 * small, rtol=1e-6
-    )
+    np.testing.assert_allclose(found["train/loss"], plain["train/loss"], rtol=1e-6)
     assert abs(found["train/grad_norm"] - plain["train/grad_norm"]) > 1e-3
     accumulated = setup(config, loss=size_of_mlp, accumulate_steps=4)[1]
     after_4, again = accumulated(state, batch)
@@ -333,9 +334,8 @@ def with_its_sum(model):
             squares.append(jnp.sum(jnp.square(y.astype(jnp.float32))))
 
         with at_each_mlp(keep):
-            sums = next_token_loss(model)(*arguments)
-        total, count = sums["loss"]
-        return sums | {"loss": (total + 30.0 * sum(squares), count)}
+            objective, sums = next_token_loss(model)(*arguments)
+        return objective + 30.0 * sum(squares), sums
 
     return loss
 
@@ -349,22 +349,108 @@ def test_a_module_may_not_report_what_the_loss_does():
     state, step = setup.__wrapped__()
     with (
         nn.intercept_methods(intercept),
-        pytest.raises(ValueError, match="reports 'loss'"),
+        pytest.raises(UserError, match="reports 'loss'"),
     ):
         step(state, make_batch(0))
+
+
+def weighted_loss(model):
+    """A loss whose positions have weights from the batch, and one that logs a plain sum too."""
+
+    def from_logits(logits, batch):
+        targets = batch["targets"]
+        losses = plain.log_sum_exp(logits) - plain.pick(logits, targets)
+        total = jnp.sum(batch["weights"] * losses)
+        sums = {"loss": (total, jnp.sum(batch["weights"]))}
+        sums["marked"] = plain.sum_real(losses, batch["marks"] - 1)
+        return total, sums
+
+    def loss(params, batch, key=None, step=None):
+        reads = ("weights", "marks")
+        return apply_loss(model, params, batch, from_logits, key, reads)
+
+    return loss
+
+
+def weighted_batch():
+    batch = make_batch(0)
+    rng = np.random.default_rng(1)
+    batch["weights"] = rng.uniform(0.0, 2.0, (8, 8)).astype(np.float32)
+    batch["marks"] = rng.integers(0, 2, (8, 8), dtype=np.int32)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"backend": "pmap"},
+        thorough({"fsdp": 8, "fsdp_gather": "layer"}),
+        thorough({"data": 8}),
+    ],
+)
+def test_arrays_of_ones_own_batches_reach_ones_own_loss(parallel):
+    batch = weighted_batch()
+    state, step = setup(loss=weighted_loss)
+    after, found = step(state, batch)
+    # By hand: the weighted mean of the losses of all positions.
+    logits = GPT(CONFIG).apply({"params": state.params}, batch["tokens"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    mean = np.average(losses, weights=batch["weights"])
+    assert abs(mean - losses.mean()) > 1e-3
+    np.testing.assert_allclose(found["train/loss"], mean, rtol=1e-6)
+    marked = losses[batch["marks"] == 1].mean()
+    np.testing.assert_allclose(found["train/marked"], marked, rtol=1e-6)
+    # Micro-batches have different sums of weights.
+    after_4, accumulated = setup(loss=weighted_loss, accumulate_steps=4)[1](
+        state, batch
+    )
+    chex.assert_trees_all_close(after.params, after_4.params, atol=1e-5)
+    spread = on_devices(parallel, loss=weighted_loss)(batch)
+    for name, value in found.items():
+        np.testing.assert_allclose(accumulated[name], value, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(spread[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_arrays_of_ones_own_batches_reach_every_chunk_of_the_head():
+    model = GPT(CONFIG)
+    head = partial(chunked_head_loss, variants=Variants(), num_rows=16)
+    in_chunks = model.clone(ops=dataclasses.replace(model.ops, head_loss=head))
+    params = first_params(CONFIG)
+    batch = weighted_batch()
+
+    def differentiate(model):
+        derive = jax.value_and_grad(weighted_loss(model), has_aux=True)
+        return jax.jit(derive)(params, batch)
+
+    chex.assert_trees_all_close(
+        differentiate(in_chunks), differentiate(model), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_validation_keeps_the_names_of_ones_own_loss_and_plain_cross_entropy():
+    model = GPT(CONFIG)
+    params = first_params(CONFIG)
+    batch = weighted_batch()
+    validate = make_eval_step(evaluation_loss(model, weighted_loss(model)))
+    sums = jax.jit(validate)(params, batch)
+    assert sums["loss"][1] == 64
+    assert sums["marked"][1] == batch["marks"].sum()
+    with pytest.raises(UserError, match=r"\['marks', 'weights'\]"):
+        make_eval_step(evaluation_loss(model))(params, batch)
 
 
 def focal(model):
     """A loss as a person writes one: of the logits alone."""
 
-    def of_logits(logits, rows):
-        targets = rows["targets"]
+    def from_logits(logits, batch):
+        targets = batch["targets"]
         nats = plain.log_sum_exp(logits) - plain.pick(logits, targets)
         found = plain.sum_real((1 - jnp.exp(-nats)) ** 2 * nats, targets)
         return found[0], {"loss": found}
 
     def loss(params, batch, key=None, step=None):
-        return apply_loss(model, params, batch, of_logits, key)
+        return apply_loss(model, params, batch, from_logits, key)
 
     return loss
 
@@ -421,8 +507,8 @@ def test_an_auxiliary_loss_of_a_module_is_in_the_gradient_and_not_in_the_loss(
         setup(unrolled, loss=loss)[1](setup(unrolled)[0], batch)[1]
         for loss in (with_its_sum, next_token_loss)
     )
-    for name in written.keys() - {"train/loss"}:
-        np.testing.assert_allclose(found[name], written[name], rtol=1e-5, err_msg=name)
+    for name, value in written.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(found["train/loss"], without["train/loss"], rtol=1e-6)
     assert abs(found["train/grad_norm"] - without["train/grad_norm"]) > 1e-3
 

@@ -1,0 +1,90 @@
+"""Losses of the tokens 2, 3, ... positions ahead, predicted by the same logits.
+
+A light form of Gloeckle et al. 2024, arXiv 2404.19737, as in modded-nanogpt.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from gpt2.config import LossConfig
+from gpt2.errors import UserError
+from gpt2.ops import plain
+from gpt2.training.losses.term import LossTerm
+from gpt2.utils.trees import Batch, Sums
+
+
+class Ahead(LossTerm):
+    """`loss.ahead`, the weights, and `loss.ahead_fade`, the steps after which they are 0.
+
+    Logged as `loss_ahead_2`, `loss_ahead_3`, ..., without the weights.
+    """
+
+    option = "ahead"
+
+    def __init__(self, options: LossConfig):
+        super().__init__(options)
+        self.weights = [float(weight) for weight in options.ahead.split(",")]
+
+    @classmethod
+    def is_wanted(cls, options: LossConfig) -> bool:
+        """Returns whether there are weights."""
+        if options.ahead_fade and not options.ahead:
+            raise UserError(
+                f"loss.ahead_fade={options.ahead_fade} has no effect without loss.ahead",
+                "Set --config.loss.ahead too",
+            )
+        return bool(options.ahead)
+
+    def arrays(self, batch: Batch) -> Batch:
+        """Returns the targets of each loss."""
+        targets = batch["targets"]
+        length = targets.shape[1]
+        if length <= len(self.weights):
+            raise UserError(
+                f"loss.ahead={self.options.ahead} predicts past the end of sequences of "
+                f"{length} tokens",
+                "Use fewer weights",
+            )
+        return {
+            _name(distance): targets_ahead(targets, batch.get("segments"), distance)
+            for distance in range(1, len(self.weights) + 1)
+        }
+
+    def sums(
+        self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
+    ) -> tuple[Array | float, Sums]:
+        """Returns the weighted sum of all losses, and each sum; nothing in validation."""
+        objective: Array | float = 0.0
+        sums = Sums()
+        if step is None:
+            return objective, sums
+        remaining: Array | float = 1.0
+        if self.options.ahead_fade:
+            remaining = jnp.maximum(1 - step / self.options.ahead_fade, 0.0)
+        for distance, weight in enumerate(self.weights, 1):
+            targets = batch[_name(distance)]
+            losses = log_normaliser - plain.pick(logits, targets)
+            total, count = plain.sum_real(losses, targets)
+            objective += remaining * weight * total
+            sums[_name(distance)] = total, count
+        return objective, sums
+
+
+def _name(distance: int) -> str:
+    return f"loss_ahead_{distance + 1}"
+
+
+def targets_ahead(targets: Array, segments: Array | None, distance: int) -> Array:
+    """Returns the targets `distance` positions later in the same segment, `[B, T]`; -1: none.
+
+    A position whose own target is -1 has none.
+    """
+    exists = targets >= 0
+    if segments is not None:
+        exists = exists & (_later(segments, distance) == segments)
+    return jnp.where(exists, _later(targets, distance), -1)
+
+
+def _later(x: Array, distance: int) -> Array:
+    after_last = jnp.full_like(x[:, :distance], -1)
+    return jnp.concatenate([x[:, distance:], after_last], axis=1)

@@ -1,0 +1,131 @@
+"""The training loss as a value: `loss(params, batch, key=None, step=None) -> (objective, sums)`.
+
+`objective` is the scalar to differentiate, a sum over positions. `sums` are what is logged:
+`{name: (sum, count)}`. Steps add up both over micro-batches and devices, and divide once: the
+gradient by the count of `sums["loss"]`, each name by its own count.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+from jax import Array
+
+from gpt2.config import LossConfig
+from gpt2.errors import UserError
+from gpt2.model import GPT
+from gpt2.model.gpt import Params
+from gpt2.ops import plain
+from gpt2.ops.plain import LogitsLoss
+from gpt2.training.losses.ahead import Ahead
+from gpt2.training.losses.term import LossTerm
+from gpt2.training.losses.z_loss import ZLoss
+from gpt2.utils.scan import METRICS, reported
+from gpt2.utils.trees import Batch, Sums
+
+LossFn = Callable[..., tuple[Array, Sums]]
+
+# The arrays of a batch that every loss reads, if the batch has them.
+NEXT_TOKEN_ARRAYS = {"tokens", "targets", "segments"}
+
+LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
+
+
+def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
+    """Returns the loss of GPT-2: cross-entropy of the next token, in nats, and optional terms.
+
+    train.py may use another function of this signature instead.
+    """
+    terms = [term(options) for term in LOSS_TERMS if term.is_wanted(options)]
+
+    def loss(
+        params: Params,
+        batch: Batch,
+        key: Array | None = None,
+        step: Array | None = None,
+    ) -> tuple[Array, Sums]:
+        arrays = Batch()
+        for term in terms:
+            arrays |= term.arrays(batch)
+
+        def from_logits(logits: Array, batch: Batch) -> tuple[Array, Sums]:
+            targets = batch["targets"]
+            log_normaliser = model.ops.log_sum_exp(logits)
+            losses = log_normaliser - plain.pick(logits, targets)
+            sums = {"loss": plain.sum_real(losses, targets)}
+            objective = sums["loss"][0]
+            for term in terms:
+                weighted, to_log = term.sums(logits, log_normaliser, batch, step)
+                objective += weighted
+                sums |= to_log
+            return objective, sums
+
+        return apply_loss(model, params, batch | arrays, from_logits, key, arrays)
+
+    return loss
+
+
+def apply_loss(
+    model: GPT,
+    params: Params,
+    batch: Batch,
+    from_logits: LogitsLoss,
+    key: Array | None = None,
+    reads: Collection[str] = (),
+) -> tuple[Array, Sums]:
+    """Returns the objective and the sums of a batch, from its logits and from what modules report.
+
+    Args:
+        model: computes the logits.
+        params: of the model.
+        batch: arrays `[B, T]` by name: `tokens`, `targets` (-1: none), maybe `segments`, others.
+        from_logits: returns `(objective, sums)` of float32 logits `[B, T, V]` and the batch.
+            The head calls it with a part of the positions at a time and adds up the results.
+            "loss" is one of the sums. Logits of padding are -1e9.
+        key: of dropout; None: no dropout.
+        reads: names of the batch's arrays that `from_logits` reads in addition to `targets`.
+    """
+    unread = batch.keys() - NEXT_TOKEN_ARRAYS - {*reads}
+    if unread:
+        raise UserError(
+            f"The batch has the arrays {sorted(unread)}, which the loss does not read",
+            "Remove them, or name them in `reads` of the loss's apply_loss",
+        )
+    (objective, sums), variables = model.apply(
+        {"params": params},
+        batch,
+        from_logits,
+        deterministic=key is None,
+        rngs={} if key is None else {"dropout": key},
+        method="loss",
+        mutable=[METRICS],
+    )
+    if METRICS in variables:
+        for name, report in reported(variables[METRICS]).items():
+            total, count, auxiliary = report
+            if name in sums:
+                raise UserError(
+                    f"A module reports {name!r}, which the loss logs",
+                    "Rename one of them",
+                )
+            sums[name] = total, count
+            objective += auxiliary
+    return objective, sums
+
+
+def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
+    """Returns the loss of validation: plain cross-entropy, without dropout, of float32 logits.
+
+    It also returns the sums of the loss `others` that have other names than "loss".
+    """
+    config = dataclasses.replace(model.config, logits_dtype="float32")
+    cross_entropy = next_token_loss(model.clone(config=config))
+    if others is None:
+        return cross_entropy
+
+    def loss(params: Params, batch: Batch) -> tuple[Array, Sums]:
+        _, more = others(params, batch)
+        read = {name: x for name, x in batch.items() if name in NEXT_TOKEN_ARRAYS}
+        objective, sums = cross_entropy(params, read)
+        return objective, more | sums
+
+    return loss
