@@ -1,293 +1,534 @@
-"""Every option once, with its meaning and unit. Other configs start from this one and change it.
+"""All options with their defaults, meanings and units. Other config files change these values.
 
-An option set here is a default, not advice: the values are GPT-2 124M's, with the training recipe
-that nanoGPT and llm.c share. Each group is a class and each option a field of it, whose type says
-what it may be: `Literal` the names to choose from, `Annotated` a range of numbers or a table of
-names. A number without a range is at least 0.
+The defaults are those of GPT-2 124M, with the training recipe that nanoGPT and llm.c use. Each
+group is a class, and each option is a field of it. The type of a field says which values it allows:
+`Literal` lists names, `Annotated` holds a range. A number without a range must be at least 0.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Literal, TypeVar
 
 from ml_collections import ConfigDict
 
-# Ranges, of which round brackets leave the end itself out, and an example of factors.
+# Ranges. A round bracket excludes the bound.
 Positive = Annotated[int, "[1, inf)"]
-Seed = Annotated[int, "[0, 4294967295]"]  # keys hold 32 bits; larger ones would repeat
+Seed = Annotated[int, "[0, 4294967295]"]  # random keys hold 32 bits of a seed
 Devices = Annotated[int, "[-1, inf)"]
 AboveZero = Annotated[float, "(0, inf)"]
 AtLeastOne = Annotated[float, "[1, inf)"]
 BelowOne = Annotated[float, "[0, 1)"]
+Between = Annotated[float, "(0, 1)"]
 UpToOne = Annotated[float, "(0, 1]"]
-Share = Annotated[float, "[0, 1]"]
-Percent = Annotated[float, "[0, 100]"]
-Factors = Annotated[str, "0.5,0.25"]
+Fraction = Annotated[float, "[0, 1]"]
 
-# `optim.name` -> the options that it reads, beside those that all of them read.
-_MATRIX = ("beta1", "beta2", "eps", "adam_learning_rate")
-_MUON = (*_MATRIX, "momentum", "nesterov", "momentum_warmup", "orthogonalize")
-OPTIMIZERS = {
-    "adamw": ("beta1", "beta2", "eps"),
-    "adam": ("beta1", "beta2", "eps"),
-    "sgd": ("momentum", "nesterov"),
-    "lion": ("beta1", "beta2"),
-    "ademamix": ("beta1", "beta2", "beta3", "alpha", "eps"),
-    "schedule_free": ("beta1", "beta2", "eps"),
-    "muon": _MUON,
-    "normuon": _MUON,
-    "soap": (*_MATRIX, "precondition_every"),
-}
-
-# `model.` options -> the option that makes a model read them.
-READ_WITH = {
-    "rope_base": "position=rope",
-    "rope_share": "position=rope",
-    "rope_scaling": "position=rope",
-    "rope_factor": "position=rope",
-    "rope_context": "position=rope",
-    "experts_per_token": "num_experts",
-    "expert_capacity": "num_experts",
-    "expert_balance_loss": "num_experts",
-    "expert_z_loss": "num_experts",
-}
-
-# How attention is computed: blocked is for CPUs, cudnn for GPUs, splash for TPUs.
+# Names that GPTConfig, the model's part of the options, uses too.
 Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
+Compute = Literal["float32", "bfloat16", "float16"]
+Logits = Literal["float32", "bfloat16"]
+Remat = Literal["none", "full", "attention", "mlp", "dots"]
 
-# What `optim.schedule` may be; behind a colon follows what the schedule itself reads.
-SCHEDULES = ("cosine", "linear", "constant", "wsd", "piecewise:")
+Default = TypeVar("Default")
+
+
+def option(
+    default: Default,
+    help: str,
+    *,
+    needs: str = "",
+    may_change: bool = False,
+    is_duration: bool = False,
+    choices: tuple[str, ...] = (),
+    factors: str = "",
+    aliases: str = "",
+    is_recorded: bool = True,
+) -> Default:
+    """Returns a dataclass field for an option, with all that the program has to know about it.
+
+    Args:
+        default: its value in GPT-2 124M.
+        help: its meaning, unit and source.
+        needs: another option without which this one has no effect: `model.num_experts`, which must
+            differ from its default, or `optim.name=muon|soap`, which must have one of these values.
+        may_change: whether a run may continue with another value. In a group: all options in it.
+        is_duration: whether it counts steps of training, which a shorter or longer run scales.
+        choices: the names to choose from. Text may follow a name that ends with a colon.
+        factors: an example of a list of numbers, for an option that holds one.
+        aliases: names of this option in other codebases, separated by spaces.
+        is_recorded: whether config.json holds it. Options that run commands are not recorded, so
+            that a file of data runs nothing.
+    """
+    metadata = {
+        "help": help,
+        "needs": needs,
+        "may_change": may_change,
+        "is_duration": is_duration,
+        "choices": choices,
+        "factors": factors,
+        "aliases": tuple(aliases.split()),
+        "is_recorded": is_recorded,
+    }
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The shape of the model, what it is made of, and how attention is computed."""
+    """The architecture of the model, and how attention is computed."""
 
-    vocab_size: int = 0  # tokens; 0: as many as the tokenizer has
-    context_length: Positive = 1024  # tokens
-    num_layers: Positive = 12
-    num_heads: Positive = 12
-    # Of keys and values; 0: num_heads; 1: multi-query (Shazeer 2019); between: grouped queries
-    # (Ainslie et al. 2023, arXiv 2305.13245).
-    num_kv_heads: int = 0
-    embed_dim: Positive = 768
-    # Width of a head (Qwen 3, arXiv 2505.09388); 0: embed_dim / num_heads.
-    head_dim: int = 0
-    mlp_ratio: Positive = 4  # MLP width over embed_dim
-    mlp_dim: int = 0  # MLP width; 0: mlp_ratio * embed_dim
-    # Probability, on embeddings, attention weights and residual branches.
-    dropout: BelowOne = 0.0
-    bias: bool = True  # in linear layers and norms
-    tie_embeddings: bool = True  # the output head is the token embedding
-    # gelu is the exact form; swiglu and geglu gate with a third linear map (Shazeer 2020, arXiv
-    # 2002.05202); relu_squared: So et al. 2021.
+    vocab_size: int = option(0, "tokens; 0: the size of the tokenizer")
+    context_length: Positive = option(1024, "tokens", aliases="block_size seq_len")
+    num_layers: Positive = option(12, "transformer blocks", aliases="n_layer")
+    num_heads: Positive = option(12, "attention heads of queries", aliases="n_head")
+    num_kv_heads: int = option(
+        0,
+        "attention heads of keys and values; 0: num_heads; 1: multi-query attention (Shazeer "
+        "2019); between: grouped queries (Ainslie et al. 2023, arXiv 2305.13245)",
+    )
+    embed_dim: Positive = option(
+        768, "width of the residual stream", aliases="n_embd d_model"
+    )
+    head_dim: int = option(
+        0,
+        "width of an attention head (Qwen 3, arXiv 2505.09388); 0: embed_dim / num_heads",
+    )
+    mlp_dim: int = option(0, "width of the MLP's hidden layer; 0: 4 * embed_dim")
+    dropout: BelowOne = option(
+        0.0, "probability, on embeddings, attention weights and residual branches"
+    )
+    bias: bool = option(True, "biases in linear layers and norms")
+    tie_embeddings: bool = option(
+        True, "use the token embedding as the output head too"
+    )
     activation: Literal[
         "gelu_tanh", "gelu", "relu", "relu_squared", "silu", "swiglu", "geglu"
-    ] = "gelu_tanh"
-    # rmsnorm: Zhang and Sennrich 2019, arXiv 1910.07467.
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: AboveZero = 1e-5  # added to the mean square
-    # Of each branch; post: after the sum (Vaswani et al. 2017); sandwich: before and after the
-    # branch (Gemma 2, arXiv 2408.00118).
-    norm_position: Literal["pre", "post", "sandwich"] = "pre"
-    # rope: Su et al. 2021, arXiv 2104.09864; alibi: Press et al. 2022, arXiv 2108.12409.
-    position: Literal["learned", "rope", "alibi", "none"] = "learned"
-    rope_base: AboveZero = 10000.0  # longest wavelength of rope over 2 pi, in tokens
-    # Of a head's dimensions that rope turns, the first ones (GPT-NeoX, arXiv 2204.06745).
-    rope_share: UpToOne = 1.0
-    # Slows the turns that rope_context tokens hardly complete, for longer contexts; llama3:
-    # Grattafiori et al. 2024, arXiv 2407.21783, and Meta's code; yarn: Peng et al. 2023, arXiv
-    # 2309.00071.
-    rope_scaling: Literal["none", "llama3", "yarn"] = "none"
-    rope_factor: AtLeastOne = 1.0  # by how much rope_scaling slows them
-    rope_context: int = 0  # tokens of the context before rope_scaling
-    # RMSNorm of queries and keys per head (Dehghani et al. 2023, Qwen 3).
-    qk_norm: bool = False
-    window: int = 0  # tokens that a position sees, itself included; 0: all
-    # Layers in turn: S sees the window, L all (Gemma 2, Mistral).
-    window_pattern: str = "S"
-    # c * tanh(scores / c) before softmax (Gemma 2); 0: off.
-    attention_softcap: float = 0.0
-    # c * tanh(logits / c) before the loss (Gemma 2); 0: off.
-    logit_softcap: float = 0.0
-    # A table per layer, mixed into values (modded-nanogpt).
-    value_embeddings: bool = False
-    # Mixes the first layer's values into others' (Zhou et al. 2024, arXiv 2410.17897).
-    value_residual: bool = False
-    # Learned mix of the first embedding into every block (modded-nanogpt).
-    embedding_skip: bool = False
-    # Adds a gated share of the token before to each (modded-nanogpt).
-    smear: bool = False
-    # Rows of a table in which a hash of each token and the one before finds a vector to add; 0:
-    # none (modded-nanogpt; Engram, arXiv 2601.07372).
-    bigram_embeddings: int = 0
-    # Before the head, takes off a learned share of what the stream was after half of the layers
-    # (modded-nanogpt).
-    backout: bool = False
-    # Residual streams, for example 4, that each branch reads and writes by learned weights; 0: one
-    # without (Zhu et al. 2024, arXiv 2409.19606, dynamic).
-    hyper_connections: int = 0
-    # Each head's output times the sigmoid of a linear map of the block's input (Qiu et al. 2025,
-    # arXiv 2505.06708).
-    attention_gate: bool = False
-    # A learned logit per head that takes weight and gives nothing (gpt-oss, arXiv 2508.10925).
-    attention_sink: bool = False
-    # Attention's output loses its part along the position's own value (Zhai 2026, arXiv
-    # 2603.09078).
-    exclusive_attention: bool = False
-    # Attention and MLP read the same input (GPT-J, GPT-NeoX).
-    parallel_block: bool = False
-    # MLPs in each layer, of which a router chooses some for each token; 0: one without (Shazeer et
-    # al. 2017, arXiv 1701.06538).
-    num_experts: int = 0
-    # 1: as Switch Transformer (arXiv 2101.03961); more: as Mixtral (arXiv 2401.04088).
-    experts_per_token: Positive = 1
-    # Tokens of a row that an expert takes in training, over what it would take if all took as many,
-    # for example 1.25; the layer leaves further ones as they are. 0: no limit, and each step takes
-    # the time of all experts.
-    expert_capacity: float = 0.0
-    # Weight of the loss that is 1 if all experts take as many tokens (Switch Transformer).
-    expert_balance_loss: float = 0.01
-    # Weight of the router's log(normaliser)^2 (ST-MoE, arXiv 2202.08906).
-    expert_z_loss: float = 0.001
-    # Of kernels; fan_in: LeCun et al. 1998.
-    init: Literal["normal", "fan_in"] = "normal"
-    init_std: float = 0.02  # of tables, and of kernels under init=normal
-    # Of each branch's last kernel (Zhang et al. 2019, Fixup).
-    zero_init_projections: bool = False
-    # embed_dim at which rates were tuned; 0: off (Yang et al. 2022, Tensor Programs V, arXiv
-    # 2203.03466).
-    mup_base_width: int = 0
-    attention: Attention = "auto"
+    ] = option(
+        "gelu_tanh",
+        "gelu is the exact form; swiglu and geglu gate the hidden layer with a third linear map "
+        "(Shazeer 2020, arXiv 2002.05202); relu_squared: So et al. 2021",
+    )
+    norm: Literal["layernorm", "rmsnorm"] = option(
+        "layernorm", "rmsnorm: Zhang and Sennrich 2019, arXiv 1910.07467"
+    )
+    norm_eps: AboveZero = option(1e-5, "added to the variance or the mean square")
+    norm_position: Literal["pre", "post", "sandwich"] = option(
+        "pre",
+        "pre: before each branch; post: after the sum (Vaswani et al. 2017); sandwich: before and "
+        "after the branch (Gemma 2, arXiv 2408.00118)",
+    )
+    position: Literal["learned", "rope", "alibi", "none"] = option(
+        "learned",
+        "rope: Su et al. 2021, arXiv 2104.09864; alibi: Press et al. 2022, arXiv 2108.12409",
+    )
+    rope_base: AboveZero = option(
+        10000.0,
+        "longest wavelength of the rotations over 2 pi, in tokens",
+        needs="model.position=rope",
+    )
+    rope_share: UpToOne = option(
+        1.0,
+        "fraction of a head's dimensions that are rotated, the first ones (GPT-NeoX, arXiv "
+        "2204.06745)",
+        needs="model.position=rope",
+    )
+    rope_scaling: Literal["none", "llama3", "yarn"] = option(
+        "none",
+        "slows the rotations of long wavelengths, for contexts longer than rope_context; llama3: "
+        "Grattafiori et al. 2024, arXiv 2407.21783, and Meta's code; yarn: Peng et al. 2023, arXiv "
+        "2309.00071",
+        needs="model.position=rope",
+    )
+    rope_factor: AtLeastOne = option(
+        1.0, "factor by which rope_scaling slows rotations", needs="model.rope_scaling"
+    )
+    rope_context: int = option(
+        0,
+        "context length, in tokens, for which the model was trained before rope_scaling",
+        needs="model.rope_scaling",
+    )
+    qk_norm: bool = option(
+        False,
+        "RMSNorm of queries and keys in each head (Dehghani et al. 2023, Qwen 3)",
+    )
+    window: int = option(
+        0, "tokens to which a position attends, itself included; 0: all before it"
+    )
+    window_pattern: str = option(
+        "S",
+        "repeated over the layers: S attends within the window, L to all tokens (Gemma 2, Mistral)",
+    )
+    attention_softcap: float = option(
+        0.0, "c in c * tanh(scores / c) before softmax (Gemma 2); 0: off"
+    )
+    logit_softcap: float = option(
+        0.0, "c in c * tanh(logits / c) before the loss (Gemma 2); 0: off"
+    )
+    value_embeddings: bool = option(
+        False, "an embedding table per layer, mixed into the values (modded-nanogpt)"
+    )
+    value_residual: bool = option(
+        False,
+        "mixes the first layer's values into those of the others (Zhou et al. 2024, arXiv "
+        "2410.17897)",
+    )
+    embedding_skip: bool = option(
+        False, "a learned mix of the embedding into every block (modded-nanogpt)"
+    )
+    smear: bool = option(
+        False,
+        "adds a gated fraction of the previous token's embedding (modded-nanogpt)",
+    )
+    bigram_embeddings: int = option(
+        0,
+        "rows of a table from which a hash of each token and the one before selects a vector to "
+        "add; 0: off (modded-nanogpt; Engram, arXiv 2601.07372)",
+    )
+    backout: bool = option(
+        False,
+        "before the head, subtracts a learned fraction of the residual stream as it was after half "
+        "of the layers (modded-nanogpt)",
+    )
+    hyper_connections: int = option(
+        0,
+        "residual streams, for example 4, which each branch reads and writes with learned weights; "
+        "0: a single one, without weights (Zhu et al. 2024, arXiv 2409.19606, dynamic)",
+    )
+    attention_gate: bool = option(
+        False,
+        "multiplies each head's output by the sigmoid of a linear map of the block's input (Qiu et "
+        "al. 2025, arXiv 2505.06708)",
+    )
+    attention_sink: bool = option(
+        False,
+        "a learned logit per head that takes attention weight and adds no value (gpt-oss, arXiv "
+        "2508.10925)",
+    )
+    exclusive_attention: bool = option(
+        False,
+        "removes from attention's output its component along the position's own value (Zhai 2026, "
+        "arXiv 2603.09078)",
+    )
+    parallel_block: bool = option(
+        False, "attention and MLP read the same input (GPT-J, GPT-NeoX)"
+    )
+    num_experts: int = option(
+        0,
+        "MLPs in each layer, of which a router selects some for each token; 0: a single MLP, "
+        "without a router (Shazeer et al. 2017, arXiv 1701.06538)",
+    )
+    experts_per_token: Positive = option(
+        1,
+        "1: as in Switch Transformer (arXiv 2101.03961); more: as in Mixtral (arXiv 2401.04088)",
+        needs="model.num_experts",
+    )
+    expert_capacity: float = option(
+        0.0,
+        "tokens of a sequence that an expert accepts in training, relative to an even split, for "
+        "example 1.25; further tokens skip the layer. 0: no limit, and each step takes the time of "
+        "all experts",
+        needs="model.num_experts",
+    )
+    expert_balance_loss: float = option(
+        0.01,
+        "weight of the loss that is 1 if all experts get the same number of tokens (Switch "
+        "Transformer)",
+        needs="model.num_experts",
+    )
+    expert_z_loss: float = option(
+        0.001,
+        "weight of the router's log(normaliser)^2 (ST-MoE, arXiv 2202.08906)",
+        needs="model.num_experts",
+    )
+    init: Literal["normal", "fan_in"] = option(
+        "normal",
+        "distribution of initial kernels; fan_in: LeCun et al. 1998",
+        needs="model.mup_base_width=0",
+    )
+    init_std: float = option(
+        0.02, "of embedding tables, and of kernels with init=normal"
+    )
+    zero_init_projections: bool = option(
+        False, "starts the last kernel of each branch at 0 (Zhang et al. 2019, Fixup)"
+    )
+    mup_base_width: int = option(
+        0,
+        "embed_dim at which the learning rates were tuned; 0: off (Yang et al. 2022, Tensor "
+        "Programs V, arXiv 2203.03466)",
+    )
+    attention: Attention = option(
+        "auto",
+        "plain: the reference implementation; blocked is for CPUs, cudnn for GPUs, splash for TPUs",
+        may_change=True,
+    )
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of numbers; parameters and optimizer state are float32, for small updates."""
+    """Types of numbers. Parameters and optimizer state are float32, so small updates count."""
 
-    # float16 comes with dynamic loss scaling.
-    compute: Literal["float32", "bfloat16", "float16"] = "float32"
-    # In which the training loss stores logits; bfloat16: half the bytes.
-    logits: Literal["float32", "bfloat16"] = "float32"
+    compute: Compute = option(
+        "float32", "float16 comes with dynamic loss scaling", aliases="dtype"
+    )
+    logits: Logits = option(
+        "float32",
+        "type in which the training loss stores logits; bfloat16 takes half the bytes",
+        needs="precision.compute=bfloat16",
+    )
 
 
 @dataclass(frozen=True)
 class Data:
-    """The text, its tokens, and the rows of a batch."""
+    """The text, its tokens, and the sequences of a batch."""
 
-    corpus: str = "pystdlib"  # docs/data.md has every prefix; 0.7*ONE+0.3*OTHER mixes
-    tokenizer: str = "gpt2"  # gpt2, byte, char, bpe:SIZE, or a path to a tokenizer.json
-    # Token between documents, if a tokenizer.json names none or another.
-    end_of_text: str = ""
-    # Where prepared corpora lie; empty: $GPT2_DATA_DIR, else ~/.cache/gpt2-jax.
-    data_dir: str = ""
-    # Drop each document whose text came before in the corpus.
-    unique: bool = False
-    # Sequences per optimizer step, over all devices and micro-batches.
-    batch_size: Positive = 480
-    # Share held out for validation; docs/data.md says of what.
-    val_fraction: UpToOne = 0.005
-    # Of training rows. concat: windows of joined documents; bos: begin at a document, and crop
-    # what does not fit (nanochat); pad: a document a row, padded to the context.
-    packing: Literal["concat", "bos", "pad"] = "concat"
-    # Attend only within a document; positions count from its start.
-    document_mask: bool = False
+    corpus: str = option(
+        "pystdlib",
+        "docs/data.md lists every prefix; 0.7*ONE+0.3*OTHER is a mixture",
+        aliases="dataset",
+    )
+    tokenizer: str = option(
+        "gpt2", "gpt2, byte, char, bpe:SIZE, or the path of a tokenizer.json"
+    )
+    end_of_text: str = option(
+        "", "token between documents, if a tokenizer.json names none or another"
+    )
+    data_dir: str = option(
+        "",
+        "directory of prepared corpora; empty: $GPT2_DATA_DIR, or else ~/.cache/gpt2-jax",
+        may_change=True,
+    )
+    unique: bool = option(
+        False, "drop every document whose text occurred before in the corpus"
+    )
+    batch_size: Positive = option(
+        480,
+        "sequences per optimizer step, over all devices and micro-batches",
+        aliases="bs",
+    )
+    val_fraction: Between = option(
+        0.005,
+        "fraction of the text in the validation split; docs/data.md says which part",
+    )
+    packing: Literal["concat", "bos", "pad"] = option(
+        "concat",
+        "training sequences. concat: windows of joined documents; bos: begin at a document, and "
+        "crop what does not fit (nanochat); pad: a document each, padded to the context",
+    )
+    document_mask: bool = option(
+        False, "attend only within a document, and count positions from its start"
+    )
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of training, and of train/loss; validation is plain cross-entropy."""
+    """The training loss, which is also train/loss. Validation is plain cross-entropy."""
 
-    # Weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5).
-    z_loss: float = 0.0
-    # Weights of the losses of the tokens 2, 3, ... on, by the same logits, for example 0.5,0.25
-    # (Gloeckle et al. 2024, arXiv 2404.19737, lightly, as modded-nanogpt); logged beside train/loss
-    # as train/loss_ahead_2 and so on.
-    ahead: Factors = ""
-    # Steps over which these weights go to 0 on a line; 0: they stay.
-    ahead_fade: int = 0
+    z_loss: float = option(
+        0.0, "weight of log(normaliser)^2 (PaLM, arXiv 2204.02311, section 5)"
+    )
+    ahead: str = option(
+        "",
+        "weights of the losses of the tokens 2, 3, ... ahead, computed from the same logits, for "
+        "example 0.5,0.25 (after Gloeckle et al. 2024, arXiv 2404.19737, in modded-nanogpt's light "
+        "form); logged as train/loss_ahead_2 and so on",
+        factors="0.5,0.25",
+    )
+    ahead_fade: int = option(
+        0,
+        "steps over which these weights fall linearly to 0; 0: they stay",
+        needs="loss.ahead",
+        is_duration=True,
+    )
+
+
+# Optimizers that read an option.
+_ADAM = "optim.name=adamw|adam|ademamix|schedule_free|muon|normuon|soap"
+_BETAS = f"{_ADAM}|lion"
+_MATRIX = "optim.name=muon|normuon|soap"
+_MUON = "optim.name=muon|normuon"
 
 
 @dataclass(frozen=True)
 class Optim:
-    """The optimizer and its rate."""
+    """The optimizer and its learning rate."""
 
-    # docs/optimizers.md says which options each one reads.
-    name: Annotated[str, OPTIMIZERS] = "adamw"
-    learning_rate: float = 6e-4  # peak, after the warm-up
-    # Of what muon, normuon and soap leave to Adam; 0: as above.
-    adam_learning_rate: float = 0.0
-    # REGEX=FACTOR,...: times the rate of parameters whose name matches. A factor is 0, or from 1e-6
-    # to 1e6.
-    layer_rates: str = ""
-    # wsd: warm-up, stable, decay; piecewise:STEP=SHARE,...: shares of the peak from a step on.
-    schedule: Annotated[str, SCHEDULES] = "cosine"
-    warmup_steps: int = 2000
-    warmup_percent: Percent = 0.0  # of train.num_steps, in place of warmup_steps
-    decay_steps: int = 0  # of wsd
-    # Of train.num_steps, in place of decay_steps; both 0: 20.
-    decay_percent: Percent = 0.0
-    end_learning_rate: float = 6e-5
-    beta1: BelowOne = 0.9
-    beta2: BelowOne = 0.95
-    beta3: BelowOne = 0.9999  # of ademamix's slow average
-    alpha: float = 5.0  # weight of ademamix's slow average
-    momentum: BelowOne = 0.95  # of sgd, muon, normuon
-    nesterov: bool = True  # of sgd, muon, normuon
-    # Steps over which muon's and normuon's momentum goes from 0.85 to `momentum` on a line, for
-    # example 300 (modded-nanogpt); 0: off.
-    momentum_warmup: int = 0
-    # Of muon, normuon; polar_express: other polynomials, as many (Amsel et al. 2025, arXiv
-    # 2505.16932).
-    orthogonalize: Literal["newton_schulz", "polar_express"] = "newton_schulz"
-    precondition_every: Positive = 10  # steps between soap's new bases
-    eps: AboveZero = 1e-8
-    weight_decay: float = 0.1  # on kernels and embeddings, not on biases and norms
-    # weight_decay times the rate's share of its peak, beside the rate itself (Defazio 2025, arXiv
-    # 2506.02285; modded-nanogpt).
-    scheduled_weight_decay: bool = False
-    # What is masked where update and gradient (updates), or update and weight (decay), disagree in
-    # sign (Liang et al. 2024, arXiv 2411.16085).
-    cautious: Literal["none", "updates", "decay", "both"] = "none"
-    # Decay per step of the average that is validated and exported; 0: off.
-    ema: BelowOne = 0.0
-    # Share of the steps, the last ones, whose weights' mean is validated and exported (Jain et al.
-    # 2018, arXiv 1610.03774); 0: off.
-    tail_average: Share = 0.0
-    clip_norm: float = 1.0  # global gradient norm; 0: off
+    name: Literal[
+        "adamw",
+        "adam",
+        "sgd",
+        "lion",
+        "ademamix",
+        "schedule_free",
+        "muon",
+        "normuon",
+        "soap",
+    ] = option("adamw", "docs/optimizers.md describes them", aliases="optimizer")
+    learning_rate: float = option(6e-4, "peak, after the warm-up", aliases="lr max_lr")
+    adam_learning_rate: float = option(
+        0.0,
+        "peak for the parameters that muon, normuon and soap leave to Adam; 0: learning_rate",
+        needs=_MATRIX,
+    )
+    layer_rates: str = option(
+        "",
+        "REGEX=FACTOR,...: multiplies the learning rate of parameters whose name matches. A factor "
+        "is 0, or between 1e-6 and 1e6",
+    )
+    schedule: str = option(
+        "cosine",
+        "wsd: warm-up, stable, decay; piecewise:STEP=FRACTION,...: fractions of the peak, from "
+        "these steps on",
+        choices=("cosine", "linear", "constant", "wsd", "piecewise:"),
+        aliases="decay_lr",
+    )
+    warmup_steps: int = option(
+        2000, "steps of the linear warm-up", is_duration=True, aliases="warmup_iters"
+    )
+    decay_fraction: UpToOne = option(
+        0.2,
+        "fraction of train.num_steps over which wsd decays, at the end (Hu et al. 2024)",
+        needs="optim.schedule=wsd",
+    )
+    end_fraction: Fraction = option(
+        0.1,
+        "learning rate at the end of cosine, linear and wsd, as a fraction of the peak",
+        aliases="min_lr end_learning_rate",
+    )
+    beta1: BelowOne = option(
+        0.9, "decay per step of the average of gradients", needs=_BETAS
+    )
+    beta2: BelowOne = option(
+        0.95, "decay per step of the average of squared gradients", needs=_BETAS
+    )
+    beta3: BelowOne = option(
+        0.9999,
+        "decay per step of ademamix's slow average of gradients",
+        needs="optim.name=ademamix",
+    )
+    alpha: float = option(
+        5.0, "weight of ademamix's slow average", needs="optim.name=ademamix"
+    )
+    momentum: BelowOne = option(
+        0.95, "decay per step of the momentum", needs=f"{_MUON}|sgd"
+    )
+    nesterov: bool = option(True, "Nesterov's momentum", needs=f"{_MUON}|sgd")
+    momentum_warmup: int = option(
+        0,
+        "steps over which the momentum rises linearly from 0.85, for example 300 (modded-nanogpt); "
+        "0: off",
+        needs=_MUON,
+        is_duration=True,
+    )
+    orthogonalize: Literal["newton_schulz", "polar_express"] = option(
+        "newton_schulz",
+        "polar_express: the same number of iterations with other polynomials (Amsel et al. 2025, "
+        "arXiv 2505.16932)",
+        needs=_MUON,
+    )
+    precondition_every: Positive = option(
+        10, "steps between updates of soap's bases", needs="optim.name=soap"
+    )
+    eps: AboveZero = option(1e-8, "added to Adam's denominator", needs=_ADAM)
+    weight_decay: float = option(
+        0.1, "on kernels and embeddings, not on biases and norms", aliases="wd"
+    )
+    scheduled_weight_decay: bool = option(
+        False,
+        "multiplies weight_decay by the learning rate over its peak, in addition to the learning "
+        "rate itself (Defazio 2025, arXiv 2506.02285; modded-nanogpt)",
+    )
+    cautious: Literal["none", "updates", "decay", "both"] = option(
+        "none",
+        "masks elements where update and gradient (updates), or update and weight (decay), differ "
+        "in sign (Liang et al. 2024, arXiv 2411.16085)",
+    )
+    ema: BelowOne = option(
+        0.0,
+        "decay per step of an average of the weights, which is validated and exported; 0: off",
+    )
+    tail_average: Fraction = option(
+        0.0,
+        "fraction of the steps, at the end, over which weights are averaged; the average is "
+        "validated and exported (Jain et al. 2018, arXiv 1610.03774); 0: off",
+    )
+    clip_norm: float = option(
+        1.0, "largest global norm of the gradients; 0: off", aliases="grad_clip"
+    )
 
 
 @dataclass(frozen=True)
 class Train:
     """The steps of a run, and what it does between them."""
 
-    num_steps: Positive = 600_000  # optimizer steps
-    # 2000=128,4000=256: so many sequences after so many steps; before, data.batch_size (Smith et
-    # al. 2018, arXiv 1711.00489).
-    batch_schedule: str = ""
-    # 0=256,2000=1024: likewise, tokens that divide context_length (Li et al. 2022, arXiv
-    # 2108.06084).
-    context_schedule: str = ""
-    window_schedule: str = ""  # likewise, tokens of model.window (modded-nanogpt)
-    accumulate_steps: Positive = 1  # micro-batches per optimizer step
-    log_every: Positive = 10  # steps
-    eval_every: int = 1000  # steps; 0: only at the end
-    # Of data.batch_size rows, a validation; 0: the whole split, as bits per byte need.
-    eval_batches: int = 0
-    # NAME:DIRECTORY,... of tasks to score (docs/evaluation.md); empty: none.
-    eval_tasks: str = ""
-    eval_tasks_every: int = 0  # steps; 0: only at the end
-    checkpoint_every: int = 1000  # steps; 0: only at the end
-    # Newest checkpoints to keep, beside the best; one may be damaged.
-    keep_checkpoints: Positive = 2
-    # Steps whose multiples stay as checkpoints for good; 0: none.
-    keep_every: int = 0
-    # Steps in a row whose loss or gradients are not finite that may be skipped; 0: the first one
-    # ends the run.
-    skip_bad_steps: int = 0
-    # Without a step, and ten times as long as a step takes, after which a run counts as hanging and
-    # ends; 0: never.
-    hang_seconds: float = 60.0
-    init_from: str = ""  # hf:DIR, run:DIR or run:DIR@STEP; empty: from scratch
+    num_steps: Positive = option(
+        600_000,
+        "optimizer steps",
+        may_change=True,  # moves the end of the schedule
+        aliases="max_iters max_steps lr_decay_iters steps",
+    )
+    batch_schedule: str = option(
+        "",
+        "STEP=SIZE,...: sequences per step after a number of steps, for example 2000=128,4000=256; "
+        "before, data.batch_size (Smith et al. 2018, arXiv 1711.00489)",
+    )
+    context_schedule: str = option(
+        "",
+        "STEP=LENGTH,...: tokens per sequence, divisors of context_length, for example "
+        "0=256,2000=1024 (Li et al. 2022, arXiv 2108.06084)",
+        needs="data.packing=concat",
+    )
+    window_schedule: str = option(
+        "", "STEP=WINDOW,...: tokens of model.window (modded-nanogpt)"
+    )
+    accumulate_steps: Positive = option(
+        1,
+        "micro-batches per optimizer step",
+        may_change=True,  # without dropout, whose masks depend on it
+        aliases="gradient_accumulation_steps",
+    )
+    log_every: Positive = option(10, "steps", may_change=True, aliases="log_interval")
+    eval_every: int = option(
+        1000, "steps; 0: only at the end", may_change=True, aliases="eval_interval"
+    )
+    eval_batches: int = option(
+        0,
+        "batches of data.batch_size sequences in a validation; 0: the whole split, which bits per "
+        "byte need",
+        may_change=True,
+        aliases="eval_iters",
+    )
+    eval_tasks: str = option(
+        "",
+        "NAME:DIRECTORY,... of tasks to score (docs/evaluation.md); empty: none",
+        may_change=True,
+    )
+    eval_tasks_every: int = option(0, "steps; 0: only at the end", may_change=True)
+    checkpoint_every: int = option(1000, "steps; 0: only at the end", may_change=True)
+    keep_checkpoints: Positive = option(
+        2,
+        "newest checkpoints to keep, in addition to the best; one of them may be damaged",
+        may_change=True,
+    )
+    keep_every: int = option(
+        0,
+        "checkpoints whose step is a multiple of this are kept forever; 0: none",
+        may_change=True,
+    )
+    skip_bad_steps: int = option(
+        0,
+        "consecutive steps whose loss or gradients are not finite that may be skipped; 0: the "
+        "first one ends the run",
+        may_change=True,
+    )
+    hang_seconds: float = option(
+        60.0,
+        "a run ends as hanging after this time without a step, and ten times the time of a step; "
+        "0: never",
+        may_change=True,
+    )
+    init_from: str = option(
+        "",
+        "hf:DIR, run:DIR or run:DIR@STEP: weights to start from; empty: random ones. A run with a "
+        "checkpoint in its workdir continues by itself",
+        choices=("", "hf:", "run:"),
+    )
 
 
 Storage = Literal["none", "fsdp", "tensor", "tensor,fsdp"]
@@ -295,129 +536,128 @@ Storage = Literal["none", "fsdp", "tensor", "tensor,fsdp"]
 
 @dataclass(frozen=True)
 class Rules:
-    """Axis of a parameter: what stores it in parts, or none."""
+    """For each axis of parameters, the mesh axes over which it is stored in shards."""
 
-    table: Storage = "tensor,fsdp"  # the width of an embedding
-    embed: Storage = "fsdp"  # the model's width, in kernels
-    norm: Storage = "fsdp"  # the width of a norm
-    heads: Storage = "tensor"
-    mlp: Storage = "tensor"
-    # Of a mixture; tensor, together with mlp=none: each device has experts of its own.
-    experts: Literal["none", "tensor"] = "none"
-    vocab: Storage = "none"
-    position: Storage = "none"
-    # Of activations between attention and MLP, no parameter.
-    sequence: Literal["none", "tensor"] = "none"
+    table: Storage = option("tensor,fsdp", "width of an embedding table")
+    embed: Storage = option("fsdp", "width of the residual stream, in kernels")
+    norm: Storage = option("fsdp", "width of a norm")
+    heads: Storage = option("tensor", "attention heads")
+    mlp: Storage = option("tensor", "width of the MLP's hidden layer")
+    experts: Literal["none", "tensor"] = option(
+        "none",
+        "experts of a mixture; tensor, together with mlp=none: each device has experts of its own",
+    )
+    vocab: Storage = option("none", "rows of the token embedding")
+    position: Storage = option("none", "rows of the position embedding")
+    sequence: Literal["none", "tensor"] = option(
+        "none", "positions of activations between attention and MLP; no parameter"
+    )
 
 
 @dataclass(frozen=True)
 class Parallel:
     """The sizes of the mesh's axes, and what they split."""
 
-    # pjit: jax.jit with shardings; pmap: data parallel only.
-    backend: Literal["pjit", "pmap"] = "pjit"
-    # ddp: data alone; zero1: fsdp splits the optimizer's state alone; zero3: stored parameters too,
-    # and gradients if fsdp_gather is layer (Rajbhandari et al. 2020, arXiv 1910.02054); megatron:
-    # tensor splits the sequence too, between attention and MLP (Korthikanti et al. 2022, arXiv
-    # 2205.05198). The last three take all devices for their axis while its size is 1. auto: as the
-    # sizes say, fsdp as in zero3.
-    strategy: Literal["auto", "ddp", "zero1", "zero3", "megatron"] = "auto"
-    data: Devices = -1  # devices that split the batch; -1: the rest
-    fsdp: Devices = 1  # devices that split the batch and the stored parameters
-    tensor: Devices = 1  # devices that split heads, MLP and vocabulary
-    # Into which a CPU without accelerators is split: with two, steps of small models on two cores
-    # are a tenth to a fifth shorter (docs/performance.md).
-    cpu_devices: Positive = 1
-    # When parameters are gathered: layer holds least; step holds all of them and their gradients
-    # whole, and sends least with many micro-batches; auto: docs/parallelism.md. Means nothing where
-    # fsdp=-1 finds no more than one device.
-    fsdp_gather: Literal["auto", "layer", "step"] = "auto"
-    rules: Rules = Rules()
+    backend: Literal["pjit", "pmap"] = option(
+        "pjit", "pjit: jax.jit with shardings; pmap: data parallel only"
+    )
+    strategy: Literal["auto", "ddp", "zero1", "zero3", "megatron"] = option(
+        "auto",
+        "ddp: data parallel only; zero1: fsdp splits the optimizer's state only; zero3: the stored "
+        "parameters too, and gradients if fsdp_gather is layer (Rajbhandari et al. 2020, arXiv "
+        "1910.02054); megatron: tensor splits the sequence too, between attention and MLP "
+        "(Korthikanti et al. 2022, arXiv 2205.05198). The last three use all devices for their "
+        "axis while its size is 1. auto: as the sizes say, with fsdp as in zero3",
+    )
+    data: Devices = option(-1, "devices that split the batch; -1: the rest")
+    fsdp: Devices = option(1, "devices that split the batch and the stored parameters")
+    tensor: Devices = option(1, "devices that split heads, MLP and vocabulary")
+    cpu_devices: Positive = option(
+        1,
+        "devices into which a CPU without accelerators is split; with two, steps of small models "
+        "on two cores are a tenth to a fifth shorter (docs/performance.md)",
+    )
+    fsdp_gather: Literal["auto", "layer", "step"] = option(
+        "auto",
+        "when parameters are gathered. layer: uses the least memory; step: holds all of them and "
+        "their gradients whole, and sends the least with many micro-batches; auto: "
+        "docs/parallelism.md. It has no effect where fsdp=-1 finds a single device",
+    )
+    rules: Rules = option(Rules(), "how parameters are stored")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is kept in memory, and what is computed again."""
+    """What stays in memory, and what is recomputed."""
 
-    # What a layer keeps for its backward pass, beside its input; the rest is computed again. none:
-    # all, so that nothing is; full: nothing, so that all is; attention: results of attention's
-    # products; mlp: of the MLP's; dots: of both, so that no product runs twice.
-    remat: Literal["none", "full", "attention", "mlp", "dots"] = "none"
-    scan_layers: bool = False  # one compiled block for all layers
-    # Layers in one turn of the loop of scan_layers, a divisor of their number. As many as there
-    # are: no loop, and stacked parameters: fewer kernels on GPUs, and slower on TPUs
-    # (docs/performance.md).
-    scan_unroll: Positive = 1
+    remat: Remat = option(
+        "none",
+        "recomputes parts of a layer in the backward pass. none: nothing; full: all but the "
+        "layer's input; attention: all but the matrix products of attention; mlp: all but those of "
+        "the MLP; dots: all but the matrix products",
+    )
+    scan_layers: bool = option(False, "a loop over layers, whose body is compiled once")
+    scan_unroll: Positive = option(
+        1,
+        "layers per iteration of that loop, a divisor of num_layers. num_layers itself means "
+        "stacked parameters without a loop: fewer kernels on GPUs, and slower on TPUs "
+        "(docs/performance.md)",
+        needs="memory.scan_layers",
+    )
 
 
 @dataclass(frozen=True)
 class Logging:
-    """What a run writes beside its metrics."""
+    """What a run writes in addition to its metrics."""
 
-    tensorboard: bool = True
-    wandb: bool = False  # WANDB_RUN_GROUP and WANDB_TAGS have its group and tags
-    wandb_project: str = "gpt2"
-    # Metrics that the screen shows beside the usual ones, separated by commas; NAME is train/NAME
-    # and eval/NAME.
-    screen: str = ""
-    # Published losses that loss.png shows, too: a name in configs/reference, or a CSV file as
-    # docs/ablations.md says.
-    reference: str = ""
-    watch_every: int = 0  # steps between norms of every tensor; 0: off
-    # The trace begins after this step; 0: with the first step.
-    profile_start: int = 0
-    # Steps in the trace, which `python -m gpt2.lab.profile` reads; 0: no trace.
-    profile_steps: int = 0
-    # A command of the shell that the first process runs when it ends, in whatever way it can tell
-    # of, with GPT2_EXIT_CODE and GPT2_EXIT_REASON in its environment; empty: none.
-    on_exit: str = ""
+    tensorboard: bool = option(True, "write event files for TensorBoard")
+    wandb: bool = option(
+        False,
+        "send metrics to Weights & Biases; WANDB_RUN_GROUP and WANDB_TAGS set group and tags",
+        aliases="wandb_log",
+    )
+    wandb_project: str = option("gpt2", "project at Weights & Biases")
+    screen: str = option(
+        "",
+        "metrics that the screen shows in addition to the usual ones, separated by commas; NAME is "
+        "train/NAME and eval/NAME",
+    )
+    reference: str = option(
+        "",
+        "published losses to plot in loss.png: a name in configs/reference, or a CSV file as in "
+        "docs/ablations.md",
+    )
+    watch_every: int = option(0, "steps between logs of every tensor's norm; 0: off")
+    profile_start: int = option(
+        0, "the trace begins after this step; 0: with the first step"
+    )
+    profile_steps: int = option(
+        0, "steps in the trace, which `python -m gpt2.lab.profile` reads; 0: no trace"
+    )
+    on_exit: str = option(
+        "",
+        "shell command that the first process runs when it ends, however it ends (unless killed), "
+        "with GPT2_EXIT_CODE and GPT2_EXIT_REASON in its environment; empty: none. It is set by a "
+        "flag or a .py file: config.json does not hold it",
+        is_recorded=False,
+    )
 
 
 @dataclass(frozen=True)
 class Options:
     """All options of a run."""
 
-    seed: Seed = 0  # data order, initialisation, dropout and samples follow from it
-    model: Model = Model()
-    precision: Precision = Precision()
-    data: Data = Data()
-    loss: Loss = Loss()
-    optim: Optim = Optim()
-    train: Train = Train()
-    parallel: Parallel = Parallel()
-    memory: Memory = Memory()
-    logging: Logging = Logging()
-
-
-# What other codebases call our options.
-ALIASES = {
-    "lr": "optim.learning_rate",
-    "max_lr": "optim.learning_rate",
-    "min_lr": "optim.end_learning_rate",
-    "wd": "optim.weight_decay",
-    "grad_clip": "optim.clip_norm",
-    "warmup_iters": "optim.warmup_steps",
-    "decay_lr": "optim.schedule",
-    "optimizer": "optim.name",
-    "max_iters": "train.num_steps",
-    "max_steps": "train.num_steps",
-    "lr_decay_iters": "train.num_steps",
-    "steps": "train.num_steps",
-    "gradient_accumulation_steps": "train.accumulate_steps",
-    "eval_interval": "train.eval_every",
-    "eval_iters": "train.eval_batches",
-    "log_interval": "train.log_every",
-    "block_size": "model.context_length",
-    "seq_len": "model.context_length",
-    "n_layer": "model.num_layers",
-    "n_head": "model.num_heads",
-    "n_embd": "model.embed_dim",
-    "d_model": "model.embed_dim",
-    "dtype": "precision.compute",
-    "dataset": "data.corpus",
-    "wandb_log": "logging.wandb",
-    "bs": "data.batch_size",
-}
+    seed: Seed = option(0, "determines data order, initialisation, dropout and samples")
+    model: Model = option(Model(), "the architecture")
+    precision: Precision = option(Precision(), "types of numbers")
+    data: Data = option(Data(), "text and batches")
+    loss: Loss = option(Loss(), "the training loss")
+    optim: Optim = option(Optim(), "the optimizer")
+    train: Train = option(Train(), "the steps")
+    # A layout changes training only by rounding.
+    parallel: Parallel = option(Parallel(), "devices", may_change=True)
+    memory: Memory = option(Memory(), "memory", may_change=True)
+    logging: Logging = option(Logging(), "logs", may_change=True)
 
 
 def get_config() -> ConfigDict:

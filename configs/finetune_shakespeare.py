@@ -26,7 +26,6 @@ def get_config() -> ConfigDict:
     config.optim.update(
         dict(
             learning_rate=3e-5,
-            end_learning_rate=3e-5,
             schedule="constant",
             warmup_steps=0,
             beta2=0.99,

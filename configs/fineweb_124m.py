@@ -45,7 +45,7 @@ def get_config(word: str = "h100-8") -> ConfigDict:
         eps=1e-10,
         schedule="wsd",
         warmup_steps=250,
-        decay_percent=70.0,
+        decay_fraction=0.7,
         clip_norm=0.0,
     )
     config.train.update(num_steps=5625, eval_every=125)

@@ -53,7 +53,7 @@ def get_config(machine: str = "") -> ConfigDict:
     devices, sequences, options = MACHINES[machine]
     parts = 512 // (devices * sequences)
     config.data.update(corpus="tokens:fineweb10B/*.bin", batch_size=512)
-    config.optim.update(end_learning_rate=0.0, warmup_steps=700)
+    config.optim.update(end_fraction=0.0, warmup_steps=700)
     # llm.c validates on the first 20 batches of the split.
     config.train.update(num_steps=18_865, accumulate_steps=parts, eval_batches=20)
     config.logging.reference = "llmc-124m"

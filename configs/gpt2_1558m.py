@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     config = gpt2_124m.get_config()
     config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=48, num_heads=25, embed_dim=1600)
-    config.optim.update(learning_rate=6e-4, end_learning_rate=0.0, warmup_steps=700)
+    config.optim.update(learning_rate=6e-4, end_fraction=0.0, warmup_steps=700)
     config.data.batch_size = 1024
     config.train.update(num_steps=32_000, accumulate_steps=16)
     config.memory.update(remat="full", scan_layers=True)

@@ -20,6 +20,6 @@ def get_config() -> ConfigDict:
     config = gpt2_124m.get_config()
     config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=24, num_heads=16, embed_dim=1024)
-    config.optim.update(learning_rate=3e-4, end_learning_rate=3e-5)
+    config.optim.learning_rate = 3e-4
     config.train.update(accumulate_steps=6)
     return config

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config = gpt2_124m.get_config()
     config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=36, num_heads=20, embed_dim=1280)
-    config.optim.update(learning_rate=2.5e-4, end_learning_rate=2.5e-5)
+    config.optim.learning_rate = 2.5e-4
     config.train.update(accumulate_steps=5)
     config.memory.update(remat="dots", scan_layers=True)
     return config

@@ -27,6 +27,6 @@ def get_config() -> ConfigDict:
         adam_learning_rate=4e-2,  # 0.22: of embeddings, norms and biases; 4e-3 without
         # Of kernels. In place of 8e-3 and 2e-4 they give 0.10 at 150 steps, by one seed.
         learning_rate=1.2e-2,
-        end_learning_rate=2e-3,
+        end_fraction=1 / 6,
     )
     return config

@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     config = default.get_config()
     config.model.update(context_length=128, num_layers=4, num_heads=4, embed_dim=128)
     config.data.update(tokenizer="bpe:4096", batch_size=16, val_fraction=0.02)
-    config.optim.update(learning_rate=6e-3, end_learning_rate=6e-4, warmup_steps=50)
+    config.optim.update(learning_rate=6e-3, warmup_steps=50)
     config.train.update(num_steps=500, eval_every=100, checkpoint_every=100)
     config.parallel.cpu_devices = 2  # a step takes 0.86 of its time with one
     return config

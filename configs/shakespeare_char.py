@@ -12,7 +12,8 @@ mean of 20 seeds (docs/ablations.md). nanoGPT publishes 1.88.
     python train.py --config=configs/shakespeare_char.py --config.data.corpus=text:input.txt \
         --config.model.num_layers=4 --config.model.num_heads=4 --config.model.embed_dim=128 \
         --config.model.context_length=64 --config.model.dropout=0.0 --config.data.batch_size=12 \
-        --config.train.num_steps=2000 --config.optim.learning_rate=2e-3
+        --config.train.num_steps=2000 --config.optim.learning_rate=2e-3 \
+        --config.optim.end_fraction=0.05
 """
 
 from ml_collections import ConfigDict
@@ -34,9 +35,7 @@ def get_config() -> ConfigDict:
     config.data.update(
         corpus="text:input.txt", tokenizer="char", batch_size=64, val_fraction=0.1
     )
-    config.optim.update(
-        learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=100, beta2=0.99
-    )
+    config.optim.update(learning_rate=1e-3, warmup_steps=100, beta2=0.99)
     config.train.update(num_steps=5000, eval_every=250, checkpoint_every=250)
     config.parallel.cpu_devices = 2
     return config

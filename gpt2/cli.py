@@ -1,4 +1,4 @@
-"""The command line: flags, options by `--config`, and one line for a mistake."""
+"""The command line: flags, options by `--config`, and how a command ends."""
 
 import faulthandler
 import io
@@ -20,7 +20,7 @@ from gpt2.config.options import (
     require_option,
 )
 from gpt2.config.run import Config, read_options
-from gpt2.errors import UserError, exit_on_user_error, run_on_exit
+from gpt2.errors import UserError, exit_on_user_error, require_choice, run_on_exit
 from gpt2.signals import exit_at_interrupt, raise_at_interrupt
 
 
@@ -32,23 +32,28 @@ def run(
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parses the command line, and exits with what `main` returns; a mistake is a line and 2.
+    """Parses the command line, calls `main`, and exits with the code that it returns, 0 for None.
 
-    `main` receives the arguments that are no flags: one of `commands`, and then, if the program
-    `takes_files`, any number. Without `--config`, options are those of our configs/quickstart.py.
+    `main` receives the arguments that are not flags: one of `commands`, and then, if `takes_files`,
+    any number of them. Without `--config`, options are those of our configs/quickstart.py.
     """
     raise_at_interrupt()
     faulthandler.enable()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # which may not know every character
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Its encoding may lack some characters.
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
     known = set(flags.FLAGS)
     define_flags()
-    for name in set(flags.FLAGS) - known:  # which --help shows
+    for name in set(flags.FLAGS) - known:  # --help lists the key flags of a module
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     _, *arguments = parse_flags(sys.argv)
-    if commands and (not arguments or arguments[0] not in commands):
-        raise UserError(f"a command is missing: one of {', '.join(commands)}")
+    if commands and not arguments:
+        raise UserError(
+            "The command is missing", f"Choose one of {', '.join(commands)}"
+        )
+    if commands:
+        require_choice("command", arguments[0], tuple(commands))
     if len(arguments) > bool(commands) and not takes_files:
         raise UserError(
             f"{arguments[-1]} is not a flag", "Write options as --name=value"
@@ -60,12 +65,12 @@ def run(
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags, and returns the program's name and the arguments that are no flags."""
+    """Parses flags, and returns the program's name and the arguments that are not flags."""
     try:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
-        is_given = any(re.match("--?config(=|$)", each) for each in arguments)
+        is_given = any(re.match("--?config(=|$)", text) for text in arguments)
         if "config" in flags.FLAGS and not is_given:
-            # The project's own, whatever lies in this folder; ml_collections looks there, too.
+            # An absolute path, because ml_collections would prefer a file of the current directory.
             path = Path(__file__).parents[1] / "configs/quickstart.py"
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
@@ -73,25 +78,42 @@ def parse_flags(argv: list[str]) -> list[str]:
                 name, _, value = argument[match.end() :].partition("=")
                 require_option(name, "--config.")
                 if value:
-                    read_option(name, value)  # absl tells Python's error
+                    read_option(name, value)  # its errors are plainer than absl's
         if "--help" in argv and "config" in flags.FLAGS:
-            flags.FLAGS([each for each in argv if each != "--help"])
-            flag = flags.FLAGS["config"]
-            options = flatten(flag.value)
-            flag.help += " It has:"
-            for name, option in OPTIONS.items():
-                flag.help += f"\n{name}={options[name]}  {option.meaning}".rstrip()
+            flags.FLAGS([argument for argument in argv if argument != "--help"])
+            _list_options()
             argv = [argv[0], "--help"]
         return flags.FLAGS(argv)
-    except SystemExit as end:  # absl ends --help with 1, as if it had failed
+    except SystemExit as end:  # absl exits with 1 after --help
         sys.exit(0 if end.code == 1 else end.code)
     except flags.UnrecognizedFlagError as error:
-        told = str(error)  # with the nearest flag
-        if "config" in flags.FLAGS and "Did you mean" not in told:
-            raise no_option(error.flagname, "--config.") from None
-        raise UserError(told) from None
+        raise _unknown_flag(error) from None
     except (flags.Error, TypeError, ValueError) as error:
         raise UserError(str(error).replace("\n", " "), "See --help") from None
+
+
+def _list_options() -> None:
+    """Adds all options, with their values and meanings, to the help of `--config`."""
+    flag = flags.FLAGS["config"]
+    values = flatten(flag.value)
+    flag.help += " Its options:"
+    for name, option in OPTIONS.items():
+        flag.help += f"\n{name}={values[name]}  {option.help}"
+
+
+def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
+    """Returns the message for an unknown flag, which may be an option or a flag of nanoGPT."""
+    if error.flagname == "out_dir":
+        return UserError("There is no flag --out_dir", "Did you mean --workdir?")
+    if error.flagvalue.endswith("=resume"):  # --init_from=resume
+        return UserError(
+            f"There is no flag --{error.flagname}",
+            "A run continues by itself: give the same --workdir again",
+        )
+    message = str(error)  # names the nearest flag, if one is near
+    if "config" in flags.FLAGS and "Did you mean" not in message:
+        return no_option(error.flagname, "--config.")
+    return UserError(message)
 
 
 def define_config() -> None:
@@ -100,72 +122,88 @@ def define_config() -> None:
         config_flags.DEFINE_config_file(
             "config",
             None,
-            "File of options, see configs/, or a run's config.json; if not given, "
-            "configs/quickstart.py. --config.group.option=value sets one of them.",
+            "A file of options, such as those in configs/, or a run's config.json; "
+            "configs/quickstart.py by default. --config.group.option=value sets one option.",
             flag_values=flags.FLAGS,
         )
-    except flags.CantOpenFlagFileError as error:  # it looks for FILE
+    except (
+        flags.CantOpenFlagFileError
+    ) as error:  # of --flagfile=FILE, already read here
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser()
-    flag.default_as_str = None  # for --help: the meaning tells what stands for None
+    flag.default_as_str = None  # in --help, where the text above names the default
 
 
 class _ConfigFileParser(flags.ArgumentParser):
-    """Reads a config file, or the record of a run."""
+    """Reads a config file, or the config.json of a run."""
 
     def parse(self, name: str) -> ConfigDict:
         return ConfigDict(read_options(name)).lock()
 
 
 def parse_config() -> Config:
-    """Returns the validated options that `--config` and its overrides give."""
+    """Returns the validated options of `--config` and its overrides."""
     return Config.from_dict(flags.FLAGS["config"].value)
 
 
 def config_file() -> str:
-    """Returns the path of the config file, as it was given."""
+    """Returns the path of the config file, as given on the command line."""
     return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
 def config_name() -> str:
-    """Returns the stem of the config file's name, whatever argument follows."""
+    """Returns the stem of the config file's name, without the argument that may follow it."""
     path, _, _ = config_file().partition(".py:")
     return Path(path).stem
 
 
 def overrides() -> Options:
-    """Returns the options that `--config.a.b=v` set, by dotted name."""
+    """Returns the options set by `--config.a.b=v`, by dotted name."""
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
 def define_run() -> None:
-    """Defines the flags of a run: its options, its place and its processes."""
+    """Defines the flags of a run: its options, its directory and its processes."""
     define_config()
     flags.DEFINE_string(
-        "workdir", None, "Where the run lives; runs/<config name> if not given."
+        "workdir",
+        None,
+        "Directory or URL of the run; runs/<config name> by default.",
     )
     flags.DEFINE_bool(
-        "debug", False, "Compile without optimisation: edit, run and print sooner."
+        "debug",
+        False,
+        "Compile without optimisation, for short cycles of editing and printing.",
     )
     flags.DEFINE_string(
-        "coordinator", None, "HOST:PORT of process 0, if several train together."
+        "coordinator",
+        None,
+        "HOST:PORT of process 0, if several processes train together.",
     )
     flags.DEFINE_integer(
         "num_processes", None, "Number of processes that train.", lower_bound=1
     )
     flags.DEFINE_integer(
-        "process_index", None, "Number of this process, from 0.", lower_bound=0
+        "process_index", None, "Index of this process, from 0.", lower_bound=0
     )
     flags.register_validator(
         "coordinator",
-        lambda given: given is None or re.fullmatch(r".+:\d{1,5}", given),
-        "it is not HOST:PORT, such as localhost:1234",
+        _is_address,
+        "it is not HOST:PORT, such as localhost:1234, with a port from 1 to 65535",
     )
     flags.register_multi_flags_validator(
         ["process_index", "num_processes"],
         lambda given: (
             None in given.values() or given["process_index"] < given["num_processes"]
         ),
-        "there is no such process, since they count from 0",
+        "--process_index counts from 0, and must be less than --num_processes",
     )
+
+
+def _is_address(text: str | None) -> bool:
+    """Returns whether `text` is HOST:PORT, or not given."""
+    if text is None:
+        return True
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 1 <= int(port) <= 65535

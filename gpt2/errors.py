@@ -1,4 +1,4 @@
-"""Mistakes that a person can mend, how they end a command, and lines on the screen."""
+"""User errors, how exceptions end a command, and messages on the screen."""
 
 import contextlib
 import difflib
@@ -10,21 +10,21 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
-_on_exit = ""  # a command of the shell
+_on_exit = ""  # a shell command
 
 
 class UserError(Exception):
-    """A mistake that a person can mend, told in one line: `what` is wrong, and `how` to mend it."""
+    """A mistake that a person can correct: `what` is wrong, and the `remedy`, in one line."""
 
-    def __init__(self, what: str, how: str = "", exit_code: int = 2):
+    def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
         self.exit_code = exit_code
         self.what = what.rstrip(".")
-        told = f"{self.what}. {how}".rstrip(". ")
-        if not told.endswith("?"):
-            told += "."
-        # Names of files and flags may hold any character.
+        message = f"{self.what}. {remedy}".rstrip(". ")
+        if not message.endswith("?"):
+            message += "."
+        # Names of files and flags may contain any character.
         super().__init__(
-            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in told)
+            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
         )
 
 
@@ -39,14 +39,15 @@ class DivergedError(ArithmeticError):
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Ends a command by a user's mistake with one line and an exit code. It decorates, too.
+    """Turns a UserError in the body into one line and an exit code. It is a decorator too.
 
-    So does Ctrl-C, with 130. A reader that wants no more, such as `head`, gives 141 and no word.
+    Ctrl-C exits with 130. If the reader of a pipe has ended, such as `head`, the code is 141,
+    without a message.
     """
     try:
         yield
     except BrokenPipeError:
-        _silence(sys.stdout)
+        _discard(sys.stdout)
         sys.exit(128 + signal.SIGPIPE)
     except (Exception, KeyboardInterrupt) as error:
         end = describe_exit(error)
@@ -63,7 +64,7 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def exit_process(message: str, code: int) -> NoReturn:
-    """Ends the process with a line, without waiting for its threads or for other processes."""
+    """Prints a message and ends the process, without waiting for threads or other processes."""
     log(message)
     run_on_exit(code, message)
     with ignore_failed_output(sys.stdout):
@@ -72,28 +73,28 @@ def exit_process(message: str, code: int) -> NoReturn:
 
 
 def set_on_exit(command: str) -> None:
-    """Sets what `run_on_exit` runs."""
+    """Sets the shell command that `run_on_exit` runs."""
     global _on_exit
     _on_exit = command
 
 
 def run_on_exit(code: int, reason: str) -> None:
-    """Runs `logging.on_exit`, once. Its failure is told, and changes no exit code."""
+    """Runs `logging.on_exit`, once. If it fails, a warning is printed; the exit code stays."""
     command = _on_exit
     set_on_exit("")
     if not command:
         return
-    about = {"GPT2_EXIT_CODE": str(code), "GPT2_EXIT_REASON": reason}
+    variables = {"GPT2_EXIT_CODE": str(code), "GPT2_EXIT_REASON": reason}
     try:
         subprocess.run(
-            command, shell=True, env=os.environ | about, check=True, timeout=60
+            command, shell=True, env=os.environ | variables, check=True, timeout=60
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         warn(f"logging.on_exit: {error}")
 
 
-# What the system refuses because of a disk, or of a path that a person chose.
-_REFUSED = (
+# Errors of the operating system that concern a disk, a path or a port chosen by a person.
+_CAUSED_BY_USER = (
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EACCES,
@@ -108,16 +109,16 @@ _REFUSED = (
 
 
 def describe_exit(error: BaseException) -> tuple[str, int] | None:
-    """Returns what a command prints that ends by an exception, and its exit code.
+    """Returns the message and the exit code of a command that an exception ends.
 
-    None: the exception is a mistake of the program, and its traceback has to be seen.
+    None means that the exception is an error of the program, whose traceback should be printed.
     """
-    if isinstance(error, OSError) and error.errno in _REFUSED:
-        told = str(error.strerror)
+    if isinstance(error, OSError) and error.errno in _CAUSED_BY_USER:
+        message = str(error.strerror)
         if error.filename:
-            told += f" ({os.fsdecode(error.filename)})"
-        error = UserError(told)
-    if str(error).startswith("Unable to initialize backend"):  # as JAX_PLATFORMS asks
+            message += f" ({os.fsdecode(error.filename)})"
+        error = UserError(message)
+    if str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS is wrong
         error = UserError(str(error))
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
@@ -127,12 +128,12 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
 
 
 def warn(message: str) -> None:
-    """Prints what a person should know, in one line on stderr. The program goes on."""
+    """Prints a warning to stderr, in one line."""
     log(f"warning: {message}")
 
 
 def log(message: str, stream: TextIO | None = None) -> None:
-    """Prints a line at once, to stderr unless `stream` is given. A failed write is ignored."""
+    """Prints a line at once, to stderr by default. Nothing happens if it cannot be written."""
     stream = stream or sys.stderr
     with ignore_failed_output(stream):
         print(message, file=stream, flush=True)
@@ -140,22 +141,23 @@ def log(message: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def ignore_failed_output(stream: TextIO) -> Iterator[None]:
-    """Lets the body print, and loses what cannot be: Ctrl-C ends `tee` too, a disk is full."""
+    """Discards what the body cannot print: the disk is full, or Ctrl-C has ended `tee` too."""
     try:
         yield
     except OSError:
-        _silence(stream)
+        _discard(stream)
 
 
-def _silence(stream: TextIO) -> None:
-    """Lets a stream print nowhere: Python would print its rest at the end, and exit with 120."""
+def _discard(stream: TextIO) -> None:
+    """Discards what a stream has buffered, which Python would fail to flush at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises a UserError unless `value` is one of `choices`; it proposes the nearest."""
+    """Raises a UserError unless `value` is one of `choices`, and suggests the nearest."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        how = f"Did you mean {near[0]}?" if near else ""
-        raise UserError(f"{name}={value} is not one of {', '.join(choices)}", how)
+        remedy = f"Did you mean {near[0]}?" if near else ""
+        allowed = ", ".join(choices).removeprefix(", ")
+        raise UserError(f"{name}={value} is not one of {allowed}", remedy)

@@ -134,7 +134,9 @@ def pages():
 
 
 def test_pages_name_options_that_exist():
-    named = set(re.findall(r"--config\.((?!a\.b|group\.)\w+\.[\w.]+)=", pages()))
+    named = set(
+        re.findall(r"--config\.((?!a\.b|group\.|GROUP\.)\w+\.[\w.]+)=", pages())
+    )
     assert len(named) > 30
     assert named <= flatten(DEFAULTS.to_dict()).keys()
 

@@ -1,12 +1,12 @@
-"""The shape of a model, and the sizes that OpenAI released."""
+"""The options of the model, and the sizes that OpenAI released."""
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
 from configs import default
-from gpt2.config.options import changed, check_value
+from gpt2.config.options import Options, check_effects, read_group
 from gpt2.errors import UserError, require_choice
 
 # name: (num_layers, num_heads, embed_dim). Radford et al. 2019, table 2.
@@ -25,44 +25,57 @@ class ModelConfig(default.Model):
     def __post_init__(self) -> None:
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UserError(
-                f"model.num_heads={self.num_heads} does not divide embed_dim={self.embed_dim}"
+                f"model.num_heads={self.num_heads} does not divide "
+                f"model.embed_dim={self.embed_dim}"
             )
         if self.num_heads % self.kv_heads:
-            raise UserError("model.num_kv_heads does not divide num_heads")
-        given = changed(self)
-        for name in sorted(given & default.READ_WITH.keys()):
-            needed = default.READ_WITH[name]
-            other, _, value = needed.partition("=")
-            if other not in given or (value and getattr(self, other) != value):
-                raise UserError(f"model.{name} is for model.{needed}")
+            raise UserError(
+                f"model.num_kv_heads={self.num_kv_heads} does not divide "
+                f"model.num_heads={self.num_heads}"
+            )
         if self.position == "rope" and (self.rope_size < 2 or self.rope_size % 2):
             raise UserError(
-                "model.position=rope needs an even number of a head's dimensions to turn"
+                f"model.position=rope would rotate {self.rope_size} dimensions of a head, which "
+                "is not an even number above 0",
+                "Change model.rope_share, head_dim, num_heads or embed_dim",
             )
-        scaled = {"rope_scaling", "rope_factor", "rope_context"}
-        if scaled & given and scaled - given:
-            raise UserError("model.rope_scaling, rope_factor, rope_context go together")
-        if {"init", "mup_base_width"} <= given:
-            raise UserError("muP draws by itself, not by model.init")
-        # What weighs streams is no kernel; Muon's router would move more in a wider model.
-        without_rule = given & {"hyper_connections", "num_experts"}
-        if without_rule and "mup_base_width" in given:
-            raise UserError(f"muP has no rule for model.{without_rule.pop()}")
-        if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
-            raise UserError("model.window_pattern has other than S, L")
-        sees_all = self.window >= self.context_length or "S" not in self.window_pattern
-        if self.window and sees_all:
-            raise UserError(f"model.window={self.window} hides nothing")
-        if "num_experts" in given and self.experts_per_token > self.num_experts:
-            raise UserError("model.experts_per_token is more than num_experts")
-        # By name, so that the option may go with its ingredient.
-        has_two_sums = "hyper_connections" in given or (
-            vars(self).get("norm_position") == "post"
-        )
-        if "parallel_block" in given and has_two_sums:
+        is_scaled = self.rope_factor > 1 and self.rope_context
+        if self.rope_scaling != "none" and not is_scaled:
             raise UserError(
-                "model.parallel_block has one sum, and norm_position=post or "
-                "hyper_connections two"
+                f"model.rope_scaling={self.rope_scaling} needs a model.rope_factor above 1 and "
+                "model.rope_context"
+            )
+        for name in ("hyper_connections", "num_experts"):
+            # muP has no rule for the weights of streams, and Muon's router would move more in a
+            # wider model. By name, because these options are deleted with their ingredients.
+            if self.mup_base_width and vars(self).get(name):
+                raise UserError(
+                    f"model.mup_base_width has no rule for model.{name}",
+                    "Set one of them to 0",
+                )
+        if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
+            raise UserError(
+                f"model.window_pattern={self.window_pattern} may hold only the letters S and L"
+            )
+        if self.window >= self.context_length:
+            raise UserError(
+                f"model.window={self.window} has no effect, because model.context_length is "
+                f"{self.context_length}",
+                "Choose a smaller window, or 0",
+            )
+        if self.window and "S" not in self.window_pattern:
+            raise UserError(
+                f"model.window={self.window} has no effect, because "
+                f"model.window_pattern={self.window_pattern} has no S"
+            )
+        has_two_sums = self.norm_position == "post" or vars(self).get(
+            "hyper_connections"
+        )
+        if self.parallel_block and has_two_sums:
+            raise UserError(
+                "model.parallel_block=True adds to the residual stream once, which excludes "
+                "norm_position=post and hyper_connections",
+                "Leave one of them out",
             )
 
     @cached_property
@@ -72,7 +85,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def rope_size(self) -> int:
-        """How many of a head's dimensions `model.position=rope` turns."""
+        """Dimensions of a head that `model.position=rope` rotates."""
         return int(self.head_size * self.rope_share)
 
     @cached_property
@@ -88,54 +101,53 @@ class ModelConfig(default.Model):
     @cached_property
     def hidden_dim(self) -> int:
         """Width of the MLP's hidden layer (F)."""
-        return self.mlp_dim or self.mlp_ratio * self.embed_dim
+        return self.mlp_dim or 4 * self.embed_dim
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """For each layer, how many tokens a position sees, itself included; 0: all."""
+        """Tokens to which a position attends, itself included, in each layer; 0: no limit."""
         widths = {"S": self.window, "L": 0}
         letters = self.window_pattern * self.num_layers
         return tuple(widths[letter] for letter in letters[: self.num_layers])
 
 
-# Fields of GPTConfig, and the options that they are in a run.
-COMPUTED = {
-    "compute_dtype": "precision.compute",
-    "logits_dtype": "precision.logits",
-    "remat": "memory.remat",
-    "scan_layers": "memory.scan_layers",
-    "scan_unroll": "memory.scan_unroll",
-}
-
-
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """All that `gpt2.model.GPT` needs: the `model.` options, and how to compute them."""
+    """All that `gpt2.model.GPT` reads: the `model.` options, and how to compute them."""
 
-    vocab_size: int = 50257  # GPT-2's own; a run's comes from its tokenizer
-    compute_dtype: str = default.Precision.compute
-    logits_dtype: str = default.Precision.logits
-    remat: str = default.Memory.remat
-    scan_layers: bool = default.Memory.scan_layers
-    scan_unroll: int = default.Memory.scan_unroll
+    vocab_size: int = 50257  # GPT-2's; a run has that of its tokenizer
+    compute_dtype: default.Compute = "float32"
+    logits_dtype: default.Logits = "float32"
+    remat: default.Remat = "none"
+    scan_layers: bool = False
+    scan_unroll: default.Positive = 1
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            option = COMPUTED.get(field.name, f"model.{field.name}")
-            check_value(option, getattr(self, field.name))
+        options = read_group(type(self), "model.")
+        values: Options = {}
+        for name, option in options.items():
+            values[name] = option.check(
+                name, getattr(self, name.removeprefix("model."))
+            )
+        check_effects(values, options)
         super().__post_init__()
         if self.vocab_size == 0:
-            raise UserError("model.vocab_size=0 is not known yet")
-        inspect.getmembers(self)  # computes the sizes below now, and in no trace
+            raise UserError(
+                "model.vocab_size=0 stands for the size of a tokenizer, and GPTConfig has none",
+                "Set vocab_size",
+            )
+        inspect.getmembers(
+            self
+        )  # computes the sizes now, outside of any traced function
 
     @cached_property
     def loops_over_layers(self) -> bool:
-        """Whether the compiled program has a loop over layers, and not one block after another."""
+        """Whether the compiled program loops over layers, instead of containing every block."""
         return self.scan_layers and self.scan_unroll < self.num_layers
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
-        """Returns the architecture of an OpenAI release, one of `SIZES`, with other fields set."""
+        """Returns the architecture of an OpenAI release, one of `SIZES`, with overrides."""
         require_choice("model name", name, tuple(SIZES))
         num_layers, num_heads, embed_dim = SIZES[name]
         size = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)

@@ -1,10 +1,10 @@
-"""Options by their dotted names, as configs/default.py states them: types, ranges, misspellings."""
+"""Options by dotted name: types, ranges and help from configs/default.py, and misspellings."""
 
 import difflib
-import inspect
+import functools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -24,21 +24,25 @@ DEFAULTS = FrozenConfigDict(default.get_config())
 
 @dataclass(frozen=True)
 class Option:
-    """What configs/default.py says of an option's values.
+    """All that is known of an option: its type, and the arguments of `configs.default.option`.
 
     Attributes:
-        kind: their type.
-        choices: the names to choose from; empty: any text.
-        interval: of numbers; a round bracket leaves the end itself out.
-        factors: an example of a text of numbers, separated by commas; empty: any text.
-        meaning: what the comments say.
+        kind: the type of its values.
+        interval: the range of a number; a round bracket excludes the bound.
+        default: None in tests.
     """
 
     kind: type
-    choices: tuple[str, ...] = ()
     interval: str = "[0, inf)"
+    default: object = None
+    help: str = ""
+    needs: str = ""
+    may_change: bool = False
+    is_duration: bool = False
+    choices: tuple[str, ...] = ()
     factors: str = ""
-    meaning: str = ""
+    aliases: tuple[str, ...] = ()
+    is_recorded: bool = True
 
     def holds(self, number: float) -> bool:
         """Returns whether a number lies in the interval."""
@@ -47,54 +51,50 @@ class Option:
             return self.interval[0 if number == low else -1] in "[]"
         return low < number < high
 
-
-def _read_type(hint: type) -> Option:
-    """Returns what the type of a field says of an option."""
-    stated = get_args(hint)
-    if not stated:
-        return Option(hint)
-    if get_origin(hint) is Literal:
-        return Option(str, choices=stated)
-    # Of Annotated: a table of names, an example of factors, or an interval.
-    kind, meant = stated
-    if kind is str and isinstance(meant, str):
-        return Option(str, factors=meant)
-    if kind is str:
-        return Option(str, choices=tuple(meant))
-    return Option(kind, interval=meant)
-
-
-def _read_comments() -> dict[tuple[str, str], str]:
-    """Returns the comments of configs/default.py, above a field and behind it, by its class."""
-    comments: dict[tuple[str, str], str] = {}
-    group = ""
-    comment = ""
-    for line in inspect.getsource(default).splitlines():
-        code, _, text = line.partition("#")
-        comment += text
-        name = code.partition(":")[0].strip()
-        if name.startswith("class "):
-            group = name.split()[1]
-        if name:
-            comments[group, name] = comment.strip()
-            comment = ""
-    return comments
+    def check(self, name: str, value: object) -> Value:
+        """Returns a value in the option's type; raises a UserError if it is not allowed."""
+        if isinstance(value, np.generic):
+            value = value.item()
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind or not isinstance(value, Value):
+            raise UserError(f"{name}={value!r} is not of type {self.kind.__name__}")
+        if not isinstance(value, str):
+            if not self.holds(value):
+                raise UserError(f"{name}={value} is not in {self.interval}")
+            return value
+        word, colon, _ = value.partition(":")
+        if self.choices:
+            require_choice(name, word + colon, self.choices)
+        if self.factors:
+            read_items(f"{name}={value}", value, read_factor, self.factors)
+        return value
 
 
-def _read_group(group: type, prefix: str = "") -> dict[str, Option]:
+@functools.cache
+def read_group(
+    group: type, prefix: str = "", may_change: bool = False
+) -> dict[str, Option]:
     """Returns the options of a dataclass and of the groups in it, by dotted name, in order."""
     options: dict[str, Option] = {}
-    for name, hint in get_type_hints(group, include_extras=True).items():
+    hints = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        hint = hints[field.name]
+        stated = dict(field.metadata)
+        stated["may_change"] = may_change or stated.get("may_change", False)
         if isinstance(hint, type) and is_dataclass(hint):
-            options |= _read_group(hint, f"{prefix}{name}.")
-        else:
-            meaning = _COMMENTS[group.__name__, name]
-            options[prefix + name] = replace(_read_type(hint), meaning=meaning)
+            options |= read_group(hint, f"{prefix}{field.name}.", stated["may_change"])
+            continue
+        if get_origin(hint) is Literal:
+            stated["choices"] = get_args(hint)
+            hint = str
+        elif get_args(hint):  # Annotated[type, interval]
+            hint, stated["interval"] = get_args(hint)
+        options[prefix + field.name] = Option(hint, default=field.default, **stated)
     return options
 
 
-_COMMENTS = _read_comments()
-OPTIONS = _read_group(default.Options)
+OPTIONS = read_group(default.Options)
 
 
 def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
@@ -109,18 +109,21 @@ def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
 
 
 def no_option(name: str, prefix: str = "") -> UserError:
-    """Returns the error for a name that is no option, which proposes the nearest."""
-    meant: dict[str, str] = {}
-    for option in OPTIONS:
-        meant[option] = prefix + option
-        meant.setdefault(option.rpartition(".")[2], prefix + option)
-    for spelling, option in default.ALIASES.items():
-        meant[spelling] = prefix + option
-    how = "See --help and configs/default.py"
-    for spelling in (name.rpartition(".")[2], name):
-        if near := difflib.get_close_matches(spelling, meant, n=1, cutoff=0.8):
-            how = f"Did you mean {meant[near[0]]}?"
-    return UserError(f"there is no option {name}", how)
+    """Returns the error for an unknown option, which suggests another codebase's or the nearest."""
+    spellings: dict[str, str] = {}
+    for known, option in OPTIONS.items():
+        spellings[known] = known
+        spellings.setdefault(known.rpartition(".")[2], known)
+        spellings |= dict.fromkeys(option.aliases, known)
+    last = name.rpartition(".")[2]
+    near = [last] if last in spellings else []
+    for spelling in (name, last):
+        near += difflib.get_close_matches(spelling, spellings, n=1, cutoff=0.8)
+    if near:
+        remedy = f"Did you mean {prefix}{spellings[near[0]]}?"
+    else:
+        remedy = "See --help and configs/default.py"
+    return UserError(f"There is no option {name}", remedy)
 
 
 def require_option(name: str, prefix: str = "") -> None:
@@ -130,14 +133,36 @@ def require_option(name: str, prefix: str = "") -> None:
 
 
 def complete(tree: Mapping | ConfigDict) -> Options:
-    """Returns all options by group, checked one by one: those of `tree`, and other defaults."""
+    """Returns all options by group, checked one by one: those in `tree`, and other defaults."""
     given = flatten(tree)
     for name, value in given.items():
         require_option(name)
-        given[name] = check_value(name, value)
+        given[name] = OPTIONS[name].check(name, value)
     options = default.get_config()
     options.update_from_flattened_dict(given)
     return options.to_dict()
+
+
+def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
+    """Refuses options that have no effect, because of the value of one that they need.
+
+    `values` may hold some groups only, by dotted name. Needs of other groups are not checked.
+    """
+    for name, value in values.items():
+        option = options[name]
+        other, _, wanted = option.needs.partition("=")
+        if other not in values or value == option.default:
+            continue
+        actual = values[other]
+        if wanted and str(actual) in wanted.split("|"):
+            continue
+        if not wanted and actual != options[other].default:
+            continue
+        needed = f"{other}={wanted.replace('|', ', ')}" if wanted else other
+        raise UserError(
+            f"{name}={value} has no effect with {other}={actual}",
+            f"It needs {needed}",
+        )
 
 
 def read_option(name: str, text: str) -> Value:
@@ -151,17 +176,17 @@ def read_option(name: str, text: str) -> Value:
 
 
 def read_factor(text: str) -> float:
-    """Returns a number that an option multiplies by; a ValueError if no run can mean it."""
+    """Returns a factor; raises a ValueError for one that can only be a mistake."""
     factor = float(text)
     if factor and not 1e-6 <= factor <= 1e6:
-        raise ValueError(f"{text} is neither 0 nor from 1e-6 to 1e6")
+        raise ValueError(f"{text} is neither 0 nor between 1e-6 and 1e6")
     return factor
 
 
 def read_items(
     option: str, text: str, read: Callable[[str], Item], example: str
 ) -> list[Item]:
-    """Returns what `text` lists, separated by commas, each item by `read`; `option` is told."""
+    """Returns the items of `text`, which commas separate. Errors name `option`."""
     if not text:
         return []
     try:
@@ -170,32 +195,3 @@ def read_items(
         raise UserError(
             f"{option} cannot be read ({error})", f"For example, use {example}"
         ) from None
-
-
-def check_value(name: str, value: object) -> Value:
-    """Returns a value in the option's type; a UserError unless the option takes it."""
-    option = OPTIONS[name]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if option.kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not option.kind or not isinstance(value, Value):
-        raise UserError(f"{name}={value!r} is not of type {option.kind.__name__}")
-    if isinstance(value, str):
-        kind, colon, _ = value.partition(":")
-        if option.choices:
-            require_choice(name, kind + colon, option.choices)
-        if option.factors:
-            read_items(f"{name}={value}", value, read_factor, option.factors)
-    elif not option.holds(value):
-        raise UserError(f"{name}={value} is not in {option.interval}")
-    return value
-
-
-def changed(group: default.Model | default.Optim) -> set[str]:
-    """Returns the names of the options of a group that have other values than their defaults."""
-    return {
-        field.name
-        for field in fields(group)
-        if getattr(group, field.name) != field.default
-    }

@@ -14,25 +14,25 @@ from typing import Any, Self
 from ml_collections import ConfigDict
 
 from configs import default
-from gpt2.config.model import COMPUTED, GPTConfig, ModelConfig
+from gpt2.config.model import GPTConfig, ModelConfig
 from gpt2.config.options import (
+    OPTIONS,
     Options,
-    changed,
+    check_effects,
     complete,
     flatten,
     read_factor,
     read_items,
 )
 from gpt2.config.shapes import Shape, Shapes, read_steps
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 
-# Options of `train.` that change the shape of a step, and what of it.
-SCHEDULES = {
+# Options of `train.` that change the shape of a step, and the field of `Shape` that they change.
+_SHAPE_SCHEDULES = {
     "batch_schedule": "batch_size",
     "context_schedule": "context_length",
     "window_schedule": "window",
 }
-
 
 DataConfig = default.Data
 LossConfig = default.Loss
@@ -43,53 +43,54 @@ class OptimConfig(default.Optim):
     """The `optim.` options, checked together."""
 
     def __post_init__(self) -> None:
-        _ = self.rates, self.pieces  # which refuse what they cannot read
-        reads = default.OPTIMIZERS[self.name]
-        others = set[str]().union(*default.OPTIMIZERS.values()) - {*reads}
-        ignored = changed(self) & others
-        if ignored:
-            told = ", ".join(sorted(ignored))
-            raise UserError(f"optim.name={self.name} would ignore optim.{told}")
-        for part in ("warmup", "decay"):
-            if getattr(self, f"{part}_steps") and getattr(self, f"{part}_percent"):
-                raise UserError(
-                    f"optim.{part}_steps and {part}_percent are both given", "Set one 0"
-                )
-        if self.adam_learning_rate and not self.learning_rate:
-            raise UserError("optim.adam_learning_rate needs a learning_rate above 0")
-        falls = self.schedule in ("cosine", "linear", "wsd")
-        if falls and self.learning_rate < self.end_learning_rate:
-            raise UserError("the rate would rise to optim.end_learning_rate")
-        if self.schedule != "wsd" and (self.decay_steps or self.decay_percent):
-            raise UserError("optim.decay_steps and _percent are for wsd")
+        _ = self.rates, self.pieces  # raise an error if they cannot be read
         is_free = self.name == "schedule_free"
         if is_free and self.schedule != "constant":
-            raise UserError("schedule_free wants optim.schedule=constant")
-        if is_free + (self.ema > 0) + (self.tail_average > 0) > 1:
             raise UserError(
-                "of optim.ema, tail_average and name=schedule_free only one may average"
+                f"optim.name=schedule_free averages weights instead of using "
+                f"optim.schedule={self.schedule}",
+                "Set optim.schedule=constant",
             )
-        if is_free and not self.beta1:
-            raise UserError("schedule_free wants an optim.beta1 above 0")
+        averages = [
+            f"optim.ema={self.ema}" if self.ema else "",
+            f"optim.tail_average={self.tail_average}" if self.tail_average else "",
+            "optim.name=schedule_free" if is_free else "",
+        ]
+        given = [average for average in averages if average]
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} both average weights", "Choose one")
         if is_free and self.cautious in ("updates", "both"):
-            raise UserError(f"optim.cautious={self.cautious} needs momentum")
+            raise UserError(
+                f"optim.cautious={self.cautious} needs momentum, which "
+                "optim.name=schedule_free does not have"
+            )
+        # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
         if self.weight_decay and self.name not in ("adam", "sgd"):
             return
+        ignored = ""
         if self.cautious in ("decay", "both"):
-            raise UserError(f"optim.cautious={self.cautious} finds no decay to mask")
+            ignored = f"optim.cautious={self.cautious}"
         if self.scheduled_weight_decay:
-            raise UserError("scheduled_weight_decay finds no decay")
+            ignored = "optim.scheduled_weight_decay=True"
+        if ignored:
+            raise UserError(
+                f"{ignored} has no effect with optim.weight_decay={self.weight_decay} and "
+                f"optim.name={self.name}",
+                "It needs a weight decay that is decoupled from the gradient, as adamw's",
+            )
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, float], ...]:
-        """The steps of a `piecewise` schedule, ascending, each with its share of the peak."""
+        """The steps of a `piecewise` schedule, ascending, each with its fraction of the peak."""
         name, _, text = self.schedule.partition(":")
         if name != "piecewise":
             return ()
         what = f"optim.schedule={self.schedule}"
         pieces = read_steps(what, text, read_factor, "piecewise:1000=0.5,2000=0.1")
         if not pieces:
-            raise UserError(f"{what} names no step")
+            raise UserError(
+                f"{what} names no step", "For example, use piecewise:1000=0.5"
+            )
         return tuple(pieces.items())
 
     @cached_property
@@ -101,21 +102,21 @@ class OptimConfig(default.Optim):
 
     @property
     def averages(self) -> bool:
-        """Whether what is validated lies in the optimizer's state: an average of the weights."""
+        """Whether validation and export use an average of the weights, in the optimizer's state."""
         return self.name == "schedule_free" or self.ema > 0 or self.tail_average > 0
+
+    @property
+    def end_rate(self) -> float:
+        """The learning rate at the end of a schedule that decays."""
+        return self.learning_rate * self.end_fraction
 
     def tail_start(self, num_steps: int) -> int:
         """Returns the step after which `tail_average` begins in a run of `num_steps`."""
         return num_steps - _floor(num_steps * self.tail_average)
 
-    def warmup(self, num_steps: int) -> int:
-        """Returns the steps of the warm-up in a run of `num_steps`."""
-        return self.warmup_steps or _floor(num_steps * self.warmup_percent / 100)
-
-    def decay(self, num_steps: int) -> int:
+    def decay_steps(self, num_steps: int) -> int:
         """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
-        percent = self.decay_percent or 20  # Hu et al. 2024
-        return self.decay_steps or max(_floor(num_steps * percent / 100), 1)
+        return max(_floor(num_steps * self.decay_fraction), 1)
 
 
 def _read_rate(item: str) -> tuple[str, float]:
@@ -125,7 +126,7 @@ def _read_rate(item: str) -> tuple[str, float]:
 
 
 def _floor(number: float) -> int:
-    """Returns the whole steps of a share of them: 2.3 % of 1,000 are 23, in floats too."""
+    """Rounds down, except for the rounding error of a product: 0.29 * 100 is 29."""
     return math.floor(number + 1e-9)
 
 
@@ -134,13 +135,13 @@ class TrainConfig(default.Train):
     """The `train.` options."""
 
     def is_due(self, step: int, every: int) -> bool:
-        """Returns whether what comes `every` so many steps, and last, comes after a step."""
+        """Returns whether something is due after `step`: `every` n steps, and after the last."""
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 
 @dataclass(frozen=True)
 class RulesConfig(default.Rules):
-    """The `parallel.rules.` options: axis of a parameter -> mesh axes, separated by commas."""
+    """The `parallel.rules.` options: for an axis of parameters, mesh axes separated by commas."""
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Returns the mesh axes of a rule, outermost first."""
@@ -159,12 +160,13 @@ class ParallelConfig(default.Parallel):
             return
         if self.strategy == "ddp" or self.backend == "pmap":
             raise UserError(
-                "parallel.strategy=ddp and backend=pmap have no fsdp and no tensor"
+                "parallel.strategy=ddp and parallel.backend=pmap are data parallel only",
+                "Leave out parallel.fsdp, parallel.tensor and other strategies",
             )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The wanted size of every mesh axis; -1: the rest of the devices."""
+        """The requested size of every mesh axis; -1: the rest of the devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         takes_all = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
         axis = takes_all.get(self.strategy)
@@ -185,54 +187,49 @@ class Config(default.Options):
     parallel: ParallelConfig = ParallelConfig()
 
     def __post_init__(self) -> None:
-        data = self.data
+        check_effects(flatten(asdict(self)))
         train = self.train
-        logits = self.precision.logits
-        if data.val_fraction == 1:
-            raise UserError("data.val_fraction=1 leaves no training text")
-        if data.batch_size % train.accumulate_steps:
+        if self.data.batch_size % train.accumulate_steps:
             raise UserError(
                 f"train.accumulate_steps={train.accumulate_steps} does not divide "
-                "data.batch_size"
+                f"data.batch_size={self.data.batch_size}"
             )
-        if logits not in ("float32", self.precision.compute):
-            raise UserError(f"precision.logits={logits} is for that compute type alone")
         if train.keep_every % (train.checkpoint_every or math.inf):
-            raise UserError("train.keep_every is no multiple of train.checkpoint_every")
-        if not re.fullmatch("((hf|run):.+)?", train.init_from):
             raise UserError(
-                f"train.init_from={train.init_from} is not hf:DIR, run:DIR or run:DIR@STEP"
+                f"train.keep_every={train.keep_every} is not a multiple of "
+                f"train.checkpoint_every={train.checkpoint_every}"
             )
-        if data.packing != "concat" and train.context_schedule:
-            raise UserError(f"data.packing={data.packing} keeps its lengths")
-        memory = self.memory
-        if memory.scan_unroll > 1 and not memory.scan_layers:
-            raise UserError("memory.scan_unroll is ignored without memory.scan_layers")
-        if self.model.num_layers % memory.scan_unroll:
-            raise UserError("memory.scan_unroll does not divide model.num_layers")
+        if self.model.num_layers % self.memory.scan_unroll:
+            raise UserError(
+                f"memory.scan_unroll={self.memory.scan_unroll} does not divide "
+                f"model.num_layers={self.model.num_layers}"
+            )
         self._check_shapes()
 
     def _check_shapes(self) -> None:
         pieces = self.shapes.pieces
-        if max(pieces) >= self.train.num_steps:
-            raise UserError(f"a schedule names step {max(pieces)}, past the end")
+        num_steps = self.train.num_steps
+        if max(pieces) >= num_steps:
+            raise UserError(
+                f"A schedule of train. names step {max(pieces)}, and train.num_steps={num_steps}"
+            )
         for start, shape in pieces.items():
             length = shape.context_length
             done = self.shapes.tokens(start)
             if length < 1 or self.model.context_length % length or done % length:
                 raise UserError(
                     f"train.context_schedule has {length}, which does not divide "
-                    f"model.context_length and the {done:,} tokens of steps before"
+                    f"model.context_length and the {done:,} tokens of earlier steps"
                 )
-        if any(getattr(self.train, name) for name in SCHEDULES):
+        if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for shape in pieces.values():
-                self.at(shape)  # which refuses what no run may have
+                self.at(shape)  # checks its options
 
     @cached_property
     def shapes(self) -> Shapes:
         """The shapes of the run's steps."""
         changes: dict[int, dict[str, int]] = {0: {}}
-        for name, size in SCHEDULES.items():
+        for name, size in _SHAPE_SCHEDULES.items():
             text = getattr(self.train, name)
             values = read_steps(f"train.{name}={text}", text, int, "0=64,2000=128")
             for start, value in values.items():
@@ -246,8 +243,8 @@ class Config(default.Options):
         return Shapes(pieces)
 
     def at(self, shape: Shape) -> "Config":
-        """Returns the options of a run whose steps all have a shape, but for their context."""
-        options: Options = {f"train.{name}": "" for name in SCHEDULES}
+        """Returns the options of a run whose steps all have a shape, except for its context."""
+        options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
         options["model.window"] = shape.window
         return with_options(self, options)
@@ -264,34 +261,45 @@ class Config(default.Options):
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> Self:
-        """Builds the typed view of a ConfigDict or of a config.json; what lacks has its default."""
+        """Builds the typed view of a ConfigDict or a config.json. Missing options have defaults."""
         return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
-        """Returns nested plain dicts, as config.json holds them."""
-        return asdict(self)
+        """Returns nested plain dicts, as config.json holds them: without `logging.on_exit`."""
+        tree = asdict(self)
+        for name, option in OPTIONS.items():
+            if not option.is_recorded:
+                group, _, last = name.rpartition(".")
+                del tree[group][last]
+        return tree
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Returns the config with a `model.vocab_size` of 0 set to the tokenizer's; 0: unknown."""
+        """Returns the config with a `model.vocab_size` of 0 replaced by the tokenizer's size.
+
+        `tokens` is that size; 0: not known.
+        """
         size = self.model.vocab_size or tokens
         tokenizer = f"data.tokenizer={self.data.tokenizer}"
         if not size:
             raise UserError(
-                f"{tokenizer} tells no size", "Set --config.model.vocab_size"
+                f"The size of {tokenizer} is not known", "Set --config.model.vocab_size"
             )
         if size < tokens:
             raise UserError(
-                f"model.vocab_size={size} is less than the {tokens} of {tokenizer}"
+                f"model.vocab_size={size} is less than the {tokens} tokens of {tokenizer}",
+                "Set it to 0, or to at least that number",
             )
         return replace(self, model=replace(self.model, vocab_size=size))
 
     def gpt(self) -> GPTConfig:
-        """Returns the model as it ends; `model.vocab_size` must be resolved (not 0)."""
-        options = asdict(self.model)
-        options["window"] = self.shapes.last.window
-        for field, name in COMPUTED.items():
-            options[field] = option(self, name)
-        return GPTConfig(**options)
+        """Returns the model as it is after training. `model.vocab_size` must not be 0."""
+        options = asdict(self.model) | {"window": self.shapes.last.window}
+        return GPTConfig(
+            **options,
+            compute_dtype=self.precision.compute,
+            logits_dtype=self.precision.logits,
+            **asdict(self.memory),
+        )
 
 
 def _build(group: type[Any], options: Options) -> Any:
@@ -309,15 +317,15 @@ def option(config: Config, name: str) -> Any:
 
 
 def with_options(config: Config, options: Mapping[str, object]) -> Config:
-    """Returns the config with some options set, by dotted name."""
-    return Config.from_dict(flatten(config.to_dict()) | flatten(options))
+    """Returns the config with some options replaced, by dotted name."""
+    return Config.from_dict(flatten(asdict(config)) | flatten(options))
 
 
 def read_options(name: str) -> Options:
     """Returns all options of a config file or of a run's config.json, not yet checked together.
 
-    `FILE:ARGUMENT` hands the argument to the file's `get_config`. A file that is not in this folder
-    may be one that came with the package: `configs/quickstart.py`.
+    `FILE:ARGUMENT` passes the argument to the file's `get_config`. A file that is not found in the
+    current directory may be one of the package, such as `configs/quickstart.py`.
     """
     path = Path(name)
     argument = ""
@@ -327,18 +335,12 @@ def read_options(name: str) -> Options:
     if not path.is_file():
         path = Path(__file__).parents[2] / path
     if not path.is_file():
-        raise UserError(
-            f"--config={name} is no file", "See configs/ for those there are"
-        )
+        raise UserError(f"--config={name} is not a file", "configs/ holds examples")
     try:
         if path.suffix == ".json":
-            tree = json.loads(path.read_text("utf-8"))
-            if "seed" not in tree:
-                raise UserError("it does not hold the options of a run")
-        else:
-            get_config = runpy.run_path(str(path))["get_config"]
-            tree = get_config(argument) if argument else get_config()
-        return complete(tree)
+            return complete(_read_record(path))
+        get_config = runpy.run_path(str(path))["get_config"]
+        return complete(get_config(argument) if argument else get_config())
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     except Exception as error:  # a config file is code of any kind
@@ -347,9 +349,22 @@ def read_options(name: str) -> Options:
         ) from error
 
 
+def _read_record(path: Path) -> Options:
+    """Returns the options in a run's config.json, but none that would run a command."""
+    tree = json.loads(path.read_text("utf-8"))
+    if "seed" not in tree:
+        raise UserError("It does not hold the options of a run")
+    options = flatten(tree)
+    for name in list(options):
+        if name in OPTIONS and not OPTIONS[name].is_recorded:
+            warn(f"{path}: {name} is ignored, because it would run a command")
+            del options[name]
+    return options
+
+
 def load_config(workdir: Path) -> Config:
     """Reads the options of a run from its config.json."""
     path = workdir / "config.json"
     if not path.is_file():
-        raise UserError(f"{workdir} holds no run", "Name a workdir of train.py")
+        raise UserError(f"{workdir} does not hold a run", "Name a workdir of train.py")
     return Config.from_dict(read_options(str(path)))

@@ -1,4 +1,4 @@
-"""The shapes of a run's steps, which `train.batch_schedule` and its kin change as it goes on."""
+"""The shapes of a run's steps, which the schedules in `train.` change during the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ Number = TypeVar("Number", int, float)
 def read_steps(
     option: str, text: str, read: Callable[[str], Number], example: str
 ) -> dict[int, Number]:
-    """Returns what `STEP=VALUE,STEP=VALUE` in an option says; steps must ascend from 0 on."""
+    """Reads `STEP=VALUE,STEP=VALUE` into a dict. Steps must be at least 0, and ascend."""
 
     def read_pair(item: str) -> tuple[int, Number]:
         step, _, value = item.partition("=")
         return int(step), read(value)
 
-    before = -1
     values = read_items(option, text, read_pair, example)
+    previous = -1
     for step, _ in values:
-        if step <= before:
-            raise UserError(f"{option} has steps that do not ascend")
-        before = step
+        if step <= previous:
+            raise UserError(f"{option} has steps that do not ascend from 0")
+        previous = step
     return dict(values)
 
 
 class Shape(NamedTuple):
-    """What is static in a compiled step, as the options of these names."""
+    """The static sizes of a compiled step, named as their options."""
 
     batch_size: int
     context_length: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shape of every step. Each of `pieces` begins after so many steps, the first after 0."""
+    """The shape of every step. `pieces` maps the number of steps before a shape to the shape."""
 
     pieces: dict[int, Shape]
 
@@ -52,11 +52,11 @@ class Shapes:
         return self.pieces[max(start for start in self.pieces if start < step)]
 
     def tokens(self, steps: int) -> int:
-        """Returns the tokens of so many steps."""
+        """Returns the tokens in the first `steps` steps."""
         return int(self.sum(lambda shape: shape.tokens, steps))
 
     def sum(self, amount: Callable[[Shape], float], steps: int) -> float:
-        """Returns the sum of what each of so many steps takes, by its shape."""
+        """Sums the amounts of the first `steps` steps, given the amount of a step by its shape."""
         total = 0.0
         ends = [*self.pieces, steps][1:]
         for (start, shape), end in zip(self.pieces.items(), ends, strict=True):
@@ -71,5 +71,5 @@ class Shapes:
 
     @property
     def largest(self) -> Shape:
-        """The shape with the most tokens, the last of them if several have as many."""
+        """The shape with the most tokens; the last one if several have the same number."""
         return max(reversed(self.pieces.values()), key=lambda shape: shape.tokens)

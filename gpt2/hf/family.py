@@ -30,7 +30,6 @@ def canonical(cfg: GPTConfig) -> GPTConfig:
         cfg,
         num_kv_heads=cfg.kv_heads,
         head_dim=cfg.head_size,
-        mlp_ratio=GPTConfig.mlp_ratio,
         mlp_dim=cfg.hidden_dim,
     )
 

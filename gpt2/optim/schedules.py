@@ -9,11 +9,11 @@ from gpt2.errors import UserError
 def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     """Returns the learning rate as a function of the step, counted from 0.
 
-    A linear warm-up reaches `learning_rate` after `optim.warmup(num_steps)` steps and never gives 0
+    A linear warm-up reaches `learning_rate` after `optim.warmup_steps` and never returns 0
     (nanoGPT's form). What follows ends on step `num_steps`, where the run is longer than that.
     """
     peak = optim.learning_rate
-    warmup = optim.warmup(num_steps)
+    warmup = optim.warmup_steps
     name, colon, _ = optim.schedule.partition(":")
     steps = max(num_steps - warmup, 1)
     after = SCHEDULES[name + colon](optim, steps, num_steps)
@@ -26,13 +26,13 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
 
 def _cosine(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Half a cosine (Loshchilov and Hutter 2017)."""
-    end = optim.end_learning_rate
-    share = optax.cosine_decay_schedule(1.0, steps)
-    return lambda count: end + (optim.learning_rate - end) * share(count)
+    end = optim.end_rate
+    fraction = optax.cosine_decay_schedule(1.0, steps)
+    return lambda count: end + (optim.learning_rate - end) * fraction(count)
 
 
 def _linear(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    return optax.linear_schedule(optim.learning_rate, optim.end_learning_rate, steps)
+    return optax.linear_schedule(optim.learning_rate, optim.end_rate, steps)
 
 
 def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
@@ -40,17 +40,11 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Stable, then a linear decay, by default over the last fifth of all steps (Hu et al. 2024)."""
-    decay = optim.decay(num_steps)
-    if decay > steps and (optim.decay_steps or optim.decay_percent):
-        raise UserError(
-            f"optim.schedule=wsd decays over {decay} steps, and {steps} follow the warm-up",
-            "Use a shorter --config.optim.decay_steps or decay_percent",
-        )
-    decay = min(decay, steps)
+    """Stable, then a linear decay over the last steps, at most all after the warm-up."""
+    decay = min(optim.decay_steps(num_steps), steps)
     return optax.linear_schedule(
         optim.learning_rate,
-        optim.end_learning_rate,
+        optim.end_rate,
         decay,
         transition_begin=steps - decay,
     )
@@ -59,7 +53,7 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """Constant shares of the peak, each from its step on."""
     peak = optim.learning_rate
-    warmup = optim.warmup(num_steps)
+    warmup = optim.warmup_steps
     starts = [step for step, _ in optim.pieces]
     if starts[0] < warmup or starts[-1] >= num_steps:
         raise UserError(

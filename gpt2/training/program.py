@@ -211,7 +211,7 @@ class Program:
             "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
             f"compiled in {seconds:.0f} s",
         }
-        if self.config.optim.warmup(num_steps) >= num_steps:
+        if self.config.optim.warmup_steps >= num_steps:
             rows["warning"] = (
                 f"the rate only rises, as all {num_steps} steps are warm-up"
             )

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from gpt2.config import Config, flatten, load_config
+from gpt2.config.options import OPTIONS
 from gpt2.data.corpus import lies_in_files
 from gpt2.data.dataset import Dataset, refuse_other
 from gpt2.data.preparation import data_place
@@ -44,27 +45,6 @@ from gpt2.utils.mirror import mirrored
 
 _LOCK = ".lock"
 _DATA = "data.json"
-
-# Options that may change when a run continues, since they leave what the model learns as it is, but
-# for rounding: all that begin so, and some.
-_MAY_CHANGE_BY_GROUP = (
-    "parallel.",
-    "memory.",
-    "logging.",
-    "train.keep_",
-    "train.eval_",
-)
-_MAY_CHANGE = (
-    "model.attention",
-    "data.data_dir",
-    "train.accumulate_steps",
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.hang_seconds",
-    # The end of the schedule moves, and a run that diverged may skip steps.
-    "train.num_steps",
-    "train.skip_bad_steps",
-)
 
 
 def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
@@ -154,7 +134,7 @@ def deciding_options(config: Config) -> dict[str, Any]:
     """Returns the options that a run keeps when it continues, by dotted name."""
     found = dict[str, Any]()
     for name, value in flatten(config.to_dict()).items():
-        if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_BY_GROUP):
+        if not OPTIONS[name].may_change:
             found[name] = value
     if config.model.dropout > 0:  # which draws its masks by micro-batch
         found["train.accumulate_steps"] = config.train.accumulate_steps

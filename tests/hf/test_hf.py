@@ -280,7 +280,7 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     sizes = dict(
         num_kv_heads=cfg.kv_heads, head_dim=cfg.head_size, mlp_dim=cfg.hidden_dim
     )
-    same = dataclasses.replace(cfg, **sizes, mlp_ratio=4, init="fan_in")
+    same = dataclasses.replace(cfg, **sizes, init="fan_in")
     for place in (f"hf:{source}", f"run:{workdir}", f"run:{workdir}@0"):
         chex.assert_trees_all_equal(load_initial_params(place, same, tokenizer), params)
     with pytest.raises(UserError, match=r"model\.norm_eps=.*"):

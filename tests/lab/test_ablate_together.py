@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import train
-from configs import default
 from gpt2.config import with_options
+from gpt2.config.options import OPTIONS
 from gpt2.data import prepare
 from gpt2.lab.ablate import __main__ as command
 from gpt2.lab.ablate.groups import group_runs
@@ -47,7 +47,7 @@ ADAM = [
     {"seed": 1, "model.init_std": 0.04},
     {"seed": 4294967295, "optim.learning_rate": 5e-4},
     {"optim.learning_rate": 2e-3, "optim.weight_decay": 0.0, "optim.beta2": 0.99},
-    {"optim.beta1": 0.8, "optim.eps": 1e-6, "optim.end_learning_rate": 0.0},
+    {"optim.beta1": 0.8, "optim.eps": 1e-6, "optim.end_fraction": 0.0},
 ]
 
 
@@ -118,12 +118,14 @@ def test_runs_together_have_the_losses_of_runs_alone(devices, request):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", sorted(set(default.OPTIMIZERS) - {"schedule_free"}))
+@pytest.mark.parametrize(
+    "name", sorted({*OPTIONS["optim.name"].choices} - {"schedule_free"})
+)
 def test_every_optimizer_takes_its_numbers_from_outside(name):
-    reads = default.OPTIMIZERS[name]
     changes = [{}, {"seed": 1, "optim.weight_decay": 0.2}]
     for setting in ("beta1=0.8", "beta2=0.9", "eps=1e-5", "alpha=3.0"):
-        if setting.partition("=")[0] in reads:
+        option = OPTIONS["optim." + setting.partition("=")[0]]
+        if name in option.needs.partition("=")[2].split("|"):
             changes.append(options_of(f"optim.{setting}"))
     configs = configs_of(changes, f"optim.name={name}")
     found, _ = train_together(configs, len(configs), steps=12)

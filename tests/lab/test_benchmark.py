@@ -23,8 +23,7 @@ from tests.helpers import configured, write_rows
 
 SMALL = """
     model.num_layers=2 model.num_heads=2 model.embed_dim=32 model.context_length=16
-    model.vocab_size=50 data.batch_size=8 optim.schedule=constant optim.warmup_steps=0
-    optim.end_learning_rate=6e-4"""
+    model.vocab_size=50 data.batch_size=8 optim.schedule=constant optim.warmup_steps=0"""
 
 
 @functools.cache

@@ -141,7 +141,7 @@ ALL = SWITCHES | COMBINED
 SMALL = existing("""
     model.vocab_size=64 model.context_length=16 model.num_layers=2 model.num_heads=4
     model.embed_dim=64 model.dropout=0.0 data.batch_size=16 optim.schedule=constant
-    optim.learning_rate=1e-2 optim.end_learning_rate=1e-2 optim.warmup_steps=0
+    optim.learning_rate=1e-2 optim.end_fraction=1.0 optim.warmup_steps=0
     optim.eps=1e-4 train.num_steps=2""")
 # Options that give a size, or say how and not what to compute, or that others here set.
 SIZES = {
@@ -150,7 +150,6 @@ SIZES = {
     "num_layers",
     "num_heads",
     "embed_dim",
-    "mlp_ratio",
 }
 ELSEWHERE = {"dropout", "attention"}  # tests/model/test_model.py, tests/ops/test_ops.py
 

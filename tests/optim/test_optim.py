@@ -25,8 +25,8 @@ SMALL = GPTConfig(
 NUM_STEPS = 10
 WIDER_TOO = ("lion", "schedule_free", "normuon")
 TOLERANCE = 1e-5  # of the largest entry
-RATES = "learning_rate=1e-2 end_learning_rate=1e-3 warmup_steps=2"
-CONSTANT = "schedule=constant end_learning_rate=1e-2"
+RATES = "learning_rate=1e-2 warmup_steps=2"
+CONSTANT = "schedule=constant"
 OPTIMS = {
     "adamw": "",
     "adam": "name=adam",
@@ -310,7 +310,7 @@ def test_hidden_kernels_alone_get_the_direction_for_matrices(
             f"gpt2.optim.optimizers.{module}", lambda *_: optax.identity()
         )
     optim = optim_of(f"name={name} adam_learning_rate=5e-3")
-    rest, _ = train(optim_of("learning_rate=5e-3 end_learning_rate=5e-4"))
+    rest, _ = train(optim_of("learning_rate=5e-3"))
     plain, _ = train(optim_of("name=sgd momentum=0.0 weight_decay=0.0"))
     trained, _ = train(dataclasses.replace(optim, weight_decay=0.0), scanned)
     decayed, _ = train(optim, scanned)
@@ -326,24 +326,20 @@ def test_hidden_kernels_alone_get_the_direction_for_matrices(
 
 
 def rates(schedule, num_steps=100, **options):
-    options = dict(learning_rate=1.0, end_learning_rate=1.0, warmup_steps=10) | options
+    options = dict(learning_rate=1.0, warmup_steps=10) | options
     return make_schedule(OptimConfig(schedule=schedule, **options), num_steps)
 
 
 @pytest.mark.parametrize(
     ("schedule", "options", "expected"),
     [
-        ("cosine", dict(end_learning_rate=0.1), {55: 0.55, 100: 0.1}),
-        ("cosine", dict(end_learning_rate=0.0), {40: 0.75, 70: 0.25}),
-        ("linear", dict(end_learning_rate=0.1), {40: 0.7, 100: 0.1}),
+        ("cosine", dict(end_fraction=0.1), {55: 0.55, 100: 0.1}),
+        ("cosine", dict(end_fraction=0.0), {40: 0.75, 70: 0.25}),
+        ("linear", dict(end_fraction=0.1), {40: 0.7, 100: 0.1}),
         ("constant", {}, {10: 1.0, 99: 1.0}),
-        ("wsd", dict(end_learning_rate=0.0), {80: 1.0, 85: 0.75, 99: 0.05}),
-        (
-            "wsd",
-            dict(end_learning_rate=0.0, decay_steps=40),
-            {60: 1.0, 80: 0.5},
-        ),
-        ("wsd", dict(end_learning_rate=0.0, decay_percent=40.0), {60: 1.0, 80: 0.5}),
+        ("wsd", dict(end_fraction=0.0), {80: 1.0, 85: 0.75, 99: 0.05}),
+        ("wsd", dict(decay_fraction=1.0), {10: 1.0, 55: 0.55, 100: 0.1}),
+        ("wsd", dict(end_fraction=0.0, decay_fraction=0.4), {60: 1.0, 80: 0.5}),
         (
             "piecewise:20=0.5,60=0.1",
             {},
@@ -362,7 +358,6 @@ def test_schedules_pass_through_known_points(schedule, options, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(schedule="wsd", decay_steps=95), "decays over"),
         (dict(schedule="piecewise:5=0.5"), "in the warm-up"),
         (dict(schedule="piecewise:20=0.5,100=0.1"), "after the run"),
     ],

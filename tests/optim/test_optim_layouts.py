@@ -32,10 +32,10 @@ pytestmark = pytest.mark.thorough
 # Without biases: the gradient of one on all keys is zero in theory and noise in practice, which an
 # update of fixed size would follow.
 WITHOUT_BIASES = dataclasses.replace(MODEL, bias=False)
-RATES = "learning_rate=1e-3 end_learning_rate=1e-4"
+RATES = "learning_rate=1e-3"
 OPTIMS = {name: f"name={name}" for name in OPTIONS["optim.name"].choices}
 OPTIMS |= {
-    "schedule_free": "name=schedule_free schedule=constant end_learning_rate=1e-3",
+    "schedule_free": "name=schedule_free schedule=constant",
     "ema": "ema=0.9 layer_rates=h_1/=0.5",
     "normuon, tail average": """
         name=normuon orthogonalize=polar_express momentum_warmup=4 tail_average=0.8

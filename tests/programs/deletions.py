@@ -61,9 +61,8 @@ def delete(place, kind):
         text = text.replace(VALUES[module.stem], "")
     else:
         for option in (kind.option, *MORE.get(kind.option, ())):
-            field = (
-                rf"((?:    #.*\n)*)    {option}: .*(?:\n        .*|\n    \] = .*)*\n"
-            )
+            # Up to the next field, class or blank line.
+            field = rf"    {option}: .*\n(?:     .*\n|    [\])].*\n)*"
             text, times = re.subn(field, "", text, count=1)
             assert times == 1, option
     options.write_text(text)

@@ -34,9 +34,7 @@ MODEL = ModelConfig(
 )
 # Some gradients are zero in theory (a bias on all keys alike changes no attention weight) and noise
 # in practice. `eps` above that noise keeps Adam from blowing it up to full steps.
-OPTIM = OptimConfig(
-    learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=2, eps=1e-6
-)
+OPTIM = OptimConfig(learning_rate=1e-3, warmup_steps=2, eps=1e-6)
 NUM_STEPS = 5
 BATCH_SIZE = 32
 TOLERANCE = 1e-5

@@ -24,7 +24,7 @@ SMALL = f"""
     model.vocab_size=160 model.context_length={T} model.num_layers=2 model.num_heads=2
     model.embed_dim=16 model.tie_embeddings=False data.batch_size={ROWS}
     train.num_steps=10 train.accumulate_steps={MICRO_BATCHES} logging.watch_every=1
-    optim.warmup_steps=2 optim.learning_rate=1e-2 optim.end_learning_rate=1e-3"""
+    optim.warmup_steps=2 optim.learning_rate=1e-2"""
 LAYOUTS = {
     "one device": "",
     "pmap": "parallel.backend=pmap memory.scan_layers=True",

@@ -36,7 +36,7 @@ from tests.helpers import batch_of, first_params, thorough
 CONFIG = GPTConfig(
     vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16
 )
-OPTIM = OptimConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=2)
+OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
 
 
 def make_batch(seed, batch_size=8, ignored=()):

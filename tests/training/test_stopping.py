@@ -46,7 +46,7 @@ ENDLESS = [*TINY, *ENDLESS.split()]
 
 PRESSES = (0.5, *[0.6] * 9)  # one that a busy process hears late may seem the same one
 LOOP = "signals.exit_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
-FINISHING = "SIGINT: finishing the step, then saving; a second one leaves at once\n"
+FINISHING = "SIGINT: finishing the step, then saving; a second one exits at once\n"
 BLOCKED = """
 import os, signal, threading, hashlib, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -71,11 +71,11 @@ finally:
 @pytest.mark.parametrize(
     ("mode", "pauses", "told"),
     [
-        ("", PRESSES, "left at once by a second SIGINT\n"),
+        ("", PRESSES, "stopped at once by a second SIGINT\n"),
         (
             LOOP,
             PRESSES,
-            f"{FINISHING}left at once by a second SIGINT; it continues\n",
+            f"{FINISHING}stopped at once by a second SIGINT; it continues\n",
         ),
         # A launcher has sent the same one several times.
         ("signals._SAME_PRESS = 1000", (0.5, 0.0, 0.0), ""),
@@ -139,7 +139,7 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
     process.send_signal(number)
     code, _, told = finish(process, SECONDS)  # long before the save would end
     assert code == 128 + number
-    assert "left at once" in told
+    assert "stopped at once" in told
     assert "the same command" in told
 
 
@@ -202,7 +202,7 @@ def test_a_second_sigterm_leaves_at_once_behind_an_ampersand():
     how = dict(capture_output=True, text=True, timeout=SECONDS)
     done = subprocess.run(command, cwd=ROOT, **how)
     told = FINISHING.replace("SIGINT", "SIGTERM")
-    told += "left at once by a second SIGTERM; it continues\n"
+    told += "stopped at once by a second SIGTERM; it continues\n"
     assert (done.returncode, done.stderr) == (143, told)
 
 
@@ -213,7 +213,7 @@ ENDS = {
     "ValueError: of the program": ("fail(ValueError('of the program'))", 1),
     "stopped by SIGINT": ("fail(KeyboardInterrupt())", 130),
     "error: it hangs": ("lambda: errors.exit_process('error: it hangs', 4)", 4),
-    "left": ("lambda: signals._leave('left', signal.SIGTERM)", 143),
+    "left": ("lambda: signals._exit('left', signal.SIGTERM)", 143),
 }
 ENDING = """
 import signal, sys

@@ -19,7 +19,7 @@ OPTIONS = f"""
     --config.model.num_layers=2 --config.model.num_heads=4 --config.model.embed_dim=64
     --config.model.dropout=0.0 --config.data.corpus=synthetic --config.data.batch_size=16
     --config.optim.schedule=constant --config.optim.learning_rate=4e-3
-    --config.optim.end_learning_rate=4e-3 --config.optim.eps=1e-6
+    --config.optim.eps=1e-6
     --config.train.num_steps={NUM_STEPS} --config.train.eval_every=3
     --config.train.eval_batches=2 --config.train.checkpoint_every=0
 """

@@ -13,7 +13,7 @@ from gpt2.utils.code import SOURCE
 NUMBERS = (
     "seed",
     "optim.learning_rate",
-    "optim.end_learning_rate",
+    "optim.end_fraction",
     "optim.weight_decay",
     "optim.beta1",
     "optim.beta2",

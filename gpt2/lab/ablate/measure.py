@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gpt2.config import with_options
+from gpt2.config import DEFAULTS, with_options
 from gpt2.errors import UserError
 from gpt2.lab.ablate.arms import Arm
 from gpt2.lab.ablate.jobs import Slot, train_all
@@ -36,10 +36,8 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
         # Another schedule takes as long, and may not fit into so few steps. A run is not measured
         # again where it becomes longer; nor does it diverge, as a slow warm-up makes sure.
         "optim.schedule": "constant",
+        "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": _STEPS,
-        "optim.warmup_percent": 0.0,
-        "optim.decay_steps": 0,
-        "optim.decay_percent": 0.0,
     }
     config = with_options(arm.config, options)
     source = arm.source(root)

@@ -7,17 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpt2.config import Config, option, with_options
+from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.ablate.arms import Arm
 from gpt2.model.flops import model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
-_DURATIONS = (
-    "optim.warmup_steps",
-    "optim.decay_steps",
-    "optim.momentum_warmup",
-    "loss.ahead_fade",
-)
 # What decides the validation split, and what its first batches.
 _TEXT = ("data.corpus", "data.val_fraction", "data.unique")
 _PART = (
@@ -63,8 +58,8 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
             f"a schedule of {arm.name} names steps of a run of {before}, not of {num_steps}"
         )
     options = {"train.num_steps": max(1, num_steps)}
-    for name in _DURATIONS:
-        if steps := option(arm.config, name):
+    for name, about in OPTIONS.items():
+        if about.is_duration and (steps := option(arm.config, name)):
             options[name] = max(1, round(steps * num_steps / before))
     return replace(arm, config=with_options(arm.config, options))
 

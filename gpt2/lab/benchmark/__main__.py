@@ -29,7 +29,7 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.config import Config, with_options
+from gpt2.config import DEFAULTS, Config, with_options
 from gpt2.data.tokenizer import tokens_by_name
 from gpt2.errors import UserError, require_choice
 from gpt2.lab.benchmark import measure, suite
@@ -97,9 +97,8 @@ def make_config(peers: list[str]) -> Config:
         require_choice("--peers", peer, measure.PEERS)
     options = {
         "optim.schedule": "constant",
-        "optim.end_learning_rate": config.optim.learning_rate,
+        "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": 0,
-        "optim.warmup_percent": 0.0,
         "model.dropout": 0.0,
         # A multiple of 64, as nanoGPT trains.
         "model.vocab_size": 64 * math.ceil(config.model.vocab_size / 64),
