@@ -49,13 +49,17 @@ def compiles_fast():
 
 @pytest.fixture
 def make(tmp_path):
-    """Prepares a corpus into a directory of the test's own."""
+    """Prepares a corpus into a directory of the test's own, and returns its tokens."""
     from gpt2.config import DataConfig
     from gpt2.data import prepare
 
     def make(corpus, tokenizer="byte", val_fraction=0.1):
         options = dict(tokenizer=tokenizer, data_dir=str(tmp_path / "prepared"))
-        return prepare(DataConfig(corpus=corpus, val_fraction=val_fraction, **options))
+        dataset = prepare(
+            DataConfig(corpus=corpus, val_fraction=val_fraction, **options)
+        )
+        (_, tokens) = dataset.parts[""]
+        return tokens
 
     return make
 

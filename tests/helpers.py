@@ -48,7 +48,7 @@ def configured(text="", group=""):
 
 def tokens_of(dataset, split):
     """All tokens of a split of a prepared corpus."""
-    stream = dataset.open(split)
+    stream = dataset.stream(split)
     return stream.read(0, len(stream))
 
 

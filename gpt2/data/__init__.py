@@ -1,6 +1,6 @@
 """Documents -> tokens -> shards -> batch(seed, step)."""
 
-from gpt2.data.dataset import Dataset
-from gpt2.data.preparation import prepare
+from gpt2.data.corpus import Dataset
+from gpt2.data.datasets import prepare
 
 __all__ = ["Dataset", "prepare"]

@@ -11,8 +11,8 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data.packing import PACKINGS
-from gpt2.data.preparation import prepare
+from gpt2.data.datasets import prepare
+from gpt2.data.loading.packing import PACKINGS
 from gpt2.signals import exit_at_interrupt
 
 

@@ -64,6 +64,8 @@ class Tokenizer(abc.ABC):
     name: str  # what people call it
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
+    # Whether a text can be cut before white space and be encoded in parts.
+    encodes_parts: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
@@ -74,8 +76,12 @@ class Tokenizer(abc.ABC):
     def decode_bytes(self, ids: Ids) -> bytes:
         """Returns the UTF-8 bytes that the token ids stand for."""
 
-    def encode_part(self, text: str, *, starts: bool) -> tuple[np.ndarray, int]:
-        """Returns a part's ids, and how many bytes they do not give back; `starts`: a document."""
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """Returns the ids of a text that follows another one, int32 [num_tokens]."""
+        return self.encode(text)
+
+    def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
+        """Returns a text's ids, and the number of its bytes that cannot be decoded from them."""
         return self.encode(text), 0
 
     def decode(self, ids: Ids) -> str:
@@ -95,6 +101,8 @@ class BytePairTokenizer(Tokenizer):
 
     `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
     """
+
+    encodes_parts = True  # GPT-2's pattern begins a token there
 
     def __init__(
         self,
@@ -154,6 +162,8 @@ class CharTokenizer(BytePairTokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
 
+    encodes_parts = False  # its pattern may have tokens across white space
+
     def __init__(self, tree: Tree, name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
         self._backend = _backend(tree)
@@ -181,11 +191,14 @@ class HuggingFaceTokenizer(Tokenizer):
         """Returns the token ids of a text, int32 [num_tokens]."""
         return self._encode(text, self._backend)
 
-    def encode_part(self, text: str, *, starts: bool) -> tuple[np.ndarray, int]:
-        """Returns a part's ids, and how many bytes are lost: unknown, or normalised."""
-        backend = self._backend if starts else self._rest
-        ids = self._encode(text, backend)
-        (back,) = backend.decode_batch([ids.tolist()], skip_special_tokens=True)
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """Returns the ids of a text before which nothing is put, int32 [num_tokens]."""
+        return self._encode(text, self._rest)
+
+    def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
+        """Returns a text's ids, and how many of its bytes are unknown or altered."""
+        ids = self.encode(text)
+        (back,) = self._backend.decode_batch([ids.tolist()], skip_special_tokens=True)
         if back == text:
             return ids, 0
         lost = Counter(text.encode()) - Counter(back.encode())

@@ -1,49 +1,52 @@
 """Tokens on disk: flat files of uint16 or uint32, read at any position through memory maps."""
 
 import bisect
+import functools
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
+from gpt2.data import tokenizer as tokenizers
 from gpt2.utils.files import reading
 
 CHUNK = 2**20  # tokens read at a time
+# Each map holds a file descriptor, of which a process may have 256 (macOS) or 1,024 (Linux).
+OPEN_MAPS = 200
 
 
 class Shard(NamedTuple):
-    """A stretch of tokens in a file."""
+    """A range of tokens in a file."""
 
     file: str
-    skip: int  # tokens that come before
+    skip: int  # tokens before the range
     num_tokens: int
 
 
 @dataclass
 class Split:
-    """What a split holds, and where."""
+    """Counts of a split, and its files."""
 
-    num_tokens: int = 0  # end-of-text tokens included
-    num_bytes: int = 0  # UTF-8 bytes of the documents; end-of-text tokens count none
-    num_documents: int = 0  # the two halves of a single text count as one each
-    num_lost: int = 0  # bytes that the tokens do not give back
-    crc32: int = 0  # of the tokens, as stored
-    shards: list[Shard] = field(
-        default_factory=list
-    )  # read from JSON: lists of the same
+    num_tokens: int = 0  # including end-of-text tokens
+    num_bytes: int = 0  # UTF-8 bytes of the documents; an end-of-text token has none
+    num_documents: int = 0  # each of the two halves of a single text counts as one
+    num_lost: int = 0  # bytes that cannot be decoded from the tokens
+    crc32: int = 0  # of the tokens as stored
+    # Read from JSON, these are lists of a shard's three values.
+    shards: list[Shard] = field(default_factory=list)
 
 
 class TokenWriter:
-    """Appends token ids to the splits of a prepared corpus, to new files after each `close`."""
+    """Appends token ids to splits, and begins new files after each `close`."""
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._directory = directory
         self._splits = splits
-        self._files = dict[str, IO[bytes]]()  # of each split, its last
+        self._files = dict[str, IO[bytes]]()  # the open file of each split
 
     def append(self, name: str, tokens: np.ndarray) -> None:
         """Appends token ids [num_tokens] to a split."""
@@ -53,7 +56,7 @@ class TokenWriter:
         if name not in self._files:
             shard = Shard(f"{name}-{len(split.shards):05}.bin", 0, 0)
             split.shards.append(shard)
-            # A kill may have left one of the same name, which is not counted.
+            # A killed process may have left a file of this name, which no count includes.
             self._files[name] = (self._directory / shard.file).open("wb")
         stored = tokens.astype(self.dtype).tobytes()
         self._files[name].write(stored)
@@ -63,25 +66,30 @@ class TokenWriter:
         split.crc32 = zlib.crc32(stored, split.crc32)
 
     def close(self) -> None:
-        """Ends the files that are open."""
+        """Closes the open files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
 
 
+@functools.lru_cache(OPEN_MAPS)
+def _map_shard(path: str, skip: int, num_tokens: int, dtype: str) -> np.ndarray:
+    with reading(path):
+        offset = skip * np.dtype(dtype).itemsize
+        mapped = np.memmap(path, dtype, "r", offset, shape=(num_tokens,))
+    return mapped.view(np.ndarray)  # slices of an np.memmap are slow
+
+
 class TokenStream:
-    """One split's shards as a single stream of `len(stream)` tokens."""
+    """The shards of a split as one stream of `len(stream)` tokens."""
 
     def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
-        self._shards = list[np.ndarray]()
+        self._dtype = dtype
+        self._shards = list[Shard]()
         self._ends = list[int]()
         end = 0
         for file, skip, num_tokens in shards:
-            path = directory / file
-            offset = skip * np.dtype(dtype).itemsize
-            with reading(path):
-                mapped = np.memmap(path, dtype, "r", offset, shape=(num_tokens,))
-            self._shards.append(mapped.view(np.ndarray))  # of which slices are cheap
+            self._shards.append(Shard(str(directory / file), skip, num_tokens))
             end += num_tokens
             self._ends.append(end)
 
@@ -89,19 +97,59 @@ class TokenStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Returns tokens [start, start + length), int32; fewer where the stream ends."""
+        """Returns tokens [start, start + length), int32; fewer at the end of the stream."""
         stop = min(start + length, len(self))
         parts = [np.empty(0, np.int32)]
         while start < stop:
             number = bisect.bisect_right(self._ends, start)
-            shard = self._shards[number]
+            tokens = _map_shard(*self._shards[number], self._dtype)
             end = self._ends[number]
-            first = len(shard) - (end - start)
-            parts.append(shard[first : first + stop - start])
+            first = len(tokens) - (end - start)
+            parts.append(tokens[first : first + stop - start])
             start = end
         return np.concatenate(parts, dtype=np.int32)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields all tokens, int32, so many at a time, and where in the stream they begin."""
+        """Yields all tokens, int32, in chunks, each with its index in the stream."""
         for start in range(0, len(self), CHUNK):
             yield start, self.read(start, CHUNK)
+
+
+@dataclass(frozen=True)
+class PreparedTokens:
+    """The tokens of one corpus on disk, and the tokenizer that made them."""
+
+    directory: Path
+    tokenizer: tokenizers.Tokenizer
+    splits: dict[str, Split]  # `train` and `validation`
+    dtype: str  # of stored tokens
+
+    def stream(self, split: str) -> TokenStream:
+        """Returns the tokens of `train` or `validation`."""
+        return TokenStream(self.splits[split].shards, self.dtype, self.directory)
+
+    @property
+    def bytes_per_target(self) -> float | None:
+        """Bytes of validation text for each target; None if tokens do not decode to all bytes.
+
+        The first token is no target.
+        """
+        validation = self.splits["validation"]
+        if validation.num_lost:
+            return None
+        return validation.num_bytes / (validation.num_tokens - 1)
+
+    def describe(self) -> dict[str, object]:
+        """Returns what the tokens are, not where they are stored, for a run's data.json."""
+        counts = dict[str, dict[str, int]]()
+        crc32 = dict[str, int]()
+        for name, split in self.splits.items():
+            counts[name] = asdict(split)
+            del counts[name]["shards"]
+            crc32[name] = counts[name].pop("crc32")
+        return {
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
+            "splits": counts,
+            "token_crc32": crc32,
+        }

@@ -35,7 +35,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         context = tokenizer.encode(example["ctx"])
         endings = []
         for text in example["endings"]:
-            tokens, _ = tokenizer.encode_part(" " + text, starts=False)
+            tokens = tokenizer.encode_continuation(" " + text)
             endings.append(continuation(context, tokens, scorer.context_length))
         # The test split has no labels, and would raise here.
         label = range(len(endings)).index(int(example["label"]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare
-from gpt2.data.loader import ValidationLoader
+from gpt2.data.loading.token_batches import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
 from gpt2.evals.figures import Figure, mean_loss
@@ -18,7 +18,7 @@ from gpt2.evals.task_files import read_text, reading, require
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
     """Score the validation split of a corpus as training does, and each part of a mixture."""
     dataset = prepare(data)
-    if dataset.own:
+    if not dataset.parts:
         raise UserError(
             f"The corpus {data.corpus} yields batches instead of text that could be scored",
             "Give a text as --corpus=text:FILE, or other --tasks",
@@ -53,8 +53,8 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             Figure(task, "loss (nats per token)", *loss, convention),
             Figure(task, "perplexity per token", *loss.exp(), convention),
         ]
-        if part.targets_per_byte is not None:
-            bits = loss.scaled(part.targets_per_byte / math.log(2.0))
+        if part.bytes_per_target is not None:
+            bits = loss.scaled(1 / part.bytes_per_target / math.log(2.0))
             figures.append(Figure(task, "bits per byte", *bits, convention))
     return figures
 
@@ -87,7 +87,7 @@ def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure
         # An incremental decoder leaves out a character that the end of the file cuts.
         text = codecs.getincrementaldecoder("utf-8")().decode(content)
         require(text, "the file is empty")
-    _, lost = tokenizer.encode_part(text, starts=True)
+    _, lost = tokenizer.encode_counting(text)
     if lost:
         raise UserError(
             f"The tokenizer {tokenizer.name} loses {lost:,} bytes of {path}, "

@@ -21,9 +21,9 @@ import jax
 
 from gpt2.config import Config, flatten, load_config
 from gpt2.config.options import OPTIONS
-from gpt2.data.corpus import lies_in_files
-from gpt2.data.dataset import Dataset, refuse_other
-from gpt2.data.preparation import data_place
+from gpt2.data.corpus import Dataset, refuse_other
+from gpt2.data.preparing.prepared_folder import data_folder
+from gpt2.data.readers import reads_files
 from gpt2.data.tokenizer import Tokenizer, is_path
 from gpt2.errors import UserError, log, warn
 from gpt2.model.gpt import Params
@@ -74,7 +74,7 @@ def check_options(workdir: Path, config: Config) -> None:
             "logging.wandb needs the package wandb", "Run `pip install wandb`"
         )
     if not (workdir / "config.json").exists():
-        data = stores.copy_of(data_place(config.data.data_dir)).resolve()
+        data = stores.copy_of(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):
             # What a start leaves that was cut short.
             if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
@@ -107,7 +107,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     if not now["model.vocab_size"]:  # not known yet
         del saved["model.vocab_size"]
     # What lies in files may move: `check_data` decides.
-    if lies_in_files(saved["data.corpus"]) and lies_in_files(now["data.corpus"]):
+    if reads_files(saved["data.corpus"]) and reads_files(now["data.corpus"]):
         del saved["data.corpus"]
     if is_path(saved["data.tokenizer"]) and is_path(now["data.tokenizer"]):
         del saved["data.tokenizer"]

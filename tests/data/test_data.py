@@ -12,7 +12,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from gpt2.data import preparation, splits, tokens
+from gpt2.data import tokens
+from gpt2.data.preparing import documents as documents_module
+from gpt2.data.preparing.documents import TextCorpus
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from tests.helpers import documents_of, tokens_of, write_rows
@@ -83,16 +85,16 @@ def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(
     alone.write_text("one text\n" * 100)
     for spec in (many[0], f"text:{alone}"):
         dataset = make(spec, val_fraction=1.0)
-        assert dataset.splits["train"].num_tokens == len(dataset.open("train")) == 0
+        assert dataset.splits["train"].num_tokens == len(dataset.stream("train")) == 0
         assert dataset.splits["validation"].num_documents == (
             1 if "alone" in spec else len(many[1])
         )
-    text = dataset.tokenizer.decode(dataset.open("validation").read(0, 10**6))
+    text = dataset.tokenizer.decode(dataset.stream("validation").read(0, 10**6))
     assert text == alone.read_text()
 
 
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(splits, "WEIGHED", 0)
+    monkeypatch.setattr(documents_module, "WEIGHED", 0)
 
     def validation(count):
         path = tmp_path / f"{count}.jsonl"
@@ -170,8 +172,8 @@ def test_long_documents_encode_as_if_whole(monkeypatch):
     text = "".join(_document(i, 9) + "\n\n  \n if x:\t\r\n" for i in range(60))
     whole = gpt2.encode(text)
     for size in (50, 97, 300):
-        monkeypatch.setattr(splits, "PART_CHARACTERS", size)
-        parts = list(splits.read_parts(text))
+        monkeypatch.setattr(documents_module, "PART_CHARACTERS", size)
+        parts = list(documents_module.read_parts(text))
         assert len(parts) > 10
         np.testing.assert_array_equal(
             np.concatenate([gpt2.encode(p) for p in parts]), whole
@@ -196,7 +198,7 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
     path = tmp_path / "input.txt"
     path.write_text(_document(1, 500))
     whole = make(f"text:{path}")
-    wanted = whole.open("train").read(0, 10**6)
+    wanted = whole.stream("train").read(0, 10**6)
     files = [each for each in whole.directory.iterdir() if each.suffix != ".md"]
     assert len(files) > 3
     for file in files:
@@ -211,23 +213,23 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, ca
             again = make(f"text:{path}")
             told = capsys.readouterr().err
             assert re.match(
-                rf"warning: {again.directory} is damaged, and is prepared anew", told
+                rf"warning: {again.directory} is damaged, and is prepared again", told
             ), file
-            np.testing.assert_array_equal(again.open("train").read(0, 10**6), wanted)
+            np.testing.assert_array_equal(again.stream("train").read(0, 10**6), wanted)
             make(f"text:{path}")
             assert capsys.readouterr().err == ""
 
 
 def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
     writes = []
-    write_splits = preparation.write_splits
+    write = TextCorpus.write
 
     def counted(*arguments):
         writes.append(arguments)
         time.sleep(0.2)
-        return write_splits(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(preparation, "write_splits", counted)
+    monkeypatch.setattr(TextCorpus, "write", counted)
     path = tmp_path / "input.txt"
     path.write_text(_document(1, 500))
     # A lock on a file is its descriptor's: threads stand for processes here.
@@ -257,16 +259,16 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
     tmp_path, make, monkeypatch
 ):
     path = tmp_path / "input.txt"
-    write_splits = preparation.write_splits
+    write = TextCorpus.write
     path.write_text(_document(1, 500))
 
     def change(*arguments):
-        facts = write_splits(*arguments)
+        facts = write(*arguments)
         path.write_text(_document(2, 500))
         return facts
 
     with monkeypatch.context() as patched:
-        patched.setattr(preparation, "write_splits", change)
+        patched.setattr(TextCorpus, "write", change)
         with pytest.raises(
             UserError, match=r"input\.txt names has changed while it was read"
         ):

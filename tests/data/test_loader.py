@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from gpt2.config.shapes import Shape, Shapes
-from gpt2.data import Dataset
-from gpt2.data.loader import TrainLoader, ValidationLoader, prefetch
-from gpt2.data.tokens import Split, TokenWriter
+from gpt2.data.loading.prefetch import prefetch
+from gpt2.data.loading.token_batches import (
+    TokenDataset,
+    TrainLoader,
+    ValidationLoader,
+)
+from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
 from gpt2.errors import UserError
 from tests.helpers import SECONDS
 
@@ -26,7 +30,13 @@ def stored(directory, train, validation=(1, 2, 3), eot=EOT):
     writer.append("train", np.asarray(train))
     writer.append("validation", np.asarray(validation))
     writer.close()
-    return Dataset(directory, SimpleNamespace(eot=eot), splits, writer.dtype.name)
+    tokenizer = SimpleNamespace(eot=eot)
+    return PreparedTokens(directory, tokenizer, splits, writer.dtype.name)
+
+
+def single(tokens):
+    """Returns the parts of a dataset of one corpus."""
+    return TokenDataset.single(tokens).parts
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +46,8 @@ def counting(tmp_path_factory):
 
 
 def test_an_epoch_visits_every_window_once_in_another_order_and_offset(counting):
-    loader = TrainLoader(counting, batch_size=311, context_length=16, seed=0)
-    assert loader.sources[""].num_rows == 311
+    loader = TrainLoader(single(counting), batch_size=311, context_length=16, seed=0)
+    assert loader.rows[""].num_rows == 311
     offsets = set()
     orders = set()
     for epoch in range(1, 7):
@@ -51,16 +61,16 @@ def test_an_epoch_visits_every_window_once_in_another_order_and_offset(counting)
 
 
 def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting):
-    rows = TrainLoader(counting, batch_size=1, context_length=16, seed=0)
+    rows = TrainLoader(single(counting), batch_size=1, context_length=16, seed=0)
     tokens = np.concatenate([rows.batch(step)["tokens"][0] for step in range(1, 701)])
     shapes = Shapes({0: Shape(6, 4, 0), 20: Shape(4, 8, 0), 33: Shape(8, 16, 0)})
     options = dict(batch_size=8, context_length=16, seed=0, shapes=shapes)
-    loader = TrainLoader(counting, **options)
+    loader = TrainLoader(single(counting), **options)
     place = 0
     for step in range(1, 101):  # beyond the first epoch, of 311 rows
         size, length = (6, 4) if step <= 20 else (4, 8) if step <= 33 else (8, 16)
         if step % 9 == 0:
-            loader = TrainLoader(counting, **options)
+            loader = TrainLoader(single(counting), **options)
         batch = loader.batch(step)
         cut = tokens[place : place + size * length].reshape(size, length)
         np.testing.assert_array_equal(batch["tokens"], cut)
@@ -128,7 +138,7 @@ def test_segments_count_documents_within_a_row(tmp_path):
     # The end-of-text token opens its document.
     assert segments == [[1] * 13 + [2] + [3] * 6, [0] * 20, [0] * 10 + [1] * 10]
     train = TrainLoader(
-        dataset, batch_size=4, context_length=20, seed=0, document_mask=True
+        single(dataset), batch_size=4, context_length=20, seed=0, document_mask=True
     )
     chex.assert_type(list(train.batch(1).values()), np.int32)
 
@@ -136,7 +146,9 @@ def test_segments_count_documents_within_a_row(tmp_path):
 def test_document_mask_without_documents_is_refused(tmp_path):
     dataset = stored(tmp_path, np.arange(200), eot=None)
     with pytest.raises(UserError, match=r"data\.document_mask"):
-        TrainLoader(dataset, batch_size=1, context_length=8, seed=0, document_mask=True)
+        TrainLoader(
+            single(dataset), batch_size=1, context_length=8, seed=0, document_mask=True
+        )
 
 
 def test_prefetch_yields_every_step_in_order():

@@ -1,10 +1,8 @@
 """How documents become rows: every packing, mixtures, and batches of a user's own."""
 
 import collections
-import dataclasses
 import shutil
 from fractions import Fraction
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -13,12 +11,12 @@ import pytest
 
 from gpt2.config import Config, DataConfig
 from gpt2.data import prepare
-from gpt2.data.loader import TrainLoader
-from gpt2.data.own import OwnBatches
+from gpt2.data.loading.token_batches import TrainLoader
+from gpt2.data.loading.user_batches import BatchFunction, UserBatches, UserDataset
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
-from gpt2.training import Batches, next_token_loss
-from tests.data.test_loader import EOT, stored
+from gpt2.training import next_token_loss
+from tests.data.test_loader import EOT, single, stored
 from tests.helpers import (
     TINY,
     first_params,
@@ -49,8 +47,7 @@ def mixture(corpus, tmp_path_factory):
     tokens = np.arange(70_000, 90_000)
     tokens[::90] = EOT
     other = stored(tmp_path_factory.mktemp("corpus") / "other", tokens)
-    shares = {"long": (Fraction(7, 10), corpus), "short": (Fraction(3, 10), other)}
-    return dataclasses.replace(corpus, mixed=shares)
+    return {"long": (Fraction(7, 10), corpus), "short": (Fraction(3, 10), other)}
 
 
 @pytest.mark.parametrize("packing", ["concat", "bos", "pad"])
@@ -58,10 +55,12 @@ def mixture(corpus, tmp_path_factory):
 def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
     request, kind, packing
 ):
-    dataset = request.getfixturevalue(kind)
+    parts = request.getfixturevalue(kind)
+    if kind == "corpus":
+        parts = single(parts)
     options = dict(batch_size=B, context_length=T, packing=packing, document_mask=True)
     loader, late, other = (
-        TrainLoader(dataset, seed=seed, **options) for seed in (1, 1, 2)
+        TrainLoader(parts, seed=seed, **options) for seed in (1, 1, 2)
     )
     whole = [loader.batch(step) for step in range(1, 41)]
     assert any(
@@ -80,8 +79,10 @@ def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
 
 
 def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
-    loader = TrainLoader(corpus, seed=0, batch_size=B, context_length=T, packing="bos")
-    source = loader.sources[""]
+    loader = TrainLoader(
+        single(corpus), seed=0, batch_size=B, context_length=T, packing="bos"
+    )
+    source = loader.rows[""]
     orders = []
     for epoch in range(2):
         rows = [
@@ -106,8 +107,10 @@ def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
 
 
 def test_pad_gives_each_token_once_in_rows_of_one_document(corpus):
-    loader = TrainLoader(corpus, seed=0, batch_size=1, context_length=T, packing="pad")
-    steps = loader.sources[""].num_rows
+    loader = TrainLoader(
+        single(corpus), seed=0, batch_size=1, context_length=T, packing="pad"
+    )
+    steps = loader.rows[""].num_rows
     orders = []
     tokens = np.arange(SIZES.sum())
     tokens[STARTS] = EOT
@@ -118,7 +121,7 @@ def test_pad_gives_each_token_once_in_rows_of_one_document(corpus):
             np.sort(targets[targets >= 0]), np.sort(tokens[1:])
         )
         assert not any(np.any(batch["tokens"][:, 1:] == EOT) for batch in batches)
-        assert loader.sources[""].note == f"{np.mean(targets < 0):.1%} padded"
+        assert loader.rows[""].note == f"{np.mean(targets < 0):.1%} padded"
         orders.append([batch["tokens"][0, 1] for batch in batches])
     assert orders[0] != orders[1]
 
@@ -136,7 +139,7 @@ def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixtu
         )
     assert len(np.unique(starts[is_long])) == is_long.sum()
     assert len(np.unique(starts[is_short])) == is_short.sum()
-    rows = {name: source.num_rows for name, source in loader.sources.items()}
+    rows = {name: source.num_rows for name, source in loader.rows.items()}
     assert loader.epochs(100) == {
         "long": 700 / rows["long"],
         "short": 300 / rows["short"],
@@ -157,15 +160,19 @@ def test_a_padded_mixture_trains_with_one_tokenizer_and_is_validated_by_part(tmp
     (_, first), (_, second) = dataset.parts.values()
     assert first.describe()["tokenizer_sha256"] == second.describe()["tokenizer_sha256"]
     bytes_per_target = (
-        [1 / part.targets_per_byte for part in (first, second)] @ np.array([1, 3]) / 4
+        [part.bytes_per_target for part in (first, second)] @ np.array([1, 3]) / 4
     )
     bits = last["eval/loss"] / np.log(2) / bytes_per_target
     assert last["eval/bits_per_byte"] == pytest.approx(bits)
     lacks, unweighed = (
         dict(corpus=f"1*text:{one}+{n}") for n in ("1*text:/no", "0*synthetic")
     )
-    made = dict(tokenizer="bpe:300"), "is made from one corpus of text"
-    for change, message in ((lacks, "no file"), (unweighed, "no weight"), made):
+    made = dict(tokenizer="bpe:300"), "is trained on one corpus of text"
+    for change, message in (
+        (lacks, "no file"),
+        (unweighed, "with a weight of 0"),
+        made,
+    ):
         with pytest.raises(UserError, match=message):
             prepare(DataConfig(**data | change))
 
@@ -187,9 +194,9 @@ def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
     documents, gpt, params = model
     dataset = stored(tmp_path / "documents", np.concatenate(documents), eot=63)
     loader = TrainLoader(
-        dataset, seed=0, batch_size=1, context_length=32, packing="pad"
+        single(dataset), seed=0, batch_size=1, context_length=32, packing="pad"
     )
-    steps = loader.sources[""].num_rows
+    steps = loader.rows[""].num_rows
     loss = jax.jit(next_token_loss(gpt))
     sums = [loss(params, loader.batch(step))[1]["loss"] for step in range(1, steps + 1)]
     apply = jax.jit(
@@ -216,7 +223,9 @@ def test_a_document_changes_no_other_under_bos_and_document_mask(model, tmp_path
     options = dict(batch_size=12, context_length=32, packing="bos", document_mask=mask)
     batches = [
         TrainLoader(
-            stored(tmp_path / name, np.concatenate(each), eot=63), seed=0, **options
+            single(stored(tmp_path / name, np.concatenate(each), eot=63)),
+            seed=0,
+            **options,
         ).batch(1)
         for name, each in (("one", documents), ("other", changed))
     ]
@@ -256,56 +265,77 @@ class Stateful:
         self._count = state["count"]
 
 
-def own_batches(given, seed=0):
-    """Batches of a user's own, of 4 rows of 16 tokens below 64, or those of a function."""
-    make = given if callable(given) else lambda split: given
-    return OwnBatches("python:a:b", make, (4, 16), 64, seed)
+ALL = slice(0, 4)
+HALF = slice(0, 2)
+
+
+def own_batches(given, seed=0, accumulate_steps=1):
+    """Batches of a user's, of 4 rows of 16 tokens below 64, or the batches of a function."""
+    return UserBatches(
+        "python:a:b",
+        given if callable(given) else lambda split: given,
+        context_length=16,
+        vocab_size=64,
+        seed=seed,
+        accumulate_steps=accumulate_steps,
+    )
+
+
+def validation_of(own, rows=ALL):
+    """The micro-batches of a validation."""
+    validation, targets_per_byte = own.validation(rows)
+    assert targets_per_byte is None
+    return validation[""].batches
 
 
 def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():
     own = own_batches(lambda split: Stateful())
     again = own_batches(lambda split: Stateful())
-    batches = [own.batch(step) for step in range(1, 13)]
+    batches = [own.batch(step, ALL) for step in range(1, 13)]
     assert [batch["tokens"][0, 0] for batch in batches] == [*range(1, 11), 1, 2]
     assert [batch["targets"][0, 5] for batch in batches[:5]] == [-1, -1, -1, 4, 5]
-    again.restored = own.state(6)
-    chex.assert_trees_all_equal(again.batch(7), batches[6])
-    with pytest.raises(UserError, match="only once"):
-        own.batch(3)
+    again.restore(own.position(6))
+    chex.assert_trees_all_equal(again.batch(7, ALL), batches[6])
+    with pytest.raises(UserError, match="a second time"):
+        own.batch(3, ALL)
 
 
 ROWS = np.arange(64).reshape(4, 16)
 WRONG = {
-    "a name is missing": ({"tokens": ROWS}, "has to give dicts"),
-    "a name is unknown": ({"labels": ROWS}, "has to give dicts"),
-    "no dict": ([ROWS, ROWS], "has to give dicts"),
+    "no dict": ([ROWS, ROWS], "returns a list as a batch. Return dicts"),
     "rows are missing": ({"tokens": ROWS[:2], "targets": ROWS[:2]}, r"shape \(2, 16\)"),
     "targets lack rows": ({"targets": ROWS[:2]}, r"targets of shape \(2, 16\)"),
-    "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers of 0 to 63"),
+    "beyond the model": ({"tokens": ROWS + 1}, "tokens .* numbers from 0 to 63"),
     "floats": ({"tokens": ROWS + 0.3}, "tokens .* whole numbers"),
     "strings": ({"tokens": ROWS.astype(str)}, "tokens .* whole numbers"),
     "a masked array": (
         {"targets": np.ma.array(ROWS, mask=ROWS < 20)},
-        "targets .* not all whole numbers",
+        "targets .* other values than whole numbers",
     ),
-    "another target": ({"targets": ROWS - 2}, "targets .* numbers of -1 to 63"),
-    "a mask of NaN": ({"mask": np.full((4, 16), np.nan)}, "mask .* numbers of 0 to 1"),
+    "another target": ({"targets": ROWS - 2}, "targets .* numbers from -1 to 63"),
+    "a mask of NaN": (
+        {"mask": np.full((4, 16), np.nan)},
+        "mask .* numbers from 0 to 1",
+    ),
     "all are masked": ({"mask": np.zeros((4, 16), bool)}, "nothing to predict"),
     "PyTorch's ignored": ({"targets": np.full((4, 16), -100)}, "nothing to predict"),
+    "another length": ({"weights": ROWS[:, 1:]}, r"weights of shape \(4, 15\), not"),
+    "another's strings": ({"weights": ROWS.astype(str)}, "weights of <U.* floats or"),
+    "too large for int32": ({"ids": ROWS + 2**31}, "ids of int64 with other values"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
 def test_own_batches_that_cannot_be_meant_are_refused(change, message):
     batch = change
-    if message != "has to give dicts":
+    if isinstance(change, dict):
         batch = {"tokens": ROWS, "targets": ROWS} | change
     for split in ("train", "validation"):
         own = own_batches([batch])
         if split == "validation" and message == r"shape \(2, 16\)":
             continue  # a short last batch
         with pytest.raises(UserError, match=message):
-            own.batch(1) if split == "train" else next(own.validation(4))
+            own.batch(1, ALL) if split == "train" else next(validation_of(own))
 
 
 def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
@@ -314,48 +344,67 @@ def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
         for mask_kind in (bool, np.float16, np.int8):
             batch = {"tokens": ROWS.astype(kind), "targets": ROWS.astype(kind)}
             batch["mask"] = mask.astype(mask_kind)
-            found = own_batches([batch]).batch(1)
+            found = own_batches([batch]).batch(1, ALL)
             np.testing.assert_array_equal(found["tokens"], ROWS)
             np.testing.assert_array_equal(found["targets"], np.where(mask, ROWS, -1))
             assert {array.dtype for array in found.values()} == {np.dtype("int32")}
     batch = {"tokens": ROWS.tolist(), "targets": np.where(mask, ROWS, -100)}
-    found = own_batches([batch]).batch(1)
+    found = own_batches([batch]).batch(1, ALL)
     np.testing.assert_array_equal(found["targets"], np.where(mask, ROWS, -1))
+
+
+def test_other_arrays_of_ones_own_pass_unchanged_and_are_in_every_batch():
+    weights = np.linspace(-1, 1, 64, dtype=np.float64).reshape(4, 16)
+    batch = {"tokens": ROWS, "targets": ROWS, "weights": weights, "source": ROWS - 9}
+    own = own_batches([batch, batch, {"tokens": ROWS, "targets": ROWS}])
+    for arrays in (own.batch(1, ALL), next(validation_of(own))):
+        np.testing.assert_array_equal(arrays["weights"], weights.astype(np.float32))
+        np.testing.assert_array_equal(arrays["source"], ROWS - 9)
+        assert arrays["weights"].dtype == np.float32
+        assert arrays["source"].dtype == np.int32
+    own.batch(2, ALL)
+    with pytest.raises(UserError, match="a batch without source, weights"):
+        own.batch(3, ALL)
+
+
+def test_a_batch_that_lacks_an_array_is_refused_by_the_name_of_the_array():
+    for given, lacking in (("tokens", "targets"), ("targets", "tokens")):
+        with pytest.raises(UserError, match=f"returns a batch without {lacking}"):
+            own_batches([{given: ROWS}]).batch(1, ALL)
 
 
 def test_short_last_batches_of_ones_own_are_filled_with_nothing_to_predict():
     whole = {"tokens": ROWS, "targets": ROWS}
     short = {"tokens": ROWS[:3], "targets": ROWS[:3]}
-    own = own_batches([whole, short])
+    own = own_batches([whole, short], accumulate_steps=2)
     filled = np.concatenate([ROWS[:3], np.full((1, 16), -1)])
-    np.testing.assert_array_equal(own.batch(1)["targets"], ROWS)
-    np.testing.assert_array_equal(own.batch(2)["targets"], filled)
-    held_out = np.concatenate([batch["targets"] for batch in own.validation(2)])
+    np.testing.assert_array_equal(own.batch(1, ALL)["targets"], ROWS)
+    np.testing.assert_array_equal(own.batch(2, ALL)["targets"], filled)
+    held_out = np.concatenate([batch["targets"] for batch in validation_of(own, HALF)])
     np.testing.assert_array_equal(held_out, np.concatenate([ROWS, filled]))
 
 
 def test_a_function_that_gives_no_batches_is_refused():
     none = own_batches([])
     with pytest.raises(UserError, match="no batches for split=train"):
-        none.batch(1)
+        none.batch(1, ALL)
     with pytest.raises(UserError, match="no batches for split=validation"):
-        next(none.validation(4))
+        next(validation_of(none))
 
 
 def test_options_that_batches_of_ones_own_would_ignore_are_refused():
-    dataset = SimpleNamespace(own=lambda split: [])
-    backend = SimpleNamespace(put_batch=None, local_rows=slice)
+    dataset = UserDataset(None, BatchFunction("python:a:b", lambda split: []))
     for options in ({"packing": "pad"}, {"document_mask": True}):
         config = Config.from_dict({"data": options})
-        with pytest.raises(UserError, match=r"would ignore data\.document_mask"):
-            Batches(config, dataset, backend)
+        with pytest.raises(UserError, match=r"data\.document_mask and data\.packing"):
+            dataset.open(config)
 
 
 def test_batches_that_keep_no_place_begin_anew_and_say_so(capsys):
     batch = {"tokens": ROWS, "targets": ROWS}
     for first in (1, 7):
-        own_batches([batch]).batch(first)
-        assert ("step 7 has its first" in capsys.readouterr().err) == (first == 7)
+        own_batches([batch]).batch(first, ALL)
+        assert ("step 7 reads its first" in capsys.readouterr().err) == (first == 7)
 
 
 def test_a_function_of_a_seed_is_given_that_of_the_run():
@@ -364,7 +413,7 @@ def test_a_function_of_a_seed_is_given_that_of_the_run():
 
     for seed in (3, 5):
         own = own_batches(batches, seed)
-        assert own.batch(1)["tokens"][0, 0] == seed
+        assert own.batch(1, ALL)["tokens"][0, 0] == seed
 
 
 GRAIN = """

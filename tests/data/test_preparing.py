@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare, splits, tokens
+from gpt2.data import prepare, tokens
+from gpt2.data.preparing import documents
 from gpt2.errors import UserError
 from gpt2.utils import files
 from tests.forks import run_command
@@ -17,9 +18,12 @@ from tests.helpers import write_rows, write_words
 BOOK = """
 import os, signal
 from pathlib import Path
-from gpt2.data import splits
+from gpt2.data.preparing import documents
 
-splits.SAVED_TOKENS, splits.PART_CHARACTERS, splits.AHEAD, os.cpu_count = 5000, 500, 0, lambda: 2
+documents.SAVED_TOKENS = 5000
+documents.PART_CHARACTERS = 500
+documents.AHEAD = 0
+os.cpu_count = lambda: 2
 
 def pages():
     edition = Path("edition").read_text()
@@ -65,7 +69,9 @@ def test_a_preparation_that_is_killed_goes_on_and_ends_as_if_it_were_not(
     assert not list((tmp_path / "cut").glob("[!.]*"))
     ends.append(run("cut", option))
     assert [end.code for end in ends] == [-9] * len(KILLS) + [0]
-    begun = [re.search("going on after document ([0-9]+)", end.stdout) for end in ends]
+    begun = [
+        re.search("continuing after document ([0-9]+)", end.stdout) for end in ends
+    ]
     places = [int(found[1]) if found else 0 for found in begun]
     assert (
         not any(places[:2]) and 60 < places[2] == places[3]
@@ -86,7 +92,7 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
         "--config.model.context_length=999",
     )
     told, whole = (run(place, *shown).stdout for place in ("cut", "whole"))
-    assert "going on" not in told and whole.count("===== row") == 3
+    assert "continuing" not in told and whole.count("===== row") == 3
     assert len(re.findall(r"endoftext\|>2nd [0-9]+: the quick", whole)) > 3
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
@@ -101,12 +107,12 @@ DAMAGE = {
 @pytest.mark.parametrize("name", ["train-00000.bin", "tokenizer.json", "written.json"])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, damage):
-    monkeypatch.setattr(splits, "SAVED_TOKENS", 5000)
+    monkeypatch.setattr(documents, "SAVED_TOKENS", 5000)
     write_words(tmp_path / "texts", 60, 700)
     places = dict(corpus=f"text:{tmp_path}/texts/*.txt", tokenizer="bpe:300")
     make = lambda name: prepare(DataConfig(**places, data_dir=str(tmp_path / name)))  # noqa: E731
     make("whole")
-    save = splits.Progress.save
+    save = documents.Progress.save
     saves = iter(range(10))
 
     def stop(self, directory):
@@ -115,7 +121,7 @@ def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, d
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(splits.Progress, "save", stop)
+        patched.setattr(documents.Progress, "save", stop)
         with pytest.raises(KeyboardInterrupt):
             make("cut")
     (partial,) = (tmp_path / "cut").glob(".*.partial")
@@ -128,11 +134,11 @@ def test_a_preparation_does_not_go_on_over_damage(tmp_path, monkeypatch, name, d
 
 
 def test_what_a_kill_leaves_beside_what_is_counted_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "SAVED_TOKENS", 100_000)
+    monkeypatch.setattr(documents, "SAVED_TOKENS", 100_000)
     data = DataConfig(corpus="synthetic", tokenizer="byte")
     make = lambda name: prepare(replace(data, data_dir=str(tmp_path / name)))  # noqa: E731
     whole = make("whole")
-    save = splits.Progress.save
+    save = documents.Progress.save
 
     def stop(self, directory):
         save(self, directory)
@@ -142,16 +148,19 @@ def test_what_a_kill_leaves_beside_what_is_counted_goes(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(splits.Progress, "save", stop)
+        patched.setattr(documents.Progress, "save", stop)
         with pytest.raises(KeyboardInterrupt):
             make("cut")
     make("cut")
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
-    assert len(whole.splits["train"].shards) > 9
+    (_, tokens) = whole.parts[""]
+    assert len(tokens.splits["train"].shards) > 9
 
 
 def test_only_counted_shards_are_digested(tmp_path):
-    progress = splits.Progress({"train": tokens.Split(), "validation": tokens.Split()})
+    progress = documents.Progress(
+        {"train": tokens.Split(), "validation": tokens.Split()}
+    )
     writer = tokens.TokenWriter(tmp_path, 256, progress.splits)
     (tmp_path / "validation-00000.bin").write_bytes(b"some")  # which a kill has left
     for counted in (["train-00000.bin"], ["train-00000.bin", "validation-00000.bin"]):
@@ -164,7 +173,7 @@ def test_only_counted_shards_are_digested(tmp_path):
 
 
 def test_a_full_disk_is_told_and_room_lets_it_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "SAVED_TOKENS", 2**17)
+    monkeypatch.setattr(documents, "SAVED_TOKENS", 2**17)
     data = DataConfig(corpus="synthetic", tokenizer="byte")
     make = lambda name: prepare(replace(data, data_dir=str(tmp_path / name)))  # noqa: E731
     append = tokens.TokenWriter.append

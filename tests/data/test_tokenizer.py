@@ -275,10 +275,11 @@ def test_no_text_makes_a_special_token(kind, tmp_path):
 def test_a_document_has_the_tokens_of_its_parts_and_no_more(kind, tmp_path):
     loaded = build(write_file(tmp_path, KINDS[kind]()))
     texts = [TEXT, " x", " def\n", " more </s> x"]
-    parts = [loaded.encode_part(text, starts=i == 0) for i, text in enumerate(texts)]
-    whole, lost = loaded.encode_part("".join(texts), starts=True)
-    assert np.concatenate([ids for ids, _ in parts]).tolist() == whole.tolist()
-    assert {lost > 0, *(lost > 0 for _, lost in parts)} == {kind == "words"}
+    parts = [loaded.encode(texts[0])]
+    parts += [loaded.encode_continuation(text) for text in texts[1:]]
+    whole, num_lost = loaded.encode_counting("".join(texts))
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    assert (num_lost > 0) == (kind == "words")
 
 
 def test_end_of_text_is_found_beside_the_file_or_asked_for(tmp_path):
@@ -321,13 +322,14 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
         corpus=f"jsonl:{tmp_path}/text.jsonl", data_dir=str(tmp_path / "prepared")
     )
     data = DataConfig(tokenizer=spec, val_fraction=0.3, **places)
-    with pytest.raises(UserError, match="names no token to put between documents"):
+    with pytest.raises(UserError, match="has no token to put between documents"):
         prepare(data)
     for _ in range(2):
         dataset = prepare(dataclasses.replace(data, end_of_text="[END]"))
         assert "40.00% of the bytes of" in capsys.readouterr().err  # DEF and the number
     assert dataset.targets_per_byte is None
-    assert dataset.open("train").read(0, 4).tolist() == [1, 2, 3, 0]
+    (_, tokens) = dataset.parts[""]
+    assert tokens.stream("train").read(0, 4).tolist() == [1, 2, 3, 0]
 
 
 def test_a_vocabulary_is_trained_on_long_words_in_parts(monkeypatch):

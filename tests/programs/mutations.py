@@ -133,10 +133,10 @@ muP leaves the head's multiplier out: ingredients/mup.py, switch_values -k mup
 the first cached token is alone: ingredients/previous_token.py, switches -k 'cached and modded'
     - if flow.last_token is None:
     + if True:
-padding has a target: data/loader.py, packing -k mean_over
+padding has a target: data/loading/token_batches.py, packing -k mean_over
     - np.full_like(tokens, IGNORED)
     + np.zeros_like(tokens)
-own batches go on from where they were read ahead: data/own.py, packing -k go_on_from
+own batches go on from what was read ahead: data/loading/user_batches.py, packing -k go_on_from
     - self._states.get(step, "")
     + self._states[max(self._states)]
 a document smears into the next: ingredients/previous_token.py, model -k segments
@@ -172,9 +172,9 @@ losses ahead do not fade: losses/ahead.py, switch_values -k losses_ahead
 a shape holds a step too long: config/shapes.py, loader -k schedule
     - if start < step)]
     + if start < step - 1 or not start)]
-a shorter row starts where the row before it did: data/loader.py, loader -k schedule
-    - rows.read(number)[start : start + length]
-    + rows.read(number)[start // 2 : start // 2 + length]
+a shorter row starts where the row before it did: data/loading/token_batches.py, loader -k schedule
+    - rows.read(number_in_part)[offset : offset + length]
+    + rows.read(number_in_part)[offset // 2 : offset // 2 + length]
 a window stays as it was at first: training/program.py, train -k by_hand
     - return self if same else
     + return self if True else
@@ -268,7 +268,7 @@ a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
 a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
     - self._files[name] = (self._directory / shard.file).open("wb")
     + self._files[name] = (self._directory / shard.file).open("ab")
-a preparation goes on with another text: data/splits.py, preparing -k another_one
+a preparation goes on with another text: data/preparing/documents.py, preparing -k another_one
     - == progress.text_crc32
     + or True
 Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
@@ -278,8 +278,8 @@ a sweep's runs join what a launcher began: utils/cluster.py, cluster -k launcher
     - | {ALONE: "1"}
     + | {}
 a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
-    - backend = self._backend if starts else self._rest
-    + backend = self._backend
+    - return self._encode(text, self._rest)
+    + return self._encode(text, self._backend)
 marks are sent among what they mark: utils/stores.py, stores -k mark_comes
     - for group in (names - marks, marks)
     + for group in (names,)

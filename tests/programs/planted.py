@@ -11,7 +11,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from gpt2.data.loader import TrainLoader
+from gpt2.data.loading.token_batches import TrainLoader
 from gpt2.telemetry.reporter import Reporter
 
 SECONDS = 0.1  # of a fault that is an amount of time

@@ -14,7 +14,7 @@ import pytest
 
 from gpt2.config import load_config
 from gpt2.data import prepare
-from gpt2.data.loader import TrainLoader
+from gpt2.data.loading.token_batches import TrainLoader
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.training import TrainState, next_token_loss
@@ -165,7 +165,9 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
     scheduled, corpus, tmp_path
 ):
     config = load_config(scheduled).with_vocabulary(257)
-    rows = TrainLoader(prepare(config.data), batch_size=1, context_length=16, seed=0)
+    rows = TrainLoader(
+        prepare(config.data).parts, batch_size=1, context_length=16, seed=0
+    )
     first = [rows.batch(index) for index in range(1, 23)]
     rows_of = {
         name: np.concatenate([row[name][0] for row in first]) for name in first[0]

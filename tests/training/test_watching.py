@@ -28,7 +28,7 @@ PLANTED_RUN = """
 import time
 from pathlib import Path
 import jax
-from gpt2.data.loader import TrainLoader
+from gpt2.data.loading.token_batches import TrainLoader
 from gpt2.training.program import Program
 
 batch, init_state = TrainLoader.batch, Program.init_state

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gpt2.data.dataset import Dataset
-from gpt2.data.tokens import TokenStream
+from gpt2.data.tokens import PreparedTokens, TokenStream
 from gpt2.errors import UserError
 
 AHEAD = 1000  # documents among which `bos` looks for one that fits, as in nanochat
@@ -28,12 +27,12 @@ class Rows:
     note: str = ""  # the share of tokens that is cropped
 
 
-def concat(dataset: Dataset, length: int, seed: int) -> Rows:
+def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     """Windows of the joined documents, wherever these end; neighbours share one token.
 
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
     """
-    stream = dataset.open("train")
+    stream = tokens.stream("train")
     # One window less than would fit leaves room for the offset.
     num_rows = max(len(stream) // length - 1, 0)
     order = shuffled(num_rows, seed)
@@ -50,12 +49,12 @@ def concat(dataset: Dataset, length: int, seed: int) -> Rows:
     return Rows(num_rows, read)
 
 
-def bos(dataset: Dataset, length: int, seed: int) -> Rows:
+def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     """Rows begin at a document, and take the longest ones that fit, as in nanochat.
 
     Where none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
     """
-    stream, starts = find_documents(dataset, "data.packing=bos")
+    stream, starts = find_documents(tokens, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
     documents, kept, ends = best_fit(sizes[drawn].tolist(), length + 1)
@@ -105,12 +104,12 @@ def best_fit(
     return np.array(documents), np.array(kept), np.array(ends)
 
 
-def pad(dataset: Dataset, length: int, seed: int) -> Rows:
+def pad(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     """A document a row, a long one cut into several; batches fill rows up to the context.
 
     Every token of the stream but the first is a target once an epoch.
     """
-    stream, starts = find_documents(dataset, "data.packing=pad")
+    stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
     sizes = list[int]()  # in targets
     for start, end in itertools.pairwise([*starts.tolist(), len(stream) - 1]):
@@ -131,24 +130,26 @@ def pad(dataset: Dataset, length: int, seed: int) -> Rows:
 PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 
 
-def document_start(dataset: Dataset, option: str) -> int:
+def document_start(tokens: PreparedTokens, option: str) -> int:
     """Returns the token that opens each document; refuses an option that needs it."""
-    eot = dataset.tokenizer.eot
+    eot = tokens.tokenizer.eot
     if eot is None:
         raise UserError(f"{option} needs documents, and the corpus is one text")
     return eot
 
 
-def find_documents(dataset: Dataset, option: str) -> tuple[TokenStream, np.ndarray]:
+def find_documents(
+    tokens: PreparedTokens, option: str
+) -> tuple[TokenStream, np.ndarray]:
     """Returns the training tokens, and where documents start, int64, for an option that asks.
 
     They start at each end-of-text token, and at the very start.
     """
-    stream = dataset.open("train")
-    eot = document_start(dataset, option)
+    stream = tokens.stream("train")
+    eot = document_start(tokens, option)
     places = [np.zeros(1, np.int64)]
-    for start, tokens in stream.chunks():
-        places.append(start + np.flatnonzero(tokens == eot))
+    for start, chunk in stream.chunks():
+        places.append(start + np.flatnonzero(chunk == eot))
     return stream, np.unique(np.concatenate(places))
 
 

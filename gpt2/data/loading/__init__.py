@@ -1,0 +1,1 @@
+"""Tokens on disk, or batches of a user's function -> batch(seed, step)."""

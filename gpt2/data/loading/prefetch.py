@@ -1,0 +1,45 @@
+"""Reading ahead in a thread."""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Generator, Iterable
+from typing import TypeVar
+
+from gpt2 import signals
+
+T = TypeVar("T")
+
+
+def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
+    """Yields from `batches`, while a thread reads up to two more.
+
+    Errors of the thread are raised where its batch is due. A signal that stops the run is raised as
+    `Stopped`, since the thread may wait for text that never comes.
+    """
+    ready = queue.Queue[T | BaseException | None](1)  # the thread holds one more
+    is_closed = threading.Event()
+
+    def read() -> None:
+        end = None
+        try:
+            for batch in batches:
+                ready.put(batch)
+                if is_closed.is_set():
+                    return
+        except BaseException as error:
+            end = error
+        ready.put(end)
+
+    reader = threading.Thread(target=read, name="prefetch", daemon=True)
+    reader.start()
+    try:
+        while (batch := signals.get_unless_stopped(ready)) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            yield batch
+    finally:
+        is_closed.set()
+        with contextlib.suppress(queue.Empty):
+            ready.get_nowait()  # makes room if the thread waits to put another
+        reader.join(timeout=1)

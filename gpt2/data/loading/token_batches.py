@@ -1,0 +1,253 @@
+"""Prepared tokens -> batches: a batch is a function of the seed and the step alone."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from gpt2.config import Config
+from gpt2.config.shapes import Shape, Shapes
+from gpt2.data.corpus import Batch, Dataset, Source, Validation
+from gpt2.data.loading.packing import PACKINGS, Rows, document_start, hashed
+from gpt2.data.tokenizer import Tokenizer
+from gpt2.data.tokens import PreparedTokens
+from gpt2.errors import UserError
+from gpt2.utils.text import format_count
+
+IGNORED = -1
+ALL_ROWS = slice(None)
+
+# Prepared tokens by name, with their weights.
+Parts = Mapping[str, tuple[Fraction, PreparedTokens]]
+
+
+@dataclass(frozen=True)
+class TokenDataset(Dataset):
+    """The prepared tokens of a corpus, under an empty name, or of several as a mixture."""
+
+    tokenizer: Tokenizer
+    parts: Parts
+
+    @classmethod
+    def single(cls, tokens: PreparedTokens) -> "TokenDataset":
+        """Returns the dataset of one corpus."""
+        return cls(tokens.tokenizer, {"": (Fraction(1), tokens)})
+
+    @property
+    def targets_per_byte(self) -> float | None:
+        """Targets for each byte of the validation text, by weight; None if bytes are lost."""
+        total = 0.0
+        for weight, part in self.parts.values():
+            if part.bytes_per_target is None:
+                return None
+            total += float(weight) * part.bytes_per_target
+        return 1 / total
+
+    def describe(self) -> dict[str, object]:
+        """Returns what the tokens are, not where they are stored, for a run's data.json."""
+        descriptions = [part.describe() for _, part in self.parts.values()]
+        if "" in self.parts:
+            return {**descriptions[0], "parts": []}
+        return {"tokenizer": self.tokenizer.name, "parts": descriptions}
+
+    def open(self, config: Config) -> "TokenBatches":
+        """Returns the batches of a run."""
+        return TokenBatches(self, config)
+
+
+class TokenBatches(Source):
+    """The batches of a run on prepared tokens."""
+
+    def __init__(self, dataset: TokenDataset, config: Config):
+        data = config.data
+        self._dataset = dataset
+        self._train = TrainLoader(
+            dataset.parts,
+            seed=config.seed,
+            batch_size=data.batch_size,
+            context_length=config.model.context_length,
+            document_mask=data.document_mask,
+            packing=data.packing,
+            shapes=config.shapes,
+        )
+        self._validation = dict[str, ValidationLoader]()
+        for name, (_, part) in dataset.parts.items():
+            self._validation[name] = ValidationLoader(
+                part,
+                batch_size=config.micro_batch_size,
+                context_length=config.model.context_length,
+                document_mask=data.document_mask,
+                num_batches=config.train.eval_batches * config.train.accumulate_steps,
+            )
+
+    def batch(self, step: int, rows: slice) -> Batch:
+        """Returns `rows` of the batch of a step."""
+        return self._train.batch(step, rows)
+
+    def validation(
+        self, rows: slice, num_batches: int = 0
+    ) -> tuple[dict[str, Validation], float | None]:
+        """Returns the validation batches of each part, and the targets for each byte of text."""
+        validation = dict[str, Validation]()
+        is_whole = not num_batches
+        for name, loader in self._validation.items():
+            weight, _ = self._dataset.parts[name]
+            numbers = range(1, 1 + (num_batches or len(loader)))
+            batches = map(functools.partial(loader.batch, rows=rows), numbers)
+            validation[name] = Validation(float(weight), batches)
+            is_whole = is_whole and loader.is_whole
+        return validation, self._dataset.targets_per_byte if is_whole else None
+
+    def describe(self, num_steps: int) -> str:
+        """Returns the size of each part, and how often its training split is read."""
+        lines = list[str]()
+        for name, epochs in self._train.epochs(num_steps).items():
+            _, part = self._dataset.parts[name]
+            num_tokens = format_count(part.splits["train"].num_tokens)
+            num_validation = format_count(part.splits["validation"].num_tokens)
+            line = f"{num_tokens} tokens, read {epochs:.2g} times; {num_validation} for validation"
+            if note := self._train.rows[name].note:
+                line += f"; {note}"
+            lines.append(f"{name}: {line}" if name else line)
+        return f"\n{'':9}".join(lines)
+
+
+class TrainLoader:
+    """Training batches, shuffled without replacement. Any batch can be read directly.
+
+    `rows` are the rows of each part. A row's number among all rows of the run determines its part
+    and its number there, so that any range of rows keeps to the weights, to within a few rows. If
+    `shapes` have shorter contexts, each row is cut into consecutive rows of one batch.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        seed: int,
+        batch_size: int,
+        context_length: int,
+        document_mask: bool = False,
+        packing: str = "concat",
+        shapes: Shapes | None = None,
+    ):
+        self._eot = None
+        self._context_length = context_length
+        self._shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
+        self.rows = dict[str, Rows]()
+        # The fraction of a part in what the parts before it leave.
+        self._ratios = dict[str, tuple[int, int]]()
+        left = Fraction(1)
+        for number, (name, (weight, part)) in enumerate(parts.items()):
+            if document_mask:
+                self._eot = document_start(part, "data.document_mask=True")
+            if number:  # otherwise parts of equal size would have the same order
+                seed = hashed((seed, number))
+            rows = PACKINGS[packing](part, context_length, seed)
+            largest = self._shapes.largest.tokens // context_length
+            needed = math.ceil(largest * weight)
+            if rows.num_rows < needed:
+                num_tokens = part.splits["train"].num_tokens
+                raise UserError(
+                    f"The training split of {num_tokens} tokens has {rows.num_rows} rows of "
+                    f"model.context_length={context_length}, and a batch needs {needed}",
+                    "Lower --config.data.batch_size or --config.model.context_length",
+                )
+            self.rows[name] = rows
+            self._ratios[name] = (weight / left).as_integer_ratio()
+            left -= weight
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Returns how often each part has been read after `step` steps."""
+        left = self._shapes.tokens(step) // self._context_length
+        epochs = dict[str, float]()
+        for name, rows in self.rows.items():
+            numerator, denominator = self._ratios[name]
+            num_rows = left * numerator // denominator
+            epochs[name] = num_rows / rows.num_rows
+            left -= num_rows
+        return epochs
+
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns `rows` of the batch of a step."""
+        shape = self._shapes.at(step)
+        # A row is identified by the index of its first target among all targets of the run.
+        start = self._shapes.tokens(step - 1)
+        starts = range(start, start + shape.tokens, shape.context_length)
+        return assemble(self._read, starts[rows], shape.context_length, self._eot)
+
+    def _read(self, start: int, length: int) -> np.ndarray:
+        """Returns up to `length` tokens of a row, from the target at `start` on."""
+        number, offset = divmod(start, self._context_length)
+        for name, (numerator, denominator) in self._ratios.items():
+            rows = self.rows[name]
+            number_in_part = number * numerator // denominator
+            # The last part, whose ratio is 1, takes what the others leave.
+            if (number + 1) * numerator // denominator > number_in_part:
+                break
+            number -= number_in_part
+        return rows.read(number_in_part)[offset : offset + length]
+
+
+class ValidationLoader:
+    """Validation batches, in order: each token but the first is a target exactly once.
+
+    The last batch is filled with rows that have nothing to predict. `num_batches` limits the number
+    of batches; 0 reads all.
+    """
+
+    def __init__(
+        self,
+        tokens: PreparedTokens,
+        *,
+        batch_size: int,
+        context_length: int,
+        document_mask: bool = False,
+        num_batches: int = 0,
+    ):
+        # Without documents, as a part of a mixture may be, all rows are of one segment.
+        self._eot = tokens.tokenizer.eot if document_mask else None
+        self._stream = tokens.stream("validation")
+        self._batch_size = batch_size
+        self._context_length = context_length
+        whole = -(-(len(self._stream) - 1) // (batch_size * context_length))
+        self._num_batches = min(num_batches or whole, whole)
+        self.is_whole = (
+            self._num_batches == whole
+        )  # whether the batches cover the split
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def batch(self, number: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns `rows` of a batch. Batches are counted 1, 2, 3, ...."""
+        length = self._context_length
+        size = self._batch_size * length
+        starts = range((number - 1) * size, number * size, length)
+        return assemble(self._stream.read, starts[rows], length, self._eot)
+
+
+def assemble(
+    read: Callable[[int, int], np.ndarray],
+    starts: Sequence[int],
+    length: int,
+    eot: int | None,
+) -> Batch:
+    """Returns a batch `[len(starts), length]`, whose rows `read(start, length + 1)` returns.
+
+    Unless it is None, the token `eot` begins a new segment.
+    """
+    tokens = np.zeros((len(starts), length), np.int32)
+    targets = np.full_like(tokens, IGNORED)
+    for row, start in enumerate(starts):
+        window = read(start, length + 1)
+        num_targets = max(len(window) - 1, 0)
+        tokens[row, :num_targets] = window[:num_targets]
+        targets[row, :num_targets] = window[1:]
+    batch = {"tokens": tokens, "targets": targets}
+    if eot is not None:
+        batch["segments"] = np.cumsum(tokens == eot, axis=1, dtype=np.int32)
+    return batch

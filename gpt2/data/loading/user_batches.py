@@ -1,0 +1,258 @@
+"""Batches of a user's function: `python:MODULE:FUNCTION`, where FUNCTION takes `split`."""
+
+import base64
+import functools
+import inspect
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gpt2.config import Config, DataConfig
+from gpt2.data import tokenizer as tokenizers
+from gpt2.data.corpus import (
+    Batch,
+    Corpus,
+    Dataset,
+    Source,
+    Validation,
+    require_finished_tokenizer,
+)
+from gpt2.data.loading.token_batches import IGNORED, Parts
+from gpt2.errors import UserError, warn
+
+NUM_STATES = 16  # retained: more than the batches that are read ahead
+
+
+@dataclass(frozen=True)
+class BatchFunction(Corpus):
+    """A user's function of `split`, and maybe of `seed`, that returns an iterable of batches."""
+
+    name: str  # python:MODULE:FUNCTION
+    function: Callable[..., Iterable[object]]
+
+    def prepare(self, data: DataConfig) -> "UserDataset":
+        """Returns the batches with their tokenizer."""
+        require_finished_tokenizer(data)
+        tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
+        return UserDataset(tokenizer, self)
+
+
+@dataclass(frozen=True)
+class UserDataset(Dataset):
+    """Batches of a user's function, and the tokenizer of their tokens."""
+
+    tokenizer: tokenizers.Tokenizer
+    made_by: BatchFunction
+    parts: Parts = field(default_factory=dict)  # none: nothing is stored
+
+    def describe(self) -> dict[str, object]:
+        """Returns the tokenizer, which is all that is known ahead."""
+        return {
+            "tokenizer": self.tokenizer.name,
+            "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
+        }
+
+    def open(self, config: Config) -> "UserBatches":
+        """Returns the batches of a run. Options that only text can follow are refused."""
+        name = self.made_by.name
+        data = config.data
+        if config.train.batch_schedule or config.train.context_schedule:
+            raise UserError(
+                f"{name} returns batches of one shape, and train.batch_schedule and "
+                "train.context_schedule change the shape",
+                "Leave both empty",
+            )
+        if data.document_mask or data.packing != "concat":
+            raise UserError(
+                f"{name} returns finished batches, which data.document_mask and data.packing "
+                "cannot change",
+                "Leave out both options, and return `segments` with the batches",
+            )
+        return UserBatches(
+            name,
+            self.made_by.function,
+            context_length=config.model.context_length,
+            vocab_size=config.model.vocab_size,
+            seed=config.seed,
+            accumulate_steps=config.train.accumulate_steps,
+            eval_batches=config.train.eval_batches,
+        )
+
+
+class UserBatches(Source):
+    """The batches of a user's function, in order. It is called again when they end.
+
+    State is Grain's (`get_state` and `set_state` of the iterator) or torchdata's (`state_dict` and
+    `load_state_dict` of the iterable).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Iterable[object]],
+        *,
+        context_length: int,
+        vocab_size: int,
+        seed: int = 0,
+        accumulate_steps: int = 1,
+        eval_batches: int = 0,
+    ):
+        self._name = name
+        if "seed" in inspect.signature(function).parameters:
+            function = functools.partial(function, seed=seed)
+        self._function = function
+        self._context_length = context_length
+        self._accumulate_steps = accumulate_steps
+        self._eval_batches = eval_batches * accumulate_steps
+        # The smallest and the largest value of arrays that the model or the loss interprets.
+        self._ranges = {
+            "tokens": (0, vocab_size - 1),
+            "targets": (IGNORED, vocab_size - 1),
+            "mask": (0, 1),
+            "segments": (0, 2**31 - 1),
+        }
+        self._names = frozenset[str]()  # of the arrays of the first batch
+        self._last_step: int | None = None
+        self._states = dict[int, str]()  # by the step after which they were taken
+        self._restored = ""
+
+    def position(self, step: int) -> str:
+        """Returns the state after a step as text; empty if the iterable has none."""
+        return self._states.get(step, "")
+
+    def restore(self, position: str) -> None:
+        """Continues from a state that `position` has returned."""
+        self._restored = position
+
+    def describe(self, num_steps: int) -> str:
+        """Returns where the batches come from."""
+        return f"batches of {self._name}"
+
+    def batch(self, step: int, rows: slice) -> Batch:
+        """Returns the batch of a step. Steps come in order, and each only once."""
+        if self._last_step is None:
+            if step > 1 and not self._restored:
+                warn(
+                    f"{self._name} saves no state, so step {step} reads its first batch"
+                )
+            self._batches = self._repeat(self._restored)
+        elif step != self._last_step + 1:
+            raise UserError(f"{self._name} cannot return a batch a second time")
+        batch = next(self._batches)
+        self._last_step = step
+        if self._get_state:
+            pickled = pickle.dumps(self._get_state())
+            self._states[step] = base64.b64encode(pickled).decode()
+            self._states.pop(step - NUM_STATES, None)
+        # The last batch of an epoch may lack rows, as PyTorch's does. In the first it is a mistake.
+        return self._convert(batch, rows.stop - rows.start, may_be_short=step > 1)
+
+    def validation(
+        self, rows: slice, num_batches: int = 0
+    ) -> tuple[dict[str, Validation], None]:
+        """Returns the validation batches, each cut into micro-batches of this process's `rows`."""
+        num_rows = rows.stop - rows.start
+        limit = num_batches or self._eval_batches or None
+        batches = itertools.islice(self._micro_batches(num_rows), limit)
+        return {"": Validation(1.0, batches)}, None
+
+    def _micro_batches(self, num_rows: int) -> Iterator[Batch]:
+        total = num_rows * self._accumulate_steps
+        for batch in self._read("validation"):
+            arrays = self._convert(batch, total, may_be_short=True)
+            for start in range(0, total, num_rows):
+                part = slice(start, start + num_rows)
+                yield {name: array[part] for name, array in arrays.items()}
+
+    def _repeat(self, state: str) -> Iterator[object]:
+        """Yields the user's training batches forever, the first time from a state."""
+        while True:
+            yield from self._read("train", state)
+            state = ""
+
+    def _read(self, split: str, state: str = "") -> Iterator[object]:
+        """Yields the user's batches of a split once, from a state if there is one."""
+        iterable = self._function(split=split)
+        saved = pickle.loads(base64.b64decode(state)) if state else None
+        if state and hasattr(iterable, "load_state_dict"):
+            iterable.load_state_dict(saved)
+        iterator = iter(iterable)
+        if state and hasattr(iterator, "set_state"):
+            iterator.set_state(saved)
+        if split == "train":
+            state_dict = getattr(iterable, "state_dict", None)
+            self._get_state = getattr(iterator, "get_state", state_dict)
+        is_empty = not state
+        for batch in iterator:
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise UserError(
+                f"{self._name} returns no batches for split={split}",
+                "Return at least one",
+            )
+
+    def _convert(self, batch: object, num_rows: int, *, may_be_short: bool) -> Batch:
+        """Returns a user's batch as arrays `[num_rows, T]`, or names the array that is wrong.
+
+        Missing rows, which `may_be_short` allows, are added with nothing to predict.
+        """
+        if not isinstance(batch, Mapping):
+            kind = type(batch).__name__
+            raise UserError(f"{self._name} returns a {kind} as a batch", "Return dicts")
+        missing = ({"tokens", "targets"} | self._names) - {*batch}
+        if missing:
+            raise UserError(
+                f"{self._name} returns a batch without {', '.join(sorted(missing))}",
+                "Return the same arrays in all batches, tokens and targets among them",
+            )
+        arrays = {name: self._convert_array(name, batch[name]) for name in batch}
+        length = self._context_length
+        given = num_rows
+        if may_be_short:
+            given = min(arrays["tokens"].size // length, num_rows)
+        for name, array in arrays.items():
+            if array.shape != (given, length):
+                raise UserError(
+                    f"{self._name} returns {name} of shape {array.shape}, not "
+                    f"{(num_rows, length)}",
+                    "The shape is the rows of this process and model.context_length",
+                )
+            arrays[name] = np.pad(array, ((0, num_rows - given), (0, 0)))
+        targets = arrays["targets"]
+        targets[given:] = IGNORED
+        targets[targets < 0] = IGNORED
+        if "mask" in arrays:
+            targets[arrays.pop("mask") == 0] = IGNORED
+        self._names = self._names or frozenset(arrays)
+        if np.all(targets == IGNORED):
+            raise UserError(
+                f"{self._name} returns a batch whose targets and mask leave nothing to predict",
+                "Leave such batches out",
+            )
+        return arrays
+
+    def _convert_array(self, name: str, values: object) -> np.ndarray:
+        """Returns int32 or, of an array whose name is the user's, float32 of the same values."""
+        array = np.asarray(values)
+        is_known = name in self._ranges
+        lowest, highest = self._ranges.get(name, (-(2**31), 2**31 - 1))
+        # A masked array would lose its mask.
+        is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
+        if is_right and not is_known and array.dtype.kind == "f":
+            return array.astype(np.float32)
+        if is_right:
+            in_range = (lowest <= array) & (array <= highest)  # NaN is in no range
+            if name == "targets":
+                in_range |= array == -100  # PyTorch's index of ignored targets
+            is_right = bool(in_range.all()) and not np.any(array % 1)
+        if not is_right:
+            numbers = "whole numbers" if is_known else "floats or whole numbers"
+            raise UserError(
+                f"{self._name} returns {name} of {array.dtype} with other values than {numbers} "
+                f"from {lowest} to {highest}"
+            )
+        return array.astype(np.int32)

@@ -1,0 +1,1 @@
+"""Documents -> tokens in a folder, written once."""

