@@ -13,16 +13,13 @@ if __name__ == "__main__":
     launch.prepare_process()  # before JAX is imported
 
 import math
-import textwrap
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 import jax
 from absl import flags
 
 from gpt2 import cli
-from gpt2.config import Config, option, with_options
-from gpt2.errors import UserError, log
+from gpt2.config import Config
+from gpt2.errors import log
 from gpt2.lab.plan.collectives import describe_collectives
 from gpt2.lab.plan.plan import (
     ATTAINABLE,
@@ -31,6 +28,7 @@ from gpt2.lab.plan.plan import (
     make_program,
     usable_memory,
 )
+from gpt2.lab.plan.search import search
 from gpt2.lab.plan.topologies import find_devices
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel.mesh import split_cpu
@@ -69,7 +67,11 @@ def main() -> int:
     devices = _find_devices(config)
     kind = "simulated" if args.devices else devices[0].device_kind
     if args.search:
-        return _search(config, devices, kind, cli.overrides())
+        board = board_name(kind) or "H100"  # simulated devices stand for H100s
+        log(
+            f"comparing layouts for {len(devices)} devices ({kind}) by figures of {board}"
+        )
+        return search(config, devices, board, cli.overrides())
     program = make_program(config, devices)
     log(f"compiling a step for {len(devices)} devices ({kind}), for a TPU in minutes")
     try:
@@ -152,106 +154,6 @@ def _forecast(plan: Plan, board: str) -> list[str]:
         format_duration(config.shapes.tokens(config.train.num_steps) / rate),
         memory,
     ]
-
-
-Options = dict[str, int | str]  # by dotted name
-
-
-def _layouts(num_devices: int) -> Iterator[Options]:
-    """Yield the layouts that a search compiles."""
-    usual: Options = {
-        "parallel.backend": "pjit",
-        "parallel.strategy": "auto",
-        "parallel.data": -1,
-        "parallel.fsdp": 1,
-        "parallel.tensor": 1,
-        "parallel.fsdp_gather": "auto",
-    }
-    yield usual
-    if num_devices == 1:
-        return
-    yield usual | {"parallel.strategy": "zero1"}
-    for gather in ("step", "layer"):
-        zero3 = usual | {"parallel.fsdp_gather": gather}
-        yield zero3 | {"parallel.strategy": "zero3"}
-        if num_devices > 8:  # within a machine, and replicas between machines
-            yield zero3 | {"parallel.fsdp": 8}
-    for tensor in (2, 4, 8):
-        if num_devices % tensor == 0:
-            split = usual | {"parallel.tensor": tensor}
-            yield split | {"parallel.strategy": "megatron"}
-            if num_devices > tensor:
-                yield split | {"parallel.data": 1, "parallel.fsdp": -1}
-
-
-def _variants(layout: Options, rows: int) -> Iterator[Options]:
-    """Yield a layout with options from the fastest to the one that needs the least memory.
-
-    `rows` is the number of micro-batches of one sequence per device.
-    """
-    for remat in ("none", "dots", "full"):
-        yield layout | {"memory.remat": remat}
-    yield layout | {"memory.remat": "full", "train.accumulate_steps": rows}
-
-
-class _Result(NamedTuple):
-    """What a search found out about a layout; results sort from the best to the worst."""
-
-    fails: bool
-    seconds: float  # of a step
-    summary: str
-
-
-def _search(
-    config: Config, devices: list[jax.Device], kind: str, given: Collection[str]
-) -> int:
-    """Compile variants of each layout until one fits, and print the fastest layout first."""
-    board = board_name(kind) or "H100"  # simulated devices stand for H100s
-    log(f"compiling for {len(devices)} devices ({kind}), with the figures of {board}")
-    results: dict[str, _Result] = {}  # by the flags to add
-    for layout in _layouts(len(devices)):
-        rows = config.data.batch_size * int(layout["parallel.tensor"]) // len(devices)
-        for options in _variants(layout, rows):
-            changed = {
-                name: value
-                for name, value in options.items()
-                if name not in given and option(config, name) != value
-            }
-            to_add = " ".join(f"--config.{k}={v}" for k, v in changed.items())
-            to_add = to_add or "(no flags to add)"
-            if to_add not in results:
-                log(f"compiling {to_add}")
-                results[to_add] = _try(config, changed, devices, board)
-            # A layout that is not possible stays so in all variants, its time unknown.
-            is_impossible = results[to_add].summary.startswith(_IMPOSSIBLE)
-            if is_impossible or not results[to_add].fails:
-                break
-    ranked = sorted((result, to_add) for to_add, result in results.items())
-    for result, to_add in ranked:
-        print(textwrap.fill(result.summary, 80, subsequent_indent="    "))
-        print(textwrap.indent(textwrap.fill(to_add, 76), "    "))
-    return int(ranked[0][0].fails)
-
-
-_IMPOSSIBLE = "is not possible"
-
-
-def _try(
-    config: Config, changed: Options, devices: list[jax.Device], board: str
-) -> _Result:
-    """Compile a step of a config with some options changed."""
-    try:
-        plan = compile_plan(make_program(with_options(config, changed), devices))
-    except UserError as error:
-        return _Result(True, math.inf, f"{_IMPOSSIBLE}: {error.what}")
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        return _Result(True, math.inf, f"does not fit: {reason}")
-    seconds = plan.step_seconds(board)
-    needed = format_bytes(plan.bytes_needed)
-    if plan.bytes_needed > usable_memory(board):
-        return _Result(True, seconds, f"does not fit: needs {needed}")
-    return _Result(False, seconds, f"{format_seconds(seconds)} a step, {needed}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""Compare a handful of layouts by their plans, and list the flags of those that fit."""
+
+import math
+import textwrap
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import jax
+
+from gpt2.config import Config, option, read_option, with_options
+from gpt2.config.options import Options
+from gpt2.errors import UserError, log
+from gpt2.lab.plan.plan import compile_plan, make_program, usable_memory
+from gpt2.utils.text import format_bytes, format_seconds
+
+_USUAL = (
+    "parallel.backend=pjit parallel.strategy=auto parallel.data=-1 parallel.fsdp=1"
+    " parallel.tensor=1 parallel.fsdp_gather=auto"
+)
+# What each layout changes. FSDP over 8 devices stays within a machine, with replicas between them.
+_LAYOUTS = (
+    "",
+    "parallel.strategy=zero1",
+    "parallel.strategy=zero3 parallel.fsdp_gather=step",
+    "parallel.strategy=zero3 parallel.fsdp_gather=layer",
+    "parallel.fsdp=8 parallel.fsdp_gather=step",
+    "parallel.fsdp=8 parallel.fsdp_gather=layer",
+    "parallel.strategy=megatron parallel.tensor=2",
+    "parallel.strategy=megatron parallel.tensor=4",
+    "parallel.strategy=megatron parallel.tensor=8",
+    "parallel.data=1 parallel.fsdp=-1 parallel.tensor=2",
+    "parallel.data=1 parallel.fsdp=-1 parallel.tensor=4",
+    "parallel.data=1 parallel.fsdp=-1 parallel.tensor=8",
+)
+# `memory.remat` from the fastest to the one that needs the least memory. `split` also splits the
+# batch into micro-batches of one sequence per device.
+_VARIANTS = ("none", "dots", "full", "split")
+
+
+class Result(NamedTuple):
+    """The plan of a layout in short; results sort from the best to the worst."""
+
+    fails: bool
+    seconds: float  # of a step
+    summary: str
+
+
+def search(
+    config: Config, devices: Sequence[jax.Device], board: str, given: Collection[str]
+) -> int:
+    """Compile variants of each layout until one fits, and print the fastest layout first.
+
+    Options whose dotted names are `given` stay as they are. Returns 1 if nothing fits.
+    """
+    results: dict[str, Result] = {}  # by the flags to add
+    for layout in _LAYOUTS:
+        for variant in _VARIANTS:
+            options = _options(config, f"{_USUAL} {layout}", variant, len(devices))
+            changed = {
+                name: value
+                for name, value in options.items()
+                if name not in given and option(config, name) != value
+            }
+            flags = " ".join(f"--config.{name}={changed[name]}" for name in changed)
+            try:
+                if flags not in results:
+                    log(f"compiling {flags or 'the options as they are'}")
+                    results[flags] = _try(with_options(config, changed), devices, board)
+            except UserError as error:  # in all variants of the layout
+                log(f"    skipped: {error.what}")
+                break
+            if not results[flags].fails:
+                break
+    ranked = sorted((result, flags) for flags, result in results.items())
+    for result, flags in ranked:
+        print(result.summary)
+        lines = textwrap.wrap(flags or "(no flags to add)", 76)
+        print(textwrap.indent("\n".join(lines), "    "))
+    return int(all(result.fails for result in results.values()))
+
+
+def _options(config: Config, layout: str, variant: str, num_devices: int) -> Options:
+    """Return the options of a variant of a layout, by dotted name."""
+    options: Options = {}
+    for setting in layout.split():
+        name, _, value = setting.partition("=")
+        options[name] = read_option(name, value)
+    options["memory.remat"] = variant
+    if variant == "split":
+        options["memory.remat"] = "full"
+        # A micro-batch of one sequence for each group of devices that split tensors.
+        sequences = config.data.batch_size * options["parallel.tensor"]
+        options["train.accumulate_steps"] = sequences // num_devices
+    return options
+
+
+def _try(config: Config, devices: Sequence[jax.Device], board: str) -> Result:
+    """Compile a step, and return what it takes."""
+    try:
+        plan = compile_plan(make_program(config, devices))
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        summary = textwrap.shorten(f"does not fit: {reason}", 80)
+        return Result(True, math.inf, summary)
+    seconds = plan.step_seconds(board)
+    needed = format_bytes(plan.bytes_needed)
+    if plan.bytes_needed > usable_memory(board):
+        return Result(True, seconds, f"does not fit: it needs {needed}")
+    return Result(False, seconds, f"{format_seconds(seconds)} a step, {needed}")
