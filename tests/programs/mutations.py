@@ -230,7 +230,7 @@ FLOPs count heads as wide as the model: model/flops.py, switches -k 'flops and h
     - heads = cfg.num_heads * cfg.head_size
     + heads = cfg.embed_dim
 altered values are not noticed: training/checkpoint_files.py, checkpoint -k damage_to_any
-    - files.find_damage(folder, found)
+    - files.find_damage(folder, digests)
     + files.find_damage(folder, found, read=False)
 a run that was killed begins anew: train.py, train -k killed
     - start = folder.find_start(workdir)
