@@ -161,13 +161,18 @@ class Model:
     logit_softcap: float = option(
         0.0, "c in c * tanh(logits / c) before the loss (Gemma 2); 0: off"
     )
-    value_embeddings: bool = option(
-        False, "an embedding table per layer, mixed into the values (modded-nanogpt)"
-    )
     value_residual: bool = option(
         False,
         "mixes the first layer's values into those of the others (Zhou et al. 2024, arXiv "
         "2410.17897)",
+    )
+    value_embeddings: bool = option(
+        False, "an embedding table per layer, mixed into the values (modded-nanogpt)"
+    )
+    backout: bool = option(
+        False,
+        "before the head, subtracts a learned fraction of the residual stream as it was after half "
+        "of the layers (modded-nanogpt)",
     )
     embedding_skip: bool = option(
         False, "a learned mix of the embedding into every block (modded-nanogpt)"
@@ -181,15 +186,15 @@ class Model:
         "rows of a table from which a hash of each token and the one before selects a vector to "
         "add; 0: off (modded-nanogpt; Engram, arXiv 2601.07372)",
     )
-    backout: bool = option(
-        False,
-        "before the head, subtracts a learned fraction of the residual stream as it was after half "
-        "of the layers (modded-nanogpt)",
-    )
     hyper_connections: int = option(
         0,
         "residual streams, for example 4, which each branch reads and writes with learned weights; "
         "0: a single one, without weights (Zhu et al. 2024, arXiv 2409.19606, dynamic)",
+    )
+    exclusive_attention: bool = option(
+        False,
+        "removes from attention's output its component along the position's own value (Zhai 2026, "
+        "arXiv 2603.09078)",
     )
     attention_gate: bool = option(
         False,
@@ -200,11 +205,6 @@ class Model:
         False,
         "a learned logit per head that takes attention weight and adds no value (gpt-oss, arXiv "
         "2508.10925)",
-    )
-    exclusive_attention: bool = option(
-        False,
-        "removes from attention's output its component along the position's own value (Zhai 2026, "
-        "arXiv 2603.09078)",
     )
     parallel_block: bool = option(
         False, "attention and MLP read the same input (GPT-J, GPT-NeoX)"

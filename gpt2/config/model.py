@@ -89,6 +89,11 @@ class ModelConfig(default.Model):
         return int(self.head_size * self.rope_share)
 
     @cached_property
+    def width_ratio(self) -> float:
+        """Width over `mup_base_width`, at which rates were tuned; 1 without muP."""
+        return self.embed_dim / (self.mup_base_width or self.embed_dim)
+
+    @cached_property
     def kv_heads(self) -> int:
         """Heads of keys and values (K)."""
         return self.num_kv_heads or self.num_heads

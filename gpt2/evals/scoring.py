@@ -219,7 +219,8 @@ def _score(
         # JAX moves a slice that would pass the end to begin earlier. It only repeats some tokens.
         chosen = jax.lax.dynamic_slice_in_dim(order, step * chunk, chunk)
         rows = hidden[chosen][None]
-        logits = model.apply(variables, rows, method="logits")[0]
+        tokens = jnp.ravel(batch.tokens)[chosen][None]
+        logits = model.apply(variables, rows, tokens, method="logits")[0]
         target = jnp.maximum(targets[chosen], 0)
         right = jnp.take_along_axis(logits, target[:, None], axis=-1)
         right = jnp.ravel(right)

@@ -2,7 +2,7 @@
 
 from gpt2.model.cache import KVCache, extend
 from gpt2.model.gpt import GPT, GPTConfig, num_params
-from gpt2.model.kernels import with_kernels
+from gpt2.model.one_device import with_kernels
 
 __all__ = [
     "GPT",

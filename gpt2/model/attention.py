@@ -1,7 +1,9 @@
-"""Causal self-attention: projections, positions, caches.
+"""Causal self-attention: projections, positions, scores, the cache of keys and values.
 
 gpt2/model/gpt.py explains the letters of dimensions.
 """
+
+import math
 
 import chex
 import flax.linen as nn
@@ -10,97 +12,113 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.model.ingredients import Flow, Heads, ingredients_of
-from gpt2.model.layers import Linear
+from gpt2.model.ingredients import ingredients_of
+from gpt2.model.layers import Linear, Norm
+from gpt2.model.seams import Context, Heads
 from gpt2.ops import Ops, Scoring
-from gpt2.ops.plain import ScoreTerm, attention_cached, rope
+from gpt2.ops.plain import (
+    ScoreTerm,
+    SoftCap,
+    attention_cached,
+    rope,
+    rope_frequencies,
+    rotation,
+)
 from gpt2.utils.scan import for_layer
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads: each position sees itself and those before it.
+    """Causal self-attention: each position attends to itself and the positions before it.
 
-    It maps `[B, T, D]` to `[B, T, D]` in the compute type. A collection `cache` holds what these
-    positions see beside themselves (gpt2/model/cache.py).
+    In cached decoding, the collection `cache` holds the keys and values of earlier positions
+    (gpt2/model/cache.py).
     """
 
     config: GPTConfig
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: Array, flow: Flow) -> Array:
-        """Lets positions attend."""
+    def __call__(self, x: Array, context: Context) -> Array:
+        """Map `x` `[B, T, D]` to `[B, T, D]` in the compute dtype."""
         cfg, ops = self.config, self.ops
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
         chex.assert_shape(x, (None, None, D))
-        chex.assert_shape(flow.positions, ({1, x.shape[0]}, x.shape[1]))
-        extras = ingredients_of(cfg)
+        chex.assert_shape(context.positions, ({1, x.shape[0]}, x.shape[1]))
+        context = context.replace(attention_input=x)
 
-        heads = self._project(x)
-        for extra in extras:
-            heads = extra.heads(self, heads, flow)
+        q, k, v = self._project(x)
+        if cfg.qk_norm:  # Dehghani et al. 2023, arXiv 2302.05442
+            q = Norm(cfg, ops, "rmsnorm", "head_size", name="q_norm")(q)
+            k = Norm(cfg, ops, "rmsnorm", "head_size", name="k_norm")(k)
+        if context.rotation is not None:
+            q = rope(q, *context.rotation)
+            k = rope(k, *context.rotation)
+        heads = Heads(q, k, v)
+        for ingredient in ingredients_of(cfg):
+            heads = ingredient.heads(self, heads, context)
+        chex.assert_shape(heads.q, (*x.shape[:2], N, H))  # 1 would broadcast
+        chex.assert_shape(heads[1:], (*x.shape[:2], cfg.kv_heads, H))
+        chex.assert_trees_all_equal_dtypes(*heads)
+
+        y = self._attend(heads, context)
+        context = context.replace(heads=heads)
+        for ingredient in ingredients_of(cfg):
+            y = ingredient.attention_output(self, y, context)
+        y = ops.constrain(y, "batch", "length", "heads", "head_size")
+        shape = (N, H, D)
+        axes = ("heads", "head_size", "embed")
+        project = Linear(cfg, ops, shape, axes, 2, is_projection=True, name="c_proj")
+        return project(y)
+
+    def _project(self, x: Array) -> list[Array]:
+        """Return queries `[B, T, N, H]`, keys and values `[B, T, K, H]`."""
+        cfg, ops = self.config, self.ops
+        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.kv_heads, cfg.head_size
+        axes = ("embed", "qkv", "heads", "head_size")
+        if K == N:
+            heads = Linear(cfg, ops, (D, 3, N, H), axes, name="c_attn").parts(x)
+        else:
+            query_axes = ("embed", "heads", "head_size")
+            q = Linear(cfg, ops, (D, N, H), query_axes, name="c_q")(x)
+            kv = Linear(cfg, ops, (D, 2, K, H), axes, name="c_kv")
+            heads = [q, *kv.parts(x)]
+        return [
+            ops.constrain(y, "batch", "length", "heads", "head_size") for y in heads
+        ]
+
+    def _attend(self, heads: Heads, context: Context) -> Array:
+        """Return the weighted sums of values, `[B, T, N, H]`."""
+        cfg = self.config
         q, k, v = heads
-        chex.assert_shape(q, (*x.shape[:2], N, H))  # fewer would broadcast
-        chex.assert_shape([k, v], (*x.shape[:2], cfg.kv_heads, H))
-        chex.assert_trees_all_equal_dtypes(q, k, v)
-        if flow.rotation is not None:
-            q = rope(q, *flow.rotation)
-            k = rope(k, *flow.rotation)
-
-        scale = H**-0.5
+        # Under muP, products grow with H, not with its root (Yang et al. 2022, section 4). Both
+        # scales are equal at heads of 64.
+        scale = 8.0 / cfg.head_size if cfg.mup_base_width else cfg.head_size**-0.5
         terms: tuple[ScoreTerm, ...] = ()
-        for extra in extras:
-            scale = extra.scale(scale)
-            terms += extra.score_terms(self)
-        scoring = Scoring(scale, terms=terms, segments=flow.segments)
-        if cfg.dropout and not flow.deterministic:
+        if cfg.attention_softcap:
+            terms = (SoftCap(cfg.attention_softcap),)
+        for ingredient in ingredients_of(cfg):
+            terms = ingredient.score_terms(self, terms, context)
+        scoring = Scoring(scale, terms=terms, segments=context.segments)
+        if cfg.dropout and not context.deterministic:
             key = self.make_rng("dropout")
             scoring = scoring._replace(dropout=cfg.dropout, dropout_key=key)
         is_cached = self.has_variable("cache", "keys")
         if is_cached:
-            k, v = self._extend_cache(k, v, flow.positions[:, 0])
+            k, v = self._extend_cache(k, v, context.positions[:, 0])
 
         def attend(window: int) -> Array:
-            how = scoring._replace(window=window)
+            in_window = scoring._replace(window=window)
             if is_cached:
-                return attention_cached(q, k, v, flow.positions[:, -1] + 1, how)
-            return ops.attention(q, k, v, how)
+                length = context.positions[:, -1] + 1
+                return attention_cached(q, k, v, length, in_window)
+            return self.ops.attention(q, k, v, in_window)
 
-        if isinstance(flow.layer, int):
-            y = attend(cfg.windows[flow.layer])
-        else:
-            y = for_layer(attend, cfg.windows, flow.layer)
-        for extra in extras:
-            y = extra.attended(self, y, x, heads)
-        y = ops.constrain(y, "batch", "length", "heads", "head_size")
-        axes = ("heads", "head_size", "embed")
-        project = Linear(
-            cfg, ops, (N, H, D), axes, 2, is_projection=True, name="c_proj"
-        )
-        return project(y)
-
-    def _project(self, x: Array) -> Heads:
-        cfg = self.config
-        ops = self.ops
-        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.kv_heads, cfg.head_size
-        axes = ("embed", "qkv", "heads", "head_size")
-        if K == N:
-            c_attn = Linear(cfg, ops, (D, 3, N, H), axes, name="c_attn")
-            q, k, v = c_attn.parts(x)
-        else:
-            of_one = ("embed", "heads", "head_size")
-            c_q = Linear(cfg, ops, (D, N, H), of_one, name="c_q")
-            c_kv = Linear(cfg, ops, (D, 2, K, H), axes, name="c_kv")
-            q = c_q(x)
-            k, v = c_kv.parts(x)
-
-        def spread(y: Array) -> Array:
-            return ops.constrain(y, "batch", "length", "heads", "head_size")
-
-        return Heads(spread(q), spread(k), spread(v))
+        if isinstance(context.layer, int):
+            return attend(cfg.windows[context.layer])
+        return for_layer(attend, cfg.windows, context.layer)
 
     def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
-        """Writes keys and values `[B, T, K, H]` from each row's `start` `[B]` on; returns all."""
+        """Write keys and values `[B, T, K, H]` at each row's `start` `[B]`; return the cache."""
 
         def write(old: Array, x: Array, first: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(
@@ -113,3 +131,38 @@ class Attention(nn.Module):
         self.put_variable("cache", "keys", keys)
         self.put_variable("cache", "values", values)
         return keys, values
+
+
+def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
+    """Return what rotates queries and keys at positions `[B or 1, T]`, see `plain.rotation`.
+
+    `model.rope_scaling` divides frequencies that turn a few times in `model.rope_context` tokens by
+    `model.rope_factor`, and leaves high frequencies as they are.
+    """
+    frequencies = rope_frequencies(cfg.rope_size, cfg.rope_base)
+    length = 1.0
+    if cfg.rope_scaling != "none":
+        kept = _kept_fraction(cfg, frequencies)
+        frequencies = kept * frequencies + (1 - kept) * frequencies / cfg.rope_factor
+    if cfg.rope_scaling == "yarn":
+        # Longer vectors, so that the softmax over more tokens stays as sharp.
+        length = 0.1 * math.log(cfg.rope_factor) + 1
+    return rotation(positions, frequencies, length)
+
+
+def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
+    """Return how much of each frequency remains, from 0 for few turns to 1 for many."""
+    half = len(frequencies)
+    context = cfg.rope_context
+    if (
+        cfg.rope_scaling == "llama3"
+    ):  # from 1 turn to 4; arXiv 2407.21783, and Meta's code
+        fraction = (context * frequencies / (2 * math.pi) - 1) / (4 - 1)
+        return jnp.clip(fraction, 0, 1)
+    # YaRN, arXiv 2309.00071: from 32 turns to 1, and linear in the dimension, as in its code.
+    many = half * math.log(context / (2 * math.pi * 32), cfg.rope_base)
+    one = half * math.log(context / (2 * math.pi), cfg.rope_base)
+    first = max(math.floor(many), 0)
+    last = min(math.ceil(one), 2 * half - 1)
+    fraction = 1 - (jnp.arange(half) - first) / max(last - first, 0.001)
+    return jnp.clip(fraction, 0, 1)

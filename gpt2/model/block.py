@@ -1,4 +1,4 @@
-"""One layer of GPT-2.
+"""One block of GPT-2: attention and an MLP.
 
 gpt2/model/gpt.py explains the letters of dimensions.
 """
@@ -9,11 +9,12 @@ from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.attention import Attention
-from gpt2.model.ingredients import Branch, Flow, MakeModule, ingredients_of
+from gpt2.model.ingredients import ingredients_of
 from gpt2.model.layers import MLP, Norm
+from gpt2.model.seams import Branch, Context, Layer
 from gpt2.ops import Ops
 
-Stream = tuple[Array, dict[str, Array]]  # [B, T, D], and what ingredients carry
+Stream = tuple[Array, dict[str, Array]]  # [B, T, D], and `Context.carried`
 
 
 class Block(nn.Module):
@@ -24,37 +25,51 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, stream: Stream, layer: int | Array, flow: Flow
+        self, stream: Stream, layer: int | Array, context: Context
     ) -> tuple[Stream, None]:
-        """Returns the stream after the layer, as a scan's body does."""
+        """Return the residual stream after the layer, and None, as a scan's body does."""
         cfg, ops = self.config, self.ops
         x, carried = stream
-        flow = flow.replace(layer=layer, carried=dict(carried))
-        for extra in ingredients_of(cfg):
-            x = extra.before_layer(self, x, flow)
-        flow = flow.replace(entered=x)
-        drop = nn.Dropout(cfg.dropout, deterministic=flow.deterministic)
+        context = context.replace(layer=layer, carried=dict(carried))
+        for ingredient in ingredients_of(cfg):
+            x = ingredient.block_input(self, x, context)
+        context = context.replace(block_input=x)
+        dropout = nn.Dropout(cfg.dropout, deterministic=context.deterministic)
+
+        def attention(x: Array) -> Array:
+            return Attention(cfg, ops, name="attn")(x, context)
+
+        def mlp(x: Array) -> Array:
+            return MLP(cfg, ops, name="mlp")(x)
 
         with jax.named_scope("attention"):
-            branch = self._branch(1, x, drop, flow)
-            attention = Attention(cfg, ops, name="attn")
-            y = attention(branch.norm(branch.read), flow)
-            x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
-
+            context = context.replace(branch="attention")
+            x = self._add_branch(x, attention, dropout, context)
         with jax.named_scope("mlp"):
-            branch = self._branch(2, x, drop, flow)
-            make: MakeModule = MLP
-            for extra in ingredients_of(cfg):
-                make = extra.mlp(self, make, flow)
-            mlp = make(cfg, ops, name="mlp")
-            y = mlp(branch.norm(branch.read))
-            x = ops.constrain(branch.add(branch.drop(y)), "batch", "sequence", "embed")
-        return (x, flow.carried), None
+            context = context.replace(branch="mlp")
+            x = self._add_branch(x, mlp, dropout, context)
+        return (x, context.carried), None
 
     @nn.nowrap
-    def _branch(self, number: int, x: Array, drop: nn.Dropout, flow: Flow) -> Branch:
-        norm = Norm(self.config, self.ops, name=f"ln_{number}")
-        branch = Branch(read=x, norm=norm, drop=drop, add=lambda y: x + y)
-        for extra in ingredients_of(self.config):
-            branch = extra.branch(self, number, branch, flow)
-        return branch
+    def _add_branch(
+        self, x: Array, layer: Layer, dropout: Layer, context: Context
+    ) -> Array:
+        """Return `x + dropout(layer(norm(x)))`, `[B, T, D]`, for attention or the MLP."""
+        cfg = self.config
+        name = "ln_1" if context.branch == "attention" else "ln_2"
+        norm = Norm(cfg, self.ops, name=name)
+        # In a parallel block, attention and MLP read the same stream (GPT-J, GPT-NeoX).
+        read = context.block_input if cfg.parallel_block else x
+        branch = Branch(read, x, layer, dropout)
+        for ingredient in ingredients_of(cfg):
+            branch = ingredient.branch(self, branch, context)
+        read, x, layer, dropout = branch
+
+        if cfg.norm_position == "post":  # Vaswani et al. 2017
+            x = norm(x + dropout(layer(read)))
+        elif cfg.norm_position == "sandwich":  # Gemma 2, arXiv 2408.00118
+            second_norm = Norm(cfg, self.ops, name=f"{name}_post")
+            x = x + dropout(second_norm(layer(norm(read))))
+        else:
+            x = x + dropout(layer(norm(read)))
+        return self.ops.constrain(x, "batch", "sequence", "embed")

@@ -33,8 +33,8 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
         if "table" in box.names:
             continue
         size: float = math.prod(box.value.shape)
-        for extra in ingredients_of(cfg):
-            size *= extra.active_share(box.names)
+        for ingredient in ingredients_of(cfg):
+            size *= ingredient.active_fraction(box.names)
         total += round(size)
     return total
 

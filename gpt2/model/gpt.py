@@ -12,6 +12,7 @@ gpt2/ops/plain.py; those in `ops` give way to faster functions where a backend h
 """
 
 import dataclasses
+from functools import partial
 
 import chex
 import flax.linen as nn
@@ -22,11 +23,13 @@ from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
-from gpt2.model.block import Block, Stream
-from gpt2.model.ingredients import Flow, ingredients_of
+from gpt2.model.attention import rope_rotation
+from gpt2.model.block import Block
+from gpt2.model.ingredients import ingredients_of
 from gpt2.model.layers import Embedding, Norm
+from gpt2.model.seams import Context, Layer
 from gpt2.ops import Ops, plain
-from gpt2.ops.plain import LogitsLoss, logits_of, rope_frequencies, rotation
+from gpt2.ops.plain import LogitsLoss, SoftCap, logits_of
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Batch, Tree
@@ -67,9 +70,8 @@ class GPT(nn.Module):
         deterministic: bool = True,
     ) -> Array:
         """Returns the logits [B, T, V], float32, of the token after each one."""
-        return self.logits(
-            self.hidden(tokens, segments=segments, deterministic=deterministic)
-        )
+        hidden = self.hidden(tokens, segments=segments, deterministic=deterministic)
+        return self.logits(hidden, tokens)
 
     def hidden(
         self,
@@ -79,13 +81,17 @@ class GPT(nn.Module):
         deterministic: bool = True,
     ) -> Array:
         """Returns the normalised output of the last layer, [B, T, D] in the compute type."""
-        flow = _flow(tokens, segments, deterministic)
-        return self._hidden(self.wte.table(), flow)
+        context = make_context(tokens, segments, deterministic)
+        return self._hidden(self.wte.table(), context)
 
-    def logits(self, hidden: Array) -> Array:
-        """Returns the logits [B, T, V], float32, for rows [B, T, D] that `hidden` returned."""
+    def logits(self, hidden: Array, tokens: Array) -> Array:
+        """Return the logits [B, T, V], float32, for rows [B, T, D] of what `hidden` returned.
+
+        `tokens` [B, T] are the inputs at the same positions.
+        """
         head = self.ops.whole(self.ops.pad_vocab(self._head()))
-        return self._logits(hidden, self.ops.constrain(head, "vocab", "embed"))
+        head = self.ops.constrain(head, "vocab", "embed")
+        return self._logits(hidden, head, make_context(tokens))
 
     def loss(
         self,
@@ -107,17 +113,22 @@ class GPT(nn.Module):
         # Tokens are looked up in what the head takes: the gradients of both add up in one array.
         head = ops.pad_vocab(self._head())
         table = head if cfg.tie_embeddings else self.wte.table()
-        flow = _flow(batch["tokens"], batch.get("segments"), deterministic)
-        flow = flow.replace(has_target=batch["targets"] >= 0)
-        hidden = self._hidden(table, flow)
+        context = make_context(batch["tokens"], batch.get("segments"), deterministic)
+        context = context.replace(has_target=batch["targets"] >= 0)
+        hidden = self._hidden(table, context)
 
         def from_logits(logits: Array, batch: Batch) -> tuple[Array, Tree]:
-            logits = _change_logits(cfg, logits)
+            logits = self._change_logits(logits, context)
             return logits_loss(plain.hide_padding(logits, cfg.vocab_size), batch)
 
         with jax.named_scope("head"):
+            head_loss = ops.head_loss
+            if any(each.acts_at("logits") for each in ingredients_of(cfg)):
+                # An ingredient may read parameters, or report: not in a chunk of a scan.
+                head_loss = plain.head_loss
+                head = ops.whole(head)
             head = ops.constrain(head, "vocab", "embed")
-            return ops.head_loss(
+            return head_loss(
                 from_logits,
                 hidden,
                 head,
@@ -134,51 +145,59 @@ class GPT(nn.Module):
         Of those before, `length` `[B]` which end in `last` `[B]`, keys and values are in the
         collection `cache`, which these join: see gpt2/model/cache.py.
         """
-        flow = _flow(tokens, None, True)
-        positions = flow.positions + length[:, None]
-        flow = flow.replace(positions=positions, last_token=last)
-        hidden = self._hidden(self.wte.table(), flow)
-        newest = (num_new - 1)[:, None, None]
-        hidden = jnp.take_along_axis(hidden, newest, axis=1)
+        context = make_context(tokens)
+        positions = context.positions + length[:, None]
+        context = context.replace(positions=positions, last_token=last)
+        hidden = self._hidden(self.wte.table(), context)
+        newest = (num_new - 1)[:, None]
+        hidden = jnp.take_along_axis(hidden, newest[..., None], axis=1)
+        context = make_context(jnp.take_along_axis(tokens, newest, axis=1))
         # The head unpadded: padding would copy it at every token.
-        return self._logits(hidden, self._head())[:, 0]
+        return self._logits(hidden, self._head(), context)[:, 0]
 
     @nn.compact
-    def _hidden(self, table: Array, flow: Flow) -> Array:
-        """Returns the normalised output of the last layer [B, T, D].
-
-        `table` holds the rows that tokens look up.
-        """
-        cfg = self.config
-        ops = self.ops
-        extras = ingredients_of(cfg)
-        x = ops.look_up_tokens(table, flow.tokens, cfg.compute_dtype)
-        for extra in extras:
-            x = extra.embedded(self, x, flow)
+    def _hidden(self, table: Array, context: Context) -> Array:
+        """Return the final hidden states `[B, T, D]`; tokens are looked up in `table`."""
+        cfg, ops = self.config, self.ops
+        x = ops.look_up_tokens(table, context.tokens, cfg.compute_dtype)
+        for ingredient in ingredients_of(cfg):
+            x = ingredient.embedded(self, x, context)
         if cfg.position == "learned":
-            x = self._add_positions(x, flow)
+            x = self._add_positions(x, context)
         if cfg.position == "rope":
-            flow = flow.replace(rotation=self._rotation(flow.positions))
-        x = nn.Dropout(cfg.dropout, name="dropout")(x, deterministic=flow.deterministic)
+            rotation = rope_rotation(cfg, context.positions)
+            context = context.replace(rotation=rotation)
+        dropout = nn.Dropout(cfg.dropout, name="dropout")
+        x = dropout(x, deterministic=context.deterministic)
         x = ops.constrain(x, "batch", "sequence", "embed")
 
-        for extra in extras:
-            x = extra.enter(self, x, flow)
-        x, carried = self._layers((x, flow.carried), flow)
-        flow = flow.replace(carried=carried)
-        for extra in reversed(extras):
-            x = extra.leave(self, x, flow)
-
-        if all(extra.keeps_final_norm for extra in extras):
+        layers: Layer = partial(self._layers, context=context)
+        for ingredient in ingredients_of(cfg):
+            layers = ingredient.layers(self, layers, context)
+        x = layers(x)
+        if cfg.norm_position != "post":
             x = Norm(cfg, ops, name="ln_f")(x)
         x = ops.constrain(x, "batch", "length", "embed")
-        for extra in extras:
-            x = extra.normed(self, x, flow)
+        if cfg.mup_base_width:  # the head's multiplier, Yang et al. 2022, table 8
+            x = x / cfg.width_ratio
         return x
 
-    def _layers(self, stream: Stream, flow: Flow) -> Stream:
-        """Returns the stream after all layers."""
+    def _add_positions(self, x: Array, context: Context) -> Array:
+        """Add learned position embeddings to `x` `[B, T, D]`."""
         cfg = self.config
+        chex.assert_axis_dimension_lteq(x, 1, cfg.context_length)
+        # Half the deviation of tokens, 0.01, as in OpenAI's code.
+        stddev = cfg.init_std / 2
+        axes = ("position", "table")
+        wpe = Embedding(cfg, self.ops, cfg.context_length, axes, stddev, name="wpe")
+        if context.last_token is None and context.segments is None:
+            return self.ops.add_rows(x, wpe.table())
+        return x + wpe(context.positions)
+
+    def _layers(self, x: Array, context: Context) -> Array:
+        """Apply all layers to the residual stream; stores in `context` what they carried."""
+        cfg = self.config
+        stream = x, context.carried
         block: type[nn.Module] = Block
         if cfg.remat != "none":
             static = () if cfg.scan_layers else ("layer",)
@@ -191,40 +210,29 @@ class GPT(nn.Module):
                 unroll=cfg.scan_unroll,
             )
             numbers = jnp.arange(cfg.num_layers)
-            return scanned(cfg, self.ops, name="h")(stream, numbers, flow)[0]
-        for layer in range(cfg.num_layers):
-            apply = block(cfg, self.ops, name=f"h_{layer}")
-            stream, _ = apply(stream, layer, flow)
-        return stream
-
-    def _add_positions(self, x: Array, flow: Flow) -> Array:
-        """Adds learned positions to `[B, T, D]`."""
-        cfg = self.config
-        chex.assert_axis_dimension_lteq(x, 1, cfg.context_length)
-        axes = ("position", "table")  # drawn with 0.01, as OpenAI's
-        wpe = Embedding(
-            cfg, self.ops, cfg.context_length, axes, cfg.init_std / 2, name="wpe"
-        )
-        if flow.last_token is None and flow.segments is None:
-            return self.ops.add_rows(x, wpe.table())
-        return x + wpe(flow.positions)
-
-    def _rotation(self, positions: Array) -> tuple[Array, Array]:
-        """Returns what turns queries and keys at positions `[B or 1, T]`."""
-        frequencies = rope_frequencies(self.config.rope_size, self.config.rope_base)
-        length = 1.0
-        for extra in ingredients_of(self.config):
-            frequencies, factor = extra.frequencies(frequencies)
-            length *= factor
-        return rotation(positions, frequencies, length)
+            stream, _ = scanned(cfg, self.ops, name="h")(stream, numbers, context)
+        else:
+            for layer in range(cfg.num_layers):
+                apply = block(cfg, self.ops, name=f"h_{layer}")
+                stream, _ = apply(stream, layer, context)
+        x, carried = stream
+        context.carried.update(carried)
+        return x
 
     def _head(self) -> Array:
-        """Returns the output embedding, `[V, D]`."""
+        """Return the output embedding, `[V, D]`."""
         return self.wte.table() if self.config.tie_embeddings else self.lm_head.table()
 
-    def _logits(self, hidden: Array, head: Array) -> Array:
+    def _logits(self, hidden: Array, head: Array, context: Context) -> Array:
         logits = logits_of(hidden, head, self.config.compute_dtype)
-        return _change_logits(self.config, logits)[..., : self.config.vocab_size]
+        return self._change_logits(logits, context)[..., : self.config.vocab_size]
+
+    def _change_logits(self, logits: Array, context: Context) -> Array:
+        if self.config.logit_softcap:
+            logits = SoftCap(self.config.logit_softcap)(logits)
+        for ingredient in ingredients_of(self.config):
+            logits = ingredient.logits(self, logits, context)
+        return logits
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
@@ -275,8 +283,10 @@ def _check_names(path: tuple, axes: PartitionSpec) -> None:
         )
 
 
-def _flow(tokens: Array, segments: Array | None, deterministic: bool) -> Flow:
-    """Returns what layers see of tokens [B, T]."""
+def make_context(
+    tokens: Array, segments: Array | None = None, deterministic: bool = True
+) -> Context:
+    """Return the context of tokens [B, T] int32, from position 0 on."""
     chex.assert_rank(tokens, 2)
     chex.assert_type(tokens, int)
     positions = jnp.arange(tokens.shape[1])[None]
@@ -284,14 +294,7 @@ def _flow(tokens: Array, segments: Array | None, deterministic: bool) -> Flow:
         chex.assert_equal_shape([tokens, segments])
         chex.assert_type(segments, int)
         positions = positions_within(segments)
-    return Flow(tokens, positions, segments, deterministic=deterministic)
-
-
-def _change_logits(config: GPTConfig, logits: Array) -> Array:
-    """Returns what a model's ingredients make of logits."""
-    for extra in ingredients_of(config):
-        logits = extra.logits(logits)
-    return logits
+    return Context(tokens, positions, segments, deterministic=deterministic)
 
 
 def positions_within(segments: Array) -> Array:

@@ -30,7 +30,7 @@ class Linear(nn.Module):
     """A linear map from the last axes of its input to new ones.
 
     Attributes:
-        config: gives the types, and whether there is a bias.
+        config: gives the dtypes, and whether there is a bias.
         ops: what it computes with.
         shape: of the kernel: contracted axes, then new ones.
         axes: names of the kernel's axes.
@@ -82,20 +82,24 @@ class Linear(nn.Module):
 
     @nn.nowrap
     def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
-        """Draws the kernel.
-
-        Two branches in each layer add to the residual stream. Their last kernels are smaller by
-        the root of the number of branches, which keeps its variance (GPT-2, section 2.3).
-        """
-        # Here, since ingredients are made of these layers.
-        from gpt2.model.ingredients import ingredients_of
-
-        stddev = self.config.init_std
-        for extra in ingredients_of(self.config):
-            stddev = extra.stddev(stddev, self)
-        if self.is_projection:
-            stddev /= math.sqrt(2 * self.config.num_layers)
+        fan_in = math.prod(shape[: self.num_contract])
+        stddev = kernel_stddev(self.config, fan_in, is_projection=self.is_projection)
         return nn.initializers.normal(stddev)(key, shape, dtype)
+
+
+def kernel_stddev(cfg: GPTConfig, fan_in: int, *, is_projection: bool) -> float:
+    """Return the standard deviation with which a kernel is drawn."""
+    if is_projection and cfg.zero_init_projections:  # Zhang et al. 2019, Fixup
+        return 0.0
+    stddev = cfg.init_std
+    if cfg.init == "fan_in":  # LeCun et al. 1998, section 4.6
+        stddev = fan_in**-0.5
+    stddev /= cfg.width_ratio**0.5  # muP, Yang et al. 2022, table 8
+    if is_projection:
+        # Two branches in each layer add to the residual stream. The root of their number keeps the
+        # variance of the sum (GPT-2, section 2.3).
+        stddev /= math.sqrt(2 * cfg.num_layers)
+    return stddev
 
 
 class Norm(nn.Module):
@@ -133,7 +137,7 @@ class Embedding(nn.Module):
     """A table of vectors, looked up by integers.
 
     Attributes:
-        config: gives the types, and the width of a vector if `width` does not.
+        config: gives the dtypes, and the width of a vector if `width` does not.
         ops: what it computes with.
         num_rows: how many vectors there are.
         axes: names of the table's axes.

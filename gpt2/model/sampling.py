@@ -20,7 +20,7 @@ from jax import Array
 from gpt2.errors import UserError
 from gpt2.model.cache import KVCache, extend
 from gpt2.model.gpt import GPT, Params
-from gpt2.model.kernels import with_kernels
+from gpt2.model.one_device import with_kernels
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
 

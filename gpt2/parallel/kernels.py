@@ -4,7 +4,7 @@ What a kernel cannot do, the formula does: a term of the scores that it does not
 weights, a length, JAX_DISABLE_JIT.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 
 import jax
@@ -27,7 +27,6 @@ from gpt2.ops.head_loss import (
 )
 from gpt2.ops.linear import add_rows, linear, linear_apart
 from gpt2.ops.norm import norm
-from gpt2.ops.plain import SoftCap
 from gpt2.ops.table import Attention, LookUp, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
@@ -43,16 +42,10 @@ VOCAB_MULTIPLE = 128
 SHORT = 128
 SHORT_NARROW = 64
 
-# `model.attention` -> the terms of scores that it computes. "plain" computes all.
-TERMS: dict[str, tuple[type, ...]] = {
-    "blocked": (SoftCap,),
-    "cudnn": (),
-    "splash": (SoftCap,),
-}
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
 
-# The options that bring a term of the scores, and its kind.
-Terms = Mapping[str, type]
+# The options that bring a term of the scores, which no kernel knows.
+Terms = Collection[str]
 
 
 def choose_attention(
@@ -88,9 +81,11 @@ def _find_obstacle(
     terms: Terms,
 ) -> str:
     """Returns why an implementation cannot compute a model's attention, or an empty text."""
-    for option, kind in terms.items():
-        if kind not in TERMS[name]:
-            return f"cannot compute {option}"
+    unknown = [*terms]
+    if cfg.attention_softcap and name == "cudnn":
+        unknown.append("model.attention_softcap")
+    if unknown:
+        return f"cannot compute {unknown[0]}"
     is_at_home = PREFERRED.get(platform_of(device)) == name
     if name != "blocked" and (not is_at_home or is_older(device)):
         return f"does not run on this device ({device.device_kind})"
@@ -123,7 +118,7 @@ def make_ops(
         cfg: the model.
         mesh: with an axis `tensor` of more than one device, XLA's partitioner splits activations as
             `rules` say.
-        terms: what the model adds to the scores.
+        terms: options that add a term to the scores.
         rules: of the layout; None: each device computes by itself.
         gathers_by_layer: whether devices hold shards of kernels and tables, of which each is
             gathered where it is used, within a `shard_map` over `fsdp`.
@@ -173,7 +168,7 @@ def make_ops(
 
 
 def attention_by(name: str, platform: str, spread: Spread | None = None) -> Attention:
-    """Returns the function of an implementation, one of `TERMS` or `plain`."""
+    """Returns the function of an implementation, one of `PREFERRED` or `plain`."""
     if name == "blocked":
         return partial(blocked_attention, spread=spread)
     if name == "cudnn":

@@ -18,7 +18,7 @@ from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
-from gpt2.model.ingredients import score_terms, width_ratio
+from gpt2.model.ingredients import score_term_options
 from gpt2.ops import Ops
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, make_backend
@@ -84,7 +84,7 @@ class Program:
             list(devices),
             gather_by=choose_gather(config, devices, num_params(shapes)),
         )
-        ops = backend.make_ops(gpt.config, score_terms(gpt.config))
+        ops = backend.make_ops(gpt.config, score_term_options(gpt.config))
         gpt = gpt.clone(ops=ops)
         num_steps = config.train.num_steps
         rates = schedule(config.optim, num_steps)
@@ -92,7 +92,7 @@ class Program:
             config.optim,
             rates,
             num_steps=num_steps,
-            width_ratio=width_ratio(gpt.config),
+            width_ratio=gpt.config.width_ratio,
             matrices=backend.matrices,
         )
         own_loss = gpt.ops.isolate(loss(gpt, config.loss))
@@ -188,7 +188,7 @@ class Program:
     def attention(self) -> str:
         """How attention is computed, as text for people."""
         cfg = self.model.config
-        name, why = choose_attention(cfg, self._device, score_terms(cfg))
+        name, why = choose_attention(cfg, self._device, score_term_options(cfg))
         if why:
             return f"by its formula: {why}"
         if self.config.model.dropout and name != "plain":

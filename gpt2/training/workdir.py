@@ -1,17 +1,17 @@
-"""Files of a run other than its checkpoints, and checks of whether the run can continue.
+"""The files of a run beside its checkpoints, and the checks that let it continue.
 
-config.json         all options; `train.py --config=config.json` repeats the run
-data.json           describes the prepared corpus, to notice another text of the same name
+config.json         the resolved options; as --config of train.py they repeat the run
+data.json           what the prepared corpus holds, to tell it from another of the same name
 tokenizer.json      the tokenizer, so that the run can be sampled without its corpus
-environment.jsonl   versions, code and command, one line for each start
-.lock               locked by the process that trains here, so that a second one is refused
+environment.jsonl   with what the run was made, a line for each start
+.lock               held by the process that trains here, so that no second one does
 """
 
 import contextlib
 import importlib.util
 import json
+import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +48,7 @@ _DATA = "data.json"
 
 
 def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
-    """Return the local folder of a run, and a context in which process 0 copies it to a URL."""
+    """Returns a run's folder, and what sends a URL all that the run writes: by one process."""
     workdir = stores.fetch(place)
     if jax.process_index() or not stores.is_url(place):
         return workdir, contextlib.nullcontext()
@@ -56,65 +56,57 @@ def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[No
 
 
 def check_options(workdir: Path, config: Config) -> None:
-    """Refuse a directory in which this run cannot start or continue, before data are prepared.
+    """Refuses, before data are prepared, a directory in which this run cannot start or continue.
 
-    `model.vocab_size` may be 0, because the data decide it; `refuse_changes` then checks it later.
+    `model.vocab_size` may be 0: `refuse_changes` looks again when it is known.
     """
-    _require_writable(workdir)
-    # A reference that cannot be plotted would end the run at its last line.
+    nearest = workdir.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+        raise UserError(
+            f"nothing can be written in {workdir}", "Give another --workdir"
+        )
+    # Which refuses what cannot be drawn at the end.
     read_reference(config.logging.reference)
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        remedy = "Run `pip install wandb`"
-        raise UserError("logging.wandb needs the package wandb", remedy)
+        raise UserError(
+            "logging.wandb needs the package wandb", "Run `pip install wandb`"
+        )
     if not (workdir / "config.json").exists():
         data = stores.copy_of(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):
-            # A start that was killed leaves these.
+            # What a start leaves that was cut short.
             if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
                 continue
             if not data.is_relative_to(path.resolve()):
                 raise UserError(
-                    f"--workdir={workdir} contains {path.name}, and not a run",
-                    "Give another --workdir",
+                    f"{workdir} holds {path.name}, and no run", "Give another --workdir"
                 )
         return
     if saved_steps(workdir) == [0]:
         place = stores.place_of(workdir)
         raise UserError(
-            f"--workdir={place} contains imported weights, and not a run to continue",
+            f"{place} holds imported weights, not a run to continue",
             f"Give another --workdir and --config.train.init_from=run:{place}",
         )
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
         raise UserError(
-            f"--workdir={workdir} contains a finished run without checkpoints",
+            f"{workdir} holds a finished run without checkpoints to continue from",
             "Give another --workdir",
         )
     refuse_changes(workdir, config)
 
 
-def _require_writable(workdir: Path) -> None:
-    parent = workdir.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    try:
-        # Permissions do not tell: root may write anywhere, but not in /proc.
-        tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:
-        raise UserError(
-            f"--workdir={workdir} cannot be written ({error.strerror})",
-            "Give another --workdir",
-        ) from error
-
-
 def refuse_changes(workdir: Path, config: Config) -> None:
-    """Refuse options that would change what the run of a directory, if there is one, trains."""
+    """Refuses options that change what the run of a directory, if it holds one, has trained."""
     if not (workdir / "config.json").exists():
         return
     saved = deciding_options(load_config(workdir))
     now = deciding_options(config)
-    if not now["model.vocab_size"]:  # The data are not prepared yet.
+    if not now["model.vocab_size"]:  # not known yet
         del saved["model.vocab_size"]
-    # Files may move: `check_data` compares their content.
+    # What lies in files may move: `check_data` decides.
     if reads_files(saved["data.corpus"]) and reads_files(now["data.corpus"]):
         del saved["data.corpus"]
     if is_path(saved["data.tokenizer"]) and is_path(now["data.tokenizer"]):
@@ -126,43 +118,42 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     place = stores.place_of(workdir)
     if changed:
         raise UserError(
-            f"--workdir={place} holds a run with {'; '.join(changed)}",
-            "Give another --workdir, or the options of the run",
+            f"{place} holds a run with {'; '.join(changed)}",
+            "Give another --workdir, or the run's value",
         )
     latest = latest_step(workdir) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
         raise UserError(
-            f"--workdir={place} holds a run of {latest} steps, "
-            f"more than train.num_steps={num_steps}",
-            "Give another --workdir, or more steps",
+            f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}",
+            "Give another --workdir, or as many steps",
         )
 
 
 def deciding_options(config: Config) -> dict[str, Any]:
-    """Return the options that may not change when a run continues, by dotted name."""
-    options = dict[str, Any]()
+    """Returns the options that a run keeps when it continues, by dotted name."""
+    found = dict[str, Any]()
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
-            options[name] = value
-    if config.model.dropout > 0:  # Each micro-batch has its own dropout masks.
-        options["train.accumulate_steps"] = config.train.accumulate_steps
-    return options
+            found[name] = value
+    if config.model.dropout > 0:  # which draws its masks by micro-batch
+        found["train.accumulate_steps"] = config.train.accumulate_steps
+    return found
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
-    """Refuse to continue with another text or another tokenizer than the run began with."""
+    """Refuses to continue on another text or with another tokenizer than the run began with."""
     path = workdir / _DATA
     if not refuse_other(path, dataset) and saved_steps(workdir):
-        warn(f"{path} is missing or damaged, so the text may differ from the run's")
+        warn(f"{path} is missing or damaged; whether the text is the same is not known")
 
 
 def find_start(workdir: Path) -> int:
-    """Return the newest step whose checkpoint process 0 finds undamaged, or 0."""
+    """Returns the step of the newest whole checkpoint, 0 without any, as process 0 finds it."""
     start = distributed.from_first(_find_start(workdir) or 0)
     place = stores.place_of(workdir)
     if start and jax.process_index() and stores.is_url(place):
-        stores.fetch(place)  # Each process reads its own copy of a URL.
+        stores.fetch(place)  # this one reads its own copy
         if damage := find_damage(workdir, start):
             raise UserError(damage, "Start all processes again")
     return start
@@ -170,31 +161,32 @@ def find_start(workdir: Path) -> int:
 
 @distributed.only_first
 def _find_start(workdir: Path) -> int:
+    """Returns it, and tells of damaged ones after it."""
     place = stores.place_of(workdir)
-    stores.fetch(place)  # Another run may have saved while this one prepared its data.
-    stores.push(place, workdir)  # A run that was killed may not have sent everything.
+    stores.fetch(place)  # another run may have saved while this one prepared
+    stores.push(place, workdir)  # what a kill left unsent
     step, damage = newest_whole_step(workdir)
     if damage and not step:
         raise UserError(
-            f"{damage[0]}, and there is no undamaged one",
-            "Restore it from a copy, or give another --workdir",
+            f"{damage[0]}, and there is no whole one",
+            "Restore one from a copy, or start anew",
         )
-    for message in damage:
-        warn(f"{message}; the run continues from step {step}")
+    for each in damage:
+        warn(f"{each}; the run continues from step {step}")
     return step
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
-    """Return whether a run has done its last step and written its last file, and print it."""
-    is_finished = start == config.train.num_steps and (workdir / "samples.txt").exists()
-    is_finished = bool(distributed.from_first(is_finished))
-    if is_finished:
+    """Says so if a run stands at its last step and has written its last file, the samples."""
+    ends = start == config.train.num_steps and (workdir / "samples.txt").exists()
+    ends = bool(distributed.from_first(ends))
+    if ends:
         distributed.only_first(log)(
             f"{stores.place_of(workdir)} is finished at step {start}; "
             "raise --config.train.num_steps to continue",
             sys.stdout,
         )
-    return is_finished
+    return ends
 
 
 @distributed.only_first
@@ -206,7 +198,7 @@ def finish(
     scores: Mapping[str, float],
     clock: StepClock,
 ) -> None:
-    """Plot loss.png, write samples.txt, and print the time and the validation loss."""
+    """Draws loss.png, writes samples.txt, and tells where the time went and how good it is."""
     config = program.config
     plot_losses(workdir, config.logging.reference)
     start = tokenizer.eot or 0
@@ -233,30 +225,30 @@ def finish(
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Lock the directory, write the files of a start, and isolate what it does not continue."""
+    """Locks the directory and writes a start's files."""
     _begin(workdir, config, dataset, start)
-    distributed.from_first(0)  # Other processes wait until process 0 has the lock.
+    distributed.from_first(0)  # the directory is locked
     for step in saved_steps(workdir):
         if step > start or find_damage(workdir, step, ("metrics",)):
-            _move_to_damaged(workdir, f"checkpoints/{step}")
+            _set_aside(workdir, f"checkpoints/{step}")
 
 
-def _move_to_damaged(workdir: Path, name: str) -> None:
+def _set_aside(workdir: Path, name: str) -> None:
+    """Moves something that a run does not go on from to `damaged/`."""
     path = workdir / name
     target = workdir / "damaged" / f"{path.name}-{time.time_ns()}"
     target.parent.mkdir(exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # Another process has moved it.
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
         path.rename(target)
         warn(
-            f"{path} is incomplete, or the run continues from an earlier step; "
-            f"it is now {target}"
+            f"{path} was cut short, or the run goes on from before it; it is now {target}"
         )
 
 
 @distributed.only_first
 def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
-    # Samples of an earlier end would make this run look finished: see `is_finished`.
+    # Of an earlier end: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
@@ -268,19 +260,19 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"
-    if start == 0 and read_metrics(logged):  # An earlier run has lost its checkpoints.
-        _move_to_damaged(workdir, logged.name)
-    MetricsFile(logged, start).close()  # It removes steps after `start`.
+    if start == 0 and read_metrics(logged):  # whose checkpoints, if any, are gone
+        _set_aside(workdir, logged.name)
+    MetricsFile(logged, start).close()  # which forgets steps that are lost
 
 
 def lock(workdir: Path, start: int) -> None:
-    """Refuse other processes that would train in `workdir`, until this process ends."""
+    """Keeps other processes from training in `workdir` until this one ends, however it ends."""
     workdir.mkdir(parents=True, exist_ok=True)
     is_locked = files.lock_for_good(workdir / _LOCK)
-    # Another process may have trained and ended since this one read the newest checkpoint.
+    # Another may have trained and ended since this one has found the newest whole step.
     newest, _ = newest_whole_step(workdir, after=start)
     if newest or not is_locked:
         raise UserError(
-            f"Another process is training in --workdir={stores.place_of(workdir)}",
-            "Wait for it, stop it, or give another --workdir",
+            f"another process is training in {stores.place_of(workdir)}",
+            "Wait for it or stop it, or give another --workdir",
         )

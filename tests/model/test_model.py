@@ -15,9 +15,9 @@ import pytest
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, with_kernels
 from gpt2.model.flops import count_compute_parameters
-from gpt2.model.ingredients.base import Ingredient
-from gpt2.model.kernels import ops_for
 from gpt2.model.layers import named_param
+from gpt2.model.one_device import ops_for
+from gpt2.model.seams import Ingredient
 from gpt2.ops import Ops, plain
 from gpt2.ops import head_loss as head_loss_module
 from gpt2.ops.head_loss import look_up_padded, pad_vocab
@@ -157,7 +157,7 @@ class Parity(Ingredient):
 
     option = "attention_sink"  # one that is there, to ask for it
 
-    def score_terms(self, attention):
+    def score_terms(self, attention, terms, context):
         shape = (self.config.num_heads,)
         ones = nn.initializers.ones
         weights = named_param(attention, "parity", ones, shape, ("heads",))
@@ -165,7 +165,7 @@ class Parity(Ingredient):
         def term(scores, query, key):
             return scores - weights[:, None, None] * ((query - key) % 2)
 
-        return (term,)
+        return (*terms, term)
 
 
 @pytest.fixture
@@ -213,8 +213,13 @@ class Pair(nn.Module):
 class OwnMLP(Ingredient):
     option = "attention_sink"  # one that is there, to ask for it
 
-    def mlp(self, block, mlp, flow):
-        return Pair
+    def mlp(self, block):
+        return Pair(block.config, block.ops, name="mlp")
+
+    def branch(self, block, branch, context):
+        if context.branch == "attention":
+            return branch
+        return branch._replace(layer=lambda x: self.mlp(block)(x))
 
 
 def trained_by_muon(devices, options):
@@ -255,8 +260,8 @@ def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
 
 def test_a_matrix_whose_name_nothing_finds_is_an_error(use_ingredient):
     class Unnamed(OwnMLP):
-        def mlp(self, block, mlp, flow):
-            return partial(Pair, suffix="")
+        def mlp(self, block):
+            return Pair(block.config, block.ops, suffix="", name="mlp")
 
     use_ingredient(Unnamed)
     with pytest.raises(UserError, match="parameter h_0/mlp/up is a matrix"):
@@ -265,8 +270,8 @@ def test_a_matrix_whose_name_nothing_finds_is_an_error(use_ingredient):
 
 def test_a_parameter_that_does_not_name_its_axes_is_an_error(use_ingredient):
     class Flax(OwnMLP):
-        def mlp(self, block, mlp, flow):
-            return lambda cfg, ops, name: nn.Dense(cfg.embed_dim, name=name)
+        def mlp(self, block):
+            return nn.Dense(block.config.embed_dim, name="mlp")
 
     use_ingredient(Flax)
     with pytest.raises(UserError, match="h_0/mlp/bias does not name its axes"):

@@ -88,8 +88,8 @@ def test_a_text_that_fills_the_context_goes_on_from_its_last_three_quarters():
 class Halved(GPT):
     """A model of one's own, which likes other tokens."""
 
-    def _logits(self, hidden, head):
-        return -super()._logits(hidden, head)
+    def _logits(self, hidden, head, context):
+        return -super()._logits(hidden, head, context)
 
 
 @pytest.mark.parametrize("scanned", [False, True])

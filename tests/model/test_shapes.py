@@ -14,7 +14,7 @@ import pytest
 from gpt2.config import SIZES
 from gpt2.model import KVCache, extend, layers, num_params
 from gpt2.model.attention import Attention
-from gpt2.model.ingredients import Flow, Heads, Ingredient
+from gpt2.model.seams import Context, Heads, Ingredient
 from gpt2.ops import Ops, plain
 from gpt2.ops.head_loss import head_loss
 from gpt2.ops.linear import linear
@@ -100,10 +100,10 @@ def attend(name):
         extra = Ingredient(CONFIG)
         extra.heads = lambda *_: Heads(q, k, v)
         ops = Ops(attention=attention_by(name, "cpu"))
-        flow = Flow(jnp.zeros((2, 128), int), jnp.arange(128)[None])
+        context = Context(jnp.zeros((2, 128), int), jnp.arange(128)[None])
         with mock.patch("gpt2.model.attention.ingredients_of", lambda _: (extra,)):
             make = Attention(CONFIG, ops).init_with_output
-            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), flow)[0]
+            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), context)[0]
 
     return attended
 

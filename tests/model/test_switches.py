@@ -24,8 +24,7 @@ from gpt2.config.options import OPTIONS, read_option
 from gpt2.errors import UserError
 from gpt2.model import GPT, KVCache, extend, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
-from gpt2.model.ingredients import INGREDIENTS, ingredients_of, score_terms
-from gpt2.ops.plain import SoftCap
+from gpt2.model.ingredients import INGREDIENTS, ingredients_of, score_term_options
 from gpt2.training.losses import LOSS_TERMS, next_token_loss
 from gpt2.training.program import Program
 from gpt2.utils.scan import in_layout
@@ -298,8 +297,7 @@ def steps_of(name, model, tokens):
 def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
     model = model_of(name)
     tokens = tokens_of(2)
-    blocks_know = set(score_terms(model.config).values()) <= {SoftCap}
-    attention = "blocked" if blocks_know else "auto"
+    attention = "auto" if score_term_options(model.config) else "blocked"
     fast = GPT(dataclasses.replace(model.config, attention=attention))
     wanted, gradients = steps_of(name, model, tokens)
     found, others = steps_of(name, with_kernels(fast), tokens)

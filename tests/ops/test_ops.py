@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gpt2.config import GPTConfig, ParallelConfig
 from gpt2.errors import UserError
 from gpt2.lab.plan.collectives import collectives
+from gpt2.model.ingredients import score_term_options
 from gpt2.ops import Scoring, plain
 from gpt2.ops.head_loss import _choose_chunk, head_loss, one_pass_log_sum_exp
 from gpt2.ops.linear import (
@@ -307,8 +308,8 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(dtype, kv_heads, new)
     )
 
 
-CAPPED = {"model.attention_softcap": SoftCap}
-SUNK = {"model.attention_sink": object}
+CAPPED = {"attention_softcap": 0.4}
+SUNK = {"attention_sink": True}
 # Platforms of kinds of devices, and compute capabilities, which GPUs alone have.
 DEVICES = {
     "CPU": ("cpu", "9"),
@@ -321,7 +322,7 @@ DEVICES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "length", "terms", "expected"),
+    ("kind", "dtype", "length", "switch", "expected"),
     [
         ("CPU", "float32", 1024, {}, "blocked"),
         ("CPU", "float32", 128, {}, "plain"),
@@ -341,15 +342,15 @@ DEVICES = {
         ("TPU v3", "bfloat16", 1024, {}, "plain"),
     ],
 )
-def test_auto_attention_is_what_can_run(kind, dtype, length, terms, expected):
+def test_auto_attention_is_what_can_run(kind, dtype, length, switch, expected):
     def choose(name):
         size = dict(num_heads=2, embed_dim=128, context_length=length)
-        cfg = GPTConfig(attention=name, compute_dtype=dtype, **size)
+        cfg = GPTConfig(attention=name, compute_dtype=dtype, **size, **switch)
         platform, capability = DEVICES[kind]
         device = SimpleNamespace(
             device_kind=kind, platform=platform, compute_capability=capability
         )
-        return choose_attention(cfg, device, terms)[0]
+        return choose_attention(cfg, device, score_term_options(cfg))[0]
 
     assert choose("auto") == expected
     assert choose("plain") == "plain"

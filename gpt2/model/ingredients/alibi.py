@@ -1,6 +1,6 @@
-"""Linear biases by distance in place of positions (Press et al. 2022, arXiv 2108.12409).
+"""ALiBi: biases by distance in place of position embeddings (Press et al. 2022, arXiv 2108.12409).
 
-Scores lose a head's slope times how far back a key is. No parameters; attention is its formula.
+A score is reduced by the head's slope times the distance of the key. No parameters.
 """
 
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.model.ingredients.base import Ingredient
+from gpt2.model.seams import Context, Ingredient
 from gpt2.ops.plain import ScoreTerm
 
 
@@ -21,23 +21,27 @@ class Alibi(Ingredient):
 
     @classmethod
     def is_wanted(cls, config: GPTConfig) -> bool:
-        """Returns whether positions are told by biases."""
+        """Return whether positions enter by biases."""
         return config.position == "alibi"
 
-    def score_terms(self, attention: nn.Module) -> tuple[ScoreTerm, ...]:
-        """Returns the biases of all heads."""
+    def score_terms(
+        self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
+    ) -> tuple[ScoreTerm, ...]:
+        """Append the biases of all heads."""
         slopes = alibi_slopes(self.config.num_heads)[:, None, None]
 
         def add_bias(scores: Array, query: Array, key: Array) -> Array:
             return scores + slopes * (key - query)
 
-        return (add_bias,)
+        return (*terms, add_bias)
 
 
 def alibi_slopes(num_heads: int) -> Array:
-    """Returns the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
-    smaller = 2 ** math.floor(math.log2(num_heads))
-    places = [i + 1.0 for i in range(smaller)]
-    places += [i + 0.5 for i in range(num_heads - smaller)]
-    slopes = [2.0 ** (-8.0 * place / smaller) for place in places]
+    """Return the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
+    # The paper's slopes are for a power of two. Further heads get every second slope of twice as
+    # many heads.
+    power = 2 ** math.floor(math.log2(num_heads))
+    steps = [i + 1.0 for i in range(power)]
+    steps += [i + 0.5 for i in range(num_heads - power)]
+    slopes = [2.0 ** (-8.0 * step / power) for step in steps]
     return jnp.array(slopes, jnp.float32)

@@ -1,15 +1,15 @@
-"""A gate on each head's output: the sigmoid of a linear map of the block's input.
+"""A gate on the output of each head: the sigmoid of a linear map of attention's input.
 
-Qiu et al. 2025, arXiv 2505.06708. A kernel `[D, N]` in each layer; half open at the start, as in
-the paper.
+Qiu et al. 2025, arXiv 2505.06708. Adds a kernel `[D, N]` to each layer. Gates begin near one half,
+as in the paper.
 """
 
 import flax.linen as nn
 import jax
 from jax import Array
 
-from gpt2.model.ingredients.base import Heads, Ingredient
 from gpt2.model.layers import Linear
+from gpt2.model.seams import Context, Ingredient
 
 
 class AttentionGate(Ingredient):
@@ -17,12 +17,16 @@ class AttentionGate(Ingredient):
 
     option = "attention_gate"
 
-    def attended(self, attention: nn.Module, y: Array, x: Array, heads: Heads) -> Array:
-        """Multiplies heads by their gates."""
+    def attention_output(
+        self, attention: nn.Module, y: Array, context: Context
+    ) -> Array:
+        """Multiply heads by their gates."""
         cfg = self.config
         ops = attention.ops
         shape = (cfg.embed_dim, cfg.num_heads)
-        gate = Linear(cfg, ops, shape, ("embed", "heads"), name="c_gate")(x)
-        gate = ops.constrain(gate, "batch", "length", "heads")
+        linear = Linear(cfg, ops, shape, ("embed", "heads"), name="c_gate")
+        gate = ops.constrain(
+            linear(context.attention_input), "batch", "length", "heads"
+        )
         gate = jax.nn.sigmoid(gate)
         return y * gate[..., None]

@@ -1,13 +1,13 @@
-"""Attention's output loses its part along the position's own value (Zhai 2026, arXiv 2603.09078).
+"""Removes from attention's output its component along the position's own value.
 
-One more pass over attention's output and the values; no parameters.
+Zhai 2026, arXiv 2603.09078. No parameters.
 """
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from gpt2.model.ingredients.base import Heads, Ingredient
+from gpt2.model.seams import Context, Ingredient
 
 TINY = 1e-24  # in place of the squared length of a value that is 0
 
@@ -17,13 +17,15 @@ class ExclusiveAttention(Ingredient):
 
     option = "exclusive_attention"
 
-    def attended(self, attention: nn.Module, y: Array, x: Array, heads: Heads) -> Array:
-        """Projects the output of each head off its value."""
-        v = heads.v
+    def attention_output(
+        self, attention: nn.Module, y: Array, context: Context
+    ) -> Array:
+        """Project the output of each head off its value."""
+        v = context.heads.v
         group = y.shape[2] // v.shape[2]
         own = jnp.repeat(v, group, axis=2)
         own = own.astype(jnp.float32)
         square = (own * own).sum(-1, keepdims=True)
-        along = (y * own).sum(-1, keepdims=True)
-        share = along / jnp.maximum(square, TINY)
-        return (y - share * own).astype(y.dtype)
+        product = (y * own).sum(-1, keepdims=True)
+        component = product / jnp.maximum(square, TINY)
+        return (y - component * own).astype(y.dtype)

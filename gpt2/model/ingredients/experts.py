@@ -11,7 +11,6 @@ in an expert after those before it: no layout and no later token changes anythin
 
 import dataclasses
 import math
-from functools import partial
 
 import flax.linen as nn
 import jax
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.model.ingredients.base import Flow, Ingredient, MakeModule
-from gpt2.model.layers import Linear
+from gpt2.model.layers import MLP, Linear
+from gpt2.model.seams import Branch, Context, Ingredient
 from gpt2.ops import Ops
 from gpt2.ops.plain import Names
 from gpt2.utils.scan import METRICS, report
@@ -31,38 +30,32 @@ class Experts(Ingredient):
 
     option = "num_experts"
 
-    def mlp(self, block: nn.Module, mlp: MakeModule, flow: Flow) -> MakeModule:
-        """Puts several in the MLP's place."""
-        is_training = not flow.deterministic
-        return partial(Mixture, mlp=mlp, drops=is_training, has_target=flow.has_target)
+    def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
+        """Replace the MLP by several."""
+        if context.branch != "mlp":
+            return branch
 
-    def active_share(self, names: Names) -> float:
-        """Returns the share of the experts that compute a token."""
-        if "experts" not in names:
+        def mixture(x: Array) -> Array:
+            return Mixture(self.config, block.ops, name="mlp")(x, context)
+
+        return branch._replace(layer=mixture)
+
+    def active_fraction(self, axes: Names) -> float:
+        """Return the fraction of the experts that compute a token."""
+        if "experts" not in axes:
             return 1.0
         return self.config.experts_per_token / self.config.num_experts
 
 
 class Mixture(nn.Module):
-    """The experts of a layer.
-
-    Attributes:
-        config: says how many there are, and the capacity.
-        ops: what they compute with.
-        mlp: makes one.
-        drops: whether an expert takes no more tokens of a row than its capacity.
-        has_target: `[B, T]`, the tokens that losses and metrics count; None: all.
-    """
+    """The experts of a layer, and their router."""
 
     config: GPTConfig
     ops: Ops
-    mlp: MakeModule
-    drops: bool
-    has_target: Array | None = None
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        """Maps `x` `[B, T, D]` to `[B, T, D]` in the compute type."""
+    def __call__(self, x: Array, context: Context) -> Array:
+        """Map `x` `[B, T, D]` to `[B, T, D]` in the compute dtype."""
         cfg = self.config
         ops = self.ops
         E = cfg.num_experts
@@ -78,14 +71,14 @@ class Mixture(nn.Module):
             weights /= weights.sum(-1, keepdims=True)
         is_chosen = jax.nn.one_hot(chosen, E).sum(2)  # [B, T, E]
         counts = jnp.ones((B, T, 1))
-        if self.has_target is not None:
-            counts *= self.has_target[..., None]
+        if context.has_target is not None:
+            counts *= context.has_target[..., None]
         self._report_losses(logits, shares, is_chosen, counts)
 
         capacity = T
         before = jnp.cumsum(is_chosen, axis=1) - is_chosen
         place = jnp.take_along_axis(before, chosen, axis=2).astype(jnp.int32)
-        if self.drops and cfg.expert_capacity:
+        if not context.deterministic and cfg.expert_capacity:
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
             dropped = counts * (place >= capacity)
             report(self, "dropped", dropped.sum(), counts.sum() * K)
@@ -103,7 +96,7 @@ class Mixture(nn.Module):
             return jnp.einsum("tk,tkd->td", weights, found.astype(jnp.float32))
 
         experts = nn.vmap(
-            self.mlp,
+            MLP,
             variable_axes={"params": 0, METRICS: 0},
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: "experts"},

@@ -1,7 +1,7 @@
 """Several residual streams, which each branch reads and writes by learned weights.
 
-Zhu et al. 2024, arXiv 2409.19606, dynamic. A branch has a kernel `[D, n + 2]`, a norm and some
-numbers. At first it reads one stream, and all stay as they are and get its output.
+Zhu et al. 2024, arXiv 2409.19606, dynamic. Each branch gets a kernel `[D, n + 2]`,
+a norm and some scalars. At first a branch reads one stream, and its output is added to all streams.
 """
 
 import flax.linen as nn
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.model.ingredients.base import Branch, Flow, Ingredient
 from gpt2.model.layers import Norm, named_param
+from gpt2.model.seams import Branch, Context, Ingredient, Layer
 from gpt2.ops import Ops
 from gpt2.ops.plain import Shape
 
@@ -20,41 +20,47 @@ class HyperConnections(Ingredient):
 
     option = "hyper_connections"
 
-    def enter(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
-        """Makes the stream `[B, T, D]` several, `[n, B, T, D]`."""
-        return jnp.broadcast_to(x, (self.config.hyper_connections, *x.shape))
+    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+        """Copy the stream `[B, T, D]` to `[n, B, T, D]` first, and average the streams last."""
 
-    def branch(
-        self, block: nn.Module, number: int, branch: Branch, flow: Flow
-    ) -> Branch:
-        """Lets the branch read a sum of the streams, and adds weighted outputs to them, mixed."""
+        def layers_with_streams(x: Array) -> Array:
+            copies = (self.config.hyper_connections, *x.shape)
+            streams = layers(jnp.broadcast_to(x, copies))
+            return streams.mean(0)
+
+        return layers_with_streams
+
+    def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
+        """Read a weighted sum of the streams, and add the weighted output to mixed streams."""
+        number = 1 if context.branch == "attention" else 2
         connect = HyperConnection(self.config, block.ops, name=f"connect_{number}")
-        read, mixed, weights = connect(branch.read, 2 * flow.layer + number - 1)
-        return branch._replace(read=read, add=lambda y: mixed + weights * y)
+        read, mixed, weights = connect(branch.stream, 2 * context.layer + number - 1)
 
-    def leave(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
-        """Returns the mean of the streams."""
-        return x.mean(0)
+        def weigh(y: Array) -> Array:
+            return weights * branch.dropout(y)
+
+        return branch._replace(read=read, stream=mixed, dropout=weigh)
 
 
 class HyperConnection(nn.Module):
-    """The weights of one branch."""
+    """The learned weights of one branch."""
 
     config: GPTConfig
     ops: Ops
 
     @nn.compact
     def __call__(self, x: Array, branch: int | Array) -> tuple[Array, Array, Array]:
-        """Returns what branch number `branch` reads, the streams mixed, and weights `[n, B, T, 1]`.
+        """Map streams `[n, B, T, D]` to what branch number `branch` reads, and how it is added.
 
-        The streams are `x`, `[n, B, T, D]`; a branch reads `[B, T, D]`.
+        Returns the branch's input `[B, T, D]`, the mixed streams `[n, B, T, D]`, and the weights of
+        the output in each of them, `[n, B, T, 1]`.
         """
         cfg = self.config
         n = len(x)
 
         def init(key: Array, shape: Shape, dtype: str) -> Array:
             same = jnp.eye(n)
-            one = same[branch % n]
+            one = same[branch % n]  # equation 14: branches take turns
             return jnp.stack([one, *same, jnp.ones(n)])
 
         zeros = nn.initializers.zeros
@@ -64,17 +70,19 @@ class HyperConnection(nn.Module):
         weights = named_param(self, "weights", init, (n + 2, n), axes)
         by_stream = named_param(self, "by_stream", zeros, shape, axes)
         scales = named_param(self, "scales", small, (2,), ("mix",))
-        normed = Norm(cfg, self.ops, name="norm")(x)
-        moved = jnp.moveaxis(normed @ by_stream, -1, 0)  # [n + 2, n, B, T]
-        moved = jnp.tanh(moved)
-        of_streams = scales[0] * moved[:-1]
-        of_output = scales[1] * moved[-1:]
-        moved = jnp.concatenate([of_streams, of_output])
-        weights = weights[..., None, None] + moved
+
+        # Dynamic weights: a part that each token's streams determine joins the static weights.
+        normalized = Norm(cfg, self.ops, name="norm")(x)
+        dynamic = jnp.moveaxis(normalized @ by_stream, -1, 0)  # [n + 2, n, B, T]
+        dynamic = jnp.tanh(dynamic)
+        for_streams = scales[0] * dynamic[:-1]
+        for_output = scales[1] * dynamic[-1:]
+        dynamic = jnp.concatenate([for_streams, for_output])
+        weights = weights[..., None, None] + dynamic
         weights = weights[..., None]
 
-        def weighted(by: Array) -> Array:
+        def weighted_sum(by: Array) -> Array:
             return (by * x).sum(0).astype(cfg.compute_dtype)
 
-        read, *mixed = [weighted(each) for each in weights[:-1]]
+        read, *mixed = [weighted_sum(by) for by in weights[:-1]]
         return read, jnp.stack(mixed), weights[-1].astype(cfg.compute_dtype)

@@ -1,4 +1,4 @@
-"""A learned sum of two arrays."""
+"""A learned weighted sum of two arrays."""
 
 import chex
 import flax.linen as nn
@@ -12,11 +12,7 @@ from gpt2.ops.plain import Shape
 
 
 class Mix(nn.Module):
-    """A sum of two arrays, weighted by two learned numbers.
-
-    Attributes:
-        init_weights: the two weights at the start.
-    """
+    """A sum of two arrays, weighted by two learned scalars that begin at `init_weights`."""
 
     config: GPTConfig
     ops: Ops
@@ -24,7 +20,7 @@ class Mix(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, other: Array) -> Array:
-        """Returns the weighted sum of `x` and `other`, of one shape, in the compute type."""
+        """Return the weighted sum of two arrays of one shape, in the compute dtype."""
         chex.assert_equal_shape([x, other])
         weights = named_param(self, "weights", self._init, (2,), ("mix",))
         total = weights[0] * x + weights[1] * other

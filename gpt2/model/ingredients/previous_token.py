@@ -1,27 +1,26 @@
-"""The token before each, also before the first of those that a cache adds to."""
+"""The token before each one, also in cached decoding, where it may not be among the inputs."""
 
 import jax.numpy as jnp
 from jax import Array
 
-from gpt2.model.ingredients.base import Flow, Ingredient
+from gpt2.model.seams import Context
 
 
-class PreviousToken(Ingredient):
-    """An ingredient that reads the token before each."""
+def shift(x: Array, first: Array, context: Context, *, missing: int) -> Array:
+    """Return `x` `[B, T, ...]` of the position before each one.
 
-    def before(self, x: Array, last: Array, flow: Flow, missing: int) -> Array:
-        """Returns what is a position earlier in `x` `[B, T, ...]`.
+    `first` `[B, 1, ...]` belongs to the position before the first one. Where a segment begins,
+    there is no such position, and the result is `missing`.
+    """
+    previous = jnp.concatenate([first, x[:, :-1]], axis=1)
+    exists = context.positions > 0
+    ones = (1,) * (x.ndim - 2)
+    exists = exists.reshape(*exists.shape, *ones)
+    return jnp.where(exists, previous, missing)
 
-        `last` `[B, 1, ...]` is before the first. `missing` stands where a segment begins.
-        """
-        earlier = jnp.concatenate([last, x[:, :-1]], axis=1)
-        exists = flow.positions > 0
-        further = (1,) * (x.ndim - 2)
-        exists = exists.reshape(*exists.shape, *further)
-        return jnp.where(exists, earlier, missing)
 
-    def last_tokens(self, flow: Flow) -> Array:
-        """Returns the tokens before the first ones, int32 `[B, 1]`; any where there is none."""
-        if flow.last_token is None:
-            return flow.tokens[:, :1]
-        return flow.last_token[:, None]
+def first_previous(context: Context) -> Array:
+    """Return the tokens before the first ones, int32 `[B, 1]`; any token if there is none."""
+    if context.last_token is None:
+        return context.tokens[:, :1]
+    return context.last_token[:, None]

@@ -1,6 +1,6 @@
-"""Adds a gated share of the token before to each (modded-nanogpt, nanochat).
+"""Adds a gated fraction of the previous token's embedding to each token (modded-nanogpt, nanochat).
 
-The gate reads the first 24 entries of the token itself, and all 25 weights begin at 0.
+The gate reads the first 24 entries of the token's own embedding. All 25 weights begin at 0.
 """
 
 import flax.linen as nn
@@ -8,40 +8,40 @@ import jax
 from jax import Array
 
 from gpt2.config import GPTConfig
-from gpt2.model.ingredients.base import Flow
-from gpt2.model.ingredients.previous_token import PreviousToken
+from gpt2.model.ingredients.previous_token import first_previous, shift
 from gpt2.model.layers import named_param
+from gpt2.model.seams import Context, Ingredient
 from gpt2.ops import Ops
 
-WIDTH = 24  # entries of an embedding that open its gate, as in nanochat
+GATE_WIDTH = 24  # as in nanochat
 
 
-class Smear(PreviousToken):
+class Smear(Ingredient):
     """`model.smear`."""
 
     option = "smear"
 
-    def embedded(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
-        """Adds the shares."""
-        last = gpt.wte(self.last_tokens(flow))
-        before = self.before(x, last, flow, missing=0)
-        return SmearedTokens(self.config, gpt.ops, name="smear")(x, before)
+    def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:
+        """Add the fractions."""
+        first = gpt.wte(first_previous(context))
+        previous = shift(x, first, context, missing=0)
+        return SmearedTokens(self.config, gpt.ops, name="smear")(x, previous)
 
 
 class SmearedTokens(nn.Module):
-    """The gate and the share."""
+    """The gate, and the sum."""
 
     config: GPTConfig
     ops: Ops
 
     @nn.compact
-    def __call__(self, x: Array, before: Array) -> Array:
-        """Returns the sum, `[B, T, D]` in the compute type; `before` is `x` a position earlier."""
+    def __call__(self, x: Array, previous: Array) -> Array:
+        """Add to `x` `[B, T, D]`, the result in the compute dtype; `previous` is `x` shifted."""
         zeros = nn.initializers.zeros
-        width = min(WIDTH, self.config.embed_dim)
+        width = min(GATE_WIDTH, self.config.embed_dim)
         weights = named_param(self, "gate", zeros, (width,), ("mix",))
-        share = named_param(self, "share", zeros, (1,), ("mix",))
+        fraction = named_param(self, "share", zeros, (1,), ("mix",))
         gate = jax.nn.sigmoid(x[..., :width] @ weights)
         gate = gate[..., None]
-        y = x + share * gate * before
+        y = x + fraction * gate * previous
         return y.astype(self.config.compute_dtype)

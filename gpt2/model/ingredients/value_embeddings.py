@@ -1,13 +1,13 @@
 """A table per layer whose rows are mixed into the values (modded-nanogpt; arXiv 2410.17897).
 
-`[V, K H]` in each layer, which the optimizer has to keep; halves at the start.
+Adds `[V, K H]` to each layer, and two scalars, which begin at one half.
 """
 
 import flax.linen as nn
 
-from gpt2.model.ingredients.base import Flow, Heads, Ingredient
 from gpt2.model.ingredients.mix import Mix
 from gpt2.model.layers import Embedding
+from gpt2.model.seams import Context, Heads, Ingredient
 
 
 class ValueEmbeddings(Ingredient):
@@ -15,8 +15,8 @@ class ValueEmbeddings(Ingredient):
 
     option = "value_embeddings"
 
-    def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:
-        """Mixes the rows of the tokens in."""
+    def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
+        """Mix the rows of the tokens in."""
         cfg = self.config
         ops = attention.ops
         table = Embedding(
@@ -28,7 +28,7 @@ class ValueEmbeddings(Ingredient):
             width=cfg.kv_heads * cfg.head_size,
             name="value_embedding",
         )
-        rows = table(flow.tokens).reshape(heads.v.shape)
+        rows = table(context.tokens).reshape(heads.v.shape)
         rows = ops.constrain(rows, "batch", "length", "heads", "head_size")
         mix = Mix(cfg, ops, (0.5, 0.5), name="value_mix")
         return heads._replace(v=mix(heads.v, rows))

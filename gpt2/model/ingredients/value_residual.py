@@ -1,14 +1,14 @@
-"""Mixes the first layer's values into others' (Zhou et al. 2024, arXiv 2410.17897).
+"""Mixes the first layer's values into those of each layer (Zhou et al. 2024, arXiv 2410.17897).
 
-Two numbers in each layer, halves at the start; one more array from layer to layer.
+Adds two scalars to each layer, which begin at one half, and an array from layer to layer.
 """
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from gpt2.model.ingredients.base import Flow, Heads, Ingredient
 from gpt2.model.ingredients.mix import Mix
+from gpt2.model.seams import Context, Heads, Ingredient, Layer
 
 
 class ValueResidual(Ingredient):
@@ -16,21 +16,23 @@ class ValueResidual(Ingredient):
 
     option = "value_residual"
 
-    def enter(self, gpt: nn.Module, x: Array, flow: Flow) -> Array:
-        """Makes room for the first layer's values."""
+    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+        """Store zeros, which the first layer replaces by its values."""
         cfg = self.config
-        B, T = x.shape[-3:-1]
-        shape = (B, T, cfg.kv_heads, cfg.head_size)
-        values = jnp.zeros(shape, x.dtype)
-        values = gpt.ops.constrain(values, "batch", "length", "heads", "head_size")
-        flow.carried[self.option] = values
-        return x
+        shape = (*context.tokens.shape, cfg.kv_heads, cfg.head_size)
 
-    def heads(self, attention: nn.Module, heads: Heads, flow: Flow) -> Heads:
-        """Mixes them in; the first layer mixes in its own, so that all layers are alike."""
-        first = flow.carried[self.option]
-        first = jnp.where(flow.layer == 0, heads.v, first)
-        flow.carried[self.option] = first
-        ops = attention.ops
-        mix = Mix(self.config, ops, (0.5, 0.5), name="value_residual")
+        def layers_with_values(x: Array) -> Array:
+            values = jnp.zeros(shape, x.dtype)
+            values = gpt.ops.constrain(values, "batch", "length", "heads", "head_size")
+            context.carried[self.option] = values
+            return layers(x)
+
+        return layers_with_values
+
+    def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
+        """Mix the first layer's values in, also in the first layer, so that all are alike."""
+        first = context.carried[self.option]
+        first = jnp.where(context.layer == 0, heads.v, first)
+        context.carried[self.option] = first
+        mix = Mix(self.config, attention.ops, (0.5, 0.5), name="value_residual")
         return heads._replace(v=mix(heads.v, first))

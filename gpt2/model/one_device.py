@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from gpt2.config import GPTConfig
 from gpt2.model.gpt import GPT
-from gpt2.model.ingredients import score_terms
+from gpt2.model.ingredients import score_term_options
 from gpt2.ops import Ops
 from gpt2.parallel.kernels import make_ops
 from gpt2.utils.platform import jit_is_off
@@ -26,4 +26,4 @@ def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
 def ops_for(config: GPTConfig, device: jax.Device) -> Ops:
     """Returns the table of a model for one device."""
     mesh = Mesh(np.array([device]), ("data",))
-    return make_ops(config, mesh, score_terms(config))
+    return make_ops(config, mesh, score_term_options(config))
