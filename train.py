@@ -204,7 +204,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
-        except Exception:  # of what is no step: validation, tasks, reading
+        except (Exception, SystemExit):  # of validation, tasks or a user's functions
             if checkpointer.can_rescue(state, step):
                 reporter.catch_up()
                 save()

@@ -58,7 +58,12 @@ def run(
         raise UserError(
             f"{arguments[-1]} is not a flag", "Write options as --name=value"
         )
-    code = main(*arguments) or 0
+    try:
+        code = main(*arguments) or 0
+    except SystemExit as end:
+        if not end.code:  # A user's function ends the program before its work is done.
+            raise RuntimeError("The program called sys.exit too early") from end
+        raise
     exit_at_interrupt()
     run_on_exit(code, "stopped by a signal" if code else "finished")
     sys.exit(code)

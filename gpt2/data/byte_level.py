@@ -41,10 +41,11 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     vocabulary = dict(model["vocab"])
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
     alphabet = byte_alphabet()
-    merged = list[str]()
+    pairs = list[tuple[str, str]]()
     for merge in model["merges"]:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        merged.append("".join(pair))
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        pairs.append((left, right))
+    merged = [left + right for left, right in pairs]
     if vocabulary.keys() != {*alphabet, *merged}:
         return None
     ids = [vocabulary[token] for token in merged]
@@ -52,6 +53,14 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     # An id without a token cannot be decoded.
     if ids != sorted(ids) or known != {*range(len(vocabulary) + 1)}:
         return None
+    # tiktoken merges any two tokens whose bytes are a token, the library only listed pairs. They
+    # agree on every text if the listed pairs alone merge the characters of each token into it.
+    from tokenizers import Tokenizer, models
+
+    library = Tokenizer(models.BPE(vocabulary, pairs))
+    for encoding in library.encode_batch(merged):
+        if len(encoding.ids) > 1:
+            return None
     ranks = dict[bytes, int]()
     for token, i in vocabulary.items():
         ranks[bytes(alphabet[c] for c in token)] = i

@@ -1,16 +1,19 @@
-"""Checkpoints of a run: asynchronous, sharded, whole or not there.
+"""Save and restore checkpoints of a run: asynchronous, sharded, and complete or absent.
 
-A checkpoint holds `params`, `guard` if there is one, `rest` (the other members of the TrainState),
-`layout` (how the layers are stored) and digests of all files, since Orbax's
-format does not tell altered values from others. A run may continue in another layout, and weights
-are read without the optimizer. This file is the only user of Orbax.
+A checkpoint has the items `params`, `rest` (the other members of the TrainState), `guard` if the
+run has one, `layout` (how the layers are stored), and `digests` of all files, because Orbax does
+not notice altered values. A run may continue in another layout, and weights are read without the
+optimizer. This is the only file that uses Orbax.
 """
 
 import contextlib
 import json
 import logging
+import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from os import PathLike
@@ -34,17 +37,29 @@ from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 from gpt2.utils.trees import Tree
 
-# What Orbax logs, it raises too, or it is no help.
+# Orbax raises whatever errors it logs, and its other lines would stand between ours.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+# A failed write ends the event loop of a save, while the writes of other arrays go on. `_recover`
+# reports the failure once. Without these filters, each of those writes would print a traceback.
+logging.getLogger("asyncio").addFilter(lambda record: "never retr" not in record.msg)
+warnings.filterwarnings("ignore", "coroutine 'async_serialize")
 
-METRIC = "eval/loss"  # by which the best checkpoint is known
+
+def _report(report: Callable[[Any], object], unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        report(unraisable)
+
+
+sys.unraisablehook = partial(_report, sys.unraisablehook)
+
+METRIC = "eval/loss"  # It decides which checkpoint is the best.
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-    """Saves and restores the states of one run, under `workdir/checkpoints/STEP`.
+    """Saves and restores the states of one run, in `workdir/checkpoints/STEP`.
 
-    A save that fails is told, and the checkpoints before it stay. With several processes it ends
-    them all, since each holds a part of the state.
+    A save that fails prints a warning, and earlier checkpoints stay. If the run has several
+    processes, it ends all of them, because each has a part of the state.
     """
 
     def __init__(
@@ -57,7 +72,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._workdir = Path(workdir).resolve()
         self._directory = self._workdir / "checkpoints"
         self._saving: int | None = None
-        self.failure = ""  # why the newest state that was to be saved is not
+        self.failure = ""  # why the newest state could not be saved
         score = itemgetter(METRIC)
         best = policy.BestN(
             get_metric_fn=score,
@@ -78,14 +93,14 @@ class Checkpointer(contextlib.AbstractContextManager):
             cleanup_tmp_directories=not read_only,
             async_options=ocp.options.AsyncOptions(
                 barrier_sync_fn=self._wait_for_others if several else None,
-                # Or a read-only disk is tried for minutes.
+                # Otherwise Orbax retries for minutes on a read-only disk.
                 create_directories_asynchronously=False,
             ),
         )
         self._open()
 
     def _open(self) -> None:
-        # In the order in which they are finalized.
+        # Orbax finalizes the items in this order: digests come last.
         handlers = ocp.handlers.create_default_handler_registry(
             params=ocp.StandardCheckpointHandler(),
             rest=ocp.StandardCheckpointHandler(),
@@ -99,7 +114,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         )
 
     def _wait_for_others(self, **options: Any) -> None:
-        # The thread of a save that failed comes to another barrier, and would wait there.
+        # After a failure, the thread that saves would reach this barrier and wait forever.
         with distributed.ends_together():
             error = sys.exception()
             if isinstance(error, Exception):
@@ -107,7 +122,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             ocp.multihost.get_barrier_sync_fn()(**options)
 
     def best(self) -> tuple[int, float] | None:
-        """Returns the step with the lowest validation loss, and that loss, or None."""
+        """Return the step with the lowest validation loss, and that loss, or None."""
         step = self._manager.best_step()
         if step is None:
             return None
@@ -115,20 +130,21 @@ class Checkpointer(contextlib.AbstractContextManager):
         return (step, metrics[METRIC]) if metrics else None
 
     def improves(self, eval_loss: float) -> bool:
-        """Says whether a validation loss is below that of every checkpoint so far."""
-        self.wait()  # which tells of a save that has failed meanwhile
-        best = self.best()  # of which other processes may lack the file
+        """Return whether a validation loss is lower than those of all checkpoints."""
+        self.wait()  # A save that fails is not the best one.
+        # Process 0 decides, because others may not have the file of the scores.
+        best = self.best()
         is_better = best is None or eval_loss < best[1]
         return bool(distributed.from_first(is_better))
 
     def all_steps(self) -> list[int]:
-        """Returns the steps saved, ascending."""
+        """Return the saved steps in ascending order."""
         return sorted(self._manager.all_steps())
 
     def can_rescue(self, state: TrainState, step: int) -> bool:
-        """Says whether the state after `step` is sound, not saved yet and can be, after a failure.
+        """Return whether, after a failure, the state after `step` is finite and not saved yet.
 
-        Of several processes the others know of no failure, and would not save their parts.
+        With several processes it is False: the others do not fail, and would not save their parts.
         """
         several = jax.process_count() > 1
         if several or step == 0 or step in self.all_steps():
@@ -145,9 +161,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         scores: Mapping[str, float] | None = None,
         position: Sequence[str] = (),
     ) -> None:
-        """Starts to save the state after `step`, and returns as soon as the caller may change it.
+        """Begin to save the state after `step`; the caller may change it once this returns.
 
-        `scores` are of its validation, None if it was not validated; `position` of its batches.
+        `scores` come from its validation, None if there was none. `position` describes where the
+        batches continue.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -159,7 +176,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             "position": list(position),
         }
         try:
-            # Each process has a copy of a URL of its own, of which one is sent.
+            # Each process writes to its own copy of a URL, and only the first one is uploaded.
             is_url = stores.is_url(stores.place_of(self._workdir))
             if jax.process_count() > 1 and is_url:
                 state = jax.tree.map(_gathered, state)
@@ -174,11 +191,11 @@ class Checkpointer(contextlib.AbstractContextManager):
                 metrics=None if scores is None else {METRIC: scores[METRIC]},
                 force=True,
             )
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Orbax and TensorStore raise many types
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restores a state, in whatever layout it was saved, to that of a program."""
+        """Restore a state, saved in any layout, in the layout of a program."""
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
@@ -191,19 +208,19 @@ class Checkpointer(contextlib.AbstractContextManager):
         return _in_layout_of(shapes, TrainState(**rest))
 
     def position(self, step: int) -> list[str]:
-        """Returns the position of its batches that a state was saved with."""
+        """Return where the batches continue after a saved state."""
         return self._layout(step)["position"] if step else []
 
     def restore_params(self, step: int, program: Program) -> Tree:
-        """Restores the parameters alone, otherwise as `restore`."""
+        """Restore only the parameters, in the layout of a program."""
         saved = self._as_saved(step, program)
         items = self._read(step, params=ocp.args.StandardRestore(saved.params))
         return _in_layout_of(program.state_shapes.params, items["params"])
 
     def _as_saved(self, step: int, program: Program) -> TrainState:
-        """Returns the shapes and shardings of a program's state as it was saved.
+        """Return the shapes and shardings in which the state of a program was saved.
 
-        Layers may be stacked when a run continues, or not. It may gain a guard, or lose it.
+        A run that continues may begin or cease to scan its layers, and to have a guard.
         """
         layout = self._layout(step)
         saved = program.state_shapes
@@ -221,86 +238,84 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             args = ocp.args.Composite(**items)
             return self._manager.restore(step, args=args)
-        except Exception as error:  # Orbax and TensorStore raise many kinds
+        except Exception as error:  # Orbax and TensorStore raise many types
             raise UserError(
-                f"checkpoint {self._directory / str(step)} cannot be read ({_first_line(error)})",
-                "Use the code that saved it, or another checkpoint",
+                f"Checkpoint {self._directory / str(step)} cannot be read ({_cause(error)})",
+                "Use the version of the code that saved it, or another checkpoint",
             ) from error
 
     def wait(self) -> None:
-        """Returns once everything saved is on disk, or has failed."""
+        """Wait until the last save is on disk or has failed."""
         if self._saving is None:
             return
         try:
             self._manager.wait_until_finished()
-        except Exception as error:  # of many kinds
+        except Exception as error:
             self._recover(error)
         else:
             self._saving = None
             self.failure = ""
 
     def raise_failure(self) -> None:
-        """Ends a run whose last state is not saved."""
+        """End a run whose last state is not saved."""
         if self.failure:
-            raise UserError(
-                self.failure, "Mend that, and repeat the command", exit_code=5
-            )
+            remedy = "Mend that, and repeat the command"
+            raise UserError(self.failure, remedy, exit_code=5)
 
     def close(self) -> None:
-        """Waits until everything saved is on disk, and ends the saving threads."""
+        """Wait for the last save, and end the threads of Orbax."""
         self.wait()
         self._manager.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # A save would wait for the other processes.
+        # After an error, the wait for other processes would not end.
         if error is None or jax.process_count() == 1:
             self.close()
 
     def _recover(self, error: Exception) -> None:
-        """Tells of a save that failed, and goes on with the checkpoints before it."""
+        """Warn that a save failed, and remove what it left."""
         if jax.process_count() > 1:
             raise self._for_all(error)
         step = self._saving
-        told = self._describe(error)
+        failure = self._describe(error)
         self._saving = None
         with contextlib.suppress(Exception):
             self._manager.close()
-        self._open()  # which removes what the save left
+        self._open()  # It removes the incomplete checkpoint.
         self.failure = ""
-        if step not in self.all_steps():  # else an older one could not be removed
-            self.failure = told
-            warn(f"{told}; the run goes on")
+        # If the step is there, only the removal of an older one has failed.
+        if step not in self.all_steps():
+            self.failure = failure
+            warn(f"{failure}; the run continues")
 
     def _describe(self, error: Exception) -> str:
         return (
-            f"the state of step {self._saving} is not saved in {self._directory} "
-            f"({_first_line(error)})"
+            f"The state of step {self._saving} is not saved in {self._directory} "
+            f"({_cause(error)})"
         )
 
     def _for_all(self, error: Exception) -> Exception:
-        """Returns what ends all processes after a save that failed in this one."""
-        if isinstance(error, jax.errors.JaxRuntimeError):  # another one has ended
-            return error
-        return UserError(
-            self._describe(error),
-            "Mend that, and start all processes again",
-            exit_code=5,
-        )
+        """Return the exception that ends all processes after a save failed in this one."""
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return error  # Another process has ended first.
+        remedy = "Mend that, and start all processes again"
+        return UserError(self._describe(error), remedy, exit_code=5)
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of the other items, once they are complete and before the commit."""
+    """Writes the digests of the other items after they are complete and before the commit."""
 
     def finalize(self, directory: PathLike) -> None:
-        """Called by the first process, after all items that were registered before this one."""
+        """Write the digests; Orbax calls it in process 0, after the items registered before."""
         folder = Path(directory)
         sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))
-        files.sync_tree(folder.parent)  # before a rename makes them visible
+        # Orbax then makes the checkpoint visible by a rename, which must not reach the disk first.
+        files.sync_tree(folder.parent)
 
 
 def _gathered(leaf: jax.Array) -> np.ndarray:
-    """Returns the whole of an array in the first process, which alone writes; a zero elsewhere."""
+    """Return the whole array in process 0, which alone writes it, and a zero in others."""
     whole = process_allgather(leaf, tiled=True)
     if jax.process_index() == 0:
         return whole
@@ -311,13 +326,16 @@ def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros_like(leaf, device=leaf.sharding)
 
 
-def _first_line(error: Exception) -> str:
+def _cause(error: Exception) -> str:
+    # TensorStore puts the cause behind hundreds of characters of paths and options.
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        return os.strerror(int(code[1]))
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _parts(state: TrainState) -> dict[str, Tree]:
-    """Returns what is saved of a state, by the folder that holds it."""
+    """Return the trees to save of a state, by the name of their folder."""
     rest = vars(state) | {"params": None}
     guard = rest.pop("guard")
     parts = {"params": state.params, "rest": rest}
@@ -325,7 +343,7 @@ def _parts(state: TrainState) -> dict[str, Tree]:
 
 
 def _in_layout_of(target: Tree, restored: Tree) -> Tree:
-    """Brings restored arrays into the layer layout and shardings of `target`."""
+    """Convert restored arrays to the layer layout and shardings of `target`."""
     scanned = is_scanned(target)
     if is_scanned(restored) == scanned:
         return restored

@@ -1,4 +1,4 @@
-"""The folders of a run's checkpoints: which there are, and which are whole."""
+"""Find the checkpoints of a run, and damage to them."""
 
 import re
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from pathlib import Path
 
 from gpt2.utils import files, stores
 
-# The parts of a checkpoint, each a folder. A folder `digests` beside them holds their digests.
+# The parts of a checkpoint, one folder each. The folder `digests` next to them has their digests.
 ITEMS = ("params", "rest", "guard", "layout", "metrics")
-WEIGHTS = ("params", "layout")  # what other programs than training read
+WEIGHTS = ("params", "layout")  # the parts that evaluation and export read
 
 _STEP = re.compile("0|[1-9][0-9]*")
 
 
 def saved_steps(workdir: Path) -> list[int]:
-    """Returns the steps of which a run has checkpoints, whole or not, ascending."""
+    """Return the steps of all checkpoints, complete or not, in ascending order."""
     folder = workdir / "checkpoints"
     steps = list[int]()
     for path in folder.glob("*"):
@@ -24,36 +24,36 @@ def saved_steps(workdir: Path) -> list[int]:
 
 
 def latest_step(workdir: Path) -> int | None:
-    """Returns the newest step that a run has saved, or None."""
+    """Return the newest step that a run has saved, or None."""
     return max(saved_steps(workdir), default=None)
 
 
 def newest_whole_step(workdir: Path, after: int = 0) -> tuple[int, list[str]]:
-    """Returns the newest step beyond `after` whose checkpoint is whole, or 0.
+    """Return the newest step after `after` with an undamaged checkpoint, or 0.
 
-    Also what is wrong with those that are newer.
+    The second value describes the damage of newer checkpoints.
     """
     damage = list[str]()
     for step in reversed(saved_steps(workdir)):
         if step <= after:
             break
-        found = find_damage(workdir, step)
-        if not found:
+        message = find_damage(workdir, step)
+        if not message:
             return step, damage
-        damage.append(found)
+        damage.append(message)
     return 0, damage
 
 
 def find_damage(workdir: Path, step: int, items: Sequence[str] = ITEMS) -> str:
-    """Returns why the `items` of a checkpoint cannot be used, as a clause, or an empty text."""
+    """Return a clause on why `items` of a checkpoint cannot be used, or an empty string."""
     folder = workdir / "checkpoints" / str(step)
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:
-        return f"checkpoint {folder} is damaged (digests/digests is missing or was altered)"
-    found = dict[str, list[int]]()
+        return f"Checkpoint {folder} is damaged (digests/digests is missing or was altered)"
+    digests = dict[str, list[int]]()
     for name, digest in saved["files"].items():
         if name.partition("/")[0] in items:
-            found[name] = digest
-    stores.complete(workdir, [f"checkpoints/{step}/{name}" for name in found])
-    damage = files.find_damage(folder, found)
-    return f"checkpoint {folder} is damaged ({damage})" if damage else ""
+            digests[name] = digest
+    stores.complete(workdir, [f"checkpoints/{step}/{name}" for name in digests])
+    damage = files.find_damage(folder, digests)
+    return f"Checkpoint {folder} is damaged ({damage})" if damage else ""

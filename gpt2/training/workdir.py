@@ -1,17 +1,17 @@
-"""The files of a run beside its checkpoints, and the checks that let it continue.
+"""Files of a run other than its checkpoints, and checks of whether the run can continue.
 
-config.json         the resolved options; as --config of train.py they repeat the run
-data.json           what the prepared corpus holds, to tell it from another of the same name
+config.json         all options; `train.py --config=config.json` repeats the run
+data.json           describes the prepared corpus, to notice another text of the same name
 tokenizer.json      the tokenizer, so that the run can be sampled without its corpus
-environment.jsonl   with what the run was made, a line for each start
-.lock               held by the process that trains here, so that no second one does
+environment.jsonl   versions, code and command, one line for each start
+.lock               locked by the process that trains here, so that a second one is refused
 """
 
 import contextlib
 import importlib.util
 import json
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +48,7 @@ _DATA = "data.json"
 
 
 def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
-    """Returns a run's folder, and what sends a URL all that the run writes: by one process."""
+    """Return the local folder of a run, and a context in which process 0 copies it to a URL."""
     workdir = stores.fetch(place)
     if jax.process_index() or not stores.is_url(place):
         return workdir, contextlib.nullcontext()
@@ -56,57 +56,65 @@ def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[No
 
 
 def check_options(workdir: Path, config: Config) -> None:
-    """Refuses, before data are prepared, a directory in which this run cannot start or continue.
+    """Refuse a directory in which this run cannot start or continue, before data are prepared.
 
-    `model.vocab_size` may be 0: `refuse_changes` looks again when it is known.
+    `model.vocab_size` may be 0, because the data decide it; `refuse_changes` then checks it later.
     """
-    nearest = workdir.absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise UserError(
-            f"nothing can be written in {workdir}", "Give another --workdir"
-        )
-    # Which refuses what cannot be drawn at the end.
+    _require_writable(workdir)
+    # A reference that cannot be plotted would end the run at its last line.
     read_reference(config.logging.reference)
     if config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            "logging.wandb needs the package wandb", "Run `pip install wandb`"
-        )
+        remedy = "Run `pip install wandb`"
+        raise UserError("logging.wandb needs the package wandb", remedy)
     if not (workdir / "config.json").exists():
         data = stores.copy_of(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):
-            # What a start leaves that was cut short.
+            # A start that was killed leaves these.
             if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
                 continue
             if not data.is_relative_to(path.resolve()):
                 raise UserError(
-                    f"{workdir} holds {path.name}, and no run", "Give another --workdir"
+                    f"--workdir={workdir} contains {path.name}, and not a run",
+                    "Give another --workdir",
                 )
         return
     if saved_steps(workdir) == [0]:
         place = stores.place_of(workdir)
         raise UserError(
-            f"{place} holds imported weights, not a run to continue",
+            f"--workdir={place} contains imported weights, and not a run to continue",
             f"Give another --workdir and --config.train.init_from=run:{place}",
         )
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
         raise UserError(
-            f"{workdir} holds a finished run without checkpoints to continue from",
+            f"--workdir={workdir} contains a finished run without checkpoints",
             "Give another --workdir",
         )
     refuse_changes(workdir, config)
 
 
+def _require_writable(workdir: Path) -> None:
+    parent = workdir.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    try:
+        # Permissions do not tell: root may write anywhere, but not in /proc.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise UserError(
+            f"--workdir={workdir} cannot be written ({error.strerror})",
+            "Give another --workdir",
+        ) from error
+
+
 def refuse_changes(workdir: Path, config: Config) -> None:
-    """Refuses options that change what the run of a directory, if it holds one, has trained."""
+    """Refuse options that would change what the run of a directory, if there is one, trains."""
     if not (workdir / "config.json").exists():
         return
     saved = deciding_options(load_config(workdir))
     now = deciding_options(config)
-    if not now["model.vocab_size"]:  # not known yet
+    if not now["model.vocab_size"]:  # The data are not prepared yet.
         del saved["model.vocab_size"]
-    # What lies in files may move: `check_data` decides.
+    # Files may move: `check_data` compares their content.
     if reads_files(saved["data.corpus"]) and reads_files(now["data.corpus"]):
         del saved["data.corpus"]
     if is_path(saved["data.tokenizer"]) and is_path(now["data.tokenizer"]):
@@ -118,42 +126,43 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     place = stores.place_of(workdir)
     if changed:
         raise UserError(
-            f"{place} holds a run with {'; '.join(changed)}",
-            "Give another --workdir, or the run's value",
+            f"--workdir={place} holds a run with {'; '.join(changed)}",
+            "Give another --workdir, or the options of the run",
         )
     latest = latest_step(workdir) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
         raise UserError(
-            f"{place} holds a run of {latest} steps, more than train.num_steps={num_steps}",
-            "Give another --workdir, or as many steps",
+            f"--workdir={place} holds a run of {latest} steps, "
+            f"more than train.num_steps={num_steps}",
+            "Give another --workdir, or more steps",
         )
 
 
 def deciding_options(config: Config) -> dict[str, Any]:
-    """Returns the options that a run keeps when it continues, by dotted name."""
-    found = dict[str, Any]()
+    """Return the options that may not change when a run continues, by dotted name."""
+    options = dict[str, Any]()
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
-            found[name] = value
-    if config.model.dropout > 0:  # which draws its masks by micro-batch
-        found["train.accumulate_steps"] = config.train.accumulate_steps
-    return found
+            options[name] = value
+    if config.model.dropout > 0:  # Each micro-batch has its own dropout masks.
+        options["train.accumulate_steps"] = config.train.accumulate_steps
+    return options
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
-    """Refuses to continue on another text or with another tokenizer than the run began with."""
+    """Refuse to continue with another text or another tokenizer than the run began with."""
     path = workdir / _DATA
     if not refuse_other(path, dataset) and saved_steps(workdir):
-        warn(f"{path} is missing or damaged; whether the text is the same is not known")
+        warn(f"{path} is missing or damaged, so the text may differ from the run's")
 
 
 def find_start(workdir: Path) -> int:
-    """Returns the step of the newest whole checkpoint, 0 without any, as process 0 finds it."""
+    """Return the newest step whose checkpoint process 0 finds undamaged, or 0."""
     start = distributed.from_first(_find_start(workdir) or 0)
     place = stores.place_of(workdir)
     if start and jax.process_index() and stores.is_url(place):
-        stores.fetch(place)  # this one reads its own copy
+        stores.fetch(place)  # Each process reads its own copy of a URL.
         if damage := find_damage(workdir, start):
             raise UserError(damage, "Start all processes again")
     return start
@@ -161,32 +170,31 @@ def find_start(workdir: Path) -> int:
 
 @distributed.only_first
 def _find_start(workdir: Path) -> int:
-    """Returns it, and tells of damaged ones after it."""
     place = stores.place_of(workdir)
-    stores.fetch(place)  # another run may have saved while this one prepared
-    stores.push(place, workdir)  # what a kill left unsent
+    stores.fetch(place)  # Another run may have saved while this one prepared its data.
+    stores.push(place, workdir)  # A run that was killed may not have sent everything.
     step, damage = newest_whole_step(workdir)
     if damage and not step:
         raise UserError(
-            f"{damage[0]}, and there is no whole one",
-            "Restore one from a copy, or start anew",
+            f"{damage[0]}, and there is no undamaged one",
+            "Restore it from a copy, or give another --workdir",
         )
-    for each in damage:
-        warn(f"{each}; the run continues from step {step}")
+    for message in damage:
+        warn(f"{message}; the run continues from step {step}")
     return step
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
-    """Says so if a run stands at its last step and has written its last file, the samples."""
-    ends = start == config.train.num_steps and (workdir / "samples.txt").exists()
-    ends = bool(distributed.from_first(ends))
-    if ends:
+    """Return whether a run has done its last step and written its last file, and print it."""
+    is_finished = start == config.train.num_steps and (workdir / "samples.txt").exists()
+    is_finished = bool(distributed.from_first(is_finished))
+    if is_finished:
         distributed.only_first(log)(
             f"{stores.place_of(workdir)} is finished at step {start}; "
             "raise --config.train.num_steps to continue",
             sys.stdout,
         )
-    return ends
+    return is_finished
 
 
 @distributed.only_first
@@ -198,7 +206,7 @@ def finish(
     scores: Mapping[str, float],
     clock: StepClock,
 ) -> None:
-    """Draws loss.png, writes samples.txt, and tells where the time went and how good it is."""
+    """Plot loss.png, write samples.txt, and print the time and the validation loss."""
     config = program.config
     plot_losses(workdir, config.logging.reference)
     start = tokenizer.eot or 0
@@ -225,30 +233,30 @@ def finish(
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Locks the directory and writes a start's files."""
+    """Lock the directory, write the files of a start, and isolate what it does not continue."""
     _begin(workdir, config, dataset, start)
-    distributed.from_first(0)  # the directory is locked
+    distributed.from_first(0)  # Other processes wait until process 0 has the lock.
     for step in saved_steps(workdir):
         if step > start or find_damage(workdir, step, ("metrics",)):
-            _set_aside(workdir, f"checkpoints/{step}")
+            _move_to_damaged(workdir, f"checkpoints/{step}")
 
 
-def _set_aside(workdir: Path, name: str) -> None:
-    """Moves something that a run does not go on from to `damaged/`."""
+def _move_to_damaged(workdir: Path, name: str) -> None:
     path = workdir / name
     target = workdir / "damaged" / f"{path.name}-{time.time_ns()}"
     target.parent.mkdir(exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
+    with contextlib.suppress(FileNotFoundError):  # Another process has moved it.
         path.rename(target)
         warn(
-            f"{path} was cut short, or the run goes on from before it; it is now {target}"
+            f"{path} is incomplete, or the run continues from an earlier step; "
+            f"it is now {target}"
         )
 
 
 @distributed.only_first
 def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
-    # Of an earlier end: see `is_finished`.
+    # Samples of an earlier end would make this run look finished: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
@@ -260,19 +268,19 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"
-    if start == 0 and read_metrics(logged):  # whose checkpoints, if any, are gone
-        _set_aside(workdir, logged.name)
-    MetricsFile(logged, start).close()  # which forgets steps that are lost
+    if start == 0 and read_metrics(logged):  # An earlier run has lost its checkpoints.
+        _move_to_damaged(workdir, logged.name)
+    MetricsFile(logged, start).close()  # It removes steps after `start`.
 
 
 def lock(workdir: Path, start: int) -> None:
-    """Keeps other processes from training in `workdir` until this one ends, however it ends."""
+    """Refuse other processes that would train in `workdir`, until this process ends."""
     workdir.mkdir(parents=True, exist_ok=True)
     is_locked = files.lock_for_good(workdir / _LOCK)
-    # Another may have trained and ended since this one has found the newest whole step.
+    # Another process may have trained and ended since this one read the newest checkpoint.
     newest, _ = newest_whole_step(workdir, after=start)
     if newest or not is_locked:
         raise UserError(
-            f"another process is training in {stores.place_of(workdir)}",
-            "Wait for it or stop it, or give another --workdir",
+            f"Another process is training in --workdir={stores.place_of(workdir)}",
+            "Wait for it, stop it, or give another --workdir",
         )

@@ -1,5 +1,6 @@
 """Hugging Face's files: damaged ones, and tokenizers into them and out of them."""
 
+import itertools
 import json
 
 import chex
@@ -198,6 +199,34 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path, capsys):
     # The token that training never saw is gone, which the export tells.
     assert again.encode(TEXT).ids == expected != backend.encode(TEXT).ids
     assert "adds no tokens around a text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "merges",
+    [
+        # A trained vocabulary: its merges alone make every token.
+        ["a b", "ab c", "ab ab"],
+        # No merge makes abc, which needs bc, since a and b are merged before.
+        ["a b", "b c", "a bc"],
+        ["a a", "aa aa", "a aaaa"],
+    ],
+)
+def test_merges_give_the_tokens_of_the_library(merges, tmp_path):
+    save_tokenizer(tmp_path, build("byte"), 64)
+    path = tmp_path / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    vocabulary = tree["model"]["vocab"]
+    tree["model"]["merges"] = merges
+    (end,) = tree["added_tokens"]
+    for number, merge in enumerate(merges, len(vocabulary)):
+        vocabulary[merge.replace(" ", "")] = number
+    end["id"] = len(vocabulary)
+    path.write_text(json.dumps(tree))
+    tokenizer = load_tokenizer(tmp_path, GPTConfig(vocab_size=len(vocabulary) + 1))
+    theirs = Backend.from_file(str(path))
+    for letters in itertools.product("abc", repeat=6):
+        text = "".join(letters)
+        assert tokenizer.encode(text).tolist() == theirs.encode(text).ids
 
 
 def with_tensor(source, name, change):

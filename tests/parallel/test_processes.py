@@ -189,7 +189,7 @@ def test_a_save_that_fails_in_one_process_ends_both(tmp_path, index):
     told = pair.logs[index].read_text()
     # Not at the start of a line, where gloo may have begun one of its own.
     assert re.search(
-        r"error: the state of step \d+ is not saved in .*File too large", told
+        r"error: The state of step \d+ is not saved in .*File too large", told
     )
 
 

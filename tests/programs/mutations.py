@@ -230,7 +230,7 @@ FLOPs count heads as wide as the model: model/flops.py, switches -k 'flops and h
     - heads = cfg.num_heads * cfg.head_size
     + heads = cfg.embed_dim
 altered values are not noticed: training/checkpoint_files.py, checkpoint -k damage_to_any
-    - files.find_damage(folder, found)
+    - files.find_damage(folder, digests)
     + files.find_damage(folder, found, read=False)
 a run that was killed begins anew: train.py, train -k killed
     - start = folder.find_start(workdir)
@@ -239,8 +239,8 @@ small programs are compiled at every start: utils/launch.py, train -k second_sta
     - "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0"
     + "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "9"
 a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
-    - if name not in _MAY_CHANGE and not name.startswith(_MAY_CHANGE_BY_GROUP):
-    + if name.startswith("model."):
+    - if not OPTIONS[name].may_change:
+    + if not OPTIONS[name].may_change and name != "optim.name":
 runs of different code are pooled: lab/ablate/sweep.py, ablate -k different_code
     - if old != own:
     + if old == "":

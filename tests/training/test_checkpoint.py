@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import shutil
 import subprocess
@@ -279,7 +280,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     with pytest.raises(UserError, match=r"4 is damaged \(params/"):
         load_params(tmp_path, "latest")
     shutil.rmtree(tmp_path / "checkpoints" / "2")
-    with pytest.raises(UserError, match=r"4 is damaged \(params/.*no whole one"):
+    with pytest.raises(UserError, match=r"4 is damaged \(params/.*no undamaged one"):
         run_files.find_start(tmp_path)
 
 
@@ -326,6 +327,16 @@ def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(small_disk, caps
         assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
 
 
+def test_a_save_on_a_full_disk_prints_one_line_with_its_cause(small_disk, capfd):
+    params = {str(i): np.random.default_rng(i).normal(size=10**6) for i in range(9)}
+    with Checkpointer(small_disk) as checkpointer:
+        checkpointer.save(state_at(1, params), 1)
+        checkpointer.wait()
+        gc.collect()  # Tasks that nobody has awaited report when they are deleted.
+        assert "(No space left on device)" in checkpointer.failure
+    assert capfd.readouterr().err.count("\n") == 1
+
+
 def test_a_save_that_fails_is_told_and_the_next_is_tried(tmp_path, monkeypatch, capsys):
     with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
         checkpointer.save(state_at(1), 1)
@@ -335,7 +346,7 @@ def test_a_save_that_fails_is_told_and_the_next_is_tried(tmp_path, monkeypatch, 
         checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})
         assert checkpointer.improves(2.5)  # the better one was not saved
         assert "step 3 is not saved" in checkpointer.failure
-        assert "the run goes on" in capsys.readouterr().err
+        assert "the run continues" in capsys.readouterr().err
         patched.undo()
         checkpointer.save(state_at(4), 4)
         checkpointer.wait()

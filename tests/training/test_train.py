@@ -283,20 +283,31 @@ def batches(split):
     yield batch
     if split == "train":
         yield batch
-    raise OSError(5, "Input/output error", split)
+    {error}
 """
 
 
-@pytest.mark.parametrize(("split", "step"), [("validation", 2), ("train", 2)])
-def test_what_fails_beside_the_steps_loses_none(tmp_path, split, step):
-    (tmp_path / "mine.py").write_text(FAILS)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("raise OSError(5, split)", "OSError: [Errno 5] {split}"),
+        # Only a run that has reached its last step ends with 0.
+        ("raise SystemExit(0)", "called sys.exit too early"),
+    ],
+)
+@pytest.mark.parametrize("split", ["validation", "train"])
+def test_a_failure_between_steps_saves_the_newest_state(
+    tmp_path, split, error, message
+):
+    (tmp_path / "mine.py").write_text(FAILS.replace("{error}", error))
     every = 2 if split == "validation" else 0
     options = [*TINY, f"--config.train.eval_every={every}"]
     corpus = "--config.data.corpus=python:mine:batches"
     code, _, stderr = run(tmp_path / "run", *options, corpus, cwd=tmp_path)
-    assert code == 1 and f"Input/output error: '{split}'" in stderr
-    assert latest_step(tmp_path / "run") == step
-    assert metrics_of(tmp_path / "run")[-1]["step"] == step
+    assert code == 1
+    assert message.format(split=split) in stderr
+    assert latest_step(tmp_path / "run") == 2
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 2
 
 
 @pytest.mark.thorough

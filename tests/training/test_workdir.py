@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -129,7 +130,7 @@ def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp
     (tmp_path / "run" / ".lock").touch()
     run_files.check_options(tmp_path / "run", config)
     (tmp_path / "run" / "thesis.tex").touch()
-    with pytest.raises(UserError, match="holds thesis"):
+    with pytest.raises(UserError, match="contains thesis"):
         run_files.check_options(tmp_path / "run", config)
 
 
@@ -223,7 +224,7 @@ def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
         os.waitpid(first.pid, os.WUNTRACED)
         before = contents()
         code, _, stderr = run(tmp_path / "run", *ENDLESS)
-        assert code == 2 and "another process is training in" in stderr
+        assert code == 2 and "Another process is training in" in stderr
         assert contents() == before
     finally:
         first.kill()
@@ -238,7 +239,7 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
     run_files.lock(tmp_path, start=0)
     monkeypatch.setattr(run_files, "newest_whole_step", lambda workdir, after: (4, []))
     with pytest.raises(
-        UserError, match="another process"
+        UserError, match="Another process"
     ):  # which began and ended meanwhile
         run_files.lock(tmp_path, start=0)
 
@@ -343,3 +344,10 @@ def test_a_checkout_is_clean_until_its_code_changes(
     # Code that is installed below a checkout is no part of it.
     monkeypatch.setattr(code, "SOURCE", tmp_path / "ignored")
     assert commit_and_clean() == (None, None)
+
+
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_a_folder_that_cannot_be_written_is_refused_before_data_are_read(folder):
+    workdir = Path(folder) / "nope"
+    with pytest.raises(UserError, match=rf"--workdir={workdir} cannot be written"):
+        run_files.check_options(workdir, make_config())

@@ -121,7 +121,7 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
         )
         if (
             not told
-            or f"error: the state of step {SHORT} is not saved"
+            or f"error: The state of step {SHORT} is not saved"
             not in run.err.read_text()
         ):
             raise Broken(f"it does not tell of its saves: {run.err.read_text()!r}")
