@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from gpt2.utils import files
 
 Example = TypeVar("Example")
-reading = partial(files.reading, how="See docs/evaluation.md for what the file holds")
+reading = partial(
+    files.reading, remedy="See docs/evaluation.md for what the file holds"
+)
 
 
 def require(condition: object, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs at once on this machine, in processes of their own."""
+"""Run several programs at the same time on this machine, each in its own process."""
 
 import ctypes
 import os
@@ -9,33 +9,34 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
-ALONE = "GPT2_ALONE"  # a variable of processes that are no part of what a launcher has begun
+# Set in processes that do not belong to a launcher's job, such as Slurm's.
+ALONE = "GPT2_ALONE"
 
 
 class Slot(NamedTuple):
-    """What one run at a time has for itself: CPUs, and variables of the environment."""
+    """The CPUs and environment variables that one run at a time uses."""
 
     cores: Set[int]
     environment: dict[str, str]
 
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
-    """Starts a Python file, which appends to `log` and gets SIGTERM when we end."""
+    """Start a Python file that appends to `log`, and gets SIGTERM when this process ends."""
     cores = ",".join(map(str, slot.cores))
     with open(log, "ab") as file:
         return subprocess.Popen(
-            # This file, apart from the modules beside it, becomes the other one.
+            # -P: this file must not import its neighbours. It then becomes the other file.
             [sys.executable, "-P", __file__, cores, *command],
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=os.environ | {ALONE: "1"} | slot.environment,
-            start_new_session=True,  # Ctrl-C comes to this process, which tells its runs
+            start_new_session=True,  # Ctrl-C reaches this process alone, which stops its runs
         )
 
 
 def become(cores: str, *command: str) -> None:
-    """Lets this process run a Python file on some cores, and end with the process before it."""
+    """Turn this process into a Python file that runs on some cores, and ends with its parent."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, map(int, cores.split(",")))
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -1,4 +1,4 @@
-"""Of which code a run is: a hash of what decides its figures, kept with each of its starts."""
+"""Identify the code of a run: a hash of what decides its results, recorded at each start."""
 
 import ast
 import functools
@@ -17,23 +17,28 @@ import jax
 from gpt2 import __version__
 
 SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
-# Of gpt2/, what decides no figure of a run: tools, and what only tells of it.
-_TOOLS = {
-    *("ablate", "benchmark", "evals", "plan", "profile", "telemetry"),
-    *("cli.py", "compare.py", "errors.py", "generate.py", "signals.py"),
+# Parts of gpt2/ that do not decide the results of a run: they only observe or start it.
+_OBSERVERS = {
+    "lab",
+    "evals",
+    "telemetry",
+    "cli.py",
+    "errors.py",
+    "generate.py",
+    "signals.py",
 }
 
 
 def hash_code(source: Path = SOURCE) -> str:
-    """Returns a hash of the code in `source` that decides what a run computes, as it lies on disk.
+    """Return a hash of the code in `source` that decides what a run computes.
 
-    Comments and the breaking of lines do not count, the version of Python does.
+    It ignores comments and formatting, and depends on the version of Python.
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
-    # Editors keep files of their own, with a dot.
+    # Files that begin with a dot are those of editors.
     for path in package.rglob("[!.]*.py"):
-        if path.relative_to(package).parts[0] not in _TOOLS:
+        if path.relative_to(package).parts[0] not in _OBSERVERS:
             paths.append(path)
     digest = hashlib.sha256()
     for path in sorted(paths):
@@ -42,19 +47,19 @@ def hash_code(source: Path = SOURCE) -> str:
     return digest.hexdigest()[:12]
 
 
-@functools.cache  # a sweep asks before each run
+@functools.cache  # a sweep hashes the code before each run
 def _bare(text: bytes) -> str:
-    """Returns a file's syntax tree, without comments and numbers of lines."""
+    """Return a file's syntax tree as text, without comments and line numbers."""
     try:
         return ast.dump(ast.parse(text))
-    except (SyntaxError, ValueError):  # somebody is writing it
+    except (SyntaxError, ValueError):  # an editor is saving it
         return repr(text)
 
 
 def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
-    """Returns what git prints in a folder, None if it fails, is missing or takes too long."""
+    """Return what git prints in a folder; None if it fails, is missing or takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
-    try:  # file systems may be slow
+    try:  # with a time limit, because network file systems may be slow
         done = subprocess.run(
             command, capture_output=True, check=True, text=True, timeout=seconds
         )
@@ -64,12 +69,12 @@ def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
 
 
 def describe_start(step: int) -> dict[str, Any]:
-    """Returns a line of environment.jsonl: what beside options and data decides a run's figures.
+    """Return a line of environment.jsonl: what decides a run's results besides options and data.
 
-    It holds no name of a machine and no environment variables. `code` is a hash; see `hash_code`.
-    `commit` and `clean` (no Python file differs from it) are of gpt2's checkout, None without one.
+    It contains no host name and no environment variables. `code` comes from `hash_code`. `commit`
+    and `clean` (no Python file differs from the commit) are None unless gpt2 is a git checkout.
     """
-    # Code that pip has installed below someone's checkout is no part of that checkout.
+    # git may answer for another project's checkout that contains an installed gpt2.
     commit = None
     changed = None
     if git(SOURCE, "ls-files", "gpt2/__init__.py"):
@@ -94,9 +99,9 @@ def describe_start(step: int) -> dict[str, Any]:
 
 
 def read_starts(workdir: Path) -> list[dict]:
-    """Returns the lines of environment.jsonl whose steps the run still has, oldest first.
+    """Return the lines of environment.jsonl whose steps are still part of the run, oldest first.
 
-    A start from an earlier step does away with the steps of those before it.
+    A start from step N discards all later steps of the starts before it.
     """
     path = workdir / "environment.jsonl"
     if not path.exists():

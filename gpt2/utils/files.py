@@ -1,6 +1,6 @@
-"""Files that are complete or absent, locks that end with their process, and digests of folders.
+"""Files that are whole or absent, locks that end with their process, and digests of folders.
 
-Digests are CRC-32: against failing disks and cut copies, not against forgery.
+Digests are CRC-32. They detect failing disks and incomplete copies, not forgery.
 """
 
 import contextlib
@@ -19,24 +19,37 @@ from gpt2.errors import UserError
 @contextlib.contextmanager
 def reading(
     what: object,
-    how: str = "Leave it out, mend it or convert it to UTF-8",
+    remedy: str = "Leave it out, repair it or convert it to UTF-8",
     failed: str = "cannot be read",
 ) -> Iterator[None]:
-    """Tells in one line what goes wrong while `what` is read.
+    """Turn any exception into a UserError, "WHAT cannot be read (REASON)".
 
-    Libraries raise all kinds of errors at a damaged file, so that every kind is caught.
+    Every type is caught, because libraries raise errors of any type at a damaged file.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise UserError(f"{what} {failed} ({told})", how) from error
+        reason = _reason(error).partition("\n")[0]
+        raise UserError(f"{what} {failed} ({reason})", remedy) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, without the path, which the message has already."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(
+        error, FileNotFoundError
+    ):  # fsspec hides the answer of a server behind it
+        return str(error.__cause__ or error.strerror or "it does not exist")
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip() or type(error).__name__
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file by UTF-8 text: readers see the old one or the new one, even after a kill."""
+    """Replace a file by UTF-8 text: readers see the old or the new text, even after a kill."""
     partial = path.with_name(f"{path.name}.tmp")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
@@ -46,12 +59,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, tree: object) -> None:
-    """Replaces a file by a JSON value, indented for people, as `write_text` does."""
+    """Replace a file by an indented JSON value, as `write_text` does."""
     write_text(path, json.dumps(tree, indent=2) + "\n")
 
 
 def sync_tree(directory: Path) -> None:
-    """Brings a directory and all in it to the disk itself, before a rename makes them visible."""
+    """Flush a directory and all its files to the disk, before a rename makes them visible."""
     for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -62,10 +75,10 @@ def sync_tree(directory: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yields a directory that takes the name of `directory`, absent or empty, if all goes well."""
+    """Yield an empty directory, and move it to `directory`, absent or empty, on success."""
     if directory.is_file() or any(directory.glob("*")):
-        how = "Give another directory, or remove it"
-        raise UserError(f"{directory} exists already", how)
+        remedy = "Give another directory, or remove it"
+        raise UserError(f"{directory} exists already", remedy)
     parent = directory.parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -80,7 +93,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Waits until no other process holds the lock `path`, and holds it while inside."""
+    """Hold the lock `path` inside the context, after other processes have released it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -88,34 +101,34 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns whether another process holds the lock `path`."""
+    """Return whether another process holds the lock `path`."""
     if not path.exists():
         return False
     with open(path) as file:
-        return not _take(file.fileno())
+        return not _try_lock(file.fileno())
 
 
 def lock_for_good(path: Path) -> bool:
-    """Takes the lock `path` until this process ends; returns False if another process holds it."""
-    # It is never closed: that would unlock.
-    return _take(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+    """Hold the lock `path` until this process ends; return False if another process holds it."""
+    # The file is never closed, because that would release the lock.
+    return _try_lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
 
 
-def _take(file: int) -> bool:
+def _try_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:  # the file system has no locks
         pass
     return True
 
 
-Digests = dict[str, list[int]]  # of files by their path in a folder: bytes and CRC-32
+Digests = dict[str, list[int]]  # bytes and CRC-32 of each file, by its path in a folder
 
 
 def digest_folder(folder: Path) -> Digests:
-    """Returns the digests of a folder's files."""
+    """Return the digests of all files of a folder."""
     names = list[str]()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -124,19 +137,22 @@ def digest_folder(folder: Path) -> Digests:
 
 
 def digest_files(folder: Path, names: Collection[str]) -> Digests:
-    """Returns the digests of some of a folder's files."""
+    """Return the digests of the named files of a folder."""
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(_digest, (folder / name for name in names))
         return dict(zip(names, digests, strict=True))
 
 
 def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
-    """Says what is wrong with a file that differs from its digest, or nothing.
+    """Describe the first file that differs from its digest; empty if there is none.
 
-    Unless files are `read`, only their sizes are compared.
+    With `read=False` only sizes are compared.
     """
     try:
-        for name, (size, _) in digests.items():  # before anything is read
+        for name, (
+            size,
+            _,
+        ) in digests.items():  # sizes first, because reading takes long
             found = (folder / name).stat().st_size
             if found != size:
                 return f"{name} has {found} bytes, not {size}"
@@ -161,13 +177,13 @@ def _digest(path: Path) -> list[int]:
 
 
 def seal(tree: Mapping[str, object]) -> dict[str, object]:
-    """Returns a tree that JSON can hold, with its own CRC-32 as `crc32`."""
+    """Return a JSON object with its own CRC-32 as `crc32`."""
     return {**tree, "crc32": _checksum(tree)}
 
 
 def read_sealed(path: Path) -> dict | None:
-    """Reads the JSON of a tree that `seal` has returned; None if it is missing or was altered."""
-    with contextlib.suppress(Exception):  # a damaged file may hold any JSON, or none
+    """Read the JSON of an object from `seal`; None if the file is missing or was altered."""
+    with contextlib.suppress(Exception):  # a damaged file may hold other JSON, or none
         tree = json.loads(path.read_text("utf-8"))
         if tree.pop("crc32") == _checksum(tree):
             return tree

@@ -1,4 +1,4 @@
-"""A run's folder at a URL: what it writes is sent beside the training."""
+"""Copy a run's folder to its URL while the run trains."""
 
 import contextlib
 import os
@@ -10,18 +10,18 @@ from pathlib import Path
 from gpt2.errors import UserError, warn
 from gpt2.utils.stores import TakenOver, claim, push, whole_parts
 
-PAUSE = 2.0  # seconds between looks at the working copy
+PAUSE = 2.0  # seconds between checks for new checkpoints
 
 
 @contextlib.contextmanager
-def mirrored(place: str, folder: Path) -> Iterator[None]:
-    """Sends a URL what a run writes into its working copy, at every checkpoint and at the end.
+def mirrored(url: str, folder: Path) -> Iterator[None]:
+    """Push the working copy of a run to its URL after every checkpoint and at the end.
 
-    A run that begins later elsewhere takes the URL over; this one then stops as by SIGTERM.
+    If another run begins at the URL, it takes the URL over, and this run stops as by SIGTERM.
     """
-    claim(place, folder)
+    claim(url, folder)
     ends = threading.Event()
-    thread = threading.Thread(target=_follow, args=(place, folder, ends), daemon=True)
+    thread = threading.Thread(target=_follow, args=(url, folder, ends), daemon=True)
     thread.start()
     is_done = False
     try:
@@ -31,28 +31,28 @@ def mirrored(place: str, folder: Path) -> Iterator[None]:
         ends.set()
         thread.join()
         try:
-            push(place, folder)
+            push(url, folder)
         except UserError as error:
-            lost = UserError(error.what, f"All of it is in {folder}", exit_code=5)
+            lost = UserError(error.what, f"All files are in {folder}", exit_code=5)
             if is_done:
                 raise lost from None
             warn(str(lost))
 
 
-def _follow(place: str, folder: Path, ends: threading.Event) -> None:
+def _follow(url: str, folder: Path, ends: threading.Event) -> None:
     sent: set[str] | None = None
-    is_told = False
+    has_warned = False
     while not ends.wait(PAUSE):
         parts = whole_parts(folder)
         if parts == sent:
             continue
         try:
-            push(place, folder)
+            push(url, folder)
             sent = parts
-            is_told = False
+            has_warned = False
         except TakenOver:
             return os.kill(os.getpid(), signal.SIGTERM)
         except UserError as error:
-            if not is_told:
+            if not has_warned:
                 warn(f"{error.what}; the run goes on")
-            is_told = True
+            has_warned = True

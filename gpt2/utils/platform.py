@@ -1,22 +1,25 @@
-"""What kind of device a program is compiled for."""
+"""The kind of device that a program is compiled for."""
 
 import jax
 
 
 def jit_is_off() -> bool:
-    """Returns whether JAX_DISABLE_JIT=1: people then debug with prints, operation by operation."""
+    """Return whether JAX_DISABLE_JIT=1 is set, to debug operation by operation."""
     return jax.config.jax_disable_jit  # type: ignore[attr-defined]
 
 
 def platform_of(device: jax.Device) -> str:
-    """Returns `cpu`, `gpu` or `tpu`: devices that are compiled for from afar say `cuda`."""
+    """Return `cpu`, `gpu` or `tpu`; a device that exists only for its compiler reports `cuda`."""
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
 def is_older(device: jax.Device) -> bool:
-    """Returns whether a device, before v4 and Ampere, lacks what fused attention needs."""
-    if device.device_kind in ("TPU v2", "TPU v3"):  # Mosaic lacks their 16-bit products
+    """Return whether a device is older than TPU v4 or Ampere, too old for fused attention."""
+    if device.device_kind in (
+        "TPU v2",
+        "TPU v3",
+    ):  # Mosaic has no 16-bit products for them
         return True
     capability = getattr(device, "compute_capability", "9")
-    # AMD's are names.
+    # AMD's capabilities are names.
     return not capability[0].isdigit() or float(capability) < 8

@@ -287,7 +287,7 @@ def _cache(kind: str, url: str) -> Path:
 def _connect(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """Yield the file system of a URL and the path in it; a failure becomes a UserError."""
     # Drivers raise errors of their own types; for a missing driver, fsspec names the package.
-    with files.reading(url, "Mend that, and repeat", failed="cannot be reached"):
+    with files.reading(url, "Fix that, and try again", failed="cannot be reached"):
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
         store.auto_mkdir = True  # otherwise file:// does not make folders
         if "http" in store.protocol:

@@ -1,16 +1,16 @@
-"""Numbers as text for people."""
+"""Write numbers as text for people."""
 
 import datetime
 import math
 
 
 def counted(number: int, noun: str) -> str:
-    """Writes a number with its noun: `1 device`, `2,048 devices`."""
+    """Write a number with its noun: `1 device`, `2,048 devices`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def format_count(number: float) -> str:
-    """Writes a count or rate: 950, 9,500, 12.3k, 124.4M, 9B."""
+    """Write a count or rate: 950, 9,500, 12.3k, 124.4M, 9B."""
     if abs(number) < 1e4:
         return f"{number:,.0f}"
     power = min(int(math.log10(abs(number))) // 3, 5)
@@ -18,7 +18,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Writes a size in binary units: 512 B, 3.4 GiB."""
+    """Write a size in binary units: 512 B, 3.4 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
@@ -27,7 +27,7 @@ def format_bytes(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Writes a duration: 0:01:23, `1 day, 4:05:00`."""
+    """Write a duration: 0:01:23, `1 day, 4:05:00`."""
     return (
         str(datetime.timedelta(seconds=round(seconds)))
         if math.isfinite(seconds)

@@ -1,10 +1,12 @@
-"""What passes through JAX's transformations."""
+"""The type of what passes through JAX's transformations."""
 
 from typing import Any
 
 from jax import Array
 
-Tree = Any  # a pytree: of arrays, such as nested dictionaries of parameters, or of their likes
+Tree = (
+    Any  # a pytree of arrays, shapes or shardings, such as nested dicts of parameters
+)
 
 Batch = dict[str, Array]  # arrays [B, T] by name: tokens, targets, maybe segments, ...
 Sums = dict[str, tuple[Array, Array]]  # a sum and a count by name, float32 scalars

@@ -286,7 +286,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
             "text:TINY",
             "no token to predict in the train split of data.corpus=text:TINY",
         ),
-        ("jsonl:LINES#body", "LINES:1 cannot be read .*KeyError: 'body'"),
+        ("jsonl:LINES#body", "LINES:1 cannot be read .*it lacks 'body'"),
         ("parquet:TABLE#body", "TABLE cannot be read .*Column body does not exist"),
         ("parquet:TABLE#number", "holds no text"),
     ],

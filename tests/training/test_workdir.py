@@ -303,6 +303,7 @@ ROOMS = "config data model ops optim parallel training utils"  # that decide fig
         ("gpt2/model/.#block.py", "", True),
         ("gpt2/evals/tasks.py", "x = 1", True),
         ("gpt2/cli.py", "x = 1", True),
+        ("gpt2/lab/plan/plan.py", "x = 1", True),
         ("train.py", "x = 1", False),
     ],
 )

@@ -247,7 +247,7 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
         wait_until(lambda: DIGESTS.format(1) in names(memory))
         (folder / "samples.txt").touch()
     assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
-    lost = pytest.raises(UserError, match=r"division by zero.*All of it is in .*run")
+    lost = pytest.raises(UserError, match=r"division by zero.*All files are in .*run")
     with monkeypatch.context() as patch, lost as caught, sent("memory://run"):
         patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
         save(folder, 2)
@@ -360,8 +360,13 @@ def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = "http://127.0.0.1:{}/{}/a.txt".format
         port = server.server_port
-        for status in (401, 403, 404, 500):
-            with pytest.raises(UserError, match=f"cannot be reached .*{status}"):
+        for status, reason in {
+            401: 401,
+            403: 403,
+            404: "404, message",
+            500: 500,
+        }.items():
+            with pytest.raises(UserError, match=f"cannot be reached .*{reason}"):
                 stores.find(url(port, status))
         (half,) = stores.find(url(port, 200))
         with pytest.raises(UserError, match="sent 30 of 60 bytes"):

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     launch.prepare_process()  # before JAX is imported
 
 import math
+import textwrap
 
 import jax
 from absl import flags
@@ -73,7 +74,9 @@ def main() -> int:
         )
         return search(config, devices, board, cli.overrides())
     program = make_program(config, devices)
-    log(f"compiling a step for {len(devices)} devices ({kind}), for a TPU in minutes")
+    log(
+        f"compiling for {len(devices)} devices ({kind}); a TPU's compiler takes minutes"
+    )
     try:
         plan = compile_plan(program)
     except jax.errors.JaxRuntimeError as error:
@@ -126,7 +129,8 @@ def _print(plan: Plan, kind: str) -> None:
     for title, rows in sections.items():
         print(title)
         for name, value in rows.items():
-            print(f"  {name:<18} {value}")
+            row = f"  {name:<18} {value}"
+            print(textwrap.fill(row, 80, subsequent_indent=21 * " "))
     print(f"a step at {ATTAINABLE:.0%} of the peak FLOP/s, if no collective overlaps")
     print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "memory"))
     here = board_name(kind)
