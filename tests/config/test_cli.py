@@ -131,7 +131,8 @@ def test_commands_prepare_their_process_before_they_import_jax():
     assert (
         subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
     )
-    modules = ["lab/benchmark/__main__", "data/prepare", "generate", "hf/__main__"]
+    modules = ["data/prepare", "generate", "hf/__main__"]
+    modules += ["lab/benchmark/__main__", "lab/plan/__main__"]
     commands = ["train.py", "eval.py", *(f"gpt2/{module}.py" for module in modules)]
     for path in commands:
         _docstring, first, second, *_ = ast.parse((ROOT / path).read_text()).body
@@ -177,6 +178,17 @@ def test_a_backend_that_jax_has_not_is_a_line():
     done = run_command(body=body)
     assert done.returncode == 2 and done.stderr.startswith(b"error: Unable to")
     assert done.stderr.count(b"\n") == 1
+
+
+def test_a_missing_optional_package_is_a_line_that_names_its_extra():
+    body = "import sys; sys.modules['pyarrow'] = None; import pyarrow"
+    done = run_command(body=body)
+    assert done.returncode == 2
+    assert done.stderr == (
+        b"error: The package pyarrow is missing. Run `pip install -e '.[arrow]'`.\n"
+    )
+    done = run_command(body=body.replace("pyarrow", "json.nothing"))
+    assert b"Traceback" in done.stderr  # an error of the program
 
 
 def test_a_screen_that_takes_no_line_ends_no_program():
