@@ -25,7 +25,7 @@ from gpt2 import cli
 from gpt2.data import Dataset, prepare
 from gpt2.errors import DivergedError, log, set_on_exit
 from gpt2.evals.run_tasks import RunTasks
-from gpt2.hf.weights import check_source, load_initial_params
+from gpt2.hf.weights import load_initial_params, with_model_of_weights
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.parallel import distributed, find_devices, gather_whole
@@ -86,9 +86,9 @@ def main() -> int:
     distributed.only_first(set_on_exit)(config.logging.on_exit)
     place = args.workdir or f"runs/{cli.config_name()}"
     workdir, mirror = folder.open_workdir(place)
+    if options.init_from:
+        config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
-    if options.init_from and not folder.saved_steps(workdir):
-        check_source(options.init_from)
 
     # Data: prepared once and kept. A batch is a function of the seed and the step.
     dataset = prepare(config.data)

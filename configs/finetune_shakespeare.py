@@ -4,10 +4,8 @@ r"""Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same
         --config.train.init_from=hf:DIR --config.data.corpus=text:input.txt
 
 Data: tiny_shakespeare's input.txt, which you provide. Its last tenth is held out for validation.
-Weights: DIR is a directory of the 1558M weights in Hugging Face's format. For another size, give
-its shape too. For example, for 124M add
-
-    --config.model.num_layers=12 --config.model.num_heads=12 --config.model.embed_dim=768
+Weights: DIR is a directory of GPT-2 weights in Hugging Face's format, and the model has their
+shape. nanoGPT takes the weights of 1558M parameters.
 
 Recipe: nanoGPT's, 20 steps of 32 x 1024 tokens at a constant learning rate of 3e-5. Its result was
 not measured here.
@@ -21,7 +19,6 @@ from configs import default
 def get_config() -> ConfigDict:
     """Returns the options."""
     config = default.get_config()
-    config.model.update(dict(num_layers=48, num_heads=25, embed_dim=1600))
     config.data.update(dict(corpus="text:input.txt", batch_size=32, val_fraction=0.1))
     config.optim.update(
         dict(

@@ -12,6 +12,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from gpt2.config.options import (
+    DEFAULTS,
     OPTIONS,
     Options,
     flatten,
@@ -166,6 +167,21 @@ def config_name() -> str:
 def overrides() -> Options:
     """Returns the options set by `--config.a.b=v`, by dotted name."""
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
+
+
+def chosen_options() -> set[str]:
+    """Returns the names of options that the user has set, on the command line or in a file.
+
+    A value of a file counts if it differs from configs/default.py. Those of the quickstart do not
+    count, because it stands in where no file is given.
+    """
+    chosen = set(overrides())
+    if config_name() != "quickstart":
+        defaults = flatten(DEFAULTS)
+        for name, value in flatten(flags.FLAGS["config"].value).items():
+            if value != defaults[name]:
+                chosen.add(name)
+    return chosen
 
 
 def define_run() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
@@ -132,9 +133,53 @@ def _load_params(
         return config, checkpointer.restore_params(step, program)
 
 
-def check_source(source: str) -> tuple[GPTConfig, tokenizers.Tokenizer]:
-    """Reads configuration and tokenizer of what `train.init_from` names, without its weights."""
-    kind, directory, _ = _split_source(source)
+def with_model_of_weights(
+    config: Config, chosen: Collection[str], workdir: Path
+) -> Config:
+    """Return options whose model is that of the weights which `train.init_from` names.
+
+    `chosen` names the options that the user has set. They stay, and one that does not fit the
+    weights is an error. A run that continues reads its model from its own config.json instead.
+    """
+    names = _MODEL - {*FREE, "vocab_size"}
+    if (workdir / "config.json").exists():
+        found = load_config(workdir).gpt()
+    else:
+        source = config.train.init_from
+        kind, directory, _ = _split_source(source)
+        found, _ = _read_source(kind, directory)
+        set_names = {name for name in names if f"model.{name}" in chosen}
+        _require_same_model(source, found, config.model, set_names)
+    options = dict[str, object]()
+    for name in names:
+        if f"model.{name}" not in chosen:
+            options[f"model.{name}"] = getattr(found, name)
+    return with_options(config, options)
+
+
+def _require_same_model(
+    source: str, found: GPTConfig, wanted: ModelConfig, names: set[str]
+) -> None:
+    free = {*FREE}
+    if found.context_length >= wanted.context_length or found.position != "learned":
+        free.add("context_length")
+    if found.rope_scaling == "none":
+        free.update(SCALED_ROPE)
+    different = list[str]()
+    for name in sorted(names - free):
+        theirs = getattr(found, name)
+        ours = getattr(wanted, name)
+        if ours != theirs:
+            different.append(f"model.{name}={theirs}, not {ours}")
+    if different:
+        raise UserError(
+            f"The weights of {source} have {'; '.join(different)}",
+            "Leave these options out: their values come from the weights",
+        )
+
+
+def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
+    """Return configuration and tokenizer of weights, without reading the weights."""
     if kind == "run":
         cfg = load_config(directory).gpt()
         return cfg, tokenizers.load(directory / "tokenizer.json")
@@ -152,28 +197,13 @@ def load_initial_params(
     scale rope that was not scaled.
     """
     kind, directory, step = _split_source(source)
-    found, theirs = check_source(source)
+    found, theirs = _read_source(kind, directory)
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
-            f"the weights of {source} were learnt with another tokenizer than the data's",
+            f"The weights of {source} were trained with another tokenizer than that of the data",
             f"Use --config.data.tokenizer={directory}/tokenizer.json",
         )
-    found = canonical(found)
-    wanted = canonical(cfg)
-    free = {*FREE}
-    if found.context_length >= cfg.context_length or cfg.position != "learned":
-        free.add("context_length")
-    if found.rope_scaling == "none":
-        free.update(SCALED_ROPE)
-    options = [
-        f"model.{name}={getattr(found, name)}"
-        for name in sorted(_MODEL - free)
-        if getattr(found, name) != getattr(wanted, name)
-    ]
-    if options:
-        raise UserError(
-            f"the weights of {source} are of a model with {', '.join(options)}"
-        )
+    _require_same_model(source, canonical(found), canonical(cfg), _MODEL)
     if kind == "hf":
         _, params, _ = load_model(None, directory)
     else:

@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 import gpt2.cli as cli
-from gpt2.config.options import OPTIONS
+from gpt2.config.options import DEFAULTS, OPTIONS
 from gpt2.errors import UserError
 from gpt2.utils import launch
 
@@ -35,6 +35,21 @@ def parse(monkeypatch):
         return cli.parse_flags(sys.argv)
 
     return parse
+
+
+def test_options_of_the_command_line_and_of_a_users_file_are_chosen(parse, tmp_path):
+    parse("--config.model.num_layers=12", "--config.seed=0")
+    assert cli.chosen_options() == {"model.num_layers", "seed"}
+    file = tmp_path / "mine.py"
+    lines = ["from configs import default", "def get_config():"]
+    lines += ["    return default.get_config().copy_and_resolve_references()"]
+    file.write_text("\n".join(lines))
+    parse(f"--config={file}")
+    assert cli.chosen_options() == set()
+    record = json.dumps(DEFAULTS.to_dict() | {"seed": 3})
+    (tmp_path / "config.json").write_text(record)
+    parse(f"--config={tmp_path}/config.json")
+    assert cli.chosen_options() == {"seed"}
 
 
 @pytest.mark.parametrize("form", ["--config={}", "--config {}", "--flagfile={}.flags"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import chex
 import jax
@@ -10,13 +11,21 @@ import numpy as np
 import peer
 import pytest
 
+from configs.quickstart import get_config as get_quickstart
 from gpt2 import hf
+from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
 from gpt2.hf.family import canonical
 from gpt2.hf.tokenizer_files import save_tokenizer
-from gpt2.hf.weights import export_run, import_run, load_initial_params, load_model
+from gpt2.hf.weights import (
+    export_run,
+    import_run,
+    load_initial_params,
+    load_model,
+    with_model_of_weights,
+)
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout
 from tests import plain
@@ -315,6 +324,29 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
     for option in ("num_layers=2", "bias=True", "context_length=96"):
         assert f"model.{option}" in str(raised.value)
     assert "dropout" not in str(raised.value)
+
+
+def test_a_run_has_the_model_of_its_weights_but_for_what_its_user_sets(tmp_path):
+    source = peer.write_model(tmp_path / "source", "untied")
+    save_tokenizer(source, peer.characters(67), 96)
+    quickstart = Config.from_dict(get_quickstart())
+    config = with_options(quickstart, {"train.init_from": f"hf:{source}"})
+    chosen = {"model.context_length": 48, "model.dropout": 0.1}
+    workdir = tmp_path / "run"
+    run = with_model_of_weights(with_options(config, chosen), chosen, workdir)
+    expected = dataclasses.replace(read_config(source), context_length=48, dropout=0.1)
+    assert run.with_vocabulary(67).gpt() == dataclasses.replace(
+        expected, scan_layers=False
+    )
+    other = {"model.num_layers": 5}
+    with pytest.raises(UserError, match=r"model\.num_layers=3, not 5"):
+        with_model_of_weights(with_options(config, other), other, workdir)
+    # A run that continues does not need the weights.
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps(run.with_vocabulary(67).to_dict()))
+    shutil.rmtree(source)
+    again = with_model_of_weights(config, chosen.keys(), workdir)
+    assert again.model.num_layers == 3
 
 
 def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
