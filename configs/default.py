@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 # Ranges. A round bracket excludes the bound.
 Positive = Annotated[int, "[1, inf)"]
+Steps = Annotated[int, "[1, 2147483647]"]  # the state counts them in int32
 Seed = Annotated[int, "[0, 4294967295]"]  # random keys hold 32 bits of a seed
 Devices = Annotated[int, "[-1, inf)"]
 AboveZero = Annotated[float, "(0, inf)"]
@@ -457,7 +458,7 @@ class Optim:
 class Train:
     """The steps of a run, and what it does between them."""
 
-    num_steps: Positive = option(
+    num_steps: Steps = option(
         600_000,
         "optimizer steps",
         may_change=True,  # moves the end of the schedule

@@ -5,6 +5,7 @@ Elsewhere the first signal raises KeyboardInterrupt or stops the training loop a
 second one ends the process at once, even if the main thread cannot run a handler.
 """
 
+import math
 import os
 import queue
 import signal
@@ -23,6 +24,7 @@ _exit_lock = (
     threading.Lock()
 )  # held by the thread that prints the last line; never released
 _is_watched = False  # whether a thread waits for signals
+_GRACE = 5.0  # seconds for which a validation may go on after a signal
 _next_command = ""  # what a person can do after an exit
 _loop_stop: "StopSignal | None" = None  # of the current training loop
 
@@ -71,14 +73,18 @@ class Stopped(Exception):
 def get_unless_stopped(ready: queue.Queue[T]) -> T:
     """Returns the next item of a queue, or raises Stopped if a signal stops the run before.
 
-    If there are several processes, it keeps waiting, because the others wait for this process.
+    A validation that has begun may go on for a few seconds. If there are several processes, it
+    keeps waiting, because the others wait for this process.
     """
     while True:
+        stop = _loop_stop
+        is_stopping = stop and stop.requested and not stop.has_peers
+        if is_stopping and time.monotonic() > stop.deadline:
+            raise Stopped
         try:
             return ready.get(timeout=0.5)
         except queue.Empty:
-            stop = _loop_stop
-            if stop and stop.requested and not stop.has_peers:
+            if is_stopping:
                 raise Stopped from None
 
 
@@ -99,6 +105,7 @@ class StopSignal:
         import jax
 
         self.requested: signal.Signals | None = None
+        self.deadline = math.inf  # when reading ends, by time.monotonic
         self.has_peers = jax.distributed.is_initialized()
         self.is_agreed = not self.has_peers
 
@@ -136,6 +143,7 @@ class StopSignal:
         if self.requested:
             return
         self.requested = signal.Signals(number)
+        self.deadline = time.monotonic() + _GRACE
         if self.has_peers:
             os.kill(os.getpid(), signal.SIGTERM)  # notifies JAX's runtime
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
-# What GPT-2's file says of how text is cut, and of options of its model.
-_CUTS = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-_MODEL = {"type", "vocab", "merges", "fuse_unk"}
+# The pre-tokenizer of GPT-2's file, and the options that its model may set.
+_PRE_TOKENIZER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+_MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Returns the printable characters of a BPE file, each with its byte (GPT-2's encoder.py)."""
+    """Return the printable characters of a BPE file, each with its byte (GPT-2's encoder.py)."""
     alphabet = dict[str, int]()
     hidden = list[int]()
     for byte in range(256):
@@ -23,18 +23,18 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
-    """Returns (ranks, eot) of a tokenizer.json that tiktoken computes identically, else None.
+    """Return (ranks, eot) of a tokenizer.json if tiktoken encodes identically, otherwise None.
 
-    Such a file holds byte-level BPE with GPT-2's pattern and nothing around it. Its ids grow in the
+    Such a file holds byte-level BPE with GPT-2's pattern and nothing else. Its ids grow in the
     order of the merges. `<|endoftext|>` is its only added token.
     """
     model = tree["model"]
-    cuts = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
+    pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
     options = {name for name, value in model.items() if value}
     added = [token["content"] for token in tree.get("added_tokens", [])]
-    if model.get("type") != "BPE" or not options <= _MODEL:
+    if model.get("type") != "BPE" or not options <= _MODEL_OPTIONS:
         return None
-    if not _CUTS.items() <= cuts.items() or tree.get("normalizer"):
+    if not _PRE_TOKENIZER.items() <= pre_tokenizer.items() or tree.get("normalizer"):
         return None
     if added != [END_OF_TEXT]:
         return None

@@ -67,6 +67,11 @@ class Dataset(abc.ABC):
     # Prepared tokens by name, with their weights, which add to 1; a user's batches have none.
     parts: Mapping[str, tuple[Fraction, PreparedTokens]]
 
+    @property
+    def targets_per_byte(self) -> float | None:
+        """Targets for each byte of the validation text, or None if that is unknown."""
+        return None
+
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
         """Returns what it holds, not where it is stored, for a run's data.json."""

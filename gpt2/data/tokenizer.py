@@ -330,7 +330,8 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     with reading(f"data.tokenizer={spec}", how):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"{content} {end_of_text} {_eos_beside(path)}"
+    # The first words tell it from when documents were encoded in parts.
+    return f"whole documents {content} {end_of_text} {_eos_beside(path)}"
 
 
 def _eos_beside(path: Path) -> str:

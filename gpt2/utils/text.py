@@ -28,11 +28,9 @@ def format_bytes(number: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Write a duration: 0:01:23, `1 day, 4:05:00`."""
-    return (
-        str(datetime.timedelta(seconds=round(seconds)))
-        if math.isfinite(seconds)
-        else "?"
-    )
+    if not seconds < 1e13:  # infinite, NaN, or more than a timedelta holds
+        return "?"
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def format_seconds(seconds: float) -> str:

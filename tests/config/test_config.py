@@ -135,6 +135,7 @@ def test_a_file_that_is_no_record_of_a_run_is_named(tmp_path, text, told):
 # Options, and a word of the message.
 WRONG = """
     seed=-1 | seed=-1
+    train.num_steps=2147483648 | in [1, 2147483647]
     model.num_heads=7 | embed_dim
     model.activation=gelo | mean gelu
     model.position=rope model.embed_dim=36 | even

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpt2.data import tokens
 from gpt2.data.preparing import documents as documents_module
@@ -178,6 +179,68 @@ def test_long_documents_encode_as_if_whole(monkeypatch):
         np.testing.assert_array_equal(
             np.concatenate([gpt2.encode(p) for p in parts]), whole
         )
+
+
+# Of cl100k (OpenAI's tiktoken): a token may hold line ends after the marks before them.
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize("pattern", [CL100K, r"\n+"])
+def test_a_long_document_has_the_tokens_of_the_library_by_any_pattern(
+    tmp_path, make, monkeypatch, pattern
+):
+    lines = [f"if (a{i % 7} == {i % 13}) {{\n\treturn f(x);\n}}\n" for i in range(300)]
+    code = "".join(lines)
+    backend = Tokenizer(models.BPE())
+    backend.decoder = decoders.ByteLevel()
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=["<|endoftext|>"],
+    )
+    backend.train_from_iterator([code], trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "code.txt"
+    path.write_text(code)
+    monkeypatch.setattr(documents_module, "PART_CHARACTERS", 100)
+    tokens = make(f"text:{path}", str(tmp_path / "tokenizer.json"), val_fraction=0.5)
+    halves = code[: len(code) // 2], code[len(code) // 2 :]
+    for split, half in zip(("train", "validation"), halves, strict=True):
+        expected = backend.encode(half, add_special_tokens=False).ids
+        np.testing.assert_array_equal(tokens_of(tokens, split), expected)
+    monkeypatch.setattr(documents_module, "WHOLE_CHARACTERS", 1000)
+    with pytest.raises(UserError, match="has to encode at once"):
+        make(f"text:{path}", str(tmp_path / "tokenizer.json"), val_fraction=0.4)
+
+
+def test_megabytes_without_white_space_are_not_cut(monkeypatch):
+    monkeypatch.setattr(documents_module, "PART_CHARACTERS", 100)
+    text = "ab" * 333 + " cd" + "ef" * 444 + "\ng"
+    parts = list(documents_module.read_parts(text))
+    assert parts == ["ab" * 333, " cd" + "ef" * 444, "\ng"]
+
+
+def test_more_shards_are_read_than_files_stay_open(tmp_path):
+    ids = np.arange(3 * tokens.OPEN_MAPS)
+    split = {"train": tokens.Split()}
+    writer = tokens.TokenWriter(tmp_path, 70_000, split)
+    for token in ids:
+        writer.append("train", token[None])
+        writer.close()
+    stream = tokens.TokenStream(split["train"].shards, "uint32", tmp_path)
+    descriptors = Path("/proc/self/fd")
+    num_before = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+    np.testing.assert_array_equal(stream.read(0, len(ids)), ids)
+    if num_before:
+        num_open = len(list(descriptors.iterdir())) - num_before
+        assert num_open <= tokens.OPEN_MAPS
 
 
 def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):

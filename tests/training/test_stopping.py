@@ -144,7 +144,7 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
 
 
 WAITING = """
-import pathlib, time
+import itertools, pathlib, time
 import numpy as np
 
 ROWS = np.arange(64).reshape(4, 16)
@@ -164,6 +164,12 @@ def batches(split, waits="train", after=3):
 
 def held_out(split):
     return batches(split, "validation", 1)
+
+def endless(split):
+    for number in itertools.count():
+        if split == "validation" and number == 100:
+            pathlib.Path("waits").touch()
+        yield {"tokens": ROWS, "targets": ROWS}
 """
 
 
@@ -171,6 +177,7 @@ def held_out(split):
     ("function", "number", "saved"),
     [
         ("batches", signal.SIGTERM, 3),
+        ("endless", signal.SIGTERM, 4),
         thorough("held_out", signal.SIGINT, 4),
         thorough("documents", signal.SIGINT, None),
     ],
@@ -181,6 +188,7 @@ def test_a_signal_ends_a_wait_for_text_and_the_state_is_saved(
     (tmp_path / "waiting.py").write_text(WAITING)
     options = [*TINY, f"--config.data.corpus=python:waiting:{function}"]
     options += ["--config.train.checkpoint_every=0", "--config.train.hang_seconds=0"]
+    options += ["--config.train.eval_batches=0"]
     options += [f"--config.data.data_dir={tmp_path}"]
     condition = "Path('waits').exists()"
     if saved:  # lines come two steps late

@@ -33,7 +33,7 @@ from gpt2.lab.ablate.measure import describe_runs, equalize
 from gpt2.lab.ablate.report import write_report
 from gpt2.lab.ablate.runs import find_root
 from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
-from gpt2.lab.ablate.terms import TERMS, choose_score
+from gpt2.lab.ablate.terms import BITS_PER_BYTE, TERMS, choose_score
 from gpt2.utils import files
 
 FLAGS = flags.FLAGS
@@ -107,10 +107,17 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     if FLAGS.vary and len(arms) == 1:
         raise UserError("--vary names the baseline alone", "Give it another value")
     looks = _read_looks(FLAGS.seeds)
-    choose_score(arms)  # which refuses other texts
+    score = choose_score(arms)  # which refuses other texts
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     for i, arm in enumerate(arms):
-        vocabulary = prepare(arm.config.data).tokenizer.vocab_size
+        dataset = prepare(arm.config.data)
+        if score == BITS_PER_BYTE and dataset.targets_per_byte is None:
+            raise UserError(
+                f"Arms with different tokenizers are compared in bits per byte, and the tokenizer "
+                f"of {arm.name} loses bytes of the text",
+                "Leave this arm out",
+            )
+        vocabulary = dataset.tokenizer.vocab_size
         arms[i] = replace(arm, config=arm.config.with_vocabulary(vocabulary))
         check_out(arm, root)
     command = ["python", "-m", "gpt2.lab.ablate", *sys.argv[1:]]
