@@ -312,7 +312,7 @@ def test_failed_preparation_leaves_nothing(tmp_path, make):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n{"text": "too"}\nbad\n')
     with pytest.raises(
-        UserError, match=r"bad\.jsonl:3 cannot be read .JSONDecodeError"
+        UserError, match=r"bad\.jsonl:3 cannot be read .Expecting value"
     ):
         make(f"jsonl:{path}")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
