@@ -29,7 +29,7 @@ from gpt2.model.ingredients import ingredients_of
 from gpt2.model.layers import Embedding, Norm
 from gpt2.model.seams import Context, Layer
 from gpt2.ops import Ops, plain
-from gpt2.ops.plain import LogitsLoss, SoftCap, logits_of
+from gpt2.ops.plain import LogitsLoss, SoftCap, compute_logits
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Batch, Tree
@@ -224,7 +224,7 @@ class GPT(nn.Module):
         return self.wte.table() if self.config.tie_embeddings else self.lm_head.table()
 
     def _logits(self, hidden: Array, head: Array, context: Context) -> Array:
-        logits = logits_of(hidden, head, self.config.compute_dtype)
+        logits = compute_logits(hidden, head, self.config.compute_dtype)
         return self._change_logits(logits, context)[..., : self.config.vocab_size]
 
     def _change_logits(self, logits: Array, context: Context) -> Array:

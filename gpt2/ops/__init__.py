@@ -1,8 +1,9 @@
-"""The operations of a model: formulas, kernels that take their places, and the table of them.
+"""The operations of a model: reference formulas, kernels that replace them, and their table.
 
-`plain.py` has each operation as its formula. `table.py` says what a model computes with,
-`variants.py` how kernels are written for a platform, and `fsdp.py` gathers what they take. Other
-files hold a kernel each, whose docstring says what it computes, where it is faster and by how much.
+`plain.py` holds each operation as its formula. `table.py` lists the operations that a model calls.
+`variants.py` says how kernels are written for each platform, and `fsdp.py` gathers the parameters
+that they read. Every other file holds one kernel; its docstring says what the kernel computes, on
+which platform it is faster, and by how much.
 """
 
 from gpt2.ops.plain import Scoring

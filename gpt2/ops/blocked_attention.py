@@ -1,11 +1,12 @@
-"""Causal attention for CPUs: a block of queries at a time, with the keys up to its own end.
+"""Causal attention for CPUs, one block of queries at a time.
 
-Each block gives products that are large enough for all threads (docs/performance.md, XLA:CPU note
-7), some heads at a time scores that fit the caches. Softmax sees whole rows. The backward pass
-computes the scores again, as FlashAttention does (Dao et al. 2022, algorithm 4). The formula takes
-a quarter of a step of 124M on two cores, half of it for scores above the diagonal.
+A block of queries reads the keys up to its own end. Its matrix products are large enough for all
+threads (docs/performance.md, XLA:CPU note 7), and heads are processed in groups, so that a group's
+scores fit the caches. Softmax still works on whole rows. The backward pass recomputes the scores,
+as FlashAttention does (Dao et al. 2022, algorithm 4). The formula takes a quarter of a 124M step
+on two cores, and spends half of that time on scores above the diagonal, which are masked.
 
-Arrays are `[groups, g, T, H]`, g heads in a group.
+Inside this file arrays are `[groups, g, T, H]`, with g heads in a group.
 """
 
 from functools import partial
@@ -21,11 +22,13 @@ from gpt2.ops.plain import Scoring
 from gpt2.ops.table import Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
-# Queries in a block, if that makes 2 to 8 blocks: a layer of 124M takes 44.5 ms, 51 with 128.
+# Queries per block, as long as that makes 2 to 8 blocks. A layer of 124M takes 44.5 ms with 256,
+# and 51 ms with 128.
 BLOCK = 256
-# At a time, if one head has no more: 2 MB, the second-level caches of two cores.
-SCORES = 2**19
-NEVER = -1e30  # the score of a hidden pair; finite, since -inf minus -inf is NaN
+# Scores of a group of heads, unless one head alone has more. In float32 these are 2 MB, which the
+# second-level caches of two cores hold.
+MAX_SCORES = 2**19
+MASKED = -1e30  # the score of a masked pair; finite, because -inf minus -inf is NaN
 
 
 def blocked_attention(
@@ -36,69 +39,71 @@ def blocked_attention(
     *,
     spread: Spread | None = None,
 ) -> Array:
-    """Computes `plain.attention` in blocks, without dropout and with no term but a soft cap.
+    """Compute `plain.attention` in blocks.
 
-    `spread` makes a function run on each device's heads.
+    Dropout, and terms of the scores other than a soft cap, are left to the formula. `spread` turns
+    a kernel into one that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    how = _How(scoring.scale, scoring.window, scoring.softcap)
+    options = _Options(scoring.scale, scoring.window, scoring.softcap)
 
     def kernel(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-        return _attention(q, k, v, segments, how)
+        return _attention(q, k, v, segments, options)
 
     run = spread(kernel) if spread else kernel
     return run(q, k, v, scoring.segments)
 
 
-class _How(NamedTuple):
-    """What is no array: see `Scoring`; `softcap` is 0 for none."""
+class _Options(NamedTuple):
+    """The static part of a `Scoring`. A `softcap` of 0 means that there is none."""
 
     scale: float
     window: int
     softcap: float
 
     def scores(self, products: Array) -> Array:
-        """Returns scores."""
+        """Scale products of queries and keys, and cap them if there is a soft cap."""
         scores = products * self.scale
-        return (
-            self.softcap * jnp.tanh(scores / self.softcap) if self.softcap else scores
-        )
+        if self.softcap:
+            scores = self.softcap * jnp.tanh(scores / self.softcap)
+        return scores
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q, k, v, segments, how):
-    """Takes queries, keys and values `[B, T, N, H]`."""
-    return _blocked_fwd(q, k, v, segments, how)[0]
+def _attention(q, k, v, segments, options):
+    """Apply attention to queries, keys and values `[B, T, N, H]`."""
+    return _blocked_fwd(q, k, v, segments, options)[0]
 
 
-def _blocked_fwd(q, k, v, segments, how):
+def _blocked_fwd(q, k, v, segments, options):
     groups = (_split(q), _split(k), _split(v))
     T = groups[0].shape[2]
-    blocks = _blocks(T, segments, how.window, transposed=False)
+    blocks = _blocks(T, segments, options.window, transposed=False)
     sequences = _sequences(groups[0], q)
 
     def run(operands):
-        return _forward(*operands, blocks=blocks, how=how)
+        return _forward(*operands, blocks=blocks, options=options)
 
-    found = jax.lax.map(run, (groups, sequences))
-    out, log_normaliser = checkpoint_name(found, CORE_ATTENTION)
+    results = jax.lax.map(run, (groups, sequences))
+    # A remat policy that stores attention's output needs the normalisers too.
+    out, log_normaliser = checkpoint_name(results, CORE_ATTENTION)
     residuals = (*groups, segments, out, log_normaliser)
     return _join(out, q), residuals
 
 
-def _blocked_bwd(how, residuals, dout):
+def _blocked_bwd(options, residuals, dout):
     q, k, v, segments, out, log_normaliser = residuals
     k_transposed = jnp.swapaxes(k, -1, -2)
     groups = (q, k, k_transposed, v, out, _split(dout), log_normaliser)
     T = q.shape[2]
-    blocks = _blocks(T, segments, how.window, transposed=True)
+    blocks = _blocks(T, segments, options.window, transposed=True)
     sequences = _sequences(q, dout)
 
     def run(operands):
-        return _backward(*operands, blocks=blocks, how=how)
+        return _backward(*operands, blocks=blocks, options=options)
 
     dq, dk, dv = jax.lax.map(run, (groups, sequences))
     dq = jnp.swapaxes(dq, -1, -2)
@@ -113,13 +118,13 @@ def _num_blocks(T):
 
 
 def _split(x):
-    """`[B, T, N, H]` to `[groups, g, T, H]`, T filled up to whole blocks."""
+    """Reshape `[B, T, N, H]` to `[groups, g, T, H]`, with T padded to whole blocks."""
     num_blocks = _num_blocks(x.shape[1])
     missing = -x.shape[1] % num_blocks
     x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
     B, T, N, H = x.shape
-    per_head = T * T // num_blocks  # scores of the last block
-    group = max(1, min(SCORES // per_head, B * N))
+    per_head = T * T // num_blocks  # the last block has the most scores
+    group = max(1, min(MAX_SCORES // per_head, B * N))
     while B * N % group:
         group -= 1
     by_head = jnp.swapaxes(x, 1, 2)
@@ -127,7 +132,7 @@ def _split(x):
 
 
 def _join(x, like):
-    """The inverse of `_split`, to the shape of `like` `[B, T, N, H]`."""
+    """Invert `_split`, and drop the padding. `like` has the shape `[B, T, N, H]`."""
     B, T, N, H = like.shape
     by_head = x.reshape(B, N, -1, H)
     real = by_head[:, :, :T]
@@ -135,22 +140,22 @@ def _join(x, like):
 
 
 def _sequences(groups, like):
-    """Returns the number of each head's sequence, `[groups, g]`."""
+    """Return the index of the sequence that each head belongs to, `[groups, g]`."""
     B, _, N, _ = like.shape
     sequences = jnp.arange(B * N) // N
     return sequences.reshape(groups.shape[:2])
 
 
-def _forward(groups, sequences, *, blocks, how):
-    """Returns the output `[g, T, H]` and the log of the normaliser `[g, T, 1]`."""
+def _forward(groups, sequences, *, blocks, options):
+    """Return the output `[g, T, H]` and the log of softmax's normaliser `[g, T, 1]`."""
     q, k, v = groups
     outs = []
     log_normalisers = []
     for queries, keys, visible in blocks:
         products = _dot("gth,gsh->gts", q[:, queries], k[:, keys])
-        scores = how.scores(products)
+        scores = options.scores(products)
         visible = visible if visible.ndim == 2 else visible[sequences]
-        scores = jnp.where(visible, scores, NEVER)
+        scores = jnp.where(visible, scores, MASKED)
         highest = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - highest)
         normaliser = weights.sum(axis=-1, keepdims=True)
@@ -160,29 +165,30 @@ def _forward(groups, sequences, *, blocks, how):
     return jnp.concatenate(outs, axis=1), jnp.concatenate(log_normalisers, axis=1)
 
 
-def _backward(groups, sequences, *, blocks, how):
-    """Returns the gradients of q `[g, H, T]`, k and v `[g, T, H]`.
+def _backward(groups, sequences, *, blocks, options):
+    """Return the gradients of q `[g, H, T]`, and of k and v `[g, T, H]`.
 
-    Scores, masks and the queries' gradient are transposed, keys by queries: products then take
-    their operands as they lie in memory (docs/performance.md, XLA:CPU notes 6 and 7).
+    Scores and masks are transposed to `[keys, queries]`, and so is the gradient of the queries.
+    Products then read their operands in memory order (docs/performance.md, XLA:CPU notes 6 and 7).
     """
     q, k, k_transposed, v, out, dout, log_normaliser = groups
     dtype = dout.dtype
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
+    # The row sums of dweights * weights, without either matrix (Dao et al. 2022, appendix B).
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
     dqs = []
     dk = jnp.zeros(k.shape, jnp.float32)
     dv = jnp.zeros(v.shape, jnp.float32)
     for queries, keys, visible in blocks:
         products = _dot("gsh,gth->gst", k[:, keys], q[:, queries])
-        scores = how.scores(products)
+        scores = options.scores(products)
         weights = jnp.exp(scores - log_normaliser[..., queries])
         visible = visible if visible.ndim == 2 else visible[sequences]
         weights = jnp.where(visible, weights, 0.0)
         dweights = _dot("gsh,gth->gst", v[:, keys], dout[:, queries])
-        dscores = weights * (dweights - delta[..., queries]) * how.scale
-        if how.softcap:
-            dscores *= 1.0 - (scores / how.softcap) ** 2
+        dscores = weights * (dweights - delta[..., queries]) * options.scale
+        if options.softcap:
+            dscores *= 1.0 - (scores / options.softcap) ** 2
         dscores = dscores.astype(dtype)
         dqs.append(_dot("ghs,gst->ght", k_transposed[..., keys], dscores))
         dk = dk.at[:, keys].add(_dot("gst,gth->gsh", dscores, q[:, queries]))
@@ -193,13 +199,14 @@ def _backward(groups, sequences, *, blocks, how):
 
 
 def _blocks(T, segments, window, transposed):
-    """Lists each block's queries, keys and mask."""
+    """List the slices of queries and keys of each block, and its mask."""
     block = T // _num_blocks(T)
     if segments is not None:
         missing = T - segments.shape[1]
         segments = jnp.pad(segments, ((0, 0), (0, missing)))
 
-    def pairs(x, queries, keys):  # broadcast to `[..., queries, keys]`, or transposed
+    def pairs(x, queries, keys):
+        # These broadcast to `[..., queries, keys]`, or to the transpose.
         query = x[..., queries]
         key = x[..., keys]
         if transposed:

@@ -1,7 +1,7 @@
-"""FSDP by layer: an array of which each device holds a shard is gathered where it is used.
+"""FSDP by layer: gather a sharded parameter where it is used, and scatter its gradient.
 
-These are for the trace of one device, within a `shard_map` over `fsdp` (Zhao et al. 2023, "PyTorch
-FSDP", section 3.2: a unit is gathered before it is used, and its gradients are scattered).
+These functions run in the trace of one device, inside a `shard_map` over `fsdp` (Zhao et al. 2023,
+"PyTorch FSDP", section 3.2).
 """
 
 import dataclasses
@@ -28,10 +28,10 @@ class Shards:
 
     Attributes:
         axis: the axis that is split.
-        stages: how many shards there are, as factors: the sides of the torus of chips that the
-            group fills, outermost first, or just the number.
-        forget: whether XLA would otherwise keep the whole from the forward pass to the backward
-            pass, for want of a scan or rematerialisation between them.
+        stages: factors of the number of shards: the sides of the torus of chips that the group
+            fills, outermost first, or the number itself as the only factor.
+        forget: whether the backward pass needs a barrier. Without a scan or rematerialisation, XLA
+            would store the gathered array from the forward pass to the backward pass.
     """
 
     axis: int
@@ -44,61 +44,56 @@ class Shards:
         return math.prod(self.stages)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a shard of an array of this shape."""
+        """Return the shape of a shard of an array of this shape."""
         axis = self.axis
         return (*shape[:axis], shape[axis] // self.number, *shape[axis + 1 :])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of an array whose shards have this shape."""
-        return (
-            *shape[: self.axis],
-            shape[self.axis] * self.number,
-            *shape[self.axis + 1 :],
-        )
+        """Return the shape of an array whose shards have this shape."""
+        axis = self.axis
+        return (*shape[:axis], shape[axis] * self.number, *shape[axis + 1 :])
 
     def gather(self, shard: Array) -> Array:
-        """Returns the whole array."""
-        found = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
-        return found.reshape(self.whole_shape(shard.shape))
+        """Return the whole array."""
+        shards = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
+        return shards.reshape(self.whole_shape(shard.shape))
 
     def scatter(self, gradient: Array) -> Array:
-        """Returns this device's shard of the sum of all devices' whole gradients."""
-        # Shards lie one after another in memory: TPU compilers turn a reduce-scatter of the last
-        # axis into an all-reduce where its shards do not fill the 128 lanes. They do the same over
-        # more than one axis of a torus, and not over one after another.
+        """Return this device's shard of the sum of all devices' whole gradients."""
+        # The shards are moved to the outermost axis, because TPU compilers turn a reduce-scatter of
+        # the last axis into an all-reduce if a shard does not fill the 128 lanes. They also do so
+        # for a reduce-scatter over several axes of a torus at once, so each axis has its own.
         shape = gradient.shape
-        apart = gradient.reshape(
+        shards = gradient.reshape(
             *shape[: self.axis], self.number, -1, *shape[self.axis + 1 :]
         )
-        apart = jnp.moveaxis(apart, self.axis, 0)
-        shard = apart.shape[1:]
+        shards = jnp.moveaxis(shards, self.axis, 0)
+        shard_shape = shards.shape[1:]
         stride = self.number
-        # Three axes leave a compiler no order in which the shards are not the outermost.
-        apart = apart.reshape(*self.stages, -1, shard[-1])
+        # With only three axes, a compiler finds no layout in which shards are not the outermost.
+        shards = shards.reshape(*self.stages, -1, shard_shape[-1])
         for size in self.stages:
             stride //= size
-            starts = (
-                i + j
-                for i in range(0, self.number, stride * size)
-                for j in range(stride)
-            )
-            groups = [[start + k * stride for k in range(size)] for start in starts]
-            together = groups if len(self.stages) > 1 else None
-            apart = jax.lax.psum_scatter(apart, AXIS, axis_index_groups=together)
-        return apart.reshape(shard)
+            groups = []
+            for outer in range(0, self.number, stride * size):
+                for start in range(outer, outer + stride):
+                    groups.append([start + k * stride for k in range(size)])
+            axis_groups = groups if len(self.stages) > 1 else None
+            shards = jax.lax.psum_scatter(shards, AXIS, axis_index_groups=axis_groups)
+        return shards.reshape(shard_shape)
 
 
 class Shard(NamedTuple):
-    """A shard of a parameter, and how it belongs to the whole."""
+    """A device's shard of a parameter, and how the parameter is split."""
 
     array: Array
     shards: Shards
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
-    """Returns the sides of the torus that devices `[N]` fill in order, or just their number."""
+    """Return the sides of the torus that devices `[N]` fill in order; without a torus, `(N,)`."""
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
-    sides = tuple(len(set(places)) for places in zip(*coords, strict=True))
+    sides = tuple(len(set(positions)) for positions in zip(*coords, strict=True))
     number = len(coords)
     fills_torus = len(set(coords)) == math.prod(sides) == number
     if fills_torus and coords == sorted(coords) and number > 1:
@@ -107,9 +102,9 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def gather(parameter: Array | Shard, dtype: DTypeLike) -> Array:
-    """Returns a whole parameter, rounded to `dtype`, in which it crosses the network.
+    """Return a whole parameter, rounded to `dtype`, the type that crosses the network.
 
-    It and its gradient have the parameter's own type.
+    The result and its gradient have the parameter's own type.
     """
     if not isinstance(parameter, Shard):
         return parameter
@@ -128,9 +123,10 @@ _gather.defvjp(
 
 
 def gathering(function: Callable) -> Callable:
-    """Returns `function(x, parameter, *others, dtype=...)` that takes a `Shard` as its parameter.
+    """Return `function(x, parameter, *others, dtype=...)` that accepts a `Shard` as parameter.
 
-    The whole is gathered once forward and once backward, and never kept. Arrays are positional.
+    The parameter is gathered once in the forward pass and again in the backward pass, instead of
+    being stored between them. Arrays have to be passed by position.
     """
 
     def apply(
@@ -157,7 +153,7 @@ def gathering(function: Callable) -> Callable:
             if shards.forget:
                 array, dy = jax.lax.optimization_barrier((array, dy))
             whole = gather(Shard(array, shards), dtype)
-            # XLA drops the result, which was computed before.
+            # XLA removes the forward computation here, because nothing reads its result.
             _, derive = jax.vjp(compute, x, whole, *others)
             dx, dwhole, *dothers = derive(dy)
             return dx, shards.scatter(dwhole), *dothers
@@ -169,15 +165,15 @@ def gathering(function: Callable) -> Callable:
 
 
 def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:
-    """Computes `plain.look_up`, from shards [V, D / devices] of a table [V, D].
+    """Compute `plain.look_up` from shards `[V, D / devices]` of a table `[V, D]`.
 
-    Tokens and vectors cross the network in place of the table, which is larger. The gradient of a
-    device's columns is complete without another sum.
+    Tokens and vectors cross the network instead of the table, which is larger. The gradient of a
+    device's columns is then already the sum over all devices.
     """
     if not isinstance(table, Shard):
         return plain.look_up(table, indices, dtype)
-    everyone = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
-    found = jnp.take(table.array, everyone, axis=0).astype(dtype)
-    last = found.ndim - 1
-    mine = jax.lax.all_to_all(found, AXIS, split_axis=0, concat_axis=last, tiled=True)
-    return mine[0]
+    all_indices = jax.lax.all_gather(indices, AXIS)  # [devices, B, T]
+    columns = jnp.take(table.array, all_indices, axis=0).astype(dtype)
+    last = columns.ndim - 1
+    rows = jax.lax.all_to_all(columns, AXIS, split_axis=0, concat_axis=last, tiled=True)
+    return rows[0]

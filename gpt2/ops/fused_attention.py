@@ -1,8 +1,9 @@
-"""Attention by kernels of libraries: cuDNN's, and Pallas' splash attention.
+"""Attention by library kernels: cuDNN's on GPUs, and Pallas' splash attention on TPUs.
 
-Each computes `plain.attention` without dropout and terms, splash with a soft cap; what one cannot
-do, the formula does. cuDNN takes 8.8 of 63 ms of a step of 124M on an H200; with scores in memory
-the step moves 122 GB in place of 33. Splash is 1.7 times as fast as scores in memory.
+Both compute `plain.attention` without dropout and without terms of the scores; splash also supports
+a soft cap. The formula computes everything else. cuDNN takes 8.8 of the 63 ms of a 124M step on an
+H200; with scores stored in memory, the step would move 122 GB instead of 33. Splash is 1.7 times
+as fast as attention that stores its scores.
 """
 
 import dataclasses
@@ -23,11 +24,12 @@ from gpt2.utils.remat import CORE_ATTENTION
 def cudnn_attention(
     q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Computes `plain.attention` on GPUs, of an even number of positions.
+    """Compute `plain.attention` on GPUs, for an even number of positions.
 
-    `spread` makes a function run on each device's heads: XLA does not split it.
+    `spread` turns a kernel into one that runs on each device's own heads, because XLA's partitioner
+    cannot split cuDNN's.
     """
-    is_odd = q.shape[1] % 2 == 1  # for which cuDNN has no derivative
+    is_odd = q.shape[1] % 2 == 1  # cuDNN has no derivative for odd lengths
     if scoring.terms or scoring.dropout or is_odd:
         return plain.attention(q, k, v, scoring)
     kernel: Callable = partial(_cudnn, scoring=scoring)
@@ -40,7 +42,8 @@ def _cudnn(q, k, v, segments, scoring):
     mask = None
     if segments is not None:
         mask = segments[:, None, :, None] == segments[:, None, None, :]
-    # It has a name of its own for rematerialisation; with two, the output would be kept twice.
+    # No `checkpoint_name`: JAX names this output itself, and with two names a remat policy would
+    # store it twice.
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -62,9 +65,10 @@ def splash_attention(
     interpret: bool,
     spread: Spread | None = None,
 ) -> Array:
-    """Computes `plain.attention` on TPUs, of positions in steps of 128.
+    """Compute `plain.attention` on TPUs, for a multiple of 128 positions.
 
-    `interpret` runs the kernel on other devices, for tests.
+    `interpret` runs the kernel in Pallas' interpreter, so that tests can run on CPUs. `spread` is
+    that of `cudnn_attention`.
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)
@@ -78,8 +82,8 @@ def splash_attention(
 
 
 def _splash(q, k, v, segments, scoring, interpret):
-    """Splash attention takes one example, heads first, and leaves the scale to its caller."""
-    # It takes a while to import.
+    """Apply splash attention, which expects one example, heads first, and scaled queries."""
+    # This import is slow, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     T, N, _ = q.shape[1:]
@@ -88,7 +92,8 @@ def _splash(q, k, v, segments, scoring, interpret):
     for field in dataclasses.fields(splash.BlockSizes):
         if field.name.startswith("block_"):
             sizes[field.name] = block
-    # Positions fill the lanes of a TPU, of which heads of 64 would leave half empty (v5e 2 %).
+    # The last axis fills the 128 lanes of a TPU. Heads of 64 dimensions would leave half of them
+    # empty, so positions are last (2 % of a step on a v5e).
     sizes["k_layout"] = sizes["v_layout"] = splash.QKVLayout.SEQ_MINOR
     mask: splash.Mask = splash.CausalMask((T, T))
     if scoring.window:

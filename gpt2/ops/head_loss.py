@@ -1,8 +1,9 @@
-"""The output head and a loss of its logits as one operation, a chunk of positions at a time.
+"""The output head and a loss of its logits as one operation, one chunk of positions at a time.
 
-The logits `[B, T, V]` are the largest array of a training step. Here they exist for one chunk of
-positions, and both gradients come from each chunk in the same pass (1.0 GB in place of 6.2 for 30
-sequences of 1,024 tokens on a GPU; 124M on two cores takes a quarter longer without chunks).
+The logits `[B, T, V]` are the largest array of a training step. Here they only exist for one chunk
+of positions, and the gradients of a chunk are computed in the same pass. Thirty sequences of 1,024
+tokens take 1.0 GB on a GPU instead of 6.2 GB; without chunks, a 124M step on two cores takes a
+quarter longer.
 """
 
 from collections.abc import Callable
@@ -20,14 +21,18 @@ from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
 from gpt2.utils.trees import Batch, Tree
 
-# Bytes of float32 logits that exist at a time: 42,000 tokens with GPT-2's vocabulary. A step of
-# 32,768 in four chunks takes 1.03 times as long on an H200, and holds 6.7 GiB less.
+# Bytes of float32 logits of a chunk: 42,000 tokens with GPT-2's vocabulary. With four chunks, a
+# step of 32,768 tokens takes 1.03 times as long on an H200, and needs 6.7 GiB less.
 LOGITS_BYTES = 8 * 2**30
-SCARCE_LOGITS_BYTES = 2**29  # where parameters are gathered by layer, memory counts
-CPU_LOGITS_BYTES = 2**23  # a CPU is faster with what its caches hold
-CPU_ROWS = 512  # at least: every chunk adds to the gradient of the whole table
-LARGE_TABLE_BYTES = 2**25  # which no cache holds: adding takes longer
-LARGE_TABLE_ROWS = 2048  # in place of CPU_ROWS
+SCARCE_LOGITS_BYTES = (
+    2**29
+)  # with parameters gathered by layer, because memory is scarce there
+CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits their caches
+# Fewest rows of a chunk on CPUs, because every chunk adds to the gradient of the whole table. A
+# table that no cache holds takes longer to add to, and gets larger chunks.
+CPU_ROWS = 512
+LARGE_TABLE_BYTES = 2**25
+LARGE_TABLE_ROWS = 2048
 
 
 def head_loss(
@@ -41,22 +46,25 @@ def head_loss(
     variants: Variants,
     num_rows: int,
 ) -> tuple[Array, Tree]:
-    """Computes `plain.head_loss`, with the logits of so many rows at a time."""
+    """Compute `plain.head_loss` with the logits of about `num_rows` tokens at a time."""
     B, T, _ = hidden.shape
     chunk = _choose_chunk(T, max(1, num_rows // B))
     logits = jax.ShapeDtypeStruct((B, chunk, len(table)), jnp.float32)
-    some = jax.eval_shape(partial(jax.tree.map, lambda x: x[:, :chunk]), rows)
-    # Numbers to learn that the loss brings along become arguments, and get a derivative.
-    loss, numbers = jax.closure_convert(loss, logits, some)
-    sums = jax.eval_shape(loss, logits, some, *numbers)
-    nothing = jax.tree.map(jnp.zeros_like, sums)
+    example = jax.eval_shape(partial(jax.tree.map, lambda x: x[:, :chunk]), rows)
+    # Learned parameters that the loss closes over become arguments, so that they get a gradient.
+    loss, closed_over = jax.closure_convert(loss, logits, example)
+    sums = jax.eval_shape(loss, logits, example, *closed_over)
+    zeros = jax.tree.map(jnp.zeros_like, sums)
     dtype = jnp.dtype(dtype)
     head = _Head(loss, dtype, jnp.dtype(logits_dtype), variants, chunk)
-    return _loss(hidden.astype(dtype), table, rows, numbers, nothing, head)
+    return _loss(hidden.astype(dtype), table, rows, closed_over, zeros, head)
 
 
-def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
-    """Returns for how many rows logits exist at a time, by a head's shape; see above."""
+def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
+    """Return the number of tokens whose logits exist at a time, for a table `[V, D]`.
+
+    `is_scarce` says that memory is scarce.
+    """
     V, D = table
     if platform == "cpu":
         least = LARGE_TABLE_ROWS if 4 * V * D > LARGE_TABLE_BYTES else CPU_ROWS
@@ -65,35 +73,40 @@ def rows_at_once(platform: str, table: tuple[int, int], *, is_scarce: bool) -> i
 
 
 def _choose_chunk(length: int, fitting: int) -> int:
-    """Returns the largest part of a length that fits; the least larger one if that is tiny."""
-    parts = [size for size in range(1, length + 1) if length % size == 0]
-    chunk = max(size for size in parts if size <= fitting)
+    """Return the largest divisor of a length that is at most `fitting`.
+
+    If that is tiny, as for a prime length, return the smallest divisor that is larger.
+    """
+    divisors = [size for size in range(1, length + 1) if length % size == 0]
+    chunk = max(size for size in divisors if size <= fitting)
     if 8 * chunk < min(fitting, length):
-        chunk = min(size for size in parts if size > fitting)
+        chunk = min(size for size in divisors if size > fitting)
     return chunk
 
 
 class _Head(NamedTuple):
-    """How a loss follows from hidden states, a table and rows."""
+    """The static part of the operation: everything but its arrays."""
 
-    loss: Callable[..., tuple[Array, Tree]]  # of logits, rows and numbers
-    dtype: jnp.dtype  # of operands
+    loss: Callable[
+        ..., tuple[Array, Tree]
+    ]  # takes logits, rows and what it closed over
+    dtype: jnp.dtype  # of the operands of products
     logits_dtype: jnp.dtype
     variants: Variants
-    chunk: int  # of T positions have logits at one time
+    chunk: int  # positions of each sequence whose logits exist at a time
 
     def cast(self, table: Array) -> Array:
-        """Returns a table in the type of operands."""
-        # Or XLA:TPU casts in each product (v5e 5 %).
+        """Return a table in the type of operands."""
+        # Without the barrier, XLA:TPU would repeat the cast in each product (v5e 5 %).
         return jax.lax.optimization_barrier(table.astype(self.dtype))
 
     @property
-    def boost(self) -> float:
-        """By how much derivatives are larger than they are: float16 has no small numbers."""
+    def gradient_scale(self) -> float:
+        """Factor of the gradients of logits, which would underflow in float16."""
         return 1024.0 if self.dtype == jnp.float16 else 1.0
 
     def logits(self, hidden: Array, table: Array) -> Array:
-        """Returns logits `[B, T, V]`, float32."""
+        """Return float32 logits `[B, T, V]`, rounded to `logits_dtype`."""
         stored = dot(hidden, table, (2,), (1,), self.logits_dtype)
         return stored.astype(jnp.float32)
 
@@ -103,73 +116,71 @@ def _loss(
     hidden: Array,
     stored: Array,
     rows: Batch,
-    numbers: list[Array],
-    nothing: tuple[Array, Tree],
+    closed_over: list[Array],
+    zeros: tuple[Array, Tree],
     head: _Head,
 ) -> tuple[Array, Tree]:
     table = head.cast(stored)
 
-    def add_chunk(found, chunk):
+    def add_chunk(sums, chunk):
         hidden, rows = chunk
-        more = head.loss(head.logits(hidden, table), rows, *numbers)
-        return jax.tree.map(jnp.add, found, more), None
+        new = head.loss(head.logits(hidden, table), rows, *closed_over)
+        return jax.tree.map(jnp.add, sums, new), None
 
-    return _scan(add_chunk, nothing, (hidden, rows), head.chunk)[0]
+    return _scan(add_chunk, zeros, (hidden, rows), head.chunk)[0]
 
 
-def _loss_fwd(hidden, stored, rows, numbers, nothing, head):
+def _loss_fwd(hidden, stored, rows, closed_over, zeros, head):
     table = head.cast(stored)
     result = head.dtype if head.variants.narrow_results else jnp.float32
-    # XLA:CPU lacks it in 16 bits.
-    by_width = head.variants.head_by_width and head.dtype == jnp.float32
+    # XLA:CPU has no such product for 16-bit operands.
+    is_transposed = head.variants.transposed_head_gradient and head.dtype == jnp.float32
 
     def add_chunk(sums, chunk):
-        found, dtable, dnumbers = sums
+        losses, dtable, dclosed = sums
         hidden, rows = chunk
 
-        def loss(logits, numbers):
-            return head.loss(logits, rows, *numbers)
+        def loss(logits, closed_over):
+            return head.loss(logits, rows, *closed_over)
 
         derive = jax.value_and_grad(loss, (0, 1), has_aux=True)
-        of_chunk, (dlogits, more) = derive(head.logits(hidden, table), numbers)
-        dlogits = (head.boost * dlogits).astype(head.dtype)
-        factors = (hidden, dlogits) if by_width else (dlogits, hidden)
+        new, (dlogits, dnew) = derive(head.logits(hidden, table), closed_over)
+        dlogits = (head.gradient_scale * dlogits).astype(head.dtype)
+        factors = (hidden, dlogits) if is_transposed else (dlogits, hidden)
         dtable += dot(*factors, (0, 1), (0, 1))
         dhidden = dot(dlogits, table, (2,), (0,), result)
-        found, dnumbers = jax.tree.map(jnp.add, (found, dnumbers), (of_chunk, more))
-        return (found, dtable, dnumbers), dhidden.astype(head.dtype)
+        losses, dclosed = jax.tree.map(jnp.add, (losses, dclosed), (new, dnew))
+        return (losses, dtable, dclosed), dhidden.astype(head.dtype)
 
-    shape = table.shape[::-1] if by_width else table.shape
-    sums = (
-        nothing,
-        jnp.zeros(shape, jnp.float32),
-        jax.tree.map(jnp.zeros_like, numbers),
-    )
+    shape = table.shape[::-1] if is_transposed else table.shape
+    dclosed = jax.tree.map(jnp.zeros_like, closed_over)
+    sums = (zeros, jnp.zeros(shape, jnp.float32), dclosed)
     sums, dhidden = _scan(add_chunk, sums, (hidden, rows), head.chunk)
-    found, dtable, dnumbers = sums
-    # Without the barrier, XLA would transpose both factors of a single chunk.
-    if by_width:
+    losses, dtable, dclosed = sums
+    # Without the barrier, XLA would transpose both factors if there is a single chunk (note 9).
+    if is_transposed:
         dtable = jax.lax.optimization_barrier(dtable).T
-    dtable = (dtable / head.boost).astype(stored.dtype)
-    return found, (dhidden, dtable, dnumbers)
+    dtable = (dtable / head.gradient_scale).astype(stored.dtype)
+    return losses, (dhidden, dtable, dclosed)
 
 
-def _loss_bwd(head, gradients, dfound):
-    scale, _ = dfound
+def _loss_bwd(head, gradients, dlosses):
+    scale, _ = dlosses  # logged sums have no derivative
     dhidden, *others = gradients
-    dhidden = (dhidden * (scale / head.boost)).astype(dhidden.dtype)
-    dtable, dnumbers = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)
-    # XLA:TPU would take twice as long over the product if the derivative of a norm joined it.
-    return jax.lax.optimization_barrier(dhidden), dtable, None, dnumbers, None
+    dhidden = (dhidden * (scale / head.gradient_scale)).astype(dhidden.dtype)
+    dtable, dclosed = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)
+    # XLA:TPU's product takes twice as long if the derivative of the final norm is fused into it.
+    return jax.lax.optimization_barrier(dhidden), dtable, None, dclosed, None
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _scan(add_chunk, sums, positions, chunk):
-    """Scans over chunks of positions (docs/performance.md, XLA:CPU note 5): sums, `[B, T, ...]`.
+    """Scan `add_chunk` over chunks of `positions`, a tree of arrays `[B, T, ...]`.
 
-    `positions` are a tree of arrays `[B, T, ...]`.
+    Return the sums, and the other outputs joined to `[B, T, ...]`. A scan adds up sums as they
+    come; XLA:CPU would store all terms of an unrolled loop (docs/performance.md, XLA:CPU note 5).
     """
 
     def split(x):
@@ -188,9 +199,9 @@ def _scan(add_chunk, sums, positions, chunk):
 
 @jax.custom_vjp
 def one_pass_log_sum_exp(logits: Array) -> Array:
-    """Computes `plain.log_sum_exp`, and scales a sum when the maximum grows.
+    """Compute `plain.log_sum_exp` in one pass, rescaling the sum whenever the maximum grows.
 
-    Milakov and Gimelshein 2018, arXiv 1805.02867.
+    The method is that of Milakov and Gimelshein 2018, arXiv 1805.02867.
     """
     return _one_pass_fwd(logits)[0]
 
@@ -199,7 +210,7 @@ def _one_pass_fwd(logits):
     def join(one, other):
         top, total = one
         top_2, total_2 = other
-        scale = jnp.exp(-jnp.abs(top - top_2))  # of the sum with the lower maximum
+        scale = jnp.exp(-jnp.abs(top - top_2))  # for the sum with the lower maximum
         sums = jnp.where(top > top_2, total + scale * total_2, scale * total + total_2)
         return jnp.maximum(top, top_2), sums
 
@@ -210,26 +221,26 @@ def _one_pass_fwd(logits):
     return highest + jnp.log(total), (logits, highest, total)
 
 
-def _one_pass_bwd(kept, dy):
-    logits, highest, total = kept
-    share = (1.0 / total) * dy
-    return (jnp.exp(logits - highest[..., None]) * share[..., None],)
+def _one_pass_bwd(residuals, dy):
+    logits, highest, total = residuals
+    scale = (1.0 / total) * dy
+    return (jnp.exp(logits - highest[..., None]) * scale[..., None],)
 
 
 one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 
 
 def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -> Array:
-    """Returns a table `[V, D]` with rows of zeros up to a multiple.
+    """Return a table `[V, D]` with rows of zeros added, so that V is a multiple of `multiple`.
 
-    A program that looks up tokens and computes logits does both with the same such array: the two
-    gradients add up in the padded table, and nothing copies them.
+    A program that looks up tokens and computes logits uses the same padded array for both. The two
+    gradients then add up in the padded table without a copy.
     """
     padding = -len(table) % multiple
-    # By nothing too: XLA:CPU sums the squares of a gradient that comes straight from a product in
-    # windows, which takes ten times as long.
-    padded = _pad_apart(table, padding) if padding else _pad(table, padding)
-    return constrain(padded, "rows", "table")  # as stored, by columns
+    # The table is padded even if no rows are missing. Otherwise XLA:CPU would sum the squares of a
+    # gradient that comes straight from a product in windows, which takes ten times as long.
+    padded = _pad_with_barrier(table, padding) if padding else _pad(table, padding)
+    return constrain(padded, "rows", "table")  # split by columns, as it is stored
 
 
 def look_up_padded(
@@ -240,20 +251,23 @@ def look_up_padded(
     look_up: LookUp,
     vocab_size: int,
 ) -> Array:
-    """Looks up tokens in what `pad_vocab` returned: what the stored table lacks, it lacks too."""
+    """Look up tokens in a table that `pad_vocab` returned.
+
+    Tokens that the table without padding lacks yield NaN, as in `plain.look_up`.
+    """
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)
-    nowhere = jnp.iinfo(tokens.dtype).max
-    return look_up(table, jnp.where(exists, tokens % vocab_size, nowhere), dtype)
+    missing = jnp.iinfo(tokens.dtype).max
+    return look_up(table, jnp.where(exists, tokens % vocab_size, missing), dtype)
 
 
 def _pad(table, padding):
     return jnp.pad(table, ((0, padding), (0, 0)))
 
 
-# The barrier makes XLA cut off the padding where the gradient is read. It would else cut what adds
-# up to the gradient, in copies.
-_pad_apart = jax.custom_vjp(_pad, nondiff_argnums=(1,))
-_pad_apart.defvjp(
+# The barrier makes XLA cut off the padding where the gradient is read. Without it, XLA would cut
+# each term that is added to the gradient, and copy all of them.
+_pad_with_barrier = jax.custom_vjp(_pad, nondiff_argnums=(1,))
+_pad_with_barrier.defvjp(
     lambda table, padding: (_pad(table, padding), None),
     lambda padding, _, dtable: (jax.lax.optimization_barrier(dtable)[:-padding],),
 )

@@ -1,8 +1,8 @@
-"""The linear map, and the nonlinearity before it, with their own backward rules.
+"""Linear maps, and the activation before them, with hand-written backward rules.
 
-y = x w, dx = dy w^T and dw = x^T dy are direct products, so that each result has the layout in
-which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 3): one
-of the gradients that JAX derives is, which takes a third of a step of 124M on two cores.
+y = x w, dx = dy w^T and dw = x^T dy are direct products, so that every result has the layout in
+which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 3). JAX's
+derived rules transpose one of the gradients, which takes a third of a 124M step on two cores.
 """
 
 import math
@@ -21,8 +21,9 @@ from gpt2.ops.variants import Variants
 
 Axes = Sequence[int]
 
-# Below 32, or XLA:GPU adds them up in a kernel of its own. Few leave processors without work.
-_STAGES = 16
+# Partial sums of `sum_rows`. XLA:GPU would add up 32 or more in a separate kernel, and a smaller
+# number would leave some of its processors idle.
+_NUM_PARTIAL_SUMS = 16
 
 
 def linear(
@@ -35,14 +36,14 @@ def linear(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Computes `plain.linear`; the gradient of a float32 kernel stays in float32."""
+    """Compute `plain.linear`; the gradient of a float32 kernel stays in float32."""
     if activation is plain.gelu_tanh:
         activation = gelu_tanh
-    how = _How(num_contract, activation, jnp.dtype(dtype), variants)
-    return _linear(x.astype(dtype), kernel, bias, how)
+    spec = _LinearMap(num_contract, activation, jnp.dtype(dtype), variants)
+    return _linear(x.astype(dtype), kernel, bias, spec)
 
 
-def linear_apart(
+def linear_separately(
     x: Array,
     kernel: Array,
     bias: Array | None = None,
@@ -50,27 +51,28 @@ def linear_apart(
     dtype: DTypeLike,
     variants: Variants,
 ) -> list[Array]:
-    """Computes `plain.linear_parts` by a product for each part: none is copied."""
-    how = _How(1, None, jnp.dtype(dtype), variants)
+    """Compute `plain.linear_parts` by one product per part, so that no part has to be copied."""
+    spec = _LinearMap(1, None, jnp.dtype(dtype), variants)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
-    return _parts(x.astype(dtype), kernels, bias, how)
+    return _parts(x.astype(dtype), kernels, bias, spec)
 
 
 def add_rows(x: Array, table: Array) -> Array:
-    """Computes `plain.add_rows` as a product, whose gradient is a product too.
+    """Compute `plain.add_rows` as a product, so that its gradient is a product too.
 
-    For a sum over 32 sequences XLA:GPU stores the stream with the batch innermost, and transposes
-    it for every linear map (11 % of a step of 124M on an H200).
+    If the gradient were a sum over 32 sequences, XLA:GPU would store the residual stream with the
+    batch innermost, and transpose it for every linear map (11 % of a 124M step on an H200).
     """
     rows = table[: x.shape[1]].astype(x.dtype)
-    # A GPU would round float32; asked for in 16 bits, XLA would take it for a sum again.
+    # GPUs would round float32 operands to TF32. In 16 bits nothing is lost, and with "highest" XLA
+    # would turn the product back into a sum.
     precision = "highest" if x.dtype == jnp.float32 else None
     ones = jnp.ones(len(x), x.dtype)
     return x + jnp.einsum("b,td->btd", ones, rows, precision=precision)
 
 
-class _How(NamedTuple):
-    """What a linear map is, beside its arrays."""
+class _LinearMap(NamedTuple):
+    """The static part of a linear map: everything but its arrays."""
 
     num_contract: int
     activation: Activation | None
@@ -79,26 +81,26 @@ class _How(NamedTuple):
 
     @property
     def result(self) -> DTypeLike:
-        """The type in which products are returned."""
+        """The dtype of the results of products."""
         return self.dtype if self.variants.narrow_results else jnp.float32
 
     @property
-    def joins_product(self) -> bool:
-        """Whether the activation joins the product that gives its operand, as cuBLAS can."""
-        joins = self.activation is gelu_tanh and self.dtype.itemsize == 2
-        return joins and self.variants.activation_joins
+    def is_fused(self) -> bool:
+        """Whether cuBLAS computes the activation in the product that computes its operand."""
+        can_fuse = self.activation is gelu_tanh and self.dtype.itemsize == 2
+        return can_fuse and self.variants.fuse_activation
 
     def activate(self, x: Array) -> Array:
-        """Returns the activation of `x`, or `x`."""
-        if self.joins_product:
-            # XLA looks for this formula, on a matrix. cuBLAS computes it in float32.
+        """Apply the activation to `x`, if there is one."""
+        if self.is_fused:
+            # XLA recognises this formula, on a matrix. cuBLAS computes it in float32.
             rows = x.reshape(-1, x.shape[-1])
             return jax.nn.gelu(rows, approximate=True).reshape(x.shape)
         return self.activation(x) if self.activation else x
 
     def flatten(self, x: Array, kernel: Array) -> tuple[Array, Array, int]:
-        """Returns `x`, a kernel and the number of axes to contract, as matrices where that pays."""
-        if not self.variants.flat:
+        """Return `x`, a kernel and the number of axes to contract; as matrices by `as_matrices`."""
+        if not self.variants.as_matrices:
             return x, kernel, self.num_contract
         contracted = math.prod(kernel.shape[: self.num_contract])
         x = x.reshape(-1, contracted)
@@ -106,7 +108,7 @@ class _How(NamedTuple):
         return x, kernel, 1
 
     def product(self, x: Array, kernel: Array, bias: Array | None) -> Array:
-        """Returns `x @ kernel + bias` in the compute type."""
+        """Return `x @ kernel + bias` in the compute type."""
         kernel = kernel.astype(self.dtype)
         shape = (
             x.shape[: x.ndim - self.num_contract] + kernel.shape[self.num_contract :]
@@ -125,42 +127,43 @@ class _How(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x: Array, kernel: Array, bias: Array | None, how: _How) -> Array:
-    return how.product(how.activate(x), kernel, bias)
+def _linear(x: Array, kernel: Array, bias: Array | None, spec: _LinearMap) -> Array:
+    return spec.product(spec.activate(x), kernel, bias)
 
 
-def _linear_fwd(x, kernel, bias, how):
-    activated = how.activate(x)
-    kept = activated if how.joins_product else None
-    return how.product(activated, kernel, bias), (x, kept, kernel, bias)
+def _linear_fwd(x, kernel, bias, spec):
+    activated = spec.activate(x)
+    # The value of a fused activation is stored for the backward pass, and not recomputed.
+    stored = activated if spec.is_fused else None
+    return spec.product(activated, kernel, bias), (x, stored, kernel, bias)
 
 
-def _linear_bwd(how, residuals, dy):
-    x, kept, kernel, bias = residuals
+def _linear_bwd(spec, residuals, dy):
+    x, stored, kernel, bias = residuals
     x_shape = x.shape
     kernel_type = kernel.dtype
     kernel_shape = kernel.shape
-    kernel = kernel.astype(how.dtype)
-    x, kernel, contracted = how.flatten(x, kernel)
-    rows = range(x.ndim - contracted)  # the axes over which examples and positions run
+    kernel = kernel.astype(spec.dtype)
+    x, kernel, contracted = spec.flatten(x, kernel)
+    rows = range(x.ndim - contracted)  # the axes of examples and positions
     dy = dy.reshape(*x.shape[: len(rows)], *kernel.shape[contracted:])
     outputs = range(len(rows), dy.ndim)
-    if how.activation and kept is None:
-        # The barrier makes XLA compute the activation again (docs/performance.md, XLA:CPU note 4).
-        # It stands before the product, which XLA:TPU lets compute the derivative.
+    if spec.activation and stored is None:
+        # The barrier makes XLA recompute the activation (docs/performance.md, XLA:CPU note 4). It
+        # stands before the product, so that XLA:TPU can fuse the derivative into the product.
         x, dy = jax.lax.optimization_barrier((x, dy))
-    dx = dot(dy, kernel, outputs, range(contracted, kernel.ndim), how.result)
-    dx = dx.astype(how.dtype)
-    if how.activation:
-        x, derive = jax.vjp(how.activation, x)
+    dx = dot(dy, kernel, outputs, range(contracted, kernel.ndim), spec.result)
+    dx = dx.astype(spec.dtype)
+    if spec.activation:
+        x, derive = jax.vjp(spec.activation, x)
         (dx,) = derive(dx)
-    if kept is not None:
-        x = kept.reshape(x.shape)
+    if stored is not None:
+        x = stored.reshape(x.shape)
     dkernel = dot(x, dy, rows, rows).astype(kernel_type).reshape(kernel_shape)
     dx = dx.reshape(x_shape)
     if bias is None:
         return dx, dkernel, None
-    dbias = bias_gradient(dy, len(rows), how.variants)
+    dbias = bias_gradient(dy, len(rows), spec.variants)
     return dx, dkernel, dbias.astype(bias.dtype).reshape(bias.shape)
 
 
@@ -169,38 +172,38 @@ _linear.defvjp(_linear_fwd, _linear_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _parts(
-    x: Array, kernels: Sequence[Array], bias: Array | None, how: _How
+    x: Array, kernels: Sequence[Array], bias: Array | None, spec: _LinearMap
 ) -> list[Array]:
     if bias is None:
-        return [how.product(x, kernel, None) for kernel in kernels]
-    # Cast before it is cut apart, or XLA:GPU takes a kernel for each.
-    biases = bias.astype(how.result)
+        return [spec.product(x, kernel, None) for kernel in kernels]
+    # Cast before the biases are separated, or XLA:GPU launches a kernel for each cast.
+    biases = bias.astype(spec.result)
     return [
-        how.product(x, kernel, b) for kernel, b in zip(kernels, biases, strict=True)
+        spec.product(x, kernel, b) for kernel, b in zip(kernels, biases, strict=True)
     ]
 
 
-def _parts_fwd(x, kernels, bias, how):
-    return _parts(x, kernels, bias, how), (x, kernels, bias)
+def _parts_fwd(x, kernels, bias, spec):
+    return _parts(x, kernels, bias, spec), (x, kernels, bias)
 
 
-def _parts_bwd(how, residuals, dys):
-    """Adds up gradients of `x` inside the products, as cuBLAS can."""
+def _parts_bwd(spec, residuals, dys):
+    """Accumulate the gradient of `x` in the products, as cuBLAS can do."""
     x, kernels, bias = residuals
     dx = None
     dkernels = []
     for kernel, dy in zip(kernels, dys, strict=True):
-        dx_part, dkernel, _ = _linear_bwd(how, (x, None, kernel, None), dy)
-        # In this order XLA adds in the product.
+        dx_part, dkernel, _ = _linear_bwd(spec, (x, None, kernel, None), dy)
+        # XLA fuses the addition into the product only in this order.
         dx = dx_part if dx is None else dx_part + dx
         dkernels.append(dkernel)
     if bias is None:
         return dx, dkernels, None
     rows = x.ndim - 1
-    if how.variants.joint_sums:
-        dbias = sum_rows(jnp.stack(dys, rows), rows, how.variants)
+    if spec.variants.two_stage_sums:
+        dbias = sum_rows(jnp.stack(dys, rows), rows, spec.variants)
     else:
-        dbias = jnp.stack([bias_gradient(dy, rows, how.variants) for dy in dys])
+        dbias = jnp.stack([bias_gradient(dy, rows, spec.variants) for dy in dys])
     return dx, dkernels, dbias.astype(bias.dtype)
 
 
@@ -210,36 +213,36 @@ _parts.defvjp(_parts_fwd, _parts_bwd)
 def dot(
     a: Array, b: Array, axes_a: Axes, axes_b: Axes, dtype: DTypeLike = jnp.float32
 ) -> Array:
-    """Contracts axes of `a` with axes of `b` in float32: `[rest of a, rest of b]` in `dtype`."""
+    """Contract axes of `a` with axes of `b`, accumulating in float32.
+
+    The result has the other axes of `a`, then those of `b`, and the type `dtype`.
+    """
     dimensions = ((tuple(axes_a), tuple(axes_b)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 
 
 def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
-    """Returns the float32 sum over the first `num_rows` axes.
+    """Return the float32 sum over the first `num_rows` axes.
 
-    XLA:GPU takes such a sum in two kernels. Here one leaves 16 sums, often beside what computes
-    the rows, and adding these up joins what reads the result.
+    XLA:GPU needs two kernels for such a sum. With `two_stage_sums`, the first stage leaves 16
+    partial sums, often fused with what computes the rows; the second is fused into its reader.
     """
     rows = math.prod(x.shape[:num_rows])
-    if not variants.joint_sums or rows % _STAGES:
+    if not variants.two_stage_sums or rows % _NUM_PARTIAL_SUMS:
         return x.sum(tuple(range(num_rows)), dtype=jnp.float32)
-    parts = (
-        x.astype(jnp.float32)
-        .reshape(_STAGES, rows // _STAGES, *x.shape[num_rows:])
-        .sum(1)
-    )
-    parts = jax.lax.optimization_barrier(parts)  # or XLA takes both stages for one sum
-    sums = [parts[part] for part in range(_STAGES)]
+    shape = (_NUM_PARTIAL_SUMS, rows // _NUM_PARTIAL_SUMS, *x.shape[num_rows:])
+    parts = x.astype(jnp.float32).reshape(shape).sum(1)
+    parts = jax.lax.optimization_barrier(parts)  # XLA would merge both stages
+    sums = [parts[part] for part in range(_NUM_PARTIAL_SUMS)]
     while len(sums) > 1:
         sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
     return sums[0]
 
 
 def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
-    """Returns `sum_rows` of the gradient of a linear map's result, as a product where that pays."""
+    """Return the gradient of a bias, from the gradient of a linear map's result."""
     rounds = dy.dtype == jnp.float32 and variants.rounds_float32
-    if not variants.ones_for_bias or rounds:
+    if not variants.bias_gradient_by_product or rounds:
         return sum_rows(dy, num_rows, variants)
     ones = jnp.ones((2, *dy.shape[:num_rows]), dy.dtype)
     sums = dot(ones, dy, range(1, num_rows + 1), range(num_rows))
@@ -247,19 +250,19 @@ def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
 
 
 # GELU's tanh form (Hendrycks and Gimpel 2016, section 2): x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
-# with u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule uses the quotient again, so that
-# XLA:CPU stores it (docs/performance.md, XLA:CPU note 2).
+# with u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule reads the quotient y again, so that
+# XLA:CPU stores it instead of recomputing it at each use (docs/performance.md, XLA:CPU note 2).
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 
 
 def _exp_minus_2u(x):
-    # Infinite far below 0; x over it is -0.
+    # This overflows to infinity for x far below 0, where x divided by it is -0 as it should be.
     return jnp.exp(-_SLOPE * (x + _CUBIC * x**3))
 
 
 def _gelu_fwd(x):
-    # `linear` calls this in its own backward pass, so y lives no longer than that.
+    # `linear` calls this rule inside its own backward pass, so y is stored only until then.
     x32 = x.astype(jnp.float32)
     y = x32 / (1.0 + _exp_minus_2u(x32))
     return y.astype(x.dtype), (x, y)
@@ -270,14 +273,14 @@ def _gelu_bwd(residuals, dy):
     x32 = x.astype(jnp.float32)
     sigmoid = 1.0 / (1.0 + _exp_minus_2u(x32))
     slope_of_2u = _SLOPE * (1.0 + 3.0 * _CUBIC * x32**2)
-    # In this order, y (1 - sigmoid) is 0 before a large slope can make it infinite.
+    # In this order y (1 - sigmoid) becomes 0 before a large slope can make the product infinite.
     dx = dy.astype(jnp.float32) * (sigmoid + y * (1.0 - sigmoid) * slope_of_2u)
     return (dx.astype(x.dtype),)
 
 
 @jax.custom_vjp
 def gelu_tanh(x: Array) -> Array:
-    """Computes `plain.gelu_tanh`."""
+    """Compute `plain.gelu_tanh`."""
     return _gelu_fwd(x)[0]
 
 

@@ -1,9 +1,9 @@
-"""GPT-2's operations as formulas: arrays in, arrays out, derivatives left to JAX.
+"""GPT-2's operations as formulas: arrays in, arrays out, and JAX derives the gradients.
 
-`GPT(config)` computes by these. A backend puts faster functions of the same signatures in their
-place (gpt2/ops/table.py), and tests hold those to the formulas. gpt2/model/gpt.py explains the
-letters of dimensions. Products of 16-bit operands add up in float32; softmax, statistics of rows
-and losses are float32.
+`GPT(config)` computes with these. A backend replaces them by faster functions with the same
+signatures (gpt2/ops/table.py), which tests compare with the formulas. gpt2/model/gpt.py explains
+the letters of dimensions. Products of 16-bit operands accumulate in float32. Softmax, statistics of
+rows and losses are computed in float32.
 """
 
 import dataclasses
@@ -21,50 +21,55 @@ from jax.typing import DTypeLike
 from gpt2.utils.remat import CORE_ATTENTION
 from gpt2.utils.trees import Batch, Tree
 
-# The logit of padding: its exponential is 0; finite, so that 0 times it is 0.
+# The logit of a padding token. Its exponential is 0, and it is finite, so that 0 times it is 0.
 IMPOSSIBLE = -1e9
 
 Activation = Callable[[Array], Array]
-# From scores [B, N, T, S], positions of queries [T, 1] and of keys [S] to scores, finite for keys
-# after the query too, which are masked later. It may append columns: keys that take weight and have
-# no value.
+# A function of scores [B, N, T, S], positions of queries [T, 1] and positions of keys [S] that
+# returns new scores. They have to be finite for keys after the query too, which are masked later.
+# It may append columns: keys that take weight in the softmax and have no value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
-# From logits [B, T, V] and a batch of the same positions to the objective, a scalar to be
-# differentiated, and a tree of float32 sums to log. All are sums over positions, so that the
-# results of parts add up to the result of the whole. The batch and the sums have no derivative.
+# A function of logits [B, T, V] and a batch of the same positions. It returns the objective, a
+# scalar to be differentiated, and a tree of float32 sums to log. All are sums over positions, so
+# that the results of chunks add up to the result of all positions. Neither the batch nor the logged
+# sums have a derivative.
 LogitsLoss = Callable[[Array, Batch], tuple[Array, Tree]]
 
 
 class Scoring(NamedTuple):
-    """How attention weighs values, beside queries and keys."""
+    """How attention computes its weights from queries and keys."""
 
-    scale: float  # factor of their products
-    window: int = 0  # positions that one sees, itself included; 0: all before it
-    terms: tuple[ScoreTerm, ...] = ()  # what happens to the scores, in order
-    segments: Array | None = None  # [B, T] int32; a position sees only its own segment
-    dropout: float = 0.0  # probability with which a weight is dropped
+    scale: float  # factor of the products of queries and keys
+    window: int = (
+        0  # positions that a query sees, its own included; 0: all up to its own
+    )
+    terms: tuple[ScoreTerm, ...] = ()  # applied to the scores in this order
+    segments: Array | None = (
+        None  # [B, T] int32; a query sees only keys of its own segment
+    )
+    dropout: float = 0.0  # probability of dropping a weight
     dropout_key: Array | None = None
 
     @property
     def softcap(self) -> float | None:
-        """The cap, if a soft cap is the only term; 0: there is no term; None: there are others."""
+        """The cap if a soft cap is the only term, 0 without terms, and None with other terms."""
         if not self.terms:
             return 0.0
         first, *others = self.terms
         if others or not isinstance(first, SoftCap):
             return None
-        # One that is learned is an array, to which kernels would give no derivative.
+        # A learned cap is an array. Kernels would compute no gradient for it.
         return first.cap if isinstance(first.cap, float | int) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap:
-    """`cap * tanh(x / cap)` of scores or logits (Gemma 2, arXiv 2408.00118)."""
+    """The term `cap * tanh(x / cap)` of scores or logits (Gemma 2, arXiv 2408.00118)."""
 
     cap: float
 
     def __call__(self, x: Array, *_: Array) -> Array:
-        """Returns `x` capped."""
+        """Return `cap * tanh(x / cap)`."""
         return self.cap * jnp.tanh(x / self.cap)
 
 
@@ -77,9 +82,10 @@ def linear(
     activation: Activation | None = None,
     dtype: DTypeLike,
 ) -> Array:
-    """Maps `activation(x)` `[..., C1, .., Cn]` to `[..., O1, .., Om]` in `dtype`.
+    """Multiply `activation(x)` `[..., C1, .., Cn]` by a kernel, and add a bias.
 
-    `kernel` is `[C1, .., Cn, O1, .., Om]`, n = `num_contract`; `bias` is `[O1, .., Om]`.
+    `kernel` is `[C1, .., Cn, O1, .., Om]` with n = `num_contract`, and `bias` is `[O1, .., Om]`.
+    The result is `[..., O1, .., Om]` in `dtype`.
     """
     x = x.astype(dtype)
     if activation:
@@ -100,9 +106,9 @@ def linear_parts(
     dtype: DTypeLike,
     linear: Callable = linear,
 ) -> list[Array]:
-    """Maps `[..., C]` by a kernel `[C, P, O1, .., Om]` to P results `[..., O1, .., Om]`.
+    """Multiply `[..., C]` by a kernel `[C, P, O1, .., Om]`: P results `[..., O1, .., Om]`.
 
-    It is one `linear` map, by the formula or by another function for it.
+    One call of `linear`, the formula or a function that replaces it, computes all of them.
     """
     y = linear(x, kernel, bias, dtype=dtype)
     return [*jnp.unstack(y, axis=x.ndim - 1)]
@@ -117,10 +123,10 @@ def norm(
     eps: float = 1e-5,
     dtype: DTypeLike,
 ) -> Array:
-    """Divides rows `[..., D]` by their root mean square, times `scale` `[D]`, plus `bias` `[D]`.
+    """Divide rows `[..., D]` by their root mean square, times `scale` `[D]`, plus `bias` `[D]`.
 
-    With `center` the mean is subtracted first: LayerNorm (Ba et al. 2016), else RMSNorm (Zhang and
-    Sennrich 2019). `eps` joins the mean square.
+    With `center` the mean is subtracted first, which is LayerNorm (Ba et al. 2016). Without it this
+    is RMSNorm (Zhang and Sennrich 2019). `eps` is added to the mean square.
     """
     y = x.astype(jnp.float32)
     if center:
@@ -134,22 +140,25 @@ def norm(
 
 
 def gelu_tanh(x: Array) -> Array:
-    """Returns GELU in its tanh form (Hendrycks and Gimpel 2016, section 2), as OpenAI's GPT-2."""
+    """Return GELU in its tanh form (Hendrycks and Gimpel 2016, section 2), as OpenAI's GPT-2 does.
+
+    It is computed in float32, and returned in the type of `x`.
+    """
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def gelu_erf(x: Array) -> Array:
-    """Returns GELU in its exact form."""
+    """Return GELU in its exact form, by the error function."""
     return jax.nn.gelu(x, approximate=False)
 
 
 def relu_squared(x: Array) -> Array:
-    """Returns the square of the positive part (So et al. 2021)."""
+    """Return the square of ReLU (So et al. 2021)."""
     return jnp.square(jnp.maximum(x, 0))
 
 
-# `model.activation` -> the function between the MLP's two linear maps. Of those that end in glu it
-# is the function of a third map, which multiplies the first one's result (Shazeer 2020).
+# By `model.activation`: the function between the MLP's two linear maps. For names that end in glu,
+# it is applied to a third map, the gate, which multiplies the result of the first (Shazeer 2020).
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": gelu_tanh,
     "gelu": gelu_erf,
@@ -162,10 +171,10 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
-    """Lets each position attend to itself and those before it: `softmax(scale q k^T) v`.
+    """Apply causal attention, `softmax(scale q k^T) v`.
 
-    `q` is `[B, T, N, H]`, and so is the result, in its type; `k` and `v` are `[B, T, K, H]`. Query
-    head n reads the keys of head n // (N / K).
+    `q` and the result are `[B, T, N, H]`, of one type. `k` and `v` are `[B, T, K, H]`; query head n
+    reads key head n // (N / K).
     """
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
@@ -179,11 +188,11 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
         scores = term(scores, time[:, None], time)
     weights = masked_softmax(scores, visible).astype(q.dtype)
     if scoring.dropout_key is not None:
-        share = 1.0 - scoring.dropout
-        kept = jax.random.bernoulli(scoring.dropout_key, share, weights.shape)
-        weights = jnp.where(kept, weights / share, 0.0)
-    # It adds up in float32 too. Asked for in float32, its derivatives would be, and a GPU would
-    # move a fifth more in a step of 124M.
+        keep_rate = 1.0 - scoring.dropout
+        keep = jax.random.bernoulli(scoring.dropout_key, keep_rate, weights.shape)
+        weights = jnp.where(keep, weights / keep_rate, 0.0)
+    # This product accumulates in float32 as well. With a float32 result its derivatives would be
+    # float32 too, and a GPU would move a fifth more bytes in a 124M step.
     out = jnp.einsum("bnts,bsnh->btnh", weights, v)
     return checkpoint_name(out, CORE_ATTENTION)  # for rematerialisation
 
@@ -191,17 +200,18 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
 def attention_cached(
     q: Array, k_cache: Array, v_cache: Array, length: Array, scoring: Scoring
 ) -> Array:
-    """Lets the last T positions, `q` `[B, T, N, H]`, attend to a cache that holds them too.
+    """Apply `attention` to the last T positions, with keys and values from a cache.
 
-    The cache is `[B, K, S, H]`; entries from `length`, int32 `[B]`, on are ignored. Otherwise it is
-    `attention`, without segments and dropout.
+    `q` is `[B, T, N, H]`. The caches are `[B, K, S, H]` and already hold the last T positions;
+    entries from `length` (int32 `[B]`) on are ignored. There are no segments and no dropout.
     """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
     first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
     query = first + jnp.arange(T)[:, None]
     key = jnp.arange(S)
-    # The queries of a group are rows of one product: XLA:CPU has none of 16 bits with three axes.
+    # The queries of a group are rows of one product, because XLA:CPU cannot multiply 16-bit arrays
+    # with three free axes.
     rows = q.reshape(B, T, K, N // K, H)
     rows = jnp.moveaxis(rows, 1, 3).reshape(B, K, -1, H)
     scores = jnp.einsum(
@@ -209,11 +219,11 @@ def attention_cached(
     )
     scores = scores.reshape(B, N, T, S) * scoring.scale
     for term in scoring.terms:
-        # Each sequence has its own positions.
-        def of_one(scores: Array, query: Array, term: ScoreTerm = term) -> Array:
+        # A term reads positions [T, 1] of one sequence, and here each sequence has its own.
+        def apply_term(scores: Array, query: Array, term: ScoreTerm = term) -> Array:
             return term(scores[None], query, key)[0]
 
-        scores = jax.vmap(of_one)(scores, query[:, 0])
+        scores = jax.vmap(apply_term)(scores, query[:, 0])
     visible = sees(query, key, scoring.window)
     weights = masked_softmax(scores, visible).astype(q.dtype)
     weights = weights.reshape(B, K, -1, S)
@@ -225,23 +235,26 @@ def attention_cached(
 
 
 def sees(query: Array, key: Array, window: int) -> Array:
-    """Returns whether positions `query` see positions `key`, which broadcast together."""
+    """Return the boolean mask of the keys that queries see, from positions that broadcast."""
     visible = query >= key
     return visible & (query - key < window) if window else visible
 
 
 def masked_softmax(scores: Array, visible: Array) -> Array:
-    """Returns weights `[B, N, T, S]` of `visible` keys; further columns take theirs."""
+    """Return the softmax over `visible` keys, `[B, N, T, S]`.
+
+    Columns that a term appended to the scores take weight, and are dropped from the result.
+    """
     S = visible.shape[-1]
-    of_keys = jnp.where(visible, scores[..., :S], -jnp.inf)
-    further = scores[..., S:]
-    scores = jnp.concatenate([of_keys, further], axis=-1)
+    masked = jnp.where(visible, scores[..., :S], -jnp.inf)
+    appended = scores[..., S:]
+    scores = jnp.concatenate([masked, appended], axis=-1)
     weights = jax.nn.softmax(scores)
     return weights[..., :S]
 
 
 def rope_frequencies(size: int, base: float) -> Array:
-    """Returns turns per position of pairs of dimensions, `[size / 2]` (Su et al. 2021)."""
+    """Return the angle per position of each pair of dimensions, `[size / 2]` (Su et al. 2021)."""
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
@@ -249,26 +262,26 @@ def rope_frequencies(size: int, base: float) -> Array:
 def rotation(
     positions: Array, frequencies: Array, length: float = 1.0
 ) -> tuple[Array, Array]:
-    """Returns cosines and sines of position times frequency, `[B or 1, T, 1, R / 2]`, for `rope`.
+    """Return cosines and sines of position times frequency, `[B or 1, T, 1, R / 2]`, for `rope`.
 
-    `positions` are `[B or 1, T]` int32; vectors get `length` times as long.
+    `positions` are int32 `[B or 1, T]`. Rotated vectors become `length` times as long.
     """
     angles = positions[:, :, None, None] * frequencies
     return length * jnp.cos(angles), length * jnp.sin(angles)
 
 
 def rope(x: Array, cos: Array, sin: Array) -> Array:
-    """Turns pairs of dimensions of `x` `[B, T, N, H]`, in float32, by the angles of `rotation`.
+    """Rotate pairs of dimensions of `x` `[B, T, N, H]`, in float32, by the angles of `rotation`.
 
-    A pair has a dimension of either half of the first R, as GPT-NeoX splits them.
+    Dimension i of the first R is paired with dimension i + R / 2, as in GPT-NeoX.
     """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
     a, b, rest = jnp.split(wide, [half, 2 * half], axis=-1)
     first = a * cos - b * sin
     second = a * sin + b * cos
-    turned = jnp.concatenate([first, second, rest], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first, second, rest], axis=-1)
+    return rotated.astype(x.dtype)
 
 
 def head_loss(
@@ -280,45 +293,45 @@ def head_loss(
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Tree]:
-    """Returns `loss(logits, batch)` of the logits `hidden table^T`.
+    """Return `loss(logits, batch)` of the logits `hidden table^T`.
 
-    `hidden` is `[B, T, D]`, `table` `[V, D]`; the product's operands have `dtype`. A kernel may
-    store logits in `logits_dtype`.
+    `hidden` is `[B, T, D]` and `table` is `[V, D]`; the operands of their product have `dtype`. A
+    kernel may store logits in `logits_dtype`.
     """
-    logits = logits_of(hidden, table, dtype)
+    logits = compute_logits(hidden, table, dtype)
     objective, logged = loss(logits, jax.lax.stop_gradient(batch))
     return objective, jax.lax.stop_gradient(logged)
 
 
 def log_sum_exp(logits: Array) -> Array:
-    """Returns the log of softmax's normaliser, `[B, T]`, of logits `[B, T, V]`."""
+    """Return the log of softmax's normaliser, `[B, T]`, for logits `[B, T, V]`."""
     return jax.nn.logsumexp(logits, axis=-1)
 
 
 def pick(logits: Array, targets: Array) -> Array:
-    """Returns the logits `[B, T]` of targets, 0 where one is -1.
+    """Return the logits `[B, T]` of the targets, and 0 where a target is -1.
 
-    By a comparison in place of a gather: it joins a pass over the logits, and splits over V.
+    A comparison, unlike a gather, is fused with other passes over the logits, and splits over V.
     """
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     return jnp.where(is_target, logits, 0.0).sum(-1)
 
 
 def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
-    """Returns the sum of losses `[B, T]` where targets are not -1, and how many there are."""
-    chex.assert_equal_shape([losses, targets])  # others would broadcast
+    """Return the sum of losses `[B, T]` where targets are not -1, and the number of these."""
+    chex.assert_equal_shape([losses, targets])  # other shapes would broadcast silently
     is_real = targets >= 0
     return jnp.where(is_real, losses, 0.0).sum(), is_real.sum(dtype=jnp.float32)
 
 
 def cross_entropy(logits: Array, batch: Batch) -> tuple[Array, Tree]:
-    """Sums `-log softmax(logits)` at the targets, in nats."""
+    """Sum `-log softmax(logits)` at the targets, in nats."""
     losses = log_sum_exp(logits) - pick(logits, batch["targets"])
     return sum_real(losses, batch["targets"])[0], ()
 
 
 def hide_padding(logits: Array, vocab_size: int) -> Array:
-    """Returns logits of which those from `vocab_size` on are impossible."""
+    """Set the logits of padding, from index `vocab_size` on, to `IMPOSSIBLE`."""
     chex.assert_axis_dimension_gteq(logits, -1, vocab_size)
     tokens = jnp.arange(logits.shape[-1])
     if vocab_size == tokens.size:
@@ -326,51 +339,54 @@ def hide_padding(logits: Array, vocab_size: int) -> Array:
     return jnp.where(tokens < vocab_size, logits, IMPOSSIBLE)
 
 
-def logits_of(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
-    """Returns logits `[B, T, V]`, float32, of rows `[B, T, D]` and a table `[V, D]`."""
+def compute_logits(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
+    """Return float32 logits `[B, T, V]` for hidden states `[B, T, D]` and a table `[V, D]`."""
     hidden = hidden.astype(dtype)
     table = table.astype(dtype)
     return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
 
 
 def look_up(table: Array, indices: Array, dtype: DTypeLike) -> Array:
-    """Returns rows of a table `[V, D]` by int32 `[B, T]`, `[B, T, D]`; NaN where there is none."""
+    """Return the rows `[B, T, D]` of a table `[V, D]` at int32 indices `[B, T]`.
+
+    An index that the table lacks yields NaN.
+    """
     return jnp.take(table, indices, axis=0).astype(dtype)
 
 
 def add_rows(x: Array, table: Array) -> Array:
-    """Adds the first T rows of a table `[rows, D]` to every sequence of `x` `[B, T, D]`."""
+    """Add the first T rows of a table `[rows, D]` to every sequence of `x` `[B, T, D]`."""
     return x + table[: x.shape[1]].astype(x.dtype)
 
 
-# What a table has for arrays that are spread over devices. Nothing is, here.
+# Operations on arrays that may be sharded over devices. On one device they do nothing.
 
-Init = Callable[..., Array]  # of a key, a shape and a type
+Init = Callable[..., Array]  # takes a key, a shape and a type
 Shape = tuple[int, ...]
-Names = tuple[str, ...]  # of axes
+Names = tuple[str, ...]  # logical names of axes
 
 
 def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -> Array:
-    """Returns a parameter of a module, float32; its axes have names."""
+    """Return a float32 parameter of a module, whose axes have logical names."""
     boxed = nn.with_logical_partitioning(init, axes)
     return module.param(name, boxed, shape, jnp.float32, unbox=True)
 
 
 def whole(parameter: Array) -> Array:
-    """Returns a parameter that every device has whole, of what `param` returned."""
+    """Return the whole parameter, on every device, for what `param` returned."""
     return parameter
 
 
 def pad_vocab(table: Array) -> Array:
-    """Returns a table `[V, D]` with as many rows as a head's product wants."""
+    """Return a table `[V, D]` with enough rows for the product of the output head."""
     return table
 
 
 def constrain(x: Array, *names: str) -> Array:
-    """Spreads an activation by the names of its last axes."""
+    """Shard an activation by the logical names of its last axes."""
     return x
 
 
 def isolate(loss: Callable) -> Callable:
-    """Returns a loss `loss(params, micro_batch, ...)` that is computed apart from others'."""
+    """Return `loss(params, micro_batch, ...)`, isolated from the losses of other micro-batches."""
     return loss

@@ -1,8 +1,8 @@
-"""The table of operations that a model computes with: formulas, or faster functions for them.
+"""The table of operations that a model calls: the formulas, or faster functions for them.
 
-A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py) and hands it
-to the model. Taking a kernel out makes a run slower and nothing else; what FSDP by layer puts in
-(gpt2/parallel/shards.py) goes together.
+A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py), and passes
+it to the model. Removing a kernel from the table makes a run slower and changes nothing else. The
+functions that FSDP by layer puts in (gpt2/parallel/shards.py) only work together.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from gpt2.ops.plain import (
 from gpt2.utils.trees import Batch, Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
-# From `kernel(q, k, v, segments)` to one that runs on each device's heads.
+# Turns `kernel(q, k, v, segments)` into one that runs on each device's own heads.
 Spread = Callable[[Callable], Callable]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
 Param = Callable[[nn.Module, str, Init, Shape, Names], Array]
@@ -86,13 +86,14 @@ class Norm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """What a model computes with; each member is explained at its formula.
+    """The operations that a model calls. Each one is documented at its formula in plain.py.
 
     Attributes:
-        param: reads a parameter, for `whole`, `linear`, `linear_parts`, `look_up`,
-            `look_up_tokens`, `add_rows`, `pad_vocab` and `head_loss` of the same table: a
-            device may hold a part of it only.
-        look_up_tokens: looks up in a table of tokens, padded by `pad_vocab` or not.
+        param: reads a parameter. Only `whole`, `linear`, `linear_parts`, `look_up`,
+            `look_up_tokens`, `add_rows`, `pad_vocab` and `head_loss` of the same table may use the
+            result, because a device may hold a shard of it.
+        look_up_tokens: looks up tokens in an embedding table, with or without rows that
+            `pad_vocab` added.
     """
 
     param: Param = plain.param

@@ -1,6 +1,8 @@
-"""Variants of kernels by platform: all compute the same, and XLA's compilers differ in them.
+"""Variants of kernels for each platform: the results are equal, the compiled programs are not.
 
-In brackets: how much longer 124M's step takes without, on an H200, or by estimate on a v5e.
+XLA's compilers for CPUs, GPUs and TPUs optimise different patterns. The numbers in brackets say how
+much longer a 124M step takes without a variant: measured on an H200, or estimated by the compiler
+for a TPU v5e.
 """
 
 import dataclasses
@@ -8,75 +10,81 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
-    """How kernels are written for a platform."""
+    """How kernels are written for one platform."""
 
-    # Products of 16-bit operands return their type, and add up in float32 (H200 8 %, v5e 2 %).
+    # Products of 16-bit operands return 16 bits, although they add up in float32. Less memory
+    # traffic (H200 8 %, v5e 2 %).
     narrow_results: bool = False
-    # Linear maps are products of two matrices. The bias then joins the product (H200 3 %).
-    flat: bool = False
-    # Queries, keys and values are a product each: none is copied (v5e 17 %, H200 2 %).
-    apart: bool = False
-    # A bias gradient is a product with two rows of ones. XLA:TPU would join a sum, or one row, with
-    # what else could join the product before (v5e 6 %).
-    ones_for_bias: bool = False
-    # The gradient of the head's table adds up as [D, V], less to transpose than logits (Zen 3, two
-    # layers in float32: 6 %).
-    head_by_width: bool = False
-    # GELU joins the product before it, and is kept for the backward pass (H200 1 %; 1.2 of 32.4 GB
-    # that the step of 124M moves on an H100, by its compiler).
-    activation_joins: bool = False
-    # Statistics of a row, in softmax and norms, take one pass (H200 2 %).
-    one_pass: bool = False
-    # Sums over rows take two stages, of which the second joins its reader. Sums for the biases of
-    # queries, keys, values are one, so are squares of small gradients (H200 3 %).
-    joint_sums: bool = False
-    # A norm's derivative joins the product that gives its operand (v5e 3 %).
-    norm_joins: bool = False
-    # Products of float32 round their operands; what stands beside one has to come from it.
+    # Linear maps are reshaped to products of two matrices, so that the bias is fused into the
+    # product (H200 3 %).
+    as_matrices: bool = False
+    # Queries, keys and values are computed by one product each, so that none of them has to be
+    # copied out of a common result (v5e 17 %, H200 2 %).
+    separate_qkv: bool = False
+    # A bias gradient is a product with two rows of ones. XLA:TPU would fuse a sum, or a product
+    # with a single row, with operations that should be fused into the product before (v5e 6 %).
+    bias_gradient_by_product: bool = False
+    # The gradient of the head's table is accumulated as [D, V]. Transposing it once costs less than
+    # transposing the logits of every chunk (Zen 3, two layers in float32: 6 %).
+    transposed_head_gradient: bool = False
+    # GELU is fused into the product before it, and its value is stored for the backward pass (H200
+    # 1 %; by the compiler for an H100, a step moves 32.4 GB, and 1.2 GB more without).
+    fuse_activation: bool = False
+    # The statistics of a row, in softmax and norms, take one pass over it (H200 2 %).
+    one_pass_statistics: bool = False
+    # Sums over rows take two stages, and the second is fused into whatever reads the sum. The bias
+    # gradients of queries, keys and values are one sum, and the squares of small gradients are,
+    # too (H200 3 %).
+    two_stage_sums: bool = False
+    # A norm's derivative is fused into the product that computes its operand (v5e 3 %).
+    fuse_norm_derivative: bool = False
+    # Products of float32 round their operands (to TF32 on GPUs, to bfloat16 on TPUs), so that a sum
+    # must not be written as a product with ones.
     rounds_float32: bool = False
 
 
 VARIANTS = {
-    "cpu": Variants(head_by_width=True),
+    "cpu": Variants(transposed_head_gradient=True),
     "gpu": Variants(
         narrow_results=True,
-        flat=True,
-        apart=True,
-        activation_joins=True,
-        one_pass=True,
-        joint_sums=True,
+        as_matrices=True,
+        separate_qkv=True,
+        fuse_activation=True,
+        one_pass_statistics=True,
+        two_stage_sums=True,
         rounds_float32=True,
     ),
     "tpu": Variants(
         narrow_results=True,
-        apart=True,
-        ones_for_bias=True,
-        norm_joins=True,
+        separate_qkv=True,
+        bias_gradient_by_product=True,
+        fuse_norm_derivative=True,
         rounds_float32=True,
     ),
 }
 
 
 def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants:
-    """Returns the variants for a program on `cpu`, `gpu` or `tpu`.
+    """Return the variants for a program on `cpu`, `gpu` or `tpu`.
 
     Args:
-        platform: of its devices; one that is not in `VARIANTS` has none.
-        several: whether several devices run it together.
-        splits_axes: whether XLA's partitioner splits axes of activations over them.
+        platform: platform of the devices. Platforms that are not in `VARIANTS` have no variants.
+        several: whether several devices run the program together.
+        splits_axes: whether XLA's partitioner splits axes of activations over the devices.
     """
-    found = VARIANTS.get(platform, Variants())
+    variants = VARIANTS.get(platform, Variants())
     if several:
-        # One norm would gather shards of gradients. What joins its reader is sent late.
-        found = dataclasses.replace(found, joint_sums=False)
+        # A single sum for the squares of all small gradients would gather their shards, and a sum
+        # that is fused into its reader is sent to other devices late.
+        variants = dataclasses.replace(variants, two_stage_sums=False)
     if splits_axes:
-        # The partitioner cannot follow an axis that it splits into a flat one, and it would add up
-        # the devices' results in the type of a product.
-        found = dataclasses.replace(
-            found,
-            flat=False,
-            activation_joins=False,
+        # The partitioner cannot split an axis that was merged with others, and it would add up the
+        # devices' results in the narrow type of a product.
+        variants = dataclasses.replace(
+            variants,
+            as_matrices=False,
+            fuse_activation=False,
             narrow_results=False,
-            ones_for_bias=False,
+            bias_gradient_by_product=False,
         )
-    return found
+    return variants

@@ -1,4 +1,4 @@
-"""Compile once, ahead of the loop: JAX refuses other arguments, and names what changed."""
+"""Compile a step once, ahead of the loop. JAX refuses other arguments, and names the change."""
 
 import time
 from collections.abc import Callable
@@ -10,15 +10,15 @@ import jax
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
 
-# XLA needs no Python, which traces the next step meanwhile. One thread: processes of a run compile
-# in the same order.
+# XLA compiles without Python's lock, so this process can trace the next step meanwhile. A single
+# thread keeps the order of compilations, which has to be the same in all processes of a run.
 _compiler = ThreadPoolExecutor(1, "compile")
 
 
 class CompiledStep:
-    """A function that is being compiled, for the arguments that it will take, and no others.
+    """A function that is compiled in the background, for one set of argument shapes.
 
-    Whatever asks it for something waits, and gets the errors of its compilation.
+    Every method waits until it is compiled, and raises the errors of its compilation.
     """
 
     def __init__(self, compiling: Future):
@@ -26,63 +26,62 @@ class CompiledStep:
         self._has_run = False
 
     def block_until_ready(self) -> "CompiledStep":
-        """Waits until it is compiled, as `jax.block_until_ready` does for arrays."""
+        """Wait until the function is compiled, as `jax.block_until_ready` does for arrays."""
         self._compiling.result()
         return self
 
     @property
     def compile_seconds(self) -> float:
-        """What tracing and compiling took."""
+        """Seconds that tracing and compiling took."""
         return self._compiling.result()[1]
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of a device in use while it runs, arguments included, as XLA counts them.
+        """Bytes of a device's memory that the program needs, arguments included, by XLA's count.
 
-        0 where the platform does not say.
+        It is 0 on platforms that do not report it.
         """
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
-        kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-        # Outputs that take the place of donated arguments.
-        kept -= sizes.alias_size_in_bytes
-        return kept + sizes.temp_size_in_bytes
+        arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+        arrays -= sizes.alias_size_in_bytes  # outputs that reuse donated arguments
+        return arrays + sizes.temp_size_in_bytes
 
     @property
     def _compiled(self) -> Any:
         return self._compiling.result()[0]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it. Other arguments than those it was compiled for are a TypeError or ValueError."""
+        """Run the program. Raise TypeError or ValueError for arguments that it was not made for."""
         outputs = self._compiled(*arguments)
         if not self._has_run:
-            # cuDNN captures graphs of its own in the first run, beside which nothing may run.
+            # In the first run cuDNN captures CUDA graphs, and fails if another thread uses the GPU.
             jax.block_until_ready(outputs)
             self._has_run = True
         return outputs
 
     def text(self) -> str:
-        """Returns the optimised program as HLO text."""
+        """Return the optimised program as HLO text."""
         return self._compiled.as_text()
 
 
-# By shape: the train step, and the watch.
+# By the shape of a batch: the train step, and the norm-logging step.
 Steps = dict[Any, tuple[CompiledStep, Callable]]
 
 
 def compile_once(
     function: Any, *arguments: Any, options: dict[str, str] | None = None
 ) -> CompiledStep:
-    """Traces a jitted or pmapped function for these arguments or shapes, and starts to compile it.
+    """Trace a jitted or pmapped function for arguments or shapes, and start to compile it.
 
-    `options` are XLA's.
+    `options` are XLA's compiler options.
     """
     began = time.perf_counter()
     lowered = None if jit_is_off() else function.lower(*arguments)
 
     def finish() -> tuple[Any, float]:
         compiled = lowered.compile(options) if lowered else function
-        launch.release_free_memory()  # hundreds of megabytes that the compiler used
+        launch.release_free_memory()  # the compiler leaves hundreds of megabytes
         return compiled, time.perf_counter() - began
 
     return CompiledStep(_compiler.submit(finish))

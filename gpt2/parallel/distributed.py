@@ -1,8 +1,8 @@
-"""One run as several processes, on JAX's own distributed runtime.
+"""One run as several processes, on JAX's distributed runtime.
 
-Every process runs the same command. They meet at the coordinator (process 0), which watches them.
-If a process dies, the collective that waits for it fails or aborts. If the collective hangs
-instead, the runtime misses the process's heartbeat and aborts.
+Every process runs the same command. The processes connect to the coordinator (process 0), which
+monitors their heartbeats. If a process dies, the collectives that wait for it fail or abort. If a
+collective hangs instead, the runtime notices the missing heartbeat and aborts.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from gpt2.utils.cluster import ALONE
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# How long a process may be silent before it counts as dead.
+# Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
 
-# In the messages of collectives and of the runtime where a process is gone.
+# What error messages of collectives and of the runtime contain if a process is gone.
 _LOST_PEER = re.compile(
     "Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I
 )
@@ -39,86 +39,98 @@ _LOST_PEER = re.compile(
 def initialize(
     coordinator: str | None, num_processes: int | None, process_index: int | None
 ) -> None:
-    """Joins the run's other processes, before JAX has devices.
+    """Connect to the other processes of the run, before JAX creates devices.
 
-    Without `coordinator`, HOST:PORT of process 0, Slurm, Open MPI or a TPU pod tells of them.
+    `coordinator` is HOST:PORT of process 0. Without it, Slurm's, Open MPI's or a TPU pod's
+    environment provides all three.
     """
-    lacks = {each is None for each in (coordinator, num_processes, process_index)}
-    if len(lacks) > 1:
-        raise UserError("--coordinator, --num_processes, --process_index go together")
-    # Which would hide devices.
-    place = "deactivate" if coordinator else _find_launcher()
-    if not place:
+    options = (coordinator, num_processes, process_index)
+    if None in options and any(option is not None for option in options):
+        raise UserError(
+            "--coordinator, --num_processes and --process_index go together",
+            "Set all three, or none of them",
+        )
+    # "deactivate" keeps JAX from detecting a cluster, which would hide devices.
+    method = "deactivate" if coordinator else _find_launcher()
+    if not method:
         return
-    # The runtime crashes where the port is taken.
+    # The runtime crashes if the port is in use. This raises an error first.
     if coordinator and process_index == 0:
         _, _, port = coordinator.rpartition(":")
         socket.create_server(("", int(port))).close()
-    # The runtime waits for the others silently, and ends the process if they do not come.
+    # The runtime waits silently, and ends the process if the others do not connect.
     log("waiting for the other processes")
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_index,
-        cluster_detection_method=place,
+        cluster_detection_method=method,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=3600,  # in which process 0 sends a run's last files to a bucket
+        # Process 0 may still be uploading the run's last files to a bucket.
+        shutdown_timeout_seconds=3600,
     )
-    # If another process is gone, the runtime says so and aborts. Stacks would bury its words.
+    # If another process is gone, the runtime prints that and aborts. Stacks would bury its message.
     faulthandler.disable()
 
 
 @contextlib.contextmanager
 def ends_together() -> Iterator[None]:
-    """Ends this process at once if the body fails, where there are several processes.
+    """Exit immediately if the body fails in one of several processes.
 
-    Otherwise it would wait for the others to shut down or to finish a checkpoint, while they wait
-    for it to join a collective.
+    Otherwise this process would wait for the others to shut down or to finish a checkpoint, while
+    they wait for this process to join a collective.
     """
     try:
         yield
     except BaseException as error:
         if not jax.distributed.is_initialized():
             raise
-        told = "".join(traceback.format_exception(error))
+        message = "".join(traceback.format_exception(error))
         if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
-            told = "error: another process of this run has ended; the same commands continue"
-        message, code = describe_exit(error) or (told, 1)
+            message = (
+                "error: Another process of this run has ended. "
+                "Run the same commands again to continue."
+            )
+        message, code = describe_exit(error) or (message, 1)
         exit_process(message, code)
 
 
 def _find_launcher() -> str | None:
-    """Returns JAX's name for what has started this process, maybe as one of several."""
-    given = os.environ
-    if ALONE in given:
+    """Return JAX's name of the launcher that started this process as one of several, or None."""
+    variables = os.environ
+    if ALONE in variables:
         return None
-    numbers = "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES"
-    several = {name for name in numbers if int(given.get(name, 1)) > 1}
+    counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
+    several = {name for name in counts if int(variables.get(name, 1)) > 1}
     if "OMPI_COMM_WORLD_SIZE" in several:
-        if "OMPI_MCA_orte_hnp_uri" in given:
+        if "OMPI_MCA_orte_hnp_uri" in variables:
             return "ompi"
-        if importlib.util.find_spec("mpi4py") is None:  # of which version 5 needs it
+        # Open MPI 5 no longer sets that variable, and JAX then needs mpi4py.
+        if importlib.util.find_spec("mpi4py") is None:
             raise UserError(
-                "processes of mpirun need the package mpi4py",
+                "Runs that mpirun starts need the package mpi4py",
                 "Run `pip install mpi4py`",
             )
         return "mpi4py"
-    if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in given:
+    # Under sbatch without srun, SLURM_NTASKS is set too, but there is only one process.
+    if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in variables:
         return "slurm"
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     if not chips or importlib.util.find_spec("libtpu") is None:
         return None
-    # Kubernetes names the hosts, Kaggle its only one. Elsewhere Google's server tells, if asked.
-    hosts = given.get("TPU_PROCESS_ADDRESSES") or given.get("TPU_WORKER_HOSTNAMES")
+    # Kubernetes lists the hosts of a pod in a variable, and Kaggle its only host. On other machines
+    # JAX queries Google's metadata server, unless that is disabled.
+    hosts = variables.get("TPU_PROCESS_ADDRESSES")
+    hosts = hosts or variables.get("TPU_WORKER_HOSTNAMES")
     if hosts:
         return "gketpu" if "," in hosts or "MEGASCALE_NUM_SLICES" in several else None
-    if "TPU_SKIP_MDS_QUERY" in given:
+    if "TPU_SKIP_MDS_QUERY" in variables:
         return None
     return "gcetpu"
 
 
 def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Returns a function that runs in the first process; in the others it returns None at once."""
+    """Return a function that runs in process 0, and returns None in the other processes."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -130,14 +142,14 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def from_first(number: int) -> int:
-    """Returns process 0's `number` in every process, whatever the others read from their disks."""
+    """Return process 0's `number` in every process, so that all agree on what process 0 read."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def from_all(text: str) -> list[str]:
-    """Returns the text of each process, in ASCII, in every process."""
+    """Return the ASCII texts of all processes, in every process."""
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
     rows = multihost_utils.process_allgather(

@@ -1,4 +1,4 @@
-"""Matrices dealt out to devices, each computed whole by one of them: for optimizers like Muon."""
+"""Distribute whole matrices over devices, each computed by one, for Muon and the like."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from gpt2.utils.trees import Tree
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns how matrices `[..., rows, columns]` are stored: rows over fsdp, columns over tensor.
+    """Return how matrices `[..., rows, columns]` are stored: rows over fsdp, columns over tensor.
 
-    Kernels whose rows are the model's width are stored like that. A side that its mesh axis does
-    not divide stays whole, and so do vectors (one row, or one column).
+    Kernels whose rows are the model's width are stored in this way. A side that its mesh axis does
+    not divide is not split, and neither are vectors (one row, or one column).
     """
     sides = [
         axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
@@ -30,11 +30,11 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """Where an optimizer computes whole matrices.
+    """Which device computes which of an optimizer's whole matrices.
 
     Attributes:
-        mesh: whose devices share them; None: each device computes all of them.
-        platform: of the devices: `cpu`, `gpu` or `tpu`.
+        mesh: the devices that the matrices are distributed over. None if each computes all.
+        platform: platform of the devices: `cpu`, `gpu` or `tpu`.
     """
 
     mesh: Mesh | None = None
@@ -46,11 +46,11 @@ class Matrices:
         stacks: Tree,
         *scalars: Array,
     ) -> Tree:
-        """Returns `function(stacks, *scalars)`, each device computing for matrices of its own.
+        """Return `function(stacks, *scalars)`, with each device computing some of the matrices.
 
-        `function` maps a tree of stacks `[S, ?, ?]` to another one, matrix by matrix; it sees a
-        part, filled up with zeros. Results are stored by `matrix_spec`. Each matrix crosses the
-        network once in and once out, over each axis that splits it.
+        `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. It is called
+        with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. A matrix
+        crosses the network twice, before and after, over each axis that splits it.
         """
         mesh = self.mesh
         if mesh is None or mesh.size == 1:
@@ -65,24 +65,24 @@ class Matrices:
         length = len(jax.tree.leaves(stacks)[0])
         missing = -length % mesh.size
 
-        def deal(x: Array) -> Array:
-            whole = (0, 0)
-            x = jnp.pad(x, ((0, missing), whole, whole))
+        def distribute(x: Array) -> Array:
+            x = jnp.pad(x, ((0, missing), (0, 0), (0, 0)))
             return _split(x, mesh, (0, 1, 2, 3))
 
         def collect(x: Array) -> Array:
             x = _split(x, mesh, (2, 1, 0))
             return x[:length]
 
-        dealt = jax.tree.map(deal, stacks)
-        results = mapped(dealt, *scalars)
+        distributed = jax.tree.map(distribute, stacks)
+        results = mapped(distributed, *scalars)
         return jax.tree.map(collect, results)
 
 
 def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
-    """Splits the first axis of a stack over so many axes of the mesh, by one number after another.
+    """Split the first axis of a stack over n axes of the mesh, for each n of `numbers` in turn.
 
-    XLA's partitioner would gather all for several at once. What is left splits the matrices.
+    The other axes of the mesh split the matrices themselves. There is one step for each axis,
+    because XLA's partitioner would gather everything if several axes changed at once.
     """
     stored = matrix_spec(x.shape, mesh)[1:]
     for number in numbers:

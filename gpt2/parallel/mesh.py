@@ -12,14 +12,17 @@ from gpt2.parallel.rules import MESH_AXES, Rules
 
 
 def find_devices(config: Config) -> list[jax.Device]:
-    """Returns all devices of a run. Refuses a config that does not divide over them."""
+    """Return all devices of a run, after checking that the config divides over them."""
     split_cpu(config.parallel.cpu_devices)
     check_layout(config, jax.device_count())
     return jax.devices()
 
 
 def split_cpu(number: int) -> None:
-    """Lets a CPU be so many devices, unless XLA_FLAGS says it. JAX has shown no devices yet."""
+    """Split the CPU into `number` devices, unless XLA_FLAGS does.
+
+    This has to be called before JAX creates devices.
+    """
     flag = "xla_force_host_platform_device_count"
     if number > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", number)
@@ -28,27 +31,23 @@ def split_cpu(number: int) -> None:
 def make_mesh(
     parallel: ParallelConfig, devices: list[jax.Device] | None = None
 ) -> Mesh:
-    """Returns the mesh with axes `data`, `fsdp`, `tensor`, in the order of the hardware's links."""
+    """Return the mesh with axes `data`, `fsdp`, `tensor`, in an order that suits the hardware."""
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(parallel, len(devices))
     types = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        MESH_AXES,
-        axis_types=types,
-        devices=devices,
-    )
+    shape = tuple(sizes.values())
+    return jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=devices)
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Returns the axes of a mesh and their sizes: `data 1 x fsdp 8 x tensor 1`."""
+    """Return the axes of a mesh and their sizes: `data 1 x fsdp 8 x tensor 1`."""
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
 def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
-    """Returns the size of every mesh axis, with -1 resolved to the rest of the devices."""
+    """Return the size of every mesh axis, with -1 resolved to the remaining devices."""
     sizes = parallel.sizes
-    asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
+    options = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
     rest = num_devices // (fixed or 1)
     for name, size in sizes.items():
@@ -56,25 +55,26 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
             sizes[name] = rest
     if math.prod(sizes.values()) != num_devices:
         raise UserError(
-            f"{asked} does not make a mesh of {num_devices} devices",
-            "Let the product of the sizes be their number; one size may be -1, for the rest",
+            f"{options} does not make a mesh of {num_devices} devices",
+            f"Choose sizes whose product is {num_devices}. One of them may be -1, "
+            "which stands for the remaining devices",
         )
     return sizes
 
 
 def check_layout(config: Config, num_devices: int) -> None:
-    """Checks that batches divide over the mesh, before any data is prepared."""
+    """Check that batches and sequences divide over the mesh, before any data is prepared."""
     sizes = mesh_sizes(config.parallel, num_devices)
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
     shapes = config.shapes.pieces.values()
-    # Validation reads batches of `data.batch_size`, whatever a schedule says.
+    # Validation reads batches of `data.batch_size`, even if a schedule changes those of training.
     batch_sizes = [config.data.batch_size]
     batch_sizes += [shape.batch_size for shape in shapes]
     for size in batch_sizes:
         if size % shards:
             raise UserError(
-                f"a batch of {size} does not split over parallel.data="
-                f"{sizes['data']} x parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
+                f"A batch of {size} does not divide by parallel.data={sizes['data']} x "
+                f"parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
                 f"{config.train.accumulate_steps}",
                 f"Use a multiple of {shards}",
             )
@@ -83,12 +83,14 @@ def check_layout(config: Config, num_devices: int) -> None:
     for shape in shapes:
         if shape.context_length % parts:
             raise UserError(
-                f"a context of {shape.context_length} is not split by {'x'.join(split)}={parts}"
+                f"A context of {shape.context_length} does not divide by "
+                f"parallel.{'x'.join(split)}={parts}",
+                f"Use a multiple of {parts}",
             )
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
-    """Returns the rows of the global batch that this process's devices hold, one after another."""
+    """Return the slice of rows of a global batch that this process's devices hold."""
     held = set[int]()
     for index in sharding.addressable_devices_indices_map((batch_size,)).values():
         if index is not None:
@@ -97,7 +99,8 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
     stop = max(held) + 1
     if len(held) != stop - start:
         raise UserError(
-            f"process {jax.process_index()} holds rows of the batch that are not neighbours",
-            "Use other sizes of --config.parallel.data, fsdp and tensor",
+            f"The devices of process {jax.process_index()} hold rows of the batch that are not "
+            "contiguous",
+            "Choose other sizes of --config.parallel.data, fsdp and tensor",
         )
     return slice(start, stop)

@@ -1,13 +1,15 @@
 """The GSPMD backend: `jax.jit` with shardings over a mesh of data, fsdp and tensor axes.
 
-Rows of the batch are split over `data` x `fsdp`. A `shard_map` over these two axes gives each
-device its own rows, so that micro-batches add up where they are. XLA derives what `tensor` needs
-from the model's constraints. `parallel.fsdp_gather` says when parameters are gathered over `fsdp`:
+The rows of a batch are split over `data` x `fsdp`. A `shard_map` over these two axes runs the step
+on each device's rows, so that gradients of micro-batches accumulate without communication. XLA
+derives the collectives over `tensor` from the model's sharding constraints. `parallel.fsdp_gather`
+says when parameters are gathered over `fsdp`:
 
-step    all of them before the first micro-batch. Whole gradients add up on each device, and are
-        scattered after the last one.
-layer   each kernel and table where the model uses it, in the compute type, forward and backward.
-        Its gradient is scattered at once and adds up in shards (see fsdp.py). Not beside `tensor`.
+step    All parameters are gathered before the first micro-batch. Each device accumulates whole
+        gradients, which are scattered after the last micro-batch.
+layer   Each kernel and table is gathered where the model uses it, in the compute type, forward and
+        backward. Its gradient is scattered immediately and accumulates in shards (see
+        gpt2/ops/fsdp.py). This cannot be combined with `tensor`.
 
 Gradients cross the data axis once, after the last micro-batch.
 """
@@ -28,7 +30,7 @@ from gpt2.parallel.kernels import Terms, make_ops
 from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import describe_mesh, local_rows
 from gpt2.parallel.rules import Rules
-from gpt2.parallel.state import State, check_split, optimizer_specs
+from gpt2.parallel.state_sharding import State, check_split, optimizer_specs
 from gpt2.utils.platform import jit_is_off, platform_of
 from gpt2.utils.trees import Tree
 
@@ -47,13 +49,14 @@ class PjitBackend:
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._tensor = mesh.shape["tensor"]
-        # Formulas take whole parameters. Nor may the rules leave anything for layers: see below.
+        # The formulas, which run without jit, need whole parameters. It is also "step" if the rules
+        # leave no parameter to be gathered by layer, see below.
         self.gather_by = "step" if jit_is_off() else gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(rules.BATCH_AXES))
-        # Axes of size 1 are left out, since a collective over one is not always optimised away.
+        # Axes of size 1 are left out, because XLA does not always remove a collective over one.
         self._batch_axes = tuple(
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
         )
@@ -77,8 +80,8 @@ class PjitBackend:
         ]
         if self.mesh.shape["fsdp"] == 1 or not split:
             return _Leaf(compute)
-        found = rules.gathered_axis(tuple(names), self.mesh, self.rules)
-        if self.gather_by == "layer" and found is not None:
+        axis = rules.gathered_axis(tuple(names), self.mesh, self.rules)
+        if self.gather_by == "layer" and axis is not None:
             return _Leaf(reduced, split[0], by_layer=True)
         tensor = 1
         if "tensor" in jax.tree.leaves(reduced[split[0]]):
@@ -86,24 +89,18 @@ class PjitBackend:
         return _Leaf(compute, split[0], tensor=tensor)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Returns what a model computes with within `map_sum`."""
+        """Return the table of operations for a model whose loss runs within `map_sum`."""
         by_layer = self.gather_by == "layer"
-        return make_ops(
-            cfg,
-            self.mesh,
-            terms,
-            self.rules,
-            gathers_by_layer=by_layer,
-        )
+        return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
 
     @property
     def matrices(self) -> Matrices:
-        """Where optimizers compute whole matrices: each on one device."""
+        """How optimizers distribute whole matrices: each is computed by one device."""
         return Matrices(self.mesh, platform_of(self.mesh.devices.flat[0]))
 
     @property
     def layout(self) -> str:
-        """The backend, its mesh, what is split and when it is gathered, as text for people."""
+        """Description of the backend, its mesh, and when parameters are gathered, for the log."""
         strategy = self.rules.strategy
         parts = ["pjit", describe_mesh(self.mesh)]
         if strategy != "auto":
@@ -113,44 +110,41 @@ class PjitBackend:
         return ", ".join(parts)
 
     def state_shardings(self, state: State) -> State:
-        """Returns the sharding of every leaf of a state (of arrays or shapes)."""
+        """Return the sharding of every leaf of a state (of arrays or shapes)."""
         opt_state = optimizer_specs(
-            state.opt_state,
-            state.params,
-            self._optimizer,
-            self.mesh,
+            state.opt_state, state.params, self._optimizer, self.mesh
         )
-        whole = jax.tree.map(lambda _: PartitionSpec(), state)
-        specs = whole.replace(params=self._storage, opt_state=opt_state)
+        replicated = jax.tree.map(lambda _: PartitionSpec(), state)
+        specs = replicated.replace(params=self._storage, opt_state=opt_state)
         shardings = self._on_mesh(specs)
         jax.tree.map_with_path(check_split, state, shardings)
         return shardings
 
     def gradient_shardings(self, params: Tree) -> Tree:
-        """Returns how gradients of parameters are spread while micro-batches add up."""
+        """Return the shardings of gradients while those of micro-batches accumulate."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
     def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
-        """Returns `init_fn(key)`, each device computing only its own part of it."""
+        """Return `init_fn(key)`, with each device computing only its own shards."""
         shapes = jax.eval_shape(init_fn, key)
         shardings = self.state_shardings(shapes)
         return jax.jit(init_fn, out_shardings=shardings)(key)
 
     def local_rows(self, batch_size: int) -> slice:
-        """Returns which rows of a global batch this process has to provide."""
+        """Return the slice of rows of a global batch that this process provides."""
         return local_rows(self.batch_sharding, batch_size)
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
-        """Places this process's rows [B local, T] of a global batch on its devices."""
+        """Put this process's rows `[B local, T]` of a global batch on its devices."""
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)
         return jax.tree.map(put, batch)
 
     def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
-        """Returns the shape of what `put_batch` returns for arrays [B, T]."""
+        """Return the shape of what `put_batch` returns for arrays `[B, T]`."""
         return size, length
 
     def compile_train(self, step: Callable) -> Callable:
-        """Returns the jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+        """Return the jitted `(state, batch) -> (state, metrics)`; the state is donated."""
 
         def train_step(state, batch):
             state, metrics = step(state, batch, self._map_sum)
@@ -160,28 +154,28 @@ class PjitBackend:
         return jax.jit(train_step, donate_argnums=0)
 
     def compile_watch(self, step: Callable) -> Callable:
-        """Returns the jitted `(state, batch) -> norms`, whole on every device."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        """Return the jitted `(state, batch) -> norms`, replicated on every device."""
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         watch_step = partial(step, map_sum=self._map_sum)
-        return jax.jit(watch_step, out_shardings=whole)
+        return jax.jit(watch_step, out_shardings=replicated)
 
     def compile_eval(self, step: Callable) -> Callable:
-        """Returns the jitted `(params, batch) -> {name: (sum, count)}`."""
+        """Return the jitted `(params, batch) -> {name: (sum, count)}`."""
         map_sum = partial(self._map_sum, with_gradients=False)
         return jax.jit(partial(step, map_sum=map_sum))
 
     def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
-        """The `map_sum` of `gpt2.training.steps`: each device's rows, then one sum over devices.
+        """Return the `map_sum` of `gpt2.training.steps`: run on each device's rows, then sum.
 
-        What `tensor` splits stays with XLA's partitioner.
+        XLA's partitioner handles the axis `tensor`.
         """
         manual = rules.MESH_AXES if self._tensor == 1 else rules.BATCH_AXES
 
         def on_device(params, rows):
             if self._tensor > 1:
                 on_trace = partial(rules.on_trace, self.mesh)
-                spread = jax.tree.map(on_trace, self._compute)
-                params = jax.lax.with_sharding_constraint(params, spread)
+                shardings = jax.tree.map(on_trace, self._compute)
+                params = jax.lax.with_sharding_constraint(params, shardings)
             device = jax.lax.axis_index(rules.BATCH_AXES)
             sums, grads = function(params, rows, device)
             if with_gradients:
@@ -213,10 +207,10 @@ class PjitBackend:
         return mapped
 
     def _sum_gradients(self, grads: Tree) -> Tree:
-        """Adds up gradients over the devices that split the batch, and keeps what is stored here.
+        """Sum gradients over the devices that split the batch; return the part stored here.
 
-        The collectives are explicit. XLA's partitioner would reduce whole gradients and drop what a
-        device does not store, although a reduce-scatter moves half the bytes.
+        The collectives are explicit. XLA's partitioner would all-reduce whole gradients and drop
+        what a device does not store, although a reduce-scatter moves half the bytes.
         """
         leaves = self._leaves
 
@@ -225,8 +219,8 @@ class PjitBackend:
 
         if self._tensor == 1:
             return sum_all(grads)
-        specs = jax.tree.map(_Leaf.apart_spec, leaves, self._compute)
-        sum_apart = jax.shard_map(  # so that each device sums its own part
+        specs = jax.tree.map(_Leaf.separated_spec, leaves, self._compute)
+        sum_separated = jax.shard_map(  # each device sums only its part over `tensor`
             sum_all,
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=(specs,),
@@ -234,14 +228,14 @@ class PjitBackend:
             axis_names={"tensor"},
             check_vma=False,
         )
-        apart = jax.tree.map(_Leaf.set_apart, leaves, grads)
-        return sum_apart(apart)
+        separated = jax.tree.map(_Leaf.separate_tensor, leaves, grads)
+        return sum_separated(separated)
 
     def _sum_gradient(self, leaf: "_Leaf", grad: Array) -> Array:
         if leaf.dim < 0:
             return jax.lax.psum(grad, self._batch_axes)
         if not leaf.by_layer:
-            shards = Shards(leaf.dim_apart, rules.fsdp_stages(self.mesh))
+            shards = Shards(leaf.separated_dim, rules.fsdp_stages(self.mesh))
             grad = shards.scatter(grad)
         if "data" in self._batch_axes:
             return jax.lax.psum(grad, "data")
@@ -253,14 +247,14 @@ class PjitBackend:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """How a parameter comes to the devices of a step, and its gradient from them.
+    """How a parameter enters the `shard_map` of a step, and how its gradient leaves it.
 
     Attributes:
-        spec: of the parameter when the step begins to use it.
-        dim: the axis that `fsdp` splits in the optimizer's state and in the sum of gradients; -1:
-            none.
-        by_layer: whether devices are given shards of it.
-        tensor: into how many parts `tensor` splits the axis `dim` of its sum, outside of `fsdp`.
+        spec: sharding of the parameter when the step begins.
+        dim: the axis that `fsdp` splits in the optimizer's state and in the summed gradient, or -1
+            if it splits none.
+        by_layer: whether devices receive shards of the parameter, to be gathered by layer.
+        tensor: the number of parts into which `tensor` splits the axis `dim` before `fsdp` does.
     """
 
     spec: PartitionSpec
@@ -269,32 +263,32 @@ class _Leaf:
     tensor: int = 1
 
     def in_spec(self) -> PartitionSpec:
-        """Returns the axes of the batch that split what a device is given."""
+        """Return how `fsdp` splits the parameter that enters the `shard_map`."""
         if not self.by_layer:
             return PartitionSpec()
         return PartitionSpec(*[None] * self.dim, "fsdp")
 
     def out_spec(self) -> PartitionSpec:
-        """Returns the axes of the batch that split the sum of gradients."""
+        """Return how `fsdp` splits the summed gradient that leaves the `shard_map`."""
         if self.dim < 0:
             return PartitionSpec()
-        return PartitionSpec(*[None] * self.dim_apart, "fsdp")
+        return PartitionSpec(*[None] * self.separated_dim, "fsdp")
 
     @property
-    def dim_apart(self) -> int:
-        """The axis `dim` of what `set_apart` returns."""
+    def separated_dim(self) -> int:
+        """The index of the axis `dim` in what `separate_tensor` returns."""
         return self.dim + (self.tensor > 1)
 
-    def set_apart(self, grad: Array) -> Array:
-        """Returns a gradient with an axis of its own for what `tensor` splits beside `fsdp`."""
+    def separate_tensor(self, grad: Array) -> Array:
+        """Reshape a gradient so that `tensor` and `fsdp` split two axes instead of one."""
         if self.tensor == 1:
             return grad
         before = grad.shape[: self.dim]
         after = grad.shape[self.dim + 1 :]
         return grad.reshape(*before, self.tensor, -1, *after)
 
-    def apart_spec(self, compute: PartitionSpec) -> PartitionSpec:
-        """Returns how `tensor` splits what `set_apart` has returned."""
+    def separated_spec(self, compute: PartitionSpec) -> PartitionSpec:
+        """Return how `tensor` splits what `separate_tensor` returns."""
         if self.tensor == 1:
             return compute
         before = compute[: self.dim + 1]

@@ -1,8 +1,8 @@
 """The pmap backend: explicit data parallelism, one replica of the state per device.
 
-Every device runs the step on its own rows. After all micro-batches, `lax.psum` over a named axis
-adds up gradients and counts. The state has no device axis (`in_axes=(None, 0)`), so state and
-checkpoints are those of the pjit backend.
+Every device runs the step on its own rows. After the last micro-batch, `lax.psum` over a named axis
+sums gradients and counts. The state has no device axis (`in_axes=(None, 0)`), so states and
+checkpoints have the format of the pjit backend.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from gpt2.ops import Ops
 from gpt2.parallel.kernels import Terms, make_ops
 from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import describe_mesh, local_rows
-from gpt2.parallel.state import State
+from gpt2.parallel.state_sharding import State
 from gpt2.utils.platform import platform_of
 from gpt2.utils.trees import Tree
 
@@ -32,38 +32,38 @@ class PmapBackend:
         self.num_shards = len(devices)
         self._devices = devices
         self.batch_sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        self._whole = NamedSharding(self.mesh, PartitionSpec())
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Returns what a model computes with on one device."""
+        """Return the table of operations for a model on one device."""
         return make_ops(cfg, self.mesh, terms)
 
     @property
     def matrices(self) -> Matrices:
-        """Where optimizers compute whole matrices: every device all of them."""
+        """How optimizers distribute whole matrices: they do not, each device computes all."""
         return Matrices(None, platform_of(self._devices[0]))
 
     @property
     def layout(self) -> str:
-        """The backend and its mesh, as text for people."""
+        """Description of the backend and its mesh, for the log."""
         return f"pmap, {describe_mesh(self.mesh)}"
 
     def state_shardings(self, state: State) -> State:
-        """Returns the sharding of every leaf of a state: whole on every device."""
-        return jax.tree.map(lambda _: self._whole, state)
+        """Return the sharding of every leaf of a state: replicated."""
+        return jax.tree.map(lambda _: self._replicated, state)
 
     gradient_shardings = state_shardings
 
     def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
-        """Returns `init_fn(key)`, computed by every device for itself."""
-        return jax.jit(init_fn, out_shardings=self._whole)(key)
+        """Return `init_fn(key)`, which every device computes on its own."""
+        return jax.jit(init_fn, out_shardings=self._replicated)(key)
 
     def local_rows(self, batch_size: int) -> slice:
-        """Returns which rows of a global batch this process has to provide."""
+        """Return the slice of rows of a global batch that this process provides."""
         return local_rows(self.batch_sharding, batch_size)
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
-        """Places this process's rows [B local, T] as [devices, B / devices, T]."""
+        """Put this process's rows `[B local, T]` on its devices, as `[devices, B / devices, T]`."""
         num_local = len(self.mesh.local_devices)
         return {
             name: jax.make_array_from_process_local_data(
@@ -73,15 +73,15 @@ class PmapBackend:
         }
 
     def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
-        """Returns the shape of what `put_batch` returns for arrays [B, T]."""
+        """Return the shape of what `put_batch` returns for arrays `[B, T]`."""
         return self.num_shards, size // self.num_shards, length
 
     def compile_train(self, step: Callable) -> Callable:
-        """Returns the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
+        """Return the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
         return self.compile_eval(step, donate_argnums=0)
 
     def compile_eval(self, step: Callable, **options: Tree) -> Callable:
-        """Returns the pmapped `(params, batch) -> sums and counts`, which all devices have."""
+        """Return the pmapped `(params, batch) -> sums and counts`, replicated on every device."""
 
         def on_device(state, batch):
             return step(state, batch, _map_sum)
@@ -99,7 +99,7 @@ class PmapBackend:
 
 
 def _map_sum(function: Callable) -> Callable:
-    """The `map_sum` of `gpt2.training.steps`: this device's rows, then one sum over the axis."""
+    """Return the `map_sum` of `gpt2.training.steps`: run on this device's rows, then sum."""
 
     def mapped(params, batch):
         device = jax.lax.axis_index(AXIS)

@@ -1,9 +1,10 @@
-"""From logical axes to mesh axes: the tables that say how everything is spread.
+"""Map logical axes of arrays to axes of the mesh.
 
 The model names the axes of its parameters and activations by meaning (`embed`, `mlp`, `heads`,
-`vocab`, ...). `Rules` map those names to mesh axes, as `parallel.rules.` and `parallel.strategy`
-say: for parameters between steps (`storage`), for optimizer state, for parameters inside a step
-(`compute`), and for activations. FSDP is the difference between `storage` and `compute`.
+`vocab`, ...). `Rules` map those names to mesh axes, according to the options `parallel.rules` and
+`parallel.strategy`. There is one table for parameters between steps (`storage`), one for optimizer
+state, one for parameters inside a step (`compute`), and one for activations. FSDP is the difference
+between `storage` and `compute`.
 """
 
 import dataclasses
@@ -21,14 +22,14 @@ from gpt2.utils.trees import Tree
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Axes that count tensors of equal shapes.
-COUNTING = {"layers", "experts"}
+# Axes that stack tensors of equal shapes.
+STACKING = {"layers", "experts"}
 
-# Axes of parameters that nothing splits: too short, or one index for each kernel.
+# Axes of parameters that are never split, because they are short or stack different kernels.
 WHOLE = ("layers", "qkv", "head_size", "mix")
 
-# Axes that `fsdp` may gather by layer. Kernels and tables are cut along them so that a shard is
-# what a product or a lookup can take (gpt2/ops/linear.py, fsdp.py).
+# Axes that `fsdp` may gather by layer. Products and lookups support shards that are split along
+# these axes (gpt2/ops/fsdp.py).
 GATHERED_BY_LAYER = ("embed", "table")
 
 Table = Mapping[str, tuple[str, ...]]
@@ -36,15 +37,15 @@ Table = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Logical axis -> mesh axes that split it, outermost first.
+    """Tables from logical axes to the mesh axes that split them, outermost first.
 
     Attributes:
-        strategy: of `parallel.strategy`, which they carry out.
-        storage: of parameters between steps.
-        optimizer: of the optimizer's state, which has the axes of its parameters.
-        compute: of parameters inside a step: as stored, gathered over `fsdp`.
-        activations: of activations, and of the output head, whose rows are padded to a number that
-            divides. The model sees the batch of one device (see pjit.py).
+        strategy: the value of `parallel.strategy` that the tables implement.
+        storage: for parameters between steps.
+        optimizer: for the optimizer's state, which has the axes of its parameters.
+        compute: for parameters inside a step: as stored, but gathered over `fsdp`.
+        activations: for activations, and for the output head, whose rows are padded so that they
+            divide. The batch is not split, because the model runs on the rows of one device.
     """
 
     strategy: str
@@ -55,7 +56,7 @@ class Rules:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> "Rules":
-        """Returns the rules that the options ask for."""
+        """Return the rules for the options of `parallel`."""
         table: dict[str, tuple[str, ...]] = dict.fromkeys(WHOLE, ())
         for field in dataclasses.fields(RulesConfig):
             table[field.name] = parallel.rules.axes(field.name)
@@ -73,25 +74,20 @@ class Rules:
 
     @classmethod
     def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
-        """Returns the rules of any model whose parameters are stored as a table says."""
-        compute = {
-            name: tuple(a for a in axes if a != "fsdp") for name, axes in table.items()
-        }
+        """Return the rules for any model, from the table of its optimizer's state."""
+        compute = {}
+        for name, axes in table.items():
+            compute[name] = tuple(axis for axis in axes if axis != "fsdp")
         storage = compute if strategy == "zero1" else table
-        return cls(
-            strategy,
-            storage,
-            table,
-            compute,
-            activations=compute,
-        )
+        return cls(strategy, storage, table, compute, activations=compute)
 
 
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
-    """Returns the mesh axes of an array whose axes are called `names`.
+    """Return the mesh axes that split an array whose logical axes are `names`.
 
-    A mesh axis splits the first that asks for it, as Flax's rules have it: experts before the
-    hidden units of each. A name that the table lacks belongs to `parallel.rules`, or to `WHOLE`.
+    As in Flax, a mesh axis splits only the first logical axis that is mapped to it: experts before
+    the hidden units of each expert. If this raises KeyError for a name of your own, add the name to
+    `parallel.rules`, or to `WHOLE`.
     """
     taken = set[str]()
     entries = []
@@ -103,25 +99,25 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 
 
 def specs(logical_axes: Tree, table: Table) -> Tree:
-    """Maps a tree of logical axes (names in a PartitionSpec) to mesh axes, each by its rule."""
+    """Map a tree of logical axes (names in a PartitionSpec) to mesh axes, by a table of rules."""
     return jax.tree.map(lambda names: spec(tuple(names), table), logical_axes)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
-    """Returns the number of devices along `fsdp`, in factors: see `Shards`."""
+    """Return factors of the number of devices along `fsdp`, as `Shards.stages`."""
     return torus_sides(mesh.devices[0, :, 0])
 
 
 def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | None:
-    """Returns which axis of a parameter is gathered over `fsdp` where a layer uses it, or None.
+    """Return the axis along which a parameter is gathered by layer, or None.
 
-    It is that of every kernel and table, unless rules cut them along an axis for which no operation
-    takes shards, or split them over `tensor` too. Vectors are too small to be worth it.
+    Every kernel and table has one, unless rules split it along an axis whose shards no operation
+    supports, or the mesh has `tensor` too. Vectors are too small to be worth it.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
         return None
-    is_vector = len(set(names) - COUNTING) < 2
+    is_vector = len(set(names) - STACKING) < 2
     axis = split[0]
     if is_vector or names[axis] not in GATHERED_BY_LAYER:
         return None
@@ -135,7 +131,7 @@ def find_shards(
     rules: Rules,
     forget: bool,
 ) -> Shards | None:
-    """Returns how devices hold a parameter whose axes have these names; None: whole."""
+    """Return how a parameter with these logical axes is sharded by layer; None if it is whole."""
     axis = gathered_axis(names, mesh, rules)
     if axis is None:
         return None
@@ -148,7 +144,7 @@ def constrain(
     mesh: Mesh,
     rules: Rules,
 ) -> Array:
-    """Spreads an activation by the names of its last axes, where `tensor` splits some."""
+    """Shard an activation over `tensor`, by the logical names of its last axes."""
     wanted = spec(names, rules.activations)
     others = [None] * (x.ndim - len(names))
     return jax.lax.with_sharding_constraint(
@@ -157,19 +153,22 @@ def constrain(
 
 
 def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """Returns the sharding of an array in the current trace, which may be that of one device."""
+    """Return the sharding of an array in the current trace.
+
+    Inside a `shard_map`, JAX requires the abstract mesh of that trace.
+    """
     abstract = jax.sharding.get_abstract_mesh()
     return NamedSharding(mesh if abstract.empty else abstract, spec)
 
 
-# The axes of queries, keys, values and the result of attention.
+# Logical axes of queries, keys, values and the result of attention.
 _HEADS = ("batch", "length", "heads", "head_size")
 
 
 def map_devices(kernel: Callable, *, mesh: Mesh, rules: Rules) -> Callable:
-    """Returns `kernel(q, k, v, segments)`, made to run on each device's heads.
+    """Return `kernel(q, k, v, segments)` that runs on each device's own heads.
 
-    It is for kernels that XLA cannot split.
+    XLA's partitioner cannot split kernels such as cuDNN's.
     """
     heads = spec(_HEADS, rules.activations)
     segments = spec(_HEADS[:2], rules.activations)

@@ -1,4 +1,4 @@
-"""FSDP by layer: a table of operations on parameters of which each device holds a shard."""
+"""FSDP by layer: the table of operations for parameters of which each device holds a shard."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from gpt2.ops.fsdp import Shard, Shards, gather, gathering, look_up
 from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.trees import Tree
 
-# How devices hold a parameter; None: whole.
+# Returns how a parameter with these logical axes is sharded, or None if it is whole.
 ShardsFor = Callable[[Names], Shards | None]
 
 
-def by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
-    """Returns a table for parameters that are gathered where they are used (gpt2/ops/fsdp.py)."""
+def gather_by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
+    """Return a table whose operations gather sharded parameters (gpt2/ops/fsdp.py)."""
 
     def add_rows(x, table):
         return ops.add_rows(x, gather(table, x.dtype))
@@ -57,17 +57,21 @@ def shard_param(
     *,
     shards_for: ShardsFor,
 ) -> Array | Shard:
-    """Reads a parameter as `plain.param` does: a `Shard` of it where `shards_for` gives some."""
+    """Read a parameter as `plain.param` does; return a `Shard` if `shards_for` splits it.
+
+    Inside a `shard_map`, Flax has to expect the shape of the shard.
+    """
     shards = shards_for(axes)
-    held = shards.shard_shape(shape) if shards else shape
-    array = plain.param(module, name, init, held, axes)
+    local_shape = shards.shard_shape(shape) if shards else shape
+    array = plain.param(module, name, init, local_shape, axes)
     return Shard(array, shards) if shards else array
 
 
 def isolate(loss: Callable) -> Callable:
-    """Returns a loss that gathers shards for its own micro-batch, and not once for all.
+    """Return a loss that gathers shards for its own micro-batch.
 
-    Its arguments are positional.
+    Without the barrier, XLA would gather them once for all micro-batches, and store them. The
+    arguments of the loss are positional.
     """
 
     def isolated(params: Tree, micro_batch: Tree, *others: Array | None):

@@ -1,9 +1,9 @@
-"""metrics.jsonl, the record of a run: one JSON object per logged step, in order, each step once.
+"""metrics.jsonl: one JSON object per logged step, in order, each step once.
 
-That holds after a kill and a resume, too. NaN or Inf is `null`, because JSON cannot express it.
+This also holds after a kill and a resume. NaN and Inf are written as `null`, because JSON has
+neither.
 """
 
-import contextlib
 import errno
 import json
 import math
@@ -11,20 +11,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpt2.errors import warn
 from gpt2.telemetry.writers import Metrics, Writer
 
 
 class MetricsFile(Writer):
-    """Writes metrics.jsonl. The values of one step make one line, even if several calls add them.
+    """A writer of metrics.jsonl, which collects all values of a step in one line.
 
-    A line goes to disk when a later step begins, or at `flush`. Where the disk is full, an OSError,
-    lines wait. Lines after `resume_step`, which a continued run produces again, are dropped, and
-    torn ones.
+    A line is written when a later step begins, or at `flush`. If the disk is full, this raises
+    OSError and retains the lines for the next attempt. On opening, lines after `resume_step`, which
+    a continued run will produce again, are dropped, and so are lines that a kill has cut off.
     """
 
+    name = "metrics.jsonl"
+
     def __init__(self, path: Path, resume_step: int = 0):
-        self._newest: float = 0  # step, on disk or waiting
-        self._end = 0  # byte
+        self._newest: float = 0  # newest step, on disk or waiting
+        self._end = 0  # offset in the file, in bytes
         for end, record in _read(path):
             if record["step"] <= resume_step:
                 self._newest = record["step"]
@@ -35,7 +38,7 @@ class MetricsFile(Writer):
         os.truncate(self._file, self._end)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Adds numbers by name to the line of `step`, which is the newest one or a new one."""
+        """Add values by name to the line of `step`, which must not be older than the newest."""
         if step > self._newest:
             self._newest = step
             self._waiting.append({"step": step})
@@ -47,19 +50,19 @@ class MetricsFile(Writer):
         self._commit(step - 1)
 
     def flush(self, step: int) -> None:
-        """Writes all values up to `step` to the disk itself: every checkpoint has its metrics."""
+        """Write all values up to `step` and sync them, as is done before a checkpoint."""
         self._commit(step)
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Writes what is left and closes the file."""
+        """Write the remaining lines and close the file."""
         try:
             self._commit(math.inf)
         finally:
             os.close(self._file)
 
     def _commit(self, last: float) -> None:
-        """Writes records up to a step in one call: only a kill inside it could tear a line."""
+        """Write records up to a step in one call, so that only a kill inside it can cut a line."""
         records = [record for record in self._waiting if record["step"] <= last]
         if not records:
             return
@@ -80,18 +83,43 @@ def _to_line(record: Metrics) -> bytes:
 
 
 def read_metrics(path: Path | str) -> list[dict]:
-    """Returns one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
+    """Return one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
     return [record for _, record in _read(Path(path))]
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yields the end and the record of each line, oldest first; a torn or bad one is skipped."""
+    """Yield the end offset and the record of each line, oldest first.
+
+    A line that a kill has cut off is skipped. So are other lines that are no records, and one
+    warning reports them.
+    """
     if not path.exists():
         return
     end = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    bad_lines = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         end += len(line)
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if line.endswith(b"\n"):
-                yield end, record
+        record = _parse(line)
+        if record is not None and line.endswith(b"\n"):
+            yield end, record
+        elif record is None and line.endswith(b"\n"):
+            bad_lines.append(number)
+    if bad_lines:
+        warn(
+            f"{path}: {len(bad_lines)} lines are not records of metrics and are skipped, "
+            f"the first is line {bad_lines[0]}"
+        )
+
+
+def _parse(line: bytes) -> dict | None:
+    """Return the record of a line, or None if it is not an object of numbers with a step."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):  # deeply nested JSON exhausts the stack
+        return None
+    if not isinstance(record, dict) or record.get("step") is None:
+        return None
+    for value in record.values():
+        if not (value is None or isinstance(value, int | float)):
+            return None
+    return record

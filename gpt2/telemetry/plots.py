@@ -1,4 +1,4 @@
-"""The curves of a run, readable at a glance: loss.png."""
+"""Plot the losses of a run: loss.png."""
 
 from pathlib import Path
 
@@ -10,9 +10,10 @@ from gpt2.utils.stores import place_of
 
 
 def plot_losses(workdir: Path, reference: str = "") -> None:
-    """Draws loss.png: validation, training (faint) and its mean.
+    """Write loss.png: validation losses, training losses (faint) and their rolling mean.
 
-    The published losses of `reference` lie at the steps by which the run has read as many tokens.
+    The published losses of `reference` are plotted at the steps at which the run has read the same
+    number of tokens.
     """
     import pandas as pd
     from matplotlib.figure import Figure  # without pyplot: no windows, no global state
@@ -40,32 +41,22 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         best = validation.min()
         newest = validation.iloc[-1]
         label = f"validation {newest:.3f} (best {best:.3f})"
-        axes.plot(
-            validation,
-            color="C3",
-            marker=".",
-            label=label,
-        )
-    axes.set_xlim(axes.get_xlim())  # of the run, whatever is published
+        axes.plot(validation, color="C3", marker=".", label=label)
+    axes.set_xlim(axes.get_xlim())  # published losses may not widen the run's range
 
+    # Steps are interpolated from tokens, from 0 on, and extrapolated in proportion beyond the run.
     tokens = losses["tokens"].dropna()
-    # From nothing on, and beyond the run in proportion.
-    known = [0, *tokens, 1e6 * tokens.iloc[-1]]
-    at = [0, *tokens.index, 1e6 * tokens.index[-1]]
+    known_tokens = [0, *tokens, 1e6 * tokens.iloc[-1]]
+    known_steps = [0, *tokens.index, 1e6 * tokens.index[-1]]
     axes.set_prop_cycle(color=["0.25", "0.5", "0.65", "0.8"])
     for name, points in read_reference(reference).items():
-        published, level = points.T
-        if np.isnan(published).all():
+        published_tokens, level = points.T
+        if np.isnan(published_tokens).all():
             axes.axhline(level[0], color="0.4", label=f"{name} {level[0]:.3f}")
         else:
-            steps = np.interp(published, known, at)
-            axes.plot(
-                steps,
-                level,
-                marker=".",
-                label=name,
-            )
-    # Without the first values, before the model knows which tokens are frequent.
+            steps = np.interp(published_tokens, known_tokens, known_steps)
+            axes.plot(steps, level, marker=".", label=name)
+    # The first values, before the model knows which tokens are frequent, would hide the rest.
     first = len(train) // 20
     shown = [*train.iloc[first:], *validation]
     span = max(shown) - min(shown) + 0.1

@@ -1,4 +1,4 @@
-"""What a person sees within the loop: a line for each line of metrics."""
+"""The lines that a run prints while it trains: one for each line of metrics."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from gpt2.errors import log
 from gpt2.telemetry.writers import Metrics, Writer
 from gpt2.utils.text import format_count, format_duration
 
-# How each metric reads in a line, in this order. A line fits 80 columns, without MFU.
+# The metrics of a line in their order, and their formats. A line without MFU fits 80 columns.
 _SHOWN = {
     "train/loss": lambda value: f"loss {value:.4f}",
     "train/learning_rate": lambda value: f"lr {value:.1e}",
@@ -22,11 +22,13 @@ _SHOWN = {
 
 
 class Progress(Writer):
-    """Prints metrics as lines. What a screen cannot show is lost.
+    """A writer that prints the metrics of a step as one line.
 
-    `work` of so many steps takes the time. Of other metrics a line has those that `names` has:
-    NAME is `train/NAME` and `eval/NAME`.
+    `names` lists further metrics to print: NAME means `train/NAME` and `eval/NAME`. `work` returns
+    the work of the first n steps, in any unit, from which the remaining time is estimated.
     """
+
+    name = "standard output"
 
     def __init__(
         self,
@@ -42,13 +44,13 @@ class Progress(Writer):
         self._names = set(names)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Shows the metrics of a step, which are named as in metrics.jsonl."""
+        """Print the metrics of a step, which have the names of metrics.jsonl."""
         shown = list[str]()
         for name, text in _SHOWN.items():
             if name in metrics:
                 shown.append(text(metrics[name]))
         is_validation = any(name.startswith("eval/") for name in metrics)
-        is_tasks = is_validation and not shown  # whose names are their own
+        is_tasks = is_validation and not shown  # scored tasks, all of which are printed
         for name, value in metrics.items():
             short = name.partition("/")[2] or name
             if is_tasks or self._names & {name, short}:
@@ -58,9 +60,8 @@ class Progress(Writer):
         if step > self._start and not is_validation:
             now = self._work(step)
             done = now - self._work(self._start)
-            rest = self._work(self._total) - now
+            remaining = self._work(self._total) - now
             seconds = time.perf_counter() - self._began
-            left = seconds / done * rest
-            shown.append(f"{format_duration(left)} left")
+            shown.append(f"{format_duration(seconds / done * remaining)} left")
         number = f"{step:>{len(str(self._total))}}"
         log("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)

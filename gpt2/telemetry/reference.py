@@ -1,4 +1,4 @@
-"""Published losses to hold a run against: those of configs/reference/, or a file of one's own."""
+"""Published losses to compare a run with, from configs/reference/ or from a user's file."""
 
 from pathlib import Path
 
@@ -6,20 +6,20 @@ import numpy as np
 
 from gpt2.utils.files import reading
 
-PLACE = Path(__file__).parents[2] / "configs" / "reference"
+REFERENCES = Path(__file__).parents[2] / "configs" / "reference"
 
 
 def read_reference(name: str) -> dict[str, np.ndarray]:
-    """Returns points `[N, 2]`, tokens (ascending) and loss, by the name of their curve.
+    """Return curves by name: points `[N, 2]` of tokens, ascending, and loss in nats per token.
 
-    `name` is that of a file in configs/reference/, or a path. A loss whose tokens are unknown (nan)
-    is a level, such as that of OpenAI's weights. No name gives no curves.
+    `name` is the name of a file in configs/reference/, or a path; an empty name returns no curves.
+    A loss whose tokens are unknown (nan) is a level, such as that of OpenAI's weights.
     """
     if not name:
         return {}
     import pandas as pd
 
-    published = PLACE / f"{name}.csv"
+    published = REFERENCES / f"{name}.csv"
     path = published if published.is_file() else Path(name)
     with reading(name, "Name one of configs/reference/, or a table of tokens,loss"):
         table = pd.read_csv(path, comment="#")

@@ -1,4 +1,4 @@
-"""Reports the metrics of training steps, one step late, to files and to the screen."""
+"""Report the metrics of training steps, one step late, to files and to the screen."""
 
 import faulthandler
 import math
@@ -19,8 +19,9 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
-# Metrics of the loss are means since the last line; these are of its step.
-_OF_A_STEP = {
+# A log line has the values of its own step for these metrics, and means since the previous line for
+# all others.
+_SINGLE_STEP = {
     "train/grad_norm",
     "train/learning_rate",
     "train/skipped_steps",
@@ -31,7 +32,7 @@ _OF_A_STEP = {
 class Reporter(AbstractContextManager):
     """Fetches the metrics of each step while the next one runs, so that no device waits for them.
 
-    Each scalar is logged under its name, every `log_every` steps, at the first and at the last.
+    They are logged under their names every `log_every` steps, at the first step and at the last.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Reporter(AbstractContextManager):
         self._writers = writers
         self._clock = clock
         self._options = options
-        # A step, its metrics, its tensors' norms.
-        self._late: tuple[int, Scalars, Scalars | None] | None = None
-        self._taken = list[dict[str, float]]()  # metrics of steps since the last line
+        # The newest step, its metrics, and the norms of its tensors.
+        self._pending: tuple[int, Scalars, Scalars | None] | None = None
+        self._unlogged = list[
+            dict[str, float]
+        ]()  # metrics of steps since the last line
         self._warned = set[Writer]()
 
     @classmethod
@@ -56,7 +59,7 @@ class Reporter(AbstractContextManager):
         workdir: Path,
         start: int,
     ) -> "Reporter":
-        """Returns what reports a run to its files and the screen, in the first process alone."""
+        """Return the reporter of a run. Only process 0 writes files and prints lines."""
         train = config.train
         logging = config.logging
         writers: list[Writer] = [Watchdog(clock, train.hang_seconds)]
@@ -68,14 +71,8 @@ class Reporter(AbstractContextManager):
                 writers.append(EventFile(events, start))
             if logging.wandb:
                 writers.append(Wandb(workdir, config))
-            screen = logging.screen.split(",")
-            progress = Progress(
-                train.num_steps,
-                start,
-                clock.flops,
-                screen,
-            )
-            writers.append(progress)
+            names = logging.screen.split(",")
+            writers.append(Progress(train.num_steps, start, clock.flops, names))
         return cls(writers, clock, train)
 
     def step(
@@ -84,38 +81,40 @@ class Reporter(AbstractContextManager):
         metrics: Scalars,
         norms: Scalars | None = None,
     ) -> None:
-        """Takes what a step just dispatched will give, and reports the step before.
+        """Report the previous step, and hold the metrics of the step that was just dispatched.
 
-        `norms` are those of tensors, by name, if the step is watched.
+        `norms` are the norms of tensors by name, for a norm-logging step.
         """
         self.catch_up()
-        self._late = step, metrics, norms
+        self._pending = step, metrics, norms
 
     def catch_up(self) -> None:
-        """Waits for the newest step and reports it; a DivergedError if it holds NaN or Inf."""
-        if self._late is None:
+        """Wait for the newest step and report it. Raise DivergedError if it holds NaN or Inf."""
+        if self._pending is None:
             return
-        step, metrics, norms = self._late
-        self._late = None
+        step, metrics, norms = self._pending
+        self._pending = None
         values = _fetch(metrics)
-        if norms is not None:  # of a step that diverges too
+        if (
+            norms is not None
+        ):  # written first, because they help if the step has diverged
             self.write(step, _fetch(norms))
-        self._judge(step, values)
+        self._check(step, values)
         self._clock.count_step(step)
-        self._each(lambda writer: writer.step(step))
+        self._call_writers(lambda writer: writer.step(step))
         is_due = step % self._options.log_every == 0
         if is_due or step in (1, self._options.num_steps):
-            # NaN if all steps since the last line are skipped.
-            taken = self._taken or [dict.fromkeys(values, math.nan)]
-            for name in values.keys() - _OF_A_STEP:
-                values[name] = statistics.fmean(each[name] for each in taken)
-            self._taken.clear()
+            # The means are NaN if all steps since the last line were skipped.
+            steps = self._unlogged or [dict.fromkeys(values, math.nan)]
+            for name in values.keys() - _SINGLE_STEP:
+                values[name] = statistics.fmean(metrics[name] for metrics in steps)
+            self._unlogged.clear()
             values["tokens"] = self._clock.tokens(step)
             values |= self._clock.read() | _peak_memory()
             self.write(step, values)
 
-    def _judge(self, step: int, values: dict[str, float]) -> None:
-        """Raises if a step ends the run, tells of one that is skipped, or keeps its metrics."""
+    def _check(self, step: int, values: dict[str, float]) -> None:
+        """Collect the metrics of a step; log a skipped step; raise DivergedError for a bad one."""
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -124,32 +123,34 @@ class Reporter(AbstractContextManager):
             what = "the gradients are" if math.isfinite(loss) else "the loss is"
             raise DivergedError(step, what, before=True)
         if not bad_in_a_row:
-            self._taken.append(dict(values))
+            self._unlogged.append(dict(values))
             return
         if jax.process_index() == 0:
-            told = f"its loss {loss:.4g}, gradient norm {grad_norm:.4g}"
-            log(f"step {step} is skipped: {told}", sys.stdout)
+            log(
+                f"step {step} is skipped: loss {loss:.4g}, gradient norm {grad_norm:.4g}",
+                sys.stdout,
+            )
 
     def write(self, step: int, values: Metrics) -> None:
-        """Hands metrics to every writer."""
-        self._each(lambda writer: writer.write(step, values))
+        """Pass metrics to every writer."""
+        self._call_writers(lambda writer: writer.write(step, values))
 
     def flush(self, step: int) -> None:
-        """Puts all metrics on disk: before a checkpoint."""
-        self._each(lambda writer: writer.flush(step))
+        """Write all metrics to disk, as is done before a checkpoint."""
+        self._call_writers(lambda writer: writer.flush(step))
 
-    def _each(self, use: Callable[[Writer], None]) -> None:
-        """Uses every writer. What cannot be written is told once."""
+    def _call_writers(self, call: Callable[[Writer], None]) -> None:
+        """Call every writer. A writer that fails is reported once, and does not end the run."""
         for writer in self._writers:
             try:
-                use(writer)
+                call(writer)
             except OSError as error:
                 if writer not in self._warned:
-                    warn(f"{type(writer).__name__}: {error.strerror}; the run goes on")
+                    warn(f"{writer.name} cannot be written: {error.strerror}")
                 self._warned.add(writer)
 
     def __exit__(self, *exception: object) -> None:
-        self._each(lambda writer: writer.close())
+        self._call_writers(lambda writer: writer.close())
 
 
 def _fetch(scalars: Scalars) -> dict[str, float]:
@@ -157,23 +158,26 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Returns the most bytes that a local device has held; CPUs do not tell."""
+    """Return the peak memory of a local device in bytes; CPUs do not report it."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    peak = max(each.get("peak_bytes_in_use", 0) for each in stats)
+    peak = max(device.get("peak_bytes_in_use", 0) for device in stats)
     if not peak:
         return {}
     return {"perf/peak_memory_bytes": float(peak)}
 
 
 class Watchdog(Writer):
-    """Ends a process whose steps stop coming, with the stacks of its threads.
+    """Ends a process that no longer completes steps, and prints the stacks of its threads.
 
-    A step may take `least_seconds` (0: any time) and ten times as long as those just before. Time
-    in which the process was stopped does not count: a thread counts its looks.
+    A step may take `least_seconds` (0 turns the watchdog off), or ten times as long as recent
+    steps. A thread counts its own pauses instead of reading a clock, so time in which the process
+    was suspended does not count.
     """
 
     EXIT_CODE = 4
-    FIRST_SECONDS = 1800.0  # before the first step, while other processes may compile
+    FIRST_SECONDS = (
+        1800.0  # limit of the first step, while other processes may still compile
+    )
 
     def __init__(
         self,
@@ -192,24 +196,28 @@ class Watchdog(Writer):
             thread.start()
 
     def step(self, step: int) -> None:
-        """Hears that a step came."""
-        # One that seems short, since the host was late, is no measure of the next.
+        """Note that a step is done."""
+        # A step may seem short because the host was late, so the limit falls slowly.
         self._allowed = max(10 * self._quiet, 0.9 * self._allowed)
         self._quiet = 0.0
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._closed.set()
 
     def _watch(self) -> None:
         pause = min(5.0, self._least / 10)
         while not self._closed.wait(pause):
-            if self._clock.current in ("step", "data wait"):  # where steps should end
+            # Only in these phases should steps be completed.
+            if self._clock.current in ("step", "data wait"):
                 self._quiet += pause
             allowed = self._allowed
             if math.isnan(allowed):
                 allowed = self.FIRST_SECONDS
             if self._quiet > max(self._least, allowed):
                 faulthandler.dump_traceback(sys.stderr)
-                told = "error: the run hangs: no step came in time; the same command continues"
-                return self._end(told, self.EXIT_CODE)
+                message = (
+                    "error: The run hangs: no step was completed in time. "
+                    "Run the same command again to continue."
+                )
+                return self._end(message, self.EXIT_CODE)

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens per second, MFU, and where time goes."""
+"""Measure the speed of a run: tokens per second, MFU, and the time spent in each phase."""
 
 import contextlib
 import time
@@ -16,11 +16,15 @@ from gpt2.utils.text import format_duration
 
 
 class StepClock:
-    """Measures steps, and the share of this process's time that each phase takes.
+    """Measures steps, and the fraction of this process's time that each phase takes.
 
-    Time is charged to the innermost open phase, or to `start and end`. Devices run behind the host:
-    wait for the last step before opening a validation or checkpoint. `tokens` and `flops` are of so
-    many steps. Without `peak_flops`, of all devices: no MFU. `since` is when the process began.
+    Time counts for the innermost open phase, or for `start and end`. Devices run behind the host,
+    so wait for the last step before opening the phase of a validation or checkpoint.
+
+    Attributes:
+        tokens: returns the tokens of the first n steps.
+        flops: returns the FLOPs of the first n steps.
+        current: the name of the innermost open phase.
     """
 
     def __init__(
@@ -48,10 +52,14 @@ class StepClock:
         cls,
         config: Config,
         flops_per_token: Callable[[Shape], float],
-        share: int = 1,
+        num_runs: int = 1,
         since: float = launch.BEGAN,
     ) -> "StepClock":
-        """Returns the clock of a run on all devices; `share` runs at once share the time."""
+        """Return the clock of a run on all devices.
+
+        If `num_runs` runs train together in this process, each is charged its part of the time.
+        `since` is when the process began.
+        """
 
         @cache
         def cost(shape: Shape) -> float:
@@ -61,13 +69,13 @@ class StepClock:
             tokens=config.shapes.tokens,
             flops=partial(config.shapes.sum, cost),
             peak_flops=total_peak_flops(config.precision.compute),
-            since=since / share,
-            now=lambda: time.perf_counter() / share,
+            since=since / num_runs,
+            now=lambda: time.perf_counter() / num_runs,
         )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the time within to `name`, which a profiler's trace shows too."""
+        """Count the time of the body for `name`, which is shown in a profiler's trace, too."""
         outer = self.current
         self._switch(name)
         try:
@@ -77,12 +85,15 @@ class StepClock:
             self._switch(outer)
 
     def count_step(self, step: int) -> None:
-        """Counts an optimizer step, the one after the step before."""
+        """Count a completed optimizer step."""
         self._num_steps += 1
         self._last = step
 
     def read(self) -> dict[str, float]:
-        """Returns the mean speed of steps since the last call, all devices together, if any."""
+        """Return the mean speed of all devices together since the last call.
+
+        The result is empty if no step was completed.
+        """
         total = self.total_seconds
         steps = self._num_steps
         wait = self._lap["data wait"]
@@ -108,21 +119,21 @@ class StepClock:
 
     @property
     def total_seconds(self) -> float:
-        """The time since the process began."""
+        """Seconds since the process began."""
         self._switch(self.current)
         return sum(self._seconds.values())
 
     def describe(self) -> str:
-        """Returns where the time went, as text for people: that of steps is called `goodput`."""
+        """Return the time and the percentage of each phase, for the log; steps are `goodput`."""
         total = self.total_seconds
         longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
-        spent = list[str]()
+        parts = list[str]()
         for name, seconds in longest_first:
-            share = seconds / total
+            fraction = seconds / total
             label = "goodput" if name == "step" else name
-            if share >= 0.005:
-                spent.append(f"{label} {share:.0%}")
-        return f"{format_duration(total)}; {', '.join(spent)}"
+            if fraction >= 0.005:
+                parts.append(f"{label} {fraction:.0%}")
+        return f"{format_duration(total)}; {', '.join(parts)}"
 
     def _switch(self, name: str) -> None:
         now = self._now()

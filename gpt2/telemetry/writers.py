@@ -1,4 +1,4 @@
-"""What takes a run's metrics: what every writer offers, TensorBoard's event file, and W&B."""
+"""Writers of a run's metrics: their interface, TensorBoard's event file, and W&B."""
 
 import os
 import secrets
@@ -12,23 +12,27 @@ Metrics = Mapping[str, float]  # by name
 
 
 class Writer:
-    """Takes the metrics of a run, or some of them. An OSError is told once, and ends no run."""
+    """The interface of writers. If one raises OSError, a warning is printed once per writer."""
+
+    name = ""  # what cannot be written, in that warning
 
     def step(self, step: int) -> None:
-        """Hears that a step is done, with metrics or not."""
+        """Note that a step is done, whether or not its metrics are logged."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Adds metrics of a step, by name."""
+        """Add metrics of a step, by name."""
 
     def flush(self, step: int) -> None:
-        """Puts all metrics up to `step` on disk."""
+        """Write all metrics up to `step` to disk."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the remaining metrics, and close files."""
 
 
 class EventFile(Writer):
-    """A TensorBoard event file. tensorboardX's SummaryWriter would hang where the disk is full."""
+    """A TensorBoard event file. tensorboardX's SummaryWriter would hang on a full disk."""
+
+    name = "tensorboard/"
 
     def __init__(self, directory: Path, resume_step: int):
         from tensorboardX import event_file_writer, summary
@@ -37,11 +41,11 @@ class EventFile(Writer):
         directory.mkdir(parents=True, exist_ok=True)
         self._event = Event
         self._scalar = summary.scalar
-        # Names count whole seconds: a file of the same name would be replaced.
+        # tensorboardX names files by whole seconds, and would replace a file of the same name.
         suffix = f".{time.time_ns()}"
         prefix = str(directory / "events")
         self._file = event_file_writer.EventsWriter(prefix, filename_suffix=suffix)
-        # TensorBoard then forgets what a killed run wrote from this step on.
+        # With this event, TensorBoard ignores what a killed run wrote from this step on.
         start = SessionLog(status=SessionLog.START)
         self._add(resume_step + 1, session_log=start)
 
@@ -51,34 +55,36 @@ class EventFile(Writer):
         self._file.write_event(event)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Writes scalars by name."""
+        """Write scalars by name."""
         for name, value in metrics.items():
             scalar = self._scalar(name, value)
             self._add(step, summary=scalar)
 
     def flush(self, step: int) -> None:
-        """Puts all that was written on disk."""
+        """Write all events to disk."""
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Close the file."""
         self._file.close()
 
 
 class Wandb(Writer):
-    """The W&B run of this workdir, started or continued; its identity is kept in `wandb/run_id`."""
+    """The W&B run of this workdir, started or continued. `wandb/run_id` stores its ID."""
+
+    name = "wandb/"
 
     def __init__(self, workdir: Path, config: Config):
         import wandb
 
-        identity = workdir / "wandb" / "run_id"
-        if not identity.exists():
-            identity.parent.mkdir(parents=True, exist_ok=True)
-            identity.write_text(secrets.token_hex(8))
-        # Of two values for a step, W&B keeps the first: the same.
+        id_file = workdir / "wandb" / "run_id"
+        if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(secrets.token_hex(8))
+        # A continued run logs some steps again. W&B retains the first values, which are equal.
         self._run = wandb.init(
             project=config.logging.wandb_project,
-            id=identity.read_text(),
+            id=id_file.read_text(),
             resume="allow",
             name=os.environ.get("WANDB_NAME", workdir.resolve().name),
             dir=str(workdir),
@@ -86,9 +92,9 @@ class Wandb(Writer):
         )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Logs metrics by name."""
+        """Log metrics by name."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Ends the run, of which W&B may still send a part."""
+        """Finish the run, and wait until W&B has sent its data."""
         self._run.finish()

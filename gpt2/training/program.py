@@ -25,7 +25,7 @@ from gpt2.parallel import Backend, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
 from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout
-from gpt2.parallel.state import with_shardings
+from gpt2.parallel.state_sharding import with_shardings
 from gpt2.telemetry.chips import find_chip
 from gpt2.training.batches import Batches
 from gpt2.training.losses import LossFn, evaluation_loss, next_token_loss

@@ -14,7 +14,7 @@ from gpt2.errors import UserError
 from gpt2.lab.ablate.pictures import plot_curves
 from gpt2.lab.ablate.results import read_curve
 from gpt2.telemetry import plot_losses
-from gpt2.telemetry.reference import PLACE, read_reference
+from gpt2.telemetry.reference import REFERENCES, read_reference
 from gpt2.training.program import Program
 from tests.helpers import batch_of, options_of, thorough, write_rows
 
@@ -97,7 +97,7 @@ def drawn(tmp_path, monkeypatch):
 
 
 def test_published_losses_lie_at_the_steps_that_have_read_as_much(tmp_path, drawn):
-    for path in PLACE.glob("*.csv"):
+    for path in REFERENCES.glob("*.csv"):
         assert path.read_text().startswith("# ") and read_reference(
             path.stem
         )  # says from where

@@ -20,7 +20,7 @@ from gpt2.ops.head_loss import head_loss
 from gpt2.ops.linear import linear
 from gpt2.ops.norm import norm
 from gpt2.ops.variants import VARIANTS
-from gpt2.parallel.kernels import attention_by
+from gpt2.parallel.kernels import get_attention
 from gpt2.training.program import Program
 from tests.helpers import configured, thorough
 
@@ -99,7 +99,7 @@ def attend(name):
     def attended(q, k, v):
         extra = Ingredient(CONFIG)
         extra.heads = lambda *_: Heads(q, k, v)
-        ops = Ops(attention=attention_by(name, "cpu"))
+        ops = Ops(attention=get_attention(name, "cpu"))
         context = Context(jnp.zeros((2, 128), int), jnp.arange(128)[None])
         with mock.patch("gpt2.model.attention.ingredients_of", lambda _: (extra,)):
             make = Attention(CONFIG, ops).init_with_output

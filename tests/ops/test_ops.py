@@ -19,12 +19,12 @@ from gpt2.ops.linear import (
     add_rows,
     gelu_tanh,
     linear,
-    linear_apart,
+    linear_separately,
 )
 from gpt2.ops.norm import norm
 from gpt2.ops.plain import SoftCap
 from gpt2.ops.variants import VARIANTS, variants_for
-from gpt2.parallel.kernels import attention_by, choose_attention
+from gpt2.parallel.kernels import choose_attention, get_attention
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, map_devices
 from tests.helpers import thorough
@@ -203,7 +203,7 @@ def check_attention(name, q, k, v, segments, dtype, **options):
     def run(attention, q, k, v):
         return attention(q, k, v, Scoring(segments=segments, **options))
 
-    fast = attention_by(name, "cpu")
+    fast = get_attention(name, "cpu")
     assert_equal(partial(run, fast), partial(run, plain.attention), (q, k, v), dtype)
 
 
@@ -266,7 +266,7 @@ def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
         return attention(q, k, v, how)
 
     args = q, k, v, jnp.float32(0.7)
-    fast = partial(run, attention_by(name, "cpu"))
+    fast = partial(run, get_attention(name, "cpu"))
     assert_equal(fast, partial(run, plain.attention), args, "float32")
 
 
@@ -286,7 +286,7 @@ def test_dropout_of_weights_is_the_formulas_in_every_implementation(name):
     q, k, v = qkv(2, 128, 4, 8)
     how = Scoring(8**-0.5, dropout=0.5, dropout_key=jax.random.key(0))
     expected = plain.attention(q, k, v, how)
-    np.testing.assert_array_equal(attention_by(name, "cpu")(q, k, v, how), expected)
+    np.testing.assert_array_equal(get_attention(name, "cpu")(q, k, v, how), expected)
     whole = plain.attention(q, k, v, how._replace(dropout=0.0, dropout_key=None))
     assert jnp.abs(expected - whole).max() > 0.1
 
@@ -383,7 +383,7 @@ def test_attention_on_a_mesh_equals_its_formula(implementation, with_segments):
         scale, given, segments
     )
     spread = partial(map_devices, mesh=mesh, rules=RULES)
-    fast = attention_by(implementation, "cpu", spread)
+    fast = get_attention(implementation, "cpu", spread)
 
     def on_device(*args):
         one = jax.tree.map(lambda x: x[0], args[1:])
@@ -438,7 +438,9 @@ def test_head_loss_equals_its_formula(
     targets = jax.random.randint(jax.random.key(2), shape, -1, vocab_size)
     rows = {str(k): each for k, each in enumerate(targets)}
     fast = partial(head_loss, variants=variants, num_rows=2 * chunk)
-    in_kernels = one_pass_log_sum_exp if variants.one_pass else plain.log_sum_exp
+    in_kernels = (
+        one_pass_log_sum_exp if variants.one_pass_statistics else plain.log_sum_exp
+    )
     results = []
     for op, log_sum_exp in (
         (fast, in_kernels),
@@ -542,8 +544,8 @@ def test_the_variants_of_every_platform_equal_the_formulas(platform, dtype):
     variants = VARIANTS[platform]
 
     def make_parts(*args, variants, **how):
-        if variants.apart:
-            return linear_apart(*args, variants=variants, **how)
+        if variants.separate_qkv:
+            return linear_separately(*args, variants=variants, **how)
         return plain.linear_parts(
             *args, linear=partial(linear, variants=variants), **how
         )

@@ -26,7 +26,7 @@ from gpt2.parallel.mesh import (
     mesh_sizes,
 )
 from gpt2.parallel.rules import BATCH_AXES
-from gpt2.parallel.state import with_shardings
+from gpt2.parallel.state_sharding import with_shardings
 from gpt2.training.losses import next_token_loss
 from gpt2.training.program import choose_gather
 from gpt2.training.state import TrainState
@@ -68,18 +68,27 @@ def test_a_strategy_takes_all_devices_for_its_axis_unless_told():
 
 
 @pytest.mark.parametrize(
-    ("rules", "cfg", "told"),
+    ("rules", "cfg", "named"),
     [
-        (dict(vocab="tensor"), dict(vocab_size=301), "wte/embedding (301, 64)"),
-        (dict(experts="tensor"), dict(num_experts=3), "experts/c_fc/bias (3, 256)"),
-        ({}, dict(num_heads=3, embed_dim=66), "c_attn/bias (3, 3, 22)"),
+        (
+            dict(vocab="tensor"),
+            dict(vocab_size=301),
+            "wte/embedding of shape (301, 64)",
+        ),
+        (
+            dict(experts="tensor"),
+            dict(num_experts=3),
+            "experts/c_fc/bias of shape (3, 256)",
+        ),
+        ({}, dict(num_heads=3, embed_dim=66), "c_attn/bias of shape (3, 3, 22)"),
     ],
 )
-def test_what_does_not_split_is_named(rules, cfg, told):
+def test_an_array_that_does_not_split_is_named(rules, cfg, named):
     parallel = ParallelConfig(data=4, tensor=2, rules=RulesConfig(**rules))
     with pytest.raises(UserError) as error:
         state_of(parallel, cfg=dataclasses.replace(SMALL, **cfg))
-    assert told in str(error.value) and "'tensor': 2" in str(error.value)
+    assert named in str(error.value)
+    assert "'tensor': 2" in str(error.value)
 
 
 def test_a_mesh_axis_splits_the_first_axis_that_asks_for_it():
@@ -95,7 +104,7 @@ def test_a_mesh_axis_splits_the_first_axis_that_asks_for_it():
 
 def test_a_validation_splits_too_whatever_batches_a_schedule_has():
     options = {"data.batch_size": 5, "train.batch_schedule": "0=16"}
-    with pytest.raises(UserError, match="a batch of 5 does not split"):
+    with pytest.raises(UserError, match="A batch of 5 does not divide"):
         check_layout(config(options), 2)
 
 
@@ -109,7 +118,7 @@ def test_rows_of_a_process_follow_one_another_or_are_refused(monkeypatch):
     every_second = lambda self, shape: dict(list(whole(self, shape).items())[::2])  # noqa: E731
     monkeypatch.setattr(NamedSharding, "addressable_devices_indices_map", every_second)
     assert rows(MIXED) == slice(0, 16)  # all but `tensor`
-    with pytest.raises(UserError, match="not neighbours"):
+    with pytest.raises(UserError, match="not contiguous"):
         rows(ParallelConfig(data=8))
 
 

@@ -199,7 +199,7 @@ def test_a_save_that_fails_in_one_process_ends_both(tmp_path, index):
         ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
         thorough("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
         thorough(
-            "RuntimeError('INTERNAL: Gloo')", 1, "error: another process of this run"
+            "RuntimeError('INTERNAL: Gloo')", 1, "error: Another process of this run"
         ),
     ],
 )

@@ -41,8 +41,8 @@ class Fault(NamedTuple):
 # replaces it.
 TABLE = """
 published losses lie at other steps: telemetry/plots.py, recipes -k as_much
-    - at = [0, *tokens.index,
-    + at = [0, *tokens.index / 2,
+    - known_steps = [0, *tokens.index,
+    + known_steps = [0, *tokens.index / 2,
 a guard keeps NaN and Inf: training/guard.py, guard -k never_been
     - keep = finite & (
     + keep = (
@@ -71,8 +71,8 @@ the heads of keys are repeated in the wrong order: ops/plain.py, switch_values -
     - k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     + k = jnp.tile(k, (1, 1, q.shape[2] // k.shape[2], 1))
 the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
-    - 1.0 - (scores / how.softcap) ** 2
-    + 1.0 - (scores / how.softcap)
+    - 1.0 - (scores / options.softcap) ** 2
+    + 1.0 - (scores / options.softcap)
 post-norm leaves the sum as it is: ingredients/norm_position.py, switch_values -k post
     - branch.norm(branch.add(y))
     + branch.add(branch.norm(y))
@@ -119,8 +119,8 @@ a window sees one token more: ops/plain.py, switch_values -k window
     - query - key < window
     + query - key <= window
 dropped weights of attention are not made up for: ops/plain.py, switch_values -k dropout
-    - jnp.where(kept, weights / share, 0.0)
-    + jnp.where(kept, weights, 0.0)
+    - jnp.where(keep, weights / keep_rate, 0.0)
+    + jnp.where(keep, weights, 0.0)
 a scan gives the window to the layers that see all: utils/scan.py, switches -k 'cached and gemma'
     - different.index(value) for value in values
     + different.index(value) for value in values[::-1]
@@ -302,14 +302,14 @@ a head loses another's value: ingredients/exclusive_attention.py, switch_values 
     - jnp.repeat(v, group, axis=2)
     + jnp.tile(v, (1, 1, group, 1))
 a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k variants
-    - share = (1.0 / total) * dy
-    + share = 1.0 / total
+    - scale = (1.0 / total) * dy
+    + scale = 1.0 / total
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
     - self.options.z_loss * total
     + self.options.z_loss * total / 2
-a loss' numbers to learn get the last chunk's derivative: ops/head_loss.py, ops -k numbers_to_learn
-    - jax.tree.map(jnp.add, (found, dnumbers), (of_chunk, more))
-    + jax.tree.map(jnp.add, found, of_chunk), more
+a loss' learned parameters get the last chunk's gradient: ops/head_loss.py, ops -k learned
+    - jax.tree.map(jnp.add, (losses, dclosed), (new, dnew))
+    + jax.tree.map(jnp.add, losses, new), dnew
 an auxiliary loss moves no weight: losses/next_token.py, steps -k auxiliary
     - objective += auxiliary
     + pass

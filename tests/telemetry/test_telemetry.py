@@ -96,6 +96,30 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
         assert metrics_of(tmp_path) == []
 
 
+NO_RECORDS = [
+    b"[1]",
+    b"{}",
+    b"null",
+    b"true",
+    b'{"step": null, "train/loss": 2.0}',
+    b'{"step": "5"}',
+    b'{"step": 5, "train/loss": "low"}',
+    b"\xff",
+    b"[" * 200_000,
+]
+
+
+@pytest.mark.parametrize("line", NO_RECORDS, ids=range(len(NO_RECORDS)))
+def test_a_line_that_is_no_record_is_skipped_with_a_warning(tmp_path, capsys, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "eval/loss": 3.0}\n' + line + b"\n")
+    assert metrics.read_metrics(path) == [{"step": 1, "eval/loss": 3.0}]
+    assert "line 2" in capsys.readouterr().err
+    with metrics_file(tmp_path, resume_step=8) as writer:
+        writer.write(9, {"eval/loss": 2.0})
+    assert [record["step"] for record in metrics.read_metrics(path)] == [1, 9]
+
+
 def test_a_full_disk_keeps_lines_until_there_is_space(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -16,7 +16,7 @@ from gpt2.data.tokenizer import tokens_by_name
 from gpt2.lab.plan.collectives import Collective, collectives
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import Backend
-from gpt2.parallel.state import with_shardings
+from gpt2.parallel.state_sharding import with_shardings
 from gpt2.telemetry.chips import BOARDS
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState

@@ -1,4 +1,4 @@
-"""How a training state is spread over devices, and what it takes of their memory."""
+"""How a training state is sharded over devices."""
 
 import itertools
 from typing import TypeVar
@@ -14,27 +14,30 @@ State = TypeVar("State", bound=Tree)
 
 
 def with_shardings(shapes: State, shardings: State) -> State:
-    """Returns a tree of shapes with shardings."""
+    """Add shardings to a tree of shapes."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
     )
 
 
 def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
-    """Refuses a sharding that does not divide a leaf of a state."""
+    """Raise UserError if a sharding does not divide a leaf of a state."""
     try:
         sharding.shard_shape(leaf.shape)
     except ValueError:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
+        mesh = dict(sharding.mesh.shape)
         raise UserError(
-            f"{name} {leaf.shape} is not split by {sharding.spec} of {dict(sharding.mesh.shape)}"
+            f"{name} of shape {leaf.shape} does not divide by {sharding.spec} on the mesh {mesh}",
+            "Choose other sizes of --config.parallel.data, fsdp and tensor, or other "
+            "--config.parallel.rules",
         ) from None
 
 
 def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
-    """Returns a tree whole on this process's first device. Every process must call it."""
-    whole = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
-    return jax.tree.map(lambda leaf: leaf.addressable_data(0), whole)
+    """Return a tree, gathered on this process's first device. Every process must call this."""
+    replicated = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
 
 
 def optimizer_specs(
@@ -43,9 +46,10 @@ def optimizer_specs(
     storage: Tree,
     mesh: Mesh,
 ) -> Tree:
-    """Returns a PartitionSpec for every leaf of an optimizer's state.
+    """Return a PartitionSpec for every leaf of an optimizer's state.
 
-    State is spread as `storage` says of the parameter whose path its own path ends with.
+    A leaf belongs to the parameter whose path is the end of its own path, and is split like that
+    parameter in `storage`.
     """
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(params),
@@ -56,7 +60,7 @@ def optimizer_specs(
     for (path, param), spec in leaves:
         by_path[path] = param.shape, spec
 
-    def find(path: Tree, leaf: Tree) -> PartitionSpec:
+    def find_spec(path: Tree, leaf: Tree) -> PartitionSpec:
         for start in range(len(path)):
             ending = path[start:]
             if ending in by_path:
@@ -64,7 +68,7 @@ def optimizer_specs(
                 return _spec(leaf.shape, param_shape, spec, mesh)
         return PartitionSpec()
 
-    return jax.tree_util.tree_map_with_path(find, opt_state)
+    return jax.tree_util.tree_map_with_path(find_spec, opt_state)
 
 
 def _spec(
@@ -73,13 +77,12 @@ def _spec(
     param_spec: PartitionSpec,
     mesh: Mesh,
 ) -> PartitionSpec:
-    """Returns the spec of state of this shape, whose parameter has that one.
+    """Return the spec of an optimizer's array, given the shape and spec of its parameter.
 
-    - Axes of the parameter that were kept, summed to length 1 or dropped (second moments of rows
-      and of columns) are split as they are in the parameter.
-    - Square matrices (SOAP's, over a side of a kernel) are larger than the kernel, and are split as
-      kernels are.
-    - State of another shape is whole.
+    - If the optimizer summed axes of the parameter to length 1, or dropped them (second moments of
+      rows and of columns), the other axes are split as in the parameter.
+    - Square matrices (SOAP has one for each side of a kernel) are split like kernels.
+    - An array of any other shape is replicated.
     """
     is_square = len(shape) > 1 and shape[-2] == shape[-1] > 1
     if is_square and shape != param_shape:
