@@ -24,9 +24,7 @@ from gpt2.utils.trees import Batch, Tree
 # Bytes of float32 logits of a chunk: 42,000 tokens with GPT-2's vocabulary. With four chunks, a
 # step of 32,768 tokens takes 1.03 times as long on an H200, and needs 6.7 GiB less.
 LOGITS_BYTES = 8 * 2**30
-SCARCE_LOGITS_BYTES = (
-    2**29
-)  # with parameters gathered by layer, because memory is scarce there
+SCARCE_LOGITS_BYTES = 2**29  # memory is scarce if parameters are gathered by layer
 CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits their caches
 # Fewest rows of a chunk on CPUs, because every chunk adds to the gradient of the whole table. A
 # table that no cache holds takes longer to add to, and gets larger chunks.

@@ -54,9 +54,8 @@ class TraceRecorder(AbstractContextManager):
         # Events of all Python calls would be bulky, and slow down what is measured.
         options.python_tracer_level = 0
         folder = self._workdir / "profile"
-        if (
-            index := jax.process_index()
-        ):  # processes of one host would write to the same file
+        # Processes on one host would write to the same file.
+        if index := jax.process_index():
             folder /= f"process_{index}"
         jax.profiler.start_trace(folder, profiler_options=options)
         self._is_tracing = True
