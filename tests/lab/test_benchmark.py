@@ -294,7 +294,7 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
     ends = {row["part"]: row for row in rows if "status" in row}
     statuses = dict(
-        broken="failed: logs/broken.err", slow="no end within 2 s", good="done"
+        broken="failed: see logs/broken.err", slow="no end within 2 s", good="done"
     )
     assert {name: row["status"] for name, row in ends.items()} == statuses
     assert "ValueError: planted" in (tmp_path / "logs/broken.err").read_text()
@@ -303,7 +303,7 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
         "a",
     ]  # what came, stays
     page = (tmp_path / "report.md").read_text()
-    assert "failed: logs/broken.err" in page and "100.00 ms" in page
+    assert "failed: see logs/broken.err" in page and "100.00 ms" in page
     suite.run_suite(tmp_path, {})
     assert asked == [
         "broken",

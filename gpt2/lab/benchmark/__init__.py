@@ -1,1 +1,1 @@
-"""How fast a step is, alone or beside PyTorch."""
+"""Time training steps, alone or next to PyTorch."""

@@ -1,18 +1,19 @@
-r"""Measures what a training step takes, alone or beside PyTorch's.
+r"""Time a training step, alone or next to PyTorch's.
 
     python -m gpt2.lab.benchmark train --config=configs/gpt2_124m.py --config.data.batch_size=2 \
         --peers=torch,torch_compile --vary=model.position=rope
 
-times the step of a config, in turn with PyTorch's and with an option changed. Warm-up, compilation
-and data are outside the times; clipping and the optimizer are inside. Beside peers, dropout is 0,
-the rate constant and the vocabulary a multiple of 64. First steps from the same weights are
-compared, and what differs is not timed. For a first look, --rounds=1 does.
+times a step of the config, in turn with PyTorch's and with one option changed. Clipping and the
+optimizer are timed; warm-up, compilation and data are not. Next to peers, dropout is 0, the
+learning rate is constant and the vocabulary is a multiple of 64. The losses of the first steps are
+compared, and nothing is timed if they differ. --rounds=1 gives a quick first impression.
 
-`suite` runs it on a GPU, and train.py itself, each part with a time limit; --config.a.b=v changes
-all.
+    python -m gpt2.lab.benchmark suite --output=DIR
 
-MFU is the model's FLOPs, 6 N + 12 L D T a token, over time and the data sheet's peak. Memory is the
-peak of a GPU's allocator; on a CPU, of the process.
+runs this and train.py on a GPU, in parts with a time limit each. --config.a.b=v changes all parts.
+
+MFU is the model's FLOPs, 6 N + 12 L D T per token, divided by time and the data sheet's peak.
+Memory is the peak of a GPU's allocator, or of the process on a CPU.
 """
 
 from gpt2.utils import launch
@@ -39,28 +40,28 @@ COMMANDS = ("train", "suite")
 
 
 def define_flags() -> None:
-    """Defines the flags of all commands."""
+    """Define the flags of both commands."""
     cli.define_config()
     flags.DEFINE_list("peers", [], "train: torch, torch_compile or both.")
-    about = "train: the Python that runs peers, where this one has no PyTorch."
+    about = "train: Python that runs the peers, if this one has no PyTorch."
     flags.DEFINE_string("peer_python", sys.executable, about)
-    about = "train: one more side, with OPTION=VALUE,OPTION=VALUE or XLA_FLAGS=...; a flag a side."
-    flags.DEFINE_multi_string("vary", [], about)
-    flags.DEFINE_integer("rounds", 5, "Turns of each side.", lower_bound=1)
-    about = "Least length of a turn after its first step."
-    flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
-    flags.DEFINE_bool(
-        "json", False, "Print rows as JSON, a line each, in place of a table."
+    about = (
+        "train: another side with OPTION=VALUE,... or XLA_FLAGS=...; may be repeated."
     )
-    flags.DEFINE_string("output", "", "suite: the folder of its results.")
+    flags.DEFINE_multi_string("vary", [], about)
+    flags.DEFINE_integer("rounds", 5, "Number of turns of each side.", lower_bound=1)
+    about = "Least seconds of a turn, without its first step."
+    flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
+    flags.DEFINE_bool("json", False, "Print a line of JSON for each side, not a table.")
+    flags.DEFINE_string("output", "", "suite: folder for the results.")
 
 
 def main(command: str) -> int:
-    """Runs a command, and returns the exit code: 1 if a part of the suite failed."""
+    """Run a command and return the exit code: 1 if a part of the suite failed."""
     args = flags.FLAGS
     if command == "suite":
         if not args.output:
-            raise UserError("there is no --output", "Name the folder of the results")
+            raise UserError("suite needs --output", "Name a folder for the results")
         output = Path(args.output).expanduser()
         return int(not suite.run_suite(output, cli.overrides()))
     rows = measure_cases()
@@ -73,11 +74,11 @@ def main(command: str) -> int:
 
 
 def measure_cases() -> list[Row]:
-    """Returns a row for the config, for each peer and for each variation."""
+    """Return a row for the config, for each peer and for each variation."""
     args = flags.FLAGS
     has_torch = importlib.util.find_spec("torch") is not None
     if args.peers and args.peer_python == sys.executable and not has_torch:
-        raise UserError("--peers needs PyTorch", "Install it, or give --peer_python")
+        raise UserError("--peers needs PyTorch", "Install it, or set --peer_python")
     case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}
     for peer in args.peers:
@@ -88,7 +89,7 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Returns the config of the command line; beside peers, as they can have it too."""
+    """Return the config of the command line, next to peers with options that they support."""
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:

@@ -1,4 +1,4 @@
-"""Tells devices and versions in a line of JSON; of a GPU, writes target.txtpb into a folder.
+"""Print devices and versions as a line of JSON, and write a GPU's description, target.txtpb.
 
 python -m gpt2.lab.benchmark.machine DIR
 """
@@ -17,15 +17,15 @@ from gpt2.utils.files import write_text
 
 
 def main(folder: Path) -> None:
-    """Prints the line, and writes the file."""
+    """Print the line, and write the file into `folder`."""
     device = jax.devices()[0]
     row = describe_start(0)
     row["flags"] = os.environ.get("XLA_FLAGS")
     if device.platform == "gpu":
-        asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
-        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
-        told = subprocess.run(command, capture_output=True, text=True)
-        row["driver"] = told.stdout.strip()
+        fields = "name,driver_version,memory.total,power.limit,clocks.max.sm"
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True)
+        row["driver"] = answer.stdout.strip()
         target = xla_client.get_topology_for_devices([device]).target_config
         write_text(folder / "target.txtpb", target)
     print(json.dumps(row))

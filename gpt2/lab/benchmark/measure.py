@@ -1,7 +1,7 @@
-"""Times a case here, beside peers and with other options, in turn.
+"""Time several sides in turn: a case, the same case in PyTorch, and with other options.
 
-Each side runs in a process of its own, which sleeps until its turn comes: what takes short turns
-runs under the same load, heat and clocks, so that ratios compare what ran seconds apart.
+Each side runs in its own process, which sleeps between its turns. Because turns are short, all
+sides run under the same load, heat and clocks, and ratios compare steps that ran seconds apart.
 """
 
 import abc
@@ -21,7 +21,7 @@ import numpy as np
 import scipy.stats
 
 from gpt2.config import Config, read_option, with_options
-from gpt2.errors import UserError
+from gpt2.errors import UserError, log
 from gpt2.lab.benchmark.first_steps import STEPS, TOLERANCES, compare
 from gpt2.lab.benchmark.tables import Row
 from gpt2.utils import launch
@@ -31,14 +31,14 @@ PEERS = ("torch", "torch_compile")
 
 
 class Case(NamedTuple):
-    """What a side trains: a config whose vocabulary is resolved."""
+    """What a side trains: a config whose vocabulary is resolved, and its environment."""
 
     config: Config
-    xla_flags: str = ""  # of its environment
+    xla_flags: str = ""
     python: str = sys.executable
 
     def varied(self, text: str) -> "Case":
-        """Returns the case with `OPTION=VALUE,...` of the config, or XLA_FLAGS, set."""
+        """Return the case with `OPTION=VALUE,...` or `XLA_FLAGS=...` set."""
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
             return self._replace(xla_flags=flags)
@@ -51,15 +51,17 @@ class Case(NamedTuple):
 
 
 class Player(NamedTuple):
-    """A process that serves turns, until it is closed."""
+    """A process with a `Side`, whose methods it runs on request until it is closed."""
 
     name: str
     process: subprocess.Popen[str]
 
     def ask(self, method: str, *arguments: int) -> Any:
-        """Returns what a method of its `Side` does."""
+        """Call a method of the process's `Side`, and return its result."""
         assert self.process.stdout
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as is found below
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the process has ended, which is handled below
             request = json.dumps([method, *arguments])
             print(request, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
@@ -67,13 +69,13 @@ class Player(NamedTuple):
             return json.loads(answer)
         code = self.process.wait()
         if code > 0:
-            sys.exit(code)  # it has told why
+            sys.exit(code)  # the process has printed why
         raise UserError(
-            f"{self.name} ended early, by signal {-code}", "It may lack memory"
+            f"{self.name} was killed by signal {-code}", "It may lack memory"
         )
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -81,31 +83,31 @@ class Player(NamedTuple):
 
 
 class Side(abc.ABC):
-    """A training step and its state, in a process that a `Player` asks."""
+    """A training step and its state, in the process of a `Player`."""
 
     @abc.abstractmethod
     def info(self) -> Row:
-        """Returns its `device`, such as `1 x cpu`, and what there is to report beside times."""
+        """Return the `device`, such as `1 x cpu`, and other figures for the row."""
 
     @abc.abstractmethod
     def draw_batch(self, number: int) -> Any:
-        """Returns a batch on the device, the same on every side."""
+        """Return a batch on the device, the same on every side."""
 
     @abc.abstractmethod
     def draw_weights(self) -> None:
-        """Begins anew, from weights that are the same on every side."""
+        """Start again, from weights that are the same on every side."""
 
     @abc.abstractmethod
     def step(self, batch: Any) -> float:
-        """Takes a training step, waits for it, and returns the loss in nats per token."""
+        """Take a training step, wait for it, and return the loss in nats per token."""
 
     def first_losses(self) -> list[float]:
-        """Returns the losses of the first steps, by the very program that is timed."""
+        """Return the losses of the first steps, computed by the program that is timed."""
         self.draw_weights()
         return [self.step(self.draw_batch(number)) for number in range(STEPS)]
 
     def times(self, number: int) -> list[float]:
-        """Returns the seconds of each of so many steps on the same batch."""
+        """Return the seconds of each of `number` steps on one batch."""
         batch = self.draw_batch(0)
         clock = [time.perf_counter()]
         for _ in range(number):
@@ -114,7 +116,7 @@ class Side(abc.ABC):
         return np.diff(clock).tolist()
 
     def serve(self) -> None:
-        """Answers each line of standard input, a method and its arguments, until it closes."""
+        """Answer requests, lines of a method and its arguments, until standard input closes."""
         for line in sys.stdin:
             method, *arguments = json.loads(line)
             answer = getattr(self, method)(*arguments)
@@ -122,9 +124,10 @@ class Side(abc.ABC):
 
 
 def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
-    """Runs cases by name in turn, `OURS` and `PEERS` among them, and returns a row for each.
+    """Time cases in turn, and return a row for each.
 
-    Each has `rounds` turns of at least `seconds`.
+    Cases have names, among them `OURS` and maybe `PEERS`. Each has `rounds` turns of at least
+    `seconds`.
     """
     players: dict[str, Player] = {}
     steps: dict[str, int] = {}
@@ -134,15 +137,14 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             player = _start(name, each, len(cases))
             stack.callback(player.close)
             players[name] = player
-            *_, usual = player.ask(
-                "times", 3
-            )  # the first compiles if that was not done
+            # The first step compiles, unless the program is compiled already.
+            *_, usual = player.ask("times", 3)
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
         _compare_sides(players, cases[OURS].config.precision.compute)
         for _ in range(rounds):
             for name, player in players.items():
-                # The first step after the others' turns takes memory back from the machine.
+                # The first step is slower, since the other sides have used the memory.
                 _, *times = player.ask("times", 1 + steps[name])
                 turns[name].append(statistics.median(times))
         infos = {name: player.ask("info") for name, player in players.items()}
@@ -157,7 +159,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             compared = ratio(turns[name], turns[OURS])
         row = {
             "name": name,
-            "turns": turns[name],  # seconds of the median step of each
+            "turns": turns[name],  # seconds of the median step of each turn
             "step_seconds": step,
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second / peak if peak else None,
@@ -171,7 +173,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
-    """Raises a UserError unless peers run where we do, and compute the same."""
+    """Raise a UserError unless peers run on our device and compute our losses."""
     ours = players[OURS]
     our_device = ours.ask("info")["device"]
     tolerance = TOLERANCES[compute]
@@ -183,21 +185,22 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
         if device != our_device:
             raise UserError(
                 f"{name} runs on {device}, and {OURS} on {our_device}",
-                "Install both for the same hardware, and show one device: CUDA_VISIBLE_DEVICES=0",
+                "Install both for the same hardware, and use one device: CUDA_VISIBLE_DEVICES=0",
             )
         our_losses = ours.ask("first_losses")
         wrong = compare(our_losses, peer.ask("first_losses"), tolerance)
         if wrong:
             raise UserError(
                 f"{name} does not compute what {OURS} computes: {wrong}",
-                "Choose options that plain GPT-2 has, or leave out --peers",
+                "Use options of plain GPT-2, or leave out --peers",
             )
 
 
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
-    """Returns how many times as long turns took as ours did, and the 95 % interval: low and high.
+    """Return the mean ratio of turns to our turns, with the ends of its 95 % interval.
 
-    It is Student's, of the mean logarithm of rounds; with a single round there is none.
+    Mean and interval (Student's) are those of the logarithms of the ratios of each round. A single
+    round has no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)
@@ -209,10 +212,10 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
 
 
 def _start(name: str, case: Case, number: int) -> Player:
-    """Starts a side, one of `number`.
+    """Start the process of a side, one of `number` sides.
 
-    On a GPU, JAX takes three quarters of the memory when it starts, and a second process would
-    find none. So each gets its part of nine tenths, unless the user has said how much.
+    On a GPU, JAX allocates three quarters of the memory at its start, which would leave a second
+    process without memory. So each side may allocate an equal part of nine tenths.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:
@@ -223,7 +226,7 @@ def _start(name: str, case: Case, number: int) -> Player:
     environment.setdefault("XLA_CLIENT_MEM_FRACTION", f"{0.9 / number:.2f}")
     if case.xla_flags:
         environment["XLA_FLAGS"] = case.xla_flags
-    print(f"{name}: starts and compiles", file=sys.stderr)
+    log(f"{name}: starting and compiling")
     process = subprocess.Popen(
         command,
         env=environment,

@@ -1,4 +1,4 @@
-"""Our side of `gpt2.lab.benchmark`: a training step, served in turns."""
+"""Our side of `gpt2.lab.benchmark`: a training step, run on request."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ from gpt2.utils.scan import in_layout
 
 
 class Training(Side):
-    """A compiled training step, over all devices."""
+    """A compiled training step on all devices."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -36,9 +36,9 @@ class Training(Side):
         self._compiled = self._program.compile_train(self._state, batch)
 
     def info(self) -> Row:
-        """Returns what there is to report beside times."""
+        """Return the figures for the row, besides times."""
         kind = self._devices[0].device_kind
-        # Devices of a CPU are parts of it.
+        # The devices of a CPU are parts of one CPU.
         number = 1 if kind == "cpu" else len(self._devices)
         flops = self._program.flops_per_token(self._shape)
         peak = total_peak_flops(self._config.precision.compute)
@@ -53,23 +53,23 @@ class Training(Side):
         }
 
     def draw_batch(self, number: int) -> chex.ArrayTree:
-        """Returns a batch on the devices."""
+        """Return a batch on the devices."""
         return self._program.backend.put_batch(make_batch(self._config, number))
 
     def draw_weights(self) -> None:
-        """Begins anew, from drawn weights."""
-        del self._state  # its memory goes to them
+        """Start again, from drawn weights."""
+        del self._state  # frees its memory for the new weights
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))
 
     def step(self, batch: chex.ArrayTree) -> float:
-        """Takes a training step, waits for it, and returns the loss in nats per token."""
+        """Take a training step, wait for it, and return the loss in nats per token."""
         self._state, metrics = self._compiled(self._state, batch)
         return float(jax.block_until_ready(metrics)["train/loss"])
 
 
 def draw_params(cfg: GPTConfig) -> dict:
-    """Returns the parameters that `draw_weight` draws, float32 in host memory."""
+    """Return the parameters that `draw_weight` draws, float32 in host memory."""
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -81,10 +81,10 @@ def draw_params(cfg: GPTConfig) -> dict:
 
 
 def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
-    """Returns the batch of a step, int32 in host memory."""
+    """Return the batch of a step, int32 `[B, T]` in host memory."""
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
-    if config.data.document_mask:  # documents of 256 tokens in the mean, at random
+    if config.data.document_mask:  # random documents of 256 tokens on average
         begins = tokens % 256 == 0
         batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
     return batch
@@ -92,7 +92,7 @@ def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
 
 @exit_on_user_error()
 def main() -> None:
-    """Serves steps of the config that the command line gives."""
+    """Serve the steps of a config, given as JSON on the command line."""
     config = Config.from_dict(json.loads(sys.argv[1]))
     Training(config).serve()
 

@@ -1,6 +1,6 @@
-"""GPT-2's training step in PyTorch, in few lines, as nanoGPT has it.
+"""GPT-2's training step in PyTorch, as nanoGPT computes it.
 
-`gpt2.lab.benchmark` times it as `torch`, or as `torch_compile`, through `torch.compile`.
+`gpt2.lab.benchmark` times it as `torch`, and through `torch.compile` as `torch_compile`.
 """
 
 import json
@@ -19,7 +19,7 @@ from gpt2.lab.benchmark.tables import Row
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each a residual branch after a norm."""
+    """A layer: attention and MLP, each a residual branch after a norm."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `[B, T, D]` to `[B, T, D]`."""
+        """Map `[B, T, D]` to `[B, T, D]`."""
         B, T, _ = x.shape
         qkv = self.attn["c_attn"](self.ln_1(x))
         qkv = qkv.view(B, T, 3, self.num_heads, -1)
@@ -68,14 +68,14 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(cfg.embed_dim, bias=cfg.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Maps tokens `[B, T]` int64 to logits `[B, T, V]`."""
+        """Map tokens `[B, T]` int64 to logits `[B, T, V]`."""
         positions = self.wpe.weight[: tokens.shape[1]]
         x = self.wte(tokens) + positions
         x = self.ln_f(self.h(x))
         return F.linear(x, self.wte.weight)
 
 
-# What this project calls the `weight` of a module.
+# This project's names for the `weight` of a module.
 WEIGHTS = {nn.Embedding: "embedding", nn.Linear: "kernel", nn.LayerNorm: "scale"}
 
 
@@ -85,7 +85,7 @@ class Training(Side):
     def __init__(self, peer: str, config: Config):
         self._config = config
         self._kind = "cuda" if torch.cuda.is_available() else "cpu"
-        # JAX's default on an NVIDIA GPU is TF32, which is `high`. A CPU has float32 alone.
+        # JAX multiplies in TF32 on NVIDIA GPUs, PyTorch's `high`. CPUs only have float32.
         wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
         if self._kind == "cuda" and wanted != "highest":
             torch.set_float32_matmul_precision("high")
@@ -109,7 +109,7 @@ class Training(Side):
             self._loss = torch.compile(self._loss)
 
     def info(self) -> Row:
-        """Returns what there is to report beside times."""
+        """Return the figures for the row, besides times."""
         device = "cpu"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._kind == "cuda":
@@ -122,13 +122,13 @@ class Training(Side):
         }
 
     def draw_batch(self, number: int) -> torch.Tensor:
-        """Returns tokens and targets `[2, B, T]` int64 on the device."""
+        """Return tokens and targets `[2, B, T]` int64 on the device."""
         drawn = first_steps.draw_batch(self._config, number)
         batch = torch.from_numpy(drawn).long()
         return batch.to(self._kind)
 
     def draw_weights(self) -> None:
-        """Begins anew, from drawn weights."""
+        """Start again, from drawn weights."""
         for path, module in self._model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 if name == "weight":
@@ -140,7 +140,7 @@ class Training(Side):
         self._optimizer.state.clear()
 
     def step(self, batch: torch.Tensor) -> float:
-        """Takes a training step, waits for it, and returns the mean loss of all micro-batches."""
+        """Take a training step, wait for it, and return the mean loss of all micro-batches."""
         self._optimizer.zero_grad(set_to_none=True)
         number = self._config.train.accumulate_steps
         total = torch.zeros((), device=self._kind)
@@ -156,7 +156,7 @@ class Training(Side):
     def _compute_loss(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the mean loss of tokens and targets `[B, T]` int64."""
+        """Return the mean loss of tokens and targets `[B, T]` int64."""
         compute = getattr(torch, self._config.precision.compute)
         is_mixed = compute != torch.float32
         with torch.autocast(self._kind, compute, enabled=is_mixed):
@@ -166,7 +166,7 @@ class Training(Side):
 
 
 def main() -> None:
-    """Serves steps of the peer and the config that the command line gives."""
+    """Serve the steps of a peer and of a config, both given on the command line."""
     _, peer, text = sys.argv
     config = Config.from_dict(json.loads(text))
     Training(peer, config).serve()

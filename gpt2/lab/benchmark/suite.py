@@ -1,8 +1,9 @@
-"""All that is worth knowing of a GPU, in one command and without a network.
+"""Measure a GPU with one command, without a network.
 
-The parts are commands, each with a time limit: what fails costs no more than its own row. DIR gets
-results.jsonl, with their rows as they come, report.md, logs of what they said, and target.txtpb,
-XLA's description of the GPU for `gpt2.lab.plan --chips`. A part that is done is not run again.
+The suite consists of commands, each with a time limit, so that a failure costs no more than its own
+part. The output folder receives results.jsonl with a row for each result, report.md, the error
+output of each part, and target.txtpb, XLA's description of the GPU for `gpt2.lab.plan --chips`.
+Finished parts do not run again.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from gpt2.utils.files import write_text
 
 
 class Part(NamedTuple):
-    """What Python runs, and the seconds that it has. A run of train.py has the part's name."""
+    """Arguments for Python, and a time limit. A run of train.py has the part's name."""
 
     name: str
     seconds: float
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
 
 def make_parts(output: Path) -> list[Part]:
-    """Returns the parts in the order in which they run, the most important first."""
+    """Return the parts in the order in which they run, the most important first."""
     root = Path(__file__).parents[3]
 
     def options(size: str, layers: int, rows: int) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ def make_parts(output: Path) -> list[Part]:
             "--config.train.accumulate_steps=1",
             f"--config.data.batch_size={rows}",
             "--config.memory.remat=none",
-            # Layers are stacked, and no loop.
+            # Parameters of layers are stacked, and the loop over layers is unrolled.
             "--config.memory.scan_layers=True",
             f"--config.memory.scan_unroll={layers}",
         )
@@ -72,19 +73,19 @@ def make_parts(output: Path) -> list[Part]:
         Part("forms", 150, (*step, *small, *forms)),
         Part("loop", 120, run("loop", *loop)),
         Part("profile", 30, ("-m", "gpt2.lab.profile", str(output / "loop"))),
-        # Whether its losses are the same, bit for bit.
+        # The same run again: equal losses mean that it is deterministic.
         Part("again", 60, run("again", *loop)),
-        # The one published curve that fits: 1.4697 (nanoGPT).
+        # The only published result that fits into the time: a loss of 1.4697 (nanoGPT).
         Part("characters", 130, run("characters", characters)),
     ]
 
 
 def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
-    """Runs the parts with `overrides`, options by dotted name; returns whether none failed."""
+    """Run the parts with `overrides`, options by dotted name; return whether all succeeded."""
     results = output / "results.jsonl"
     logs = output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    # What ends this process ends the part that runs, which holds the device.
+    # SIGTERM also has to end the part that runs, which holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows: list[Row] = []
     if results.exists():
@@ -109,9 +110,9 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
 def run_command(
     command: Sequence[str], limit: float, log: Path
 ) -> tuple[list[Row], str]:
-    """Returns the rows that Python prints by a command, and how that ended: `done`, or why not.
+    """Run Python, and return the rows that it prints and its status: `done`, or why it failed.
 
-    What the command has started ends with it: a process that is left holds the GPU's memory.
+    Its child processes end with it, because a process that lives on holds the GPU's memory.
     """
     status = "done"
     with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
@@ -125,7 +126,7 @@ def run_command(
         )
         try:
             if process.wait(limit):
-                status = f"failed: {log.parent.name}/{log.name}"
+                status = f"failed: see {log.parent.name}/{log.name}"
         except subprocess.TimeoutExpired:
             status = f"no end within {limit:.0f} s"
         finally:
@@ -133,13 +134,13 @@ def run_command(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answers.seek(0)
-        # Others are of libraries.
+        # Other lines come from libraries.
         lines = [line for line in answers if line.startswith("{")]
     return [json.loads(line) for line in lines], status
 
 
 def describe_run(workdir: Path) -> list[Row]:
-    """Returns a row of what a run logged last of its time, or none."""
+    """Return a row with the last speed that a run logged, or nothing."""
     rows: list[Row] = []
     for record in read_metrics(workdir / "metrics.jsonl"):
         if "perf/step_seconds" in record:
@@ -148,7 +149,7 @@ def describe_run(workdir: Path) -> list[Row]:
 
 
 def report(rows: list[Row]) -> str:
-    """Returns the page about rows: the machine's figures, and a table of the others."""
+    """Return report.md: the figures of the machine, and a table of the results."""
     lines = ["# Benchmark", ""]
     others: list[Row] = []
     for row in rows:

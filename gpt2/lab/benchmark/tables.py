@@ -1,11 +1,11 @@
-"""Rows of results as a table for people."""
+"""Write rows of results as a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpt2.utils.text import format_count
 
-Row = dict[str, Any]  # figures by name, as JSON has them
+Row = dict[str, Any]  # figures by name, of types that JSON has
 
 
 def _ratio(interval: Sequence[float]) -> str:
@@ -16,7 +16,7 @@ def _ratio(interval: Sequence[float]) -> str:
     return text
 
 
-# A column's title, the figure that it has of a row, and how that is written.
+# The title of a column, the figure of a row that it shows, and a function that writes the figure.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("part", "part", str),
     ("", "name", str),
@@ -24,15 +24,15 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens/s", "tokens_per_second", format_count),
     ("MFU", "mfu", lambda share: f"{100 * share:.1f} %"),
     ("memory", "peak_memory_bytes", lambda size: f"{size / 1e9:.2f} GB"),
-    ("waits for data", "data_wait_seconds", lambda wait: f"{1e3 * wait:.2f} ms"),
-    ("jax is faster by (95 %)", "ratio", _ratio),
+    ("data wait", "data_wait_seconds", lambda wait: f"{1e3 * wait:.2f} ms"),
+    ("time / ours (95 %)", "ratio", _ratio),
     ("attention", "attention", str),
 )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns rows as a table with the columns that some row fills."""
-    import pandas as pd  # which the Python of peers may lack
+    """Return a table with a column for each figure that some row has."""
+    import pandas as pd  # the Python of peers may lack it
 
     found = pd.DataFrame(rows)
     columns = {}
