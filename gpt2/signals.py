@@ -79,7 +79,7 @@ def get_unless_stopped(ready: queue.Queue[T]) -> T:
     while True:
         stop = _loop_stop
         is_stopping = stop and stop.requested and not stop.has_peers
-        if is_stopping and time.monotonic() > stop.deadline:
+        if stop and is_stopping and time.monotonic() > stop.deadline:
             raise Stopped
         try:
             return ready.get(timeout=0.5)

@@ -8,7 +8,6 @@ import abc
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +20,8 @@ from gpt2.utils import files
 # Arrays [B, T] by name: `tokens` int32; `targets` int32, the token that follows each, or -1 where
 # there is none to predict; maybe `segments` int32, the document's number within the row.
 Batch = dict[str, np.ndarray]
-
-
-class Validation(NamedTuple):
-    """The validation batches of one corpus."""
-
-    weight: float  # of its mean loss in the loss of all
-    batches: Iterable[Batch]
+# The weight of a corpus in the mean loss of a mixture, and its batches.
+WeightedBatches = tuple[float, Iterable[Batch]]
 
 
 class Source(abc.ABC):
@@ -40,7 +34,7 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def validation(
         self, rows: slice, num_batches: int = 0
-    ) -> tuple[dict[str, Validation], float | None]:
+    ) -> tuple[dict[str, WeightedBatches], float | None]:
         """Returns the first `num_batches` of each corpus of a mixture; 0: of all that are scored.
 
         A corpus that is not mixed has an empty name. The second value is the number of targets for

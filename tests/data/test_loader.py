@@ -12,7 +12,6 @@ from gpt2.config.shapes import Shape, Shapes
 from gpt2.data.loading.prefetch import prefetch
 from gpt2.data.loading.token_batches import (
     TokenDataset,
-    TrainLoader,
     ValidationLoader,
 )
 from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
@@ -34,6 +33,29 @@ def stored(directory, train, validation=(1, 2, 3), eot=EOT):
     return PreparedTokens(directory, tokenizer, splits, writer.dtype.name)
 
 
+def open_batches(
+    parts,
+    *,
+    batch_size,
+    context_length,
+    seed=0,
+    packing="concat",
+    document_mask=False,
+    shapes=None,
+):
+    """Returns the batches of a run on prepared tokens."""
+    shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
+    config = SimpleNamespace(
+        seed=seed,
+        data=SimpleNamespace(packing=packing, document_mask=document_mask),
+        model=SimpleNamespace(context_length=context_length),
+        train=SimpleNamespace(eval_batches=0, accumulate_steps=1),
+        micro_batch_size=batch_size,
+        shapes=shapes,
+    )
+    return TokenDataset(None, parts).open(config)
+
+
 def single(tokens):
     """Returns the parts of a dataset of one corpus."""
     return TokenDataset.single(tokens).parts
@@ -46,7 +68,7 @@ def counting(tmp_path_factory):
 
 
 def test_an_epoch_visits_every_window_once_in_another_order_and_offset(counting):
-    loader = TrainLoader(single(counting), batch_size=311, context_length=16, seed=0)
+    loader = open_batches(single(counting), batch_size=311, context_length=16, seed=0)
     assert loader.rows[""].num_rows == 311
     offsets = set()
     orders = set()
@@ -61,16 +83,16 @@ def test_an_epoch_visits_every_window_once_in_another_order_and_offset(counting)
 
 
 def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting):
-    rows = TrainLoader(single(counting), batch_size=1, context_length=16, seed=0)
+    rows = open_batches(single(counting), batch_size=1, context_length=16, seed=0)
     tokens = np.concatenate([rows.batch(step)["tokens"][0] for step in range(1, 701)])
     shapes = Shapes({0: Shape(6, 4, 0), 20: Shape(4, 8, 0), 33: Shape(8, 16, 0)})
     options = dict(batch_size=8, context_length=16, seed=0, shapes=shapes)
-    loader = TrainLoader(single(counting), **options)
+    loader = open_batches(single(counting), **options)
     place = 0
     for step in range(1, 101):  # beyond the first epoch, of 311 rows
         size, length = (6, 4) if step <= 20 else (4, 8) if step <= 33 else (8, 16)
         if step % 9 == 0:
-            loader = TrainLoader(single(counting), **options)
+            loader = open_batches(single(counting), **options)
         batch = loader.batch(step)
         cut = tokens[place : place + size * length].reshape(size, length)
         np.testing.assert_array_equal(batch["tokens"], cut)
@@ -137,7 +159,7 @@ def test_segments_count_documents_within_a_row(tmp_path):
     segments = [loader.batch(i)["segments"][0].tolist() for i in (1, 2, 3)]
     # The end-of-text token opens its document.
     assert segments == [[1] * 13 + [2] + [3] * 6, [0] * 20, [0] * 10 + [1] * 10]
-    train = TrainLoader(
+    train = open_batches(
         single(dataset), batch_size=4, context_length=20, seed=0, document_mask=True
     )
     chex.assert_type(list(train.batch(1).values()), np.int32)
@@ -146,7 +168,7 @@ def test_segments_count_documents_within_a_row(tmp_path):
 def test_document_mask_without_documents_is_refused(tmp_path):
     dataset = stored(tmp_path, np.arange(200), eot=None)
     with pytest.raises(UserError, match=r"data\.document_mask"):
-        TrainLoader(
+        open_batches(
             single(dataset), batch_size=1, context_length=8, seed=0, document_mask=True
         )
 

@@ -3,6 +3,7 @@
 import collections
 import shutil
 from fractions import Fraction
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -11,12 +12,11 @@ import pytest
 
 from gpt2.config import Config, DataConfig
 from gpt2.data import prepare
-from gpt2.data.loading.token_batches import TrainLoader
 from gpt2.data.loading.user_batches import BatchFunction, UserBatches, UserDataset
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.training import next_token_loss
-from tests.data.test_loader import EOT, single, stored
+from tests.data.test_loader import EOT, open_batches, single, stored
 from tests.helpers import (
     TINY,
     first_params,
@@ -60,7 +60,7 @@ def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
         parts = single(parts)
     options = dict(batch_size=B, context_length=T, packing=packing, document_mask=True)
     loader, late, other = (
-        TrainLoader(parts, seed=seed, **options) for seed in (1, 1, 2)
+        open_batches(parts, seed=seed, **options) for seed in (1, 1, 2)
     )
     whole = [loader.batch(step) for step in range(1, 41)]
     assert any(
@@ -79,7 +79,7 @@ def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
 
 
 def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
-    loader = TrainLoader(
+    loader = open_batches(
         single(corpus), seed=0, batch_size=B, context_length=T, packing="bos"
     )
     source = loader.rows[""]
@@ -107,7 +107,7 @@ def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
 
 
 def test_pad_gives_each_token_once_in_rows_of_one_document(corpus):
-    loader = TrainLoader(
+    loader = open_batches(
         single(corpus), seed=0, batch_size=1, context_length=T, packing="pad"
     )
     steps = loader.rows[""].num_rows
@@ -127,7 +127,7 @@ def test_pad_gives_each_token_once_in_rows_of_one_document(corpus):
 
 
 def test_a_mixture_keeps_to_its_weights_and_each_part_visits_its_rows_once(mixture):
-    loader = TrainLoader(mixture, seed=0, batch_size=10, context_length=64)
+    loader = open_batches(mixture, seed=0, batch_size=10, context_length=64)
     starts = np.concatenate(
         [loader.batch(step)["tokens"][:, 5] for step in range(1, 101)]
     )
@@ -193,7 +193,7 @@ def model():
 def test_the_loss_of_padded_rows_is_the_mean_over_documents(model, tmp_path):
     documents, gpt, params = model
     dataset = stored(tmp_path / "documents", np.concatenate(documents), eot=63)
-    loader = TrainLoader(
+    loader = open_batches(
         single(dataset), seed=0, batch_size=1, context_length=32, packing="pad"
     )
     steps = loader.rows[""].num_rows
@@ -222,7 +222,7 @@ def test_a_document_changes_no_other_under_bos_and_document_mask(model, tmp_path
     )  # two others follow it in its row
     options = dict(batch_size=12, context_length=32, packing="bos", document_mask=mask)
     batches = [
-        TrainLoader(
+        open_batches(
             single(stored(tmp_path / name, np.concatenate(each), eot=63)),
             seed=0,
             **options,
@@ -271,21 +271,21 @@ HALF = slice(0, 2)
 
 def own_batches(given, seed=0, accumulate_steps=1):
     """Batches of a user's, of 4 rows of 16 tokens below 64, or the batches of a function."""
-    return UserBatches(
-        "python:a:b",
-        given if callable(given) else lambda split: given,
-        context_length=16,
-        vocab_size=64,
+    function = given if callable(given) else lambda split: given
+    config = SimpleNamespace(
         seed=seed,
-        accumulate_steps=accumulate_steps,
+        model=SimpleNamespace(context_length=16, vocab_size=64),
+        train=SimpleNamespace(eval_batches=0, accumulate_steps=accumulate_steps),
     )
+    return UserBatches("python:a:b", function, config)
 
 
 def validation_of(own, rows=ALL):
     """The micro-batches of a validation."""
     validation, targets_per_byte = own.validation(rows)
     assert targets_per_byte is None
-    return validation[""].batches
+    _, batches = validation[""]
+    return batches
 
 
 def test_own_batches_go_on_from_their_state_and_begin_anew_at_their_end():

@@ -11,7 +11,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-from gpt2.data.loading.token_batches import TrainLoader
+from gpt2.data.loading.token_batches import TokenBatches
 from gpt2.telemetry.reporter import Reporter
 
 SECONDS = 0.1  # of a fault that is an amount of time
@@ -31,13 +31,13 @@ def synchronise():
 
 def load_slowly():
     """A batch takes longer than a step."""
-    read = TrainLoader.batch
+    read = TokenBatches.batch
 
     def batch(self, step, *rows):
         time.sleep(SECONDS)
         return read(self, step, *rows)
 
-    TrainLoader.batch = batch
+    TokenBatches.batch = batch
 
 
 if __name__ == "__main__":

@@ -249,10 +249,10 @@ def test_a_command_runs_once_at_every_end_and_changes_no_exit_code(reason):
 
 SLOW_STEPS = """
 import time
-from gpt2.data.loading.token_batches import TrainLoader
+from gpt2.data.loading.token_batches import TokenBatches
 
-batch = TrainLoader.batch
-TrainLoader.batch = lambda self, *which: time.sleep(0.5) or batch(self, *which)
+batch = TokenBatches.batch
+TokenBatches.batch = lambda self, *which: time.sleep(0.5) or batch(self, *which)
 """
 
 

@@ -14,13 +14,13 @@ import pytest
 
 from gpt2.config import load_config
 from gpt2.data import prepare
-from gpt2.data.loading.token_batches import TrainLoader
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.training import TrainState, next_token_loss
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.steps import make_train_step, make_update
 from gpt2.utils.prng import init_key
+from tests.data.test_loader import open_batches
 from tests.forks import ROOT, environment
 from tests.helpers import (
     TINY,
@@ -165,9 +165,8 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
     scheduled, corpus, tmp_path
 ):
     config = load_config(scheduled).with_vocabulary(257)
-    rows = TrainLoader(
-        prepare(config.data).parts, batch_size=1, context_length=16, seed=0
-    )
+    parts = prepare(config.data).parts
+    rows = open_batches(parts, batch_size=1, context_length=16)
     first = [rows.batch(index) for index in range(1, 23)]
     rows_of = {
         name: np.concatenate([row[name][0] for row in first]) for name in first[0]

@@ -28,10 +28,10 @@ PLANTED_RUN = """
 import time
 from pathlib import Path
 import jax
-from gpt2.data.loading.token_batches import TrainLoader
+from gpt2.data.loading.token_batches import TokenBatches
 from gpt2.training.program import Program
 
-batch, init_state = TrainLoader.batch, Program.init_state
+batch, init_state = TokenBatches.batch, Program.init_state
 
 
 def plant(loader, step, rows):
@@ -50,7 +50,7 @@ def overflow(program, params=None):
     return state
 
 
-TrainLoader.batch, Program.init_state = plant, overflow
+TokenBatches.batch, Program.init_state = plant, overflow
 """
 OPTIONS = """
     --config.data.corpus=synthetic --config.model.tie_embeddings=False

@@ -9,8 +9,7 @@ from fractions import Fraction
 import numpy as np
 
 from gpt2.config import Config
-from gpt2.config.shapes import Shape, Shapes
-from gpt2.data.corpus import Batch, Dataset, Source, Validation
+from gpt2.data.corpus import Batch, Dataset, Source, WeightedBatches
 from gpt2.data.loading.packing import PACKINGS, Rows, document_start, hashed
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.data.tokens import PreparedTokens
@@ -59,117 +58,51 @@ class TokenDataset(Dataset):
 
 
 class TokenBatches(Source):
-    """The batches of a run on prepared tokens."""
+    """The batches of a run on prepared tokens, shuffled without replacement.
+
+    `rows` are the training rows of each part. A row's number among all rows of the run determines
+    its part and its number there, so that any range of rows keeps to the weights, to within a few
+    rows. If shapes of the run have shorter contexts, each row is cut into consecutive rows of one
+    batch.
+    """
 
     def __init__(self, dataset: TokenDataset, config: Config):
         data = config.data
         self._dataset = dataset
-        self._train = TrainLoader(
-            dataset.parts,
-            seed=config.seed,
-            batch_size=data.batch_size,
-            context_length=config.model.context_length,
-            document_mask=data.document_mask,
-            packing=data.packing,
-            shapes=config.shapes,
-        )
-        self._validation = dict[str, ValidationLoader]()
-        for name, (_, part) in dataset.parts.items():
-            self._validation[name] = ValidationLoader(
-                part,
-                batch_size=config.micro_batch_size,
-                context_length=config.model.context_length,
-                document_mask=data.document_mask,
-                num_batches=config.train.eval_batches * config.train.accumulate_steps,
-            )
-
-    def batch(self, step: int, rows: slice) -> Batch:
-        """Returns `rows` of the batch of a step."""
-        return self._train.batch(step, rows)
-
-    def validation(
-        self, rows: slice, num_batches: int = 0
-    ) -> tuple[dict[str, Validation], float | None]:
-        """Returns the validation batches of each part, and the targets for each byte of text."""
-        validation = dict[str, Validation]()
-        is_whole = not num_batches
-        for name, loader in self._validation.items():
-            weight, _ = self._dataset.parts[name]
-            numbers = range(1, 1 + (num_batches or len(loader)))
-            batches = map(functools.partial(loader.batch, rows=rows), numbers)
-            validation[name] = Validation(float(weight), batches)
-            is_whole = is_whole and loader.is_whole
-        return validation, self._dataset.targets_per_byte if is_whole else None
-
-    def describe(self, num_steps: int) -> str:
-        """Returns the size of each part, and how often its training split is read."""
-        lines = list[str]()
-        for name, epochs in self._train.epochs(num_steps).items():
-            _, part = self._dataset.parts[name]
-            num_tokens = format_count(part.splits["train"].num_tokens)
-            num_validation = format_count(part.splits["validation"].num_tokens)
-            line = f"{num_tokens} tokens, read {epochs:.2g} times; {num_validation} for validation"
-            if note := self._train.rows[name].note:
-                line += f"; {note}"
-            lines.append(f"{name}: {line}" if name else line)
-        return f"\n{'':9}".join(lines)
-
-
-class TrainLoader:
-    """Training batches, shuffled without replacement. Any batch can be read directly.
-
-    `rows` are the rows of each part. A row's number among all rows of the run determines its part
-    and its number there, so that any range of rows keeps to the weights, to within a few rows. If
-    `shapes` have shorter contexts, each row is cut into consecutive rows of one batch.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        *,
-        seed: int,
-        batch_size: int,
-        context_length: int,
-        document_mask: bool = False,
-        packing: str = "concat",
-        shapes: Shapes | None = None,
-    ):
         self._eot = None
-        self._context_length = context_length
-        self._shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
+        self._context_length = config.model.context_length
+        self._shapes = config.shapes
         self.rows = dict[str, Rows]()
         # The fraction of a part in what the parts before it leave.
         self._ratios = dict[str, tuple[int, int]]()
+        self._validation = dict[str, ValidationLoader]()
         left = Fraction(1)
-        for number, (name, (weight, part)) in enumerate(parts.items()):
-            if document_mask:
+        seed = config.seed
+        for name, (weight, part) in dataset.parts.items():
+            if data.document_mask:
                 self._eot = document_start(part, "data.document_mask=True")
-            if number:  # otherwise parts of equal size would have the same order
-                seed = hashed((seed, number))
-            rows = PACKINGS[packing](part, context_length, seed)
-            largest = self._shapes.largest.tokens // context_length
+            if self.rows:  # otherwise parts of equal size would have the same order
+                seed = hashed((seed, len(self.rows)))
+            rows = PACKINGS[data.packing](part, self._context_length, seed)
+            largest = self._shapes.largest.tokens // self._context_length
             needed = math.ceil(largest * weight)
             if rows.num_rows < needed:
                 num_tokens = part.splits["train"].num_tokens
                 raise UserError(
                     f"The training split of {num_tokens} tokens has {rows.num_rows} rows of "
-                    f"model.context_length={context_length}, and a batch needs {needed}",
+                    f"model.context_length={self._context_length}, and a batch needs {needed}",
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.rows[name] = rows
             self._ratios[name] = (weight / left).as_integer_ratio()
             left -= weight
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """Returns how often each part has been read after `step` steps."""
-        left = self._shapes.tokens(step) // self._context_length
-        epochs = dict[str, float]()
-        for name, rows in self.rows.items():
-            numerator, denominator = self._ratios[name]
-            num_rows = left * numerator // denominator
-            epochs[name] = num_rows / rows.num_rows
-            left -= num_rows
-        return epochs
+            self._validation[name] = ValidationLoader(
+                part,
+                batch_size=config.micro_batch_size,
+                context_length=self._context_length,
+                document_mask=data.document_mask,
+                num_batches=config.train.eval_batches * config.train.accumulate_steps,
+            )
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `rows` of the batch of a step."""
@@ -190,6 +123,44 @@ class TrainLoader:
                 break
             number -= number_in_part
         return rows.read(number_in_part)[offset : offset + length]
+
+    def validation(
+        self, rows: slice, num_batches: int = 0
+    ) -> tuple[dict[str, WeightedBatches], float | None]:
+        """Returns the validation batches of each part, and the targets for each byte of text."""
+        validation = dict[str, WeightedBatches]()
+        is_whole = not num_batches
+        for name, loader in self._validation.items():
+            weight, _ = self._dataset.parts[name]
+            numbers = range(1, 1 + (num_batches or len(loader)))
+            batches = map(functools.partial(loader.batch, rows=rows), numbers)
+            validation[name] = float(weight), batches
+            is_whole = is_whole and loader.is_whole
+        return validation, self._dataset.targets_per_byte if is_whole else None
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Returns how often each part has been read after `step` steps."""
+        left = self._shapes.tokens(step) // self._context_length
+        epochs = dict[str, float]()
+        for name, rows in self.rows.items():
+            numerator, denominator = self._ratios[name]
+            num_rows = left * numerator // denominator
+            epochs[name] = num_rows / rows.num_rows
+            left -= num_rows
+        return epochs
+
+    def describe(self, num_steps: int) -> str:
+        """Returns the size of each part, and how often its training split is read."""
+        lines = list[str]()
+        for name, epochs in self.epochs(num_steps).items():
+            _, part = self._dataset.parts[name]
+            num_tokens = format_count(part.splits["train"].num_tokens)
+            num_validation = format_count(part.splits["validation"].num_tokens)
+            line = f"{num_tokens} tokens, read {epochs:.2g} times; {num_validation} for validation"
+            if note := self.rows[name].note:
+                line += f"; {note}"
+            lines.append(f"{name}: {line}" if name else line)
+        return f"\n{'':9}".join(lines)
 
 
 class ValidationLoader:

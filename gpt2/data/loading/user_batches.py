@@ -17,12 +17,13 @@ from gpt2.data.corpus import (
     Corpus,
     Dataset,
     Source,
-    Validation,
+    WeightedBatches,
     require_finished_tokenizer,
 )
 from gpt2.data.loading.token_batches import IGNORED, Parts
 from gpt2.errors import UserError, warn
 
+MakeBatches = Callable[..., Iterable[object]]
 NUM_STATES = 16  # retained: more than the batches that are read ahead
 
 
@@ -31,7 +32,7 @@ class BatchFunction(Corpus):
     """A user's function of `split`, and maybe of `seed`, that returns an iterable of batches."""
 
     name: str  # python:MODULE:FUNCTION
-    function: Callable[..., Iterable[object]]
+    function: MakeBatches
 
     def prepare(self, data: DataConfig) -> "UserDataset":
         """Returns the batches with their tokenizer."""
@@ -71,15 +72,7 @@ class UserDataset(Dataset):
                 "cannot change",
                 "Leave out both options, and return `segments` with the batches",
             )
-        return UserBatches(
-            name,
-            self.made_by.function,
-            context_length=config.model.context_length,
-            vocab_size=config.model.vocab_size,
-            seed=config.seed,
-            accumulate_steps=config.train.accumulate_steps,
-            eval_batches=config.train.eval_batches,
-        )
+        return UserBatches(name, self.made_by.function, config)
 
 
 class UserBatches(Source):
@@ -89,24 +82,14 @@ class UserBatches(Source):
     `load_state_dict` of the iterable).
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Iterable[object]],
-        *,
-        context_length: int,
-        vocab_size: int,
-        seed: int = 0,
-        accumulate_steps: int = 1,
-        eval_batches: int = 0,
-    ):
+    def __init__(self, name: str, function: MakeBatches, config: Config):
         self._name = name
         if "seed" in inspect.signature(function).parameters:
-            function = functools.partial(function, seed=seed)
+            function = functools.partial(function, seed=config.seed)
         self._function = function
-        self._context_length = context_length
-        self._accumulate_steps = accumulate_steps
-        self._eval_batches = eval_batches * accumulate_steps
+        self._context_length = config.model.context_length
+        self._train_options = config.train
+        vocab_size = config.model.vocab_size
         # The smallest and the largest value of arrays that the model or the loss interprets.
         self._ranges = {
             "tokens": (0, vocab_size - 1),
@@ -152,15 +135,16 @@ class UserBatches(Source):
 
     def validation(
         self, rows: slice, num_batches: int = 0
-    ) -> tuple[dict[str, Validation], None]:
+    ) -> tuple[dict[str, WeightedBatches], None]:
         """Returns the validation batches, each cut into micro-batches of this process's `rows`."""
         num_rows = rows.stop - rows.start
-        limit = num_batches or self._eval_batches or None
-        batches = itertools.islice(self._micro_batches(num_rows), limit)
-        return {"": Validation(1.0, batches)}, None
+        options = self._train_options
+        limit = num_batches or options.eval_batches * options.accumulate_steps
+        batches = itertools.islice(self._micro_batches(num_rows), limit or None)
+        return {"": (1.0, batches)}, None
 
     def _micro_batches(self, num_rows: int) -> Iterator[Batch]:
-        total = num_rows * self._accumulate_steps
+        total = num_rows * self._train_options.accumulate_steps
         for batch in self._read("validation"):
             arrays = self._convert(batch, total, may_be_short=True)
             for start in range(0, total, num_rows):
