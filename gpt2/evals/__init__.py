@@ -1,1 +1,1 @@
-"""Scores that others can check: tasks from local files, each with its convention."""
+"""Tasks that are scored from local files, each by a published convention."""

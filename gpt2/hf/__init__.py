@@ -1,4 +1,4 @@
-"""Reads and writes weights in Hugging Face's format: docs/weights.md."""
+"""Read and write weights in Hugging Face's format; see docs/weights.md."""
 
 from gpt2.hf.directory import load, save
 

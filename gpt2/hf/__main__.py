@@ -1,4 +1,4 @@
-"""Turns Hugging Face directories into runs, and runs into Hugging Face directories.
+"""Convert Hugging Face directories to runs, and runs to Hugging Face directories.
 
 python -m gpt2.hf import --from=DIR --workdir=DIR
 python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
@@ -15,20 +15,24 @@ from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.hf.weights import export_run, import_run
 
-# The directory that each command reads and the one that it writes.
+# The flags of the directories that each command reads and writes.
 _DIRECTORIES = {"import": ("from", "workdir"), "export": ("workdir", "to")}
 
 
 def define_flags() -> None:
-    """Defines the flags of both commands."""
+    """Define the flags of both commands."""
     flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
     flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
-    flags.DEFINE_string("workdir", None, "The run to write (import) or read (export).")
-    flags.DEFINE_string("checkpoint", "best", "export: best, latest or a step.")
+    flags.DEFINE_string(
+        "workdir", None, "import: the run to write. export: the run to read."
+    )
+    flags.DEFINE_string(
+        "checkpoint", "best", "export: the checkpoint to read: best, latest or a step."
+    )
 
 
 def main(command: str) -> None:
-    """Runs `import` or `export`, and says what it wrote."""
+    """Run `import` or `export`, and print what was written."""
     names = _DIRECTORIES[command]
     source, target = (flags.FLAGS[name].value for name in names)
     if not (source and target):

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face directory, read and written."""
+"""Read and write the config.json of a Hugging Face directory."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from gpt2.hf.families import FAMILIES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
-# By the rope_type of Hugging Face, the numbers that `model.rope_scaling` has fixed.
+# For each rope_type of Hugging Face, the parameters that `model.rope_scaling` cannot change.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -18,9 +18,9 @@ _ROPE_TYPES: dict[str, Json] = {
 
 
 def read_config(directory: Path) -> GPTConfig:
-    """Reads the architecture from a Hugging Face config.json.
+    """Read the architecture from the config.json of a directory.
 
-    Dropout is 0: it is a choice of training, not a part of the weights.
+    Dropout is 0, because it belongs to the training and not to the weights.
     """
     path = Path(directory) / "config.json"
     families = {family.model_type: family for family in FAMILIES}
@@ -36,7 +36,7 @@ def read_config(directory: Path) -> GPTConfig:
 
 
 def _with_flat_rope(config: Json, family: Family) -> Json:
-    """Returns options without nesting: transformers 5 keeps those of rope in a dictionary."""
+    """Return options without nesting: transformers 5 has the options of rope in a dictionary."""
     names = {
         "rope_theta": family.options.get("rope_base"),
         "partial_rotary_factor": family.options.get("rope_share"),
@@ -52,7 +52,7 @@ def _with_flat_rope(config: Json, family: Family) -> Json:
 
 
 def _refuse_others(path: Path, family: Family, config: Json) -> None:
-    """Refuses what the family computes in Hugging Face's code and not here."""
+    """Refuse what the family computes in Hugging Face's code and not here."""
     fixed = {
         "partial_rotary_factor": 1.0,
         "attention_factor": None,
@@ -67,30 +67,32 @@ def _refuse_others(path: Path, family: Family, config: Json) -> None:
     if layer_types:
         allowed["layer_types"] = [["full_attention"] * len(layer_types)]
     for name, values in allowed.items():
-        found = config.get(name, values[0])
-        if found not in values:
+        value = config.get(name, values[0])
+        if value not in values:
             raise UserError(
-                f"{path}: {name}={found} is not what {family.title} computes here"
+                f"{path}: {name}={value} is not supported for {family.title}, only "
+                f"{' or '.join(map(str, values))}",
+                "Use a model without it",
             )
 
 
 def _options(family: Family, config: Json) -> Json:
-    """Returns the options of `model.` that config.json gives."""
+    """Return the options of `model.` that config.json sets."""
     names = dict(family.options)
     if config.get("rope_type", "default") != "default":
         names |= SCALED_ROPE
     options = {}
     for ours, theirs in names.items():
-        if config[theirs] is not None:  # as is a size that follows from others
+        if config[theirs] is not None:  # None: the size follows from others.
             options[ours] = config[theirs]
     options["activation"] = family.activations[options["activation"]]
     return options
 
 
 def to_hf_config(cfg: GPTConfig) -> Json:
-    """Returns config.json for the architecture `cfg`: the reverse of `read_config`.
+    """Return the config.json of an architecture, the reverse of `read_config`.
 
-    The options of rope have the names that every version of transformers reads.
+    The options of rope have names that every version of transformers reads.
     """
     family = family_for(cfg)
     sizes = canonical(cfg)

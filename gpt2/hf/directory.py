@@ -1,7 +1,7 @@
-"""A Hugging Face directory, read and written.
+"""Read and write a Hugging Face directory.
 
-It holds config.json, the weights (model.safetensors, whole or in shards) and the tokenizer. Rows of
-the vocabulary beyond the tokenizer's are padding, neither read nor written.
+It has config.json, the weights (model.safetensors, whole or in shards) and the tokenizer. Rows of
+the vocabulary beyond the tokenizer's are padding, which is neither read nor written.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
-    """Returns the configuration, without dropout, and the parameters: float32, layers unrolled."""
-    # Which brings JAX, for which `python -m gpt2.hf` prepares first.
+    """Return the configuration, without dropout, and the float32 parameters, layers unrolled."""
+    # Flax imports JAX, and `python -m gpt2.hf` has to prepare the process before that.
     from flax.traverse_util import unflatten_dict
 
     directory = Path(directory)
@@ -41,7 +41,10 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         name = family.full_name(name)
         earlier = stored.setdefault(name, array)
         if earlier is not array and not np.array_equal(earlier, array):
-            raise UserError(f"{directory} holds {name} twice, with different values")
+            raise UserError(
+                f"{directory} contains {name} twice, with different values",
+                "Save or download it again",
+            )
 
     leaves: dict[str, np.ndarray] = {}
     tensors = family.tensors(cfg)
@@ -52,18 +55,23 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
             leaves[path] = np.stack(arrays, axis=1)
     params = unflatten_dict(leaves, sep="/")
     embedding = params["wte"]["embedding"]
-    head = stored.pop(family.head, embedding)  # of tied embeddings
+    head = stored.pop(family.head, embedding)  # Some files repeat a tied embedding.
     if not np.array_equal(head.astype(np.float32), embedding):
         raise UserError(
-            f"{directory}: config.json ties {family.head} to an embedding that differs"
+            f"{directory}: config.json ties {family.head} to the input embedding, and the file "
+            "has different values for both",
+            "Set tie_word_embeddings to false in config.json",
         )
     unknown = ", ".join(name for name in stored if not name.endswith(BUFFERS))
     if unknown:
         raise UserError(
-            f"{directory}: the model of config.json has no tensor {unknown}"
+            f"{directory}: the model of config.json has no tensor {unknown}",
+            "Use the config.json that was saved with the weights",
         )
     num_tokens = cfg.vocab_size
-    with contextlib.suppress(UserError):  # without a tokenizer, all rows are tokens
+    with contextlib.suppress(
+        UserError
+    ):  # Without a tokenizer, all rows count as tokens.
         num_tokens = load_tokenizer(directory, cfg).vocab_size
     for name in {"wte", "lm_head"} & params.keys():
         params[name] = {"embedding": params[name]["embedding"][:num_tokens]}
@@ -71,16 +79,18 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Takes a tensor out of those of a file, and returns the parameter, or its part."""
-    found = stored.pop(tensor.name, None)
+    """Remove a tensor from `stored`, and return it as the parameter or its part."""
+    array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
-    if found is None or found.shape != tensor.shape:
-        raise UserError(f"{name} is missing, or has another shape than {tensor.shape}")
-    if found.dtype.name not in FLOATS:
-        raise UserError(f"{name} holds {found.dtype} in place of weights")
-    parameter = tensor.from_stored(found)
+    remedy = "Use weights and config.json of one model, without quantization"
+    if array is None or array.shape != tensor.shape:
+        message = f"{name} is missing, or has another shape than {tensor.shape}"
+        raise UserError(message, remedy)
+    if array.dtype.name not in FLOATS:
+        raise UserError(f"{name} has {array.dtype} values in place of floats", remedy)
+    parameter = tensor.from_stored(array)
     if not np.isfinite(parameter).all():
-        raise UserError(f"{name} holds NaN or Inf")
+        raise UserError(f"{name} has NaN or Inf", "Save or download it again")
     return parameter
 
 
@@ -90,9 +100,9 @@ def save(
     params: dict,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Writes a new directory that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+    """Write a new directory that `AutoModelForCausalLM.from_pretrained` of transformers loads.
 
-    Where the family has biases and `cfg` none, zeros are written. Parameters may be scanned.
+    If the family has biases and `cfg` has none, zeros are written. Layers may be scanned.
     """
     from flax.traverse_util import flatten_dict
 
@@ -106,10 +116,12 @@ def save(
     config = to_hf_config(cfg) | {"bos_token_id": eot, "eos_token_id": eot}
     leaves = flatten_dict(in_layout(params, scanned=False), sep="/")
     tensors = [*family_for(cfg).tensors(cfg)]
-    homeless = leaves.keys() - {tensor.path for tensor in tensors}
-    if homeless:
-        names = ", ".join(homeless)
-        raise UserError(f"Hugging Face's model has no place for {names}")
+    unknown = leaves.keys() - {tensor.path for tensor in tensors}
+    if unknown:
+        raise UserError(
+            f"Hugging Face's model has no parameter for {', '.join(unknown)}",
+            "Export parameters of the model that cfg describes",
+        )
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
         if tensor.path.endswith("bias") and not cfg.bias:
@@ -126,19 +138,19 @@ def save(
         weights = partial / "model.safetensors"
         with files.reading(weights, "Make room", failed="cannot be written"):
             save_file(arrays, weights, metadata={"format": "pt"})
-        # It would be for its owner alone, whatever the umask.
+        # safetensors makes its file readable for the owner alone, whatever the umask.
         shutil.copymode(partial / "config.json", weights)
 
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of a directory, from one file or from the shards that an index lists."""
-    how = "Save or download it again as safetensors"
+    """Yield the tensors of a directory, from one file or from the shards of an index."""
+    remedy = "Save or download it again as safetensors"
     paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        with files.reading(index, how):
-            found = json.loads(index.read_text("utf-8"))["weight_map"].values()
-            paths = sorted({directory / name for name in found})
+        with files.reading(index, remedy):
+            names = json.loads(index.read_text("utf-8"))["weight_map"].values()
+            paths = sorted({directory / name for name in names})
     for path in paths:
-        with files.reading(path, how):
+        with files.reading(path, remedy):
             yield from load_file(path).items()

@@ -1,7 +1,7 @@
-"""The model families of Hugging Face that the switches of `model.` cover, a table for each.
+"""A table for each model family of Hugging Face that the switches of `model.` cover.
 
-Names are those in transformers' configuration_*.py and modeling_*.py. A new family is a new table;
-gpt2/hf/family.py says what it holds.
+Names come from configuration_*.py and modeling_*.py of transformers. A new family is a new table;
+gpt2/hf/family.py describes its fields.
 """
 
 from gpt2.config import GPTConfig
@@ -18,7 +18,7 @@ _ACTIVATIONS = {
     "silu": "silu",
 }
 _GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-# Names that all families but GPT-2 share.
+# The names in all families but GPT-2.
 _OPTIONS = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -31,7 +31,7 @@ _OPTIONS = {
 }
 
 
-# OpenAI's Conv1D stores a weight as [in, out], as kernels are here.
+# The Conv1D of OpenAI stores a weight as [in, out], which is the order of kernels here.
 GPT2 = Family(
     title="GPT-2",
     model_type="gpt2",
@@ -86,7 +86,7 @@ GPT2 = Family(
     ),
 )
 
-# PyTorch's Linear stores a weight as [out, in], here and in the families below.
+# The Linear of PyTorch stores a weight as [out, in], in this family and those below.
 LLAMA = Family(
     title="Llama",
     model_type="llama",
@@ -118,7 +118,7 @@ LLAMA = Family(
         Tensor("self_attn.q_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 0),
         Tensor("self_attn.k_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 1),
         Tensor("self_attn.v_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 2),
-        # Of grouped queries, in place of the three above.
+        # These replace the three above in a model with grouped queries.
         Tensor("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D"),
         Tensor("self_attn.k_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 0),
         Tensor("self_attn.v_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 1),
@@ -195,13 +195,14 @@ FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
 
 
 def family_for(cfg: GPTConfig) -> Family:
-    """Returns the family whose switches are those of `cfg`, or names what the nearest lacks."""
+    """Return the family whose switches `cfg` has, or raise what the nearest family lacks."""
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
     lacking = ", ".join(
         f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg)
     )
     if lacking:
         raise UserError(
-            f"{family.title}, the nearest family, has no option for {lacking}"
+            f"{family.title}, the nearest family of Hugging Face, has no option for {lacking}",
+            "Train with the switches of a family in docs/weights.md",
         )
     return family

@@ -1,4 +1,4 @@
-"""What a family of Hugging Face's models is: switches, names of options, tensors and their axes."""
+"""A family of Hugging Face's models: its switches, options, tensors and their axes."""
 
 import dataclasses
 import math
@@ -9,23 +9,23 @@ import numpy as np
 
 from gpt2.config import GPTConfig, ModelConfig
 
-Json = dict[str, Any]  # of config.json
+Json = dict[str, Any]  # the content of config.json
 
-# Fields that say how a model starts or is computed, and not which function it is.
+# Fields that decide how a model is initialized or computed, and not which function it is.
 FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
-# Options of scaled rope, which every family with rope has, and their names in config.json.
+# The options of scaled rope and their names in config.json, in every family with rope.
 SCALED_ROPE = {
     "rope_scaling": "rope_type",
     "rope_factor": "factor",
     "rope_context": "original_max_position_embeddings",
 }
 
-# Endings of stored names that hold no parameter: a mask, its fill value, and frequencies of rope.
+# Suffixes of stored tensors that are not parameters: a mask, its fill value, rope frequencies.
 BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 
 def canonical(cfg: GPTConfig) -> GPTConfig:
-    """Returns the same architecture with all of its sizes written out."""
+    """Return the same architecture with all derived sizes as numbers."""
     return dataclasses.replace(
         cfg,
         num_kv_heads=cfg.kv_heads,
@@ -35,17 +35,18 @@ def canonical(cfg: GPTConfig) -> GPTConfig:
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, and the parameter that it holds. Families name those of a layer.
+    """A tensor in a file, and the parameter that it stores.
 
     Attributes:
-        name: Hugging Face's; in a family, what follows the layer's own name.
-        path: of the parameter here, from the root or from its layer.
-        axes: of the parameter, a letter each, as gpt2/model/gpt.py names them; K: heads of keys and
-            values, C: queries, keys and values. Of its `part`, if the tensor is one.
-        stored: the letters as Hugging Face orders them. Letters without a space between them are
-            one axis there. Empty in a family: `axes`.
-        part: the tensor's index in the parameter's second axis; None: it is the whole parameter.
-        sizes: of the letters, for a model of known size.
+        name: the name in the file; in the rows of a family, the part after the name of the layer.
+        path: the path of the parameter, from the root; in the rows of a family, from the layer.
+        axes: one letter for each axis of the parameter, as in gpt2/model/gpt.py; K: heads of keys
+            and values, C: queries, keys and values. If the tensor is a part, the axes of the part.
+        stored: the letters in Hugging Face's order. Letters without a space between them are one
+            axis in the file. Empty: the same as `axes`.
+        part: the index of the tensor in the second axis of the parameter; None: the tensor is the
+            whole parameter.
+        sizes: the sizes of the letters, once the model is known.
     """
 
     name: str
@@ -57,14 +58,14 @@ class Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor in the file."""
+        """The shape of the tensor in the file."""
         return tuple(
             math.prod(self.sizes[letter] for letter in axis)
             for axis in self.stored.split()
         )
 
     def to_stored(self, parameter: np.ndarray) -> np.ndarray:
-        """Returns the tensor as the file holds it, float32, from the parameter."""
+        """Return the tensor as the file stores it, float32, from the parameter."""
         array = np.asarray(parameter, np.float32)
         if self.part is not None:
             array = array[:, self.part]
@@ -72,7 +73,7 @@ class Tensor(NamedTuple):
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the parameter, or its `part`, float32, from the tensor of the file."""
+        """Return the parameter or its `part`, float32, from the tensor of the file."""
         array = tensor.astype(np.float32, copy=False)
         whole = [self.sizes[axis] for axis in self.stored.replace(" ", "")]
         array = array.reshape(whole)
@@ -81,22 +82,25 @@ class Tensor(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What Hugging Face calls a kind of model, and all that it contains: a table to fill in.
+    """A kind of model in Hugging Face's library, as a table.
 
     Attributes:
-        switches: values of `model.` in every model of the family. Those that are named neither here
+        title: the name of the family for people.
+        model_type, architecture: the values in config.json that choose the code of transformers.
+        switches: the values of `model.` in every model of the family. Options that are neither here
             nor in `options` have their defaults.
-        options: fields of `GPTConfig`, and their names in config.json.
-        activations: names in config.json, and those of `model.activation`. Of several names for one
-            function, or for some that differ by rounding, export writes the first.
-        defaults: what an option is where config.json lacks it.
+        options: fields of `GPTConfig` and their names in config.json.
+        activations: names in config.json and the values of `model.activation`. If several names
+            mean the same function or differ by rounding only, export writes the first.
+        defaults: the values of options that config.json may leave out.
         fixed: options of config.json that change the computed function, with the only value that
             the switches can express.
-        prefix: of the names of all tensors but the head's.
+        prefix: the prefix of all tensor names except the head's.
         layer: the name of a layer, after the prefix.
-        first, rows, last: tensors before the layers, of a layer, and after the layers but the head.
-        dropout: options that `model.dropout` becomes.
-        head: the name of the output embedding, which a model has that ties it to no other.
+        first, rows, last: the tensors before the layers, of each layer, and after the layers
+            without the head.
+        dropout: the options that export sets to `model.dropout`.
+        head: the name of the output embedding, if it is not tied to the input embedding.
     """
 
     title: str
@@ -116,7 +120,7 @@ class Family(NamedTuple):
     head: str = "lm_head.weight"
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
-        """Yields every tensor of a model. Parts of a parameter are in order."""
+        """Yield every tensor of a model, the parts of a parameter in order."""
         sizes = {
             "V": cfg.vocab_size,
             "T": cfg.context_length,
@@ -144,19 +148,19 @@ class Family(NamedTuple):
             yield row._replace(stored=row.stored or row.axes, sizes=sizes)
 
     def full_name(self, name: str) -> str:
-        """Returns the name of a stored tensor as this table has it: OpenAI's lack the prefix."""
+        """Return the name of a tensor with its prefix, which OpenAI's files leave out."""
         if name in (self.head, "lm_head.weight"):
             return self.head
         return self.prefix + name.removeprefix(self.prefix)
 
     def lacks(self, cfg: GPTConfig) -> list[str]:
-        """Returns the fields of `cfg` for whose value the family has no option."""
+        """Return the fields of `cfg` whose values the family cannot express."""
         cfg = canonical(cfg)
         held = {*self.options, *FREE, "activation"}
         if "rope_base" in self.options:
             held.update(SCALED_ROPE)
         if self.switches.get("bias", True):
-            held.add("bias")  # a missing one is written as zeros
+            held.add("bias")  # Export writes zeros for a missing bias.
         expected = dataclasses.asdict(ModelConfig()) | self.switches
         expected["num_kv_heads"] = cfg.num_heads
         expected["head_dim"] = cfg.embed_dim / cfg.num_heads

@@ -1,4 +1,4 @@
-"""Tokenizers from and to a Hugging Face directory."""
+"""Read and write the tokenizer of a Hugging Face directory."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ from gpt2.utils import files
 
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
-    """Reads tokenizer.json. Rows of the model beyond its tokens are padding, of which few are made.
+    """Read tokenizer.json. The model may have a few more rows than tokens, as padding.
 
-    Programs pad a vocabulary to a multiple of 64 or 128, for faster matrix products, or leave rows
-    for tokens to come: Qwen 3 has 151,936 for 151,669 tokens, Pythia 50,688 for 50,277.
+    Programs pad a vocabulary to a multiple of 64 or 128 for faster matrix products, or reserve rows
+    for new tokens: Qwen 3 has 151,936 rows for 151,669 tokens, Pythia 50,688 for 50,277.
     """
     path = Path(directory) / "tokenizer.json"
     rows = cfg.vocab_size
@@ -29,21 +29,21 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
         if rows == known or pads:
             return tokenizer
     raise UserError(
-        f"{directory} holds no tokenizer of its model's {rows} tokens",
-        "Add its tokenizer.json, as AutoTokenizer's save_pretrained writes it",
+        f"{directory} has no tokenizer.json with the {rows} tokens of its model",
+        "Add the one that AutoTokenizer's save_pretrained writes",
     )
 
 
 def save_tokenizer(
     directory: Path, tokenizer: ours.Tokenizer, context_length: int
 ) -> None:
-    """Writes tokenizer.json and tokenizer_config.json for transformers' AutoTokenizer."""
+    """Write tokenizer.json and tokenizer_config.json for the AutoTokenizer of transformers."""
     tree = _to_tree(tokenizer)
     template = tree.get("post_processor")
     if template and template["type"] != "ByteLevel":
-        # Training text has none of its tokens, whose rows may be as they were drawn.
+        # Training never saw the tokens that a template adds, so their rows may be untrained.
         tree["post_processor"] = None
-        warn("the exported tokenizer.json adds no tokens around a text, as in training")
+        warn("The exported tokenizer.json adds no tokens around a text, as in training")
     files.write_text(directory / "tokenizer.json", json.dumps(tree, ensure_ascii=False))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -57,7 +57,8 @@ def save_tokenizer(
 
 
 def _to_tree(tokenizer: ours.Tokenizer) -> Json:
-    """Returns the tokenizer.json of a tokenizer. GPT-2's kind works on bytes."""
+    """Return the content of tokenizer.json for a tokenizer."""
+    # Bytes without merges: the tokenizer `byte`, and where GPT-2's begins.
     backend = Backend(models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -74,6 +75,6 @@ def _to_tree(tokenizer: ours.Tokenizer) -> Json:
             backend.decoder = decoders.Fuse()
         case tree:
             return {name: tree[name] for name in tree if name != "end_of_text"}
-    if tokenizer.eot is not None:  # which comes last
+    if tokenizer.eot is not None:  # Its id is the last.
         backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())

@@ -1,4 +1,4 @@
-"""Models from their weights, in a run or in a Hugging Face directory; and one from the other."""
+"""Load models from runs and Hugging Face directories, and convert one to the other."""
 
 import dataclasses
 import re
@@ -37,7 +37,7 @@ _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
 def import_run(source: str | Path, place: str | Path) -> None:
-    """Turns a Hugging Face directory into a run at step 0."""
+    """Convert a Hugging Face directory to a run at step 0."""
     with stores.writing(place) as workdir, files.new_directory(workdir) as scratch:
         cfg, params, tokenizer = load_model(None, source)
         options = {name: getattr(cfg, name) for name in _MODEL}
@@ -54,18 +54,20 @@ def import_run(source: str | Path, place: str | Path) -> None:
 def export_run(
     workdir: str | Path, place: str | Path, checkpoint: str | int = "best"
 ) -> None:
-    """Writes a run's weights (of its `best`, `latest` or numbered checkpoint) and its tokenizer."""
+    """Write the weights of a run (`best`, `latest` or a step) and its tokenizer."""
     with stores.writing(place) as directory:
         save(directory, *load_model(workdir, None, checkpoint))
 
 
 def define_source() -> None:
-    """Defines the flags that tell `load_model` where the model is."""
+    """Define the flags of the arguments of `load_model`."""
     flags.DEFINE_string("workdir", None, "Directory of a run.")
     flags.DEFINE_string(
-        "hf", None, "Directory of a Hugging Face model, in place of --workdir."
+        "hf", None, "Directory of a Hugging Face model, instead of --workdir."
     )
-    flags.DEFINE_string("checkpoint", "best", "best, latest or a step of the run.")
+    flags.DEFINE_string(
+        "checkpoint", "best", "Checkpoint of the run: best, latest or a step."
+    )
     flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)
 
 
@@ -74,7 +76,7 @@ def load_model(
     hf_directory: str | Path | None,
     checkpoint: str | int = "best",
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
-    """Loads configuration, parameters (on the default device) and tokenizer of one directory."""
+    """Load configuration, parameters (on the default device) and tokenizer of a directory."""
     if workdir:
         folder = stores.fetch(workdir)
         config, params = load_params(folder, checkpoint)
@@ -85,17 +87,17 @@ def load_model(
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
-    """Loads a run's config and its weights, averaged if it averages, on one device.
+    """Load the options of a run and its weights on one device, averaged if the run averages.
 
     `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
-    The options that suited the run's devices are set to their defaults.
+    Options that depend on the devices of the run are set to their defaults.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
     try:
         return _load_params(workdir, saved, which)
     except (UserError, OSError):
-        # Unless a run at work has removed what was to be read, and saved others.
+        # A run that is training may have removed this checkpoint, and saved another one.
         if {*saved} <= {*saved_steps(workdir)}:
             raise
     return load_params(workdir, which)
@@ -108,26 +110,25 @@ def _load_params(
     config = with_options(load_config(workdir), defaults)
     config = dataclasses.replace(config, parallel=ParallelConfig())
     if not saved:
-        raise UserError(
-            f"{workdir} holds no checkpoint yet", "Train for longer, or wait"
-        )
+        raise UserError(f"{workdir} has no checkpoint yet", "Train for longer, or wait")
+    remedy = "Restore it from a copy, or choose another --checkpoint"
     program = Program.from_config(config, jax.local_devices()[:1])
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in saved}
         steps["latest"] = saved[-1]
         steps["best"] = saved[-1]
         if which == "best":
-            for each in saved:
-                if damage := find_damage(workdir, each, ("metrics",)):
-                    raise UserError(damage, "Restore it from a copy, or use another")
+            for candidate in saved:
+                if damage := find_damage(workdir, candidate, ("metrics",)):
+                    raise UserError(damage, remedy)
             if best := checkpointer.best():
                 steps["best"] = best[0]
         require_choice(f"{workdir}: checkpoint", str(which), tuple(steps))
         step = steps[str(which)]
-        # For an average, the optimizer's state is read whole.
+        # The average is a part of the optimizer's state, which is then read as a whole.
         averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
-            raise UserError(damage, "Restore it from a copy, or use another")
+            raise UserError(damage, remedy)
         if averages:
             return config, checkpointer.restore(step, program).eval_params
         return config, checkpointer.restore_params(step, program)
@@ -191,10 +192,10 @@ def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Toke
 def load_initial_params(
     source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer
 ) -> dict:
-    """Returns the weights that `train.init_from` names, in the layer layout of `cfg`.
+    """Return the weights that `train.init_from` names, in the layer layout of `cfg`.
 
-    A model of shorter context takes the first of their positions. One of a longer context may
-    scale rope that was not scaled.
+    A model with a shorter context uses the first position embeddings. A model with a longer context
+    may scale rope that was not scaled.
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)
@@ -215,13 +216,13 @@ def load_initial_params(
 
 
 def _split_source(source: str) -> tuple[str, Path, str]:
-    """Returns the kind of a source, its directory, and the checkpoint that it names."""
+    """Return the kind of a source (hf or run), its directory and its checkpoint."""
     kind, _, place = source.partition(":")
     if kind == "hf":
         return kind, stores.fetch(place, stores.HUGGING_FACE), "best"
     step = "best"
     named = re.fullmatch(r"(.+)@(\w+)", place)
-    # The name of a directory may hold an @.
+    # A directory may have an @ in its name.
     if named and not Path(place).expanduser().is_dir():
         place, step = named.groups()
     return kind, stores.fetch(place), step

@@ -1,8 +1,8 @@
-"""Why a run diverged: the first tensor that held NaN or Inf.
+"""Find the first tensor with NaN or Inf after a run diverged.
 
-The steps that train carry nothing for this. The step is run once more, with its own loss, by a
-program that looks at what every module gives and at every gradient: from the newest checkpoint on,
-unless a guard has kept the state before it.
+The steps of the training compute nothing for this. The diagnosis repeats the run from the newest
+checkpoint to the bad step, unless a guard has saved the state before that step. It then runs the
+bad step with a program that checks the output of every module and every gradient.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _LAYER = re.compile(r"^h_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Explains NaN and Inf. `steps` are compiled, `first_state` gives that before step 1."""
+    """Explains NaN and Inf. `steps` are compiled; `first_state` returns the state before step 1."""
 
     program: Program
     batches: Batches
@@ -46,14 +46,14 @@ class Diagnosis:
     first_state: Callable[[], TrainState]
 
     def explain(self, error: DivergedError, state: TrainState) -> UserError:
-        """Returns what ends the run, with the first tensor that held NaN or Inf."""
+        """Return the error that ends the run. It names the first tensor with NaN or Inf."""
         self.checkpointer.wait()
         try:
             origin = self._find_origin(error, state)
-        except Exception as failure:  # of many kinds, such as too little memory
-            origin = (
-                f"where it began is not known ({type(failure).__name__}: {failure})"
-            )
+        except (
+            Exception
+        ) as failure:  # Many types, for example where memory is too small.
+            origin = f"the first such tensor was not found ({failure})"
         return UserError(
             f"{error}: {origin}",
             "Lower --config.optim.learning_rate",
@@ -68,11 +68,14 @@ class Diagnosis:
             for name, weight in by_name(params).items():
                 if _is_bad(weight):
                     return f"parameter {name} was the first"
-            return "every parameter is finite, and some text of the validation split overflows"
+            return (
+                "every parameter is finite, so a text of the validation split overflows"
+            )
         step = error.step - 1
         shapes = program.config.shapes
-        if state.guard is None:  # else it is as it was before the step
-            for leaf in jax.tree.leaves(state):  # no device may hold two
+        if state.guard is None:  # A guard leaves the state as it was before the step.
+            # A device may not have the memory for two states.
+            for leaf in jax.tree.leaves(state):
                 leaf.delete()
             start = find_start(self.workdir)
             if start:
@@ -91,15 +94,17 @@ class Diagnosis:
         is_bad = jax.device_get(flags) > 0
         if is_bad.any():
             return f"{names[is_bad.argmax()]} was the first"
-        return "run again, all is finite, which points to the hardware or to a sum"
+        return "the same step is finite when repeated, so suspect the hardware"
 
 
 def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
-    """Returns `probe(params, batch, map_sum) -> flags` [number of tensors], int32.
+    """Return `probe(params, batch, map_sum) -> flags` [number of tensors], int32.
 
-    Above 0 is NaN or Inf. Tracing sets `names` of tensors in the order in which they are computed.
+    A flag above 0 means NaN or Inf. Tracing fills `names` with the names of the tensors, in the
+    order in which they are computed.
     """
-    # In the order in which they end, with `h` for every layer.
+    # The modules in the order in which they return, with `h` for every layer: a scan traces its
+    # layers once.
     modules = dict[str, None]()
 
     def note(next_method: Callable, args: Tree, kwargs: Tree, context: Any) -> Tree:
@@ -111,19 +116,19 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             report(module, "output", _is_bad(output))
         return output
 
-    def place(name: str) -> tuple[int, int, int]:
+    def order(name: str) -> tuple[int, int, int]:
         inside = f"{_LAYER.sub('h', name)}/"
         layer = _LAYER.match(name)
         number = int(layer[1]) if layer else 0
-        at = list[int]()
+        positions = list[int]()
         for index, module in enumerate(modules):
             if inside.startswith(f"{module}/"):
-                at.append(index)
-        if not at:
-            at.append(len(modules))  # the head, which is no module
-        return max(at), number, min(at)
+                positions.append(index)
+        if not positions:
+            positions.append(len(modules))  # The head is not a module, and comes last.
+        return max(positions), number, min(positions)
 
-    def look(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
+    def find_flags(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
             key = dropout_key(program.config.seed, step, index, device)
 
@@ -136,13 +141,13 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             weights = by_name(params)
             grads = by_name(grads)
             flags = {f"parameter {name}": _is_bad(weights[name]) for name in weights}
-            for name in sorted(sums, key=place):
+            for name in sorted(sums, key=order):
                 module, _, kind = name.rpartition("/")
                 if kind == "output":
                     flags[f"the output of {module}"] = sums[name][0] > 0
             flags["the loss"] = _is_bad((objective, sums["loss"]))
-            # As the backward pass goes.
-            for name in sorted(grads, key=place, reverse=True):
+            # The backward pass computes them in the opposite order.
+            for name in sorted(grads, key=order, reverse=True):
                 flags[f"the gradient of {name}"] = _is_bad(grads[name])
             names[:] = flags
             return jnp.stack(list(flags.values())).astype(jnp.int32)
@@ -151,7 +156,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
         return accumulate(flags_for, rows, number), None
 
     def probe(params: Params, batch: Batch, map_sum: MapSum = on_one_device):
-        flags, _ = map_sum(look)(params, batch)
+        flags, _ = map_sum(find_flags)(params, batch)
         return flags
 
     return probe

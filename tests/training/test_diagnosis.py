@@ -172,4 +172,4 @@ def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     assert "parameter ln_f/scale was the first" in told
     assert "every parameter is finite" in str(diagnosis.explain(error, state))
     lost = Diagnosis(None, None, tmp_path, stub_checkpointer(), None, None)
-    assert "where it began is not known" in str(lost.explain(error, None))
+    assert "the first such tensor was not found" in str(lost.explain(error, None))
