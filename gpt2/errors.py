@@ -108,10 +108,6 @@ _CAUSED_BY_USER = (
 )
 
 
-# Optional packages by the names of pyproject.toml, imported where they are used.
-_EXTRAS = {"pyarrow": "arrow", "huggingface_hub": "hub"}
-
-
 def describe_exit(error: BaseException) -> tuple[str, int] | None:
     """Returns the message and the exit code of a command that an exception ends.
 
@@ -124,9 +120,6 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         error = UserError(message)
     if str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS is wrong
         error = UserError(str(error))
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        remedy = f"Run `pip install -e '.[{_EXTRAS[error.name]}]'`"
-        error = UserError(f"The package {error.name} is missing", remedy)
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):

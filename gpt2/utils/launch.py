@@ -1,5 +1,6 @@
 """Prepare a process before its slow imports: memory, XLA flags, the compilation cache."""
 
+import contextlib
 import ctypes
 import glob
 import importlib.util
@@ -62,9 +63,10 @@ def prepare_process() -> None:
     if _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin"):
         os.environ |= _with_flags(*_GPU_FLAGS)
 
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(home) / "gpt2-jax" / "xla"
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    with contextlib.suppress(RuntimeError):  # the user of a container may have no home
+        cache = home.expanduser() / "gpt2-jax" / "xla"
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 

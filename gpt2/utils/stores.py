@@ -99,7 +99,7 @@ def fetch_file(path: str | Path) -> Path:
 def writing(target: str | Path) -> Iterator[Path]:
     """Yield a local path for a new file or folder, which is sent to `target` if that is a URL."""
     if not is_url(target):
-        path = Path(target).expanduser()
+        path = _expand(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
         return
@@ -139,7 +139,7 @@ class _Record:
 
 def copy_of(path: str | Path) -> Path:
     """Return the local folder for a path or a URL: the working copy of a URL."""
-    return _cache("stores", str(path)) if is_url(path) else Path(path).expanduser()
+    return _cache("stores", str(path)) if is_url(path) else _expand(path)
 
 
 def place_of(folder: Path) -> str:
@@ -275,9 +275,17 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
             os.removedirs(path.parent)
 
 
+def _expand(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        remedy = "Set HOME, or GPT2_DATA_DIR and XDG_CACHE_HOME"
+        raise UserError(f"{path}: this user has no home directory", remedy) from error
+
+
 def _cache(kind: str, url: str) -> Path:
     """Return the path in the cache for what lies at a URL."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    cache = _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
     name = Path(url).name.partition(" ")[0]
     return cache / "gpt2-jax" / kind / f"{name}-{digest[:12]}"

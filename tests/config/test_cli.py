@@ -195,17 +195,6 @@ def test_a_backend_that_jax_has_not_is_a_line():
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_missing_optional_package_is_a_line_that_names_its_extra():
-    body = "import sys; sys.modules['pyarrow'] = None; import pyarrow"
-    done = run_command(body=body)
-    assert done.returncode == 2
-    assert done.stderr == (
-        b"error: The package pyarrow is missing. Run `pip install -e '.[arrow]'`.\n"
-    )
-    done = run_command(body=body.replace("pyarrow", "json.nothing"))
-    assert b"Traceback" in done.stderr  # an error of the program
-
-
 def test_a_screen_that_takes_no_line_ends_no_program():
     with open("/dev/full", "wb") as full:
         body = "from gpt2.errors import log; log('lost'); log('x', cli.sys.stdout); return 5"

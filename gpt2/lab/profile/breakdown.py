@@ -99,7 +99,7 @@ def describe(found: Breakdown) -> str:
 
 def _program_of_steps(trace: Trace) -> str:
     """Return the name of the program that is the train step."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for operation in trace.operations:
         seconds[operation.program] += operation.end - operation.start
     if not seconds:
