@@ -124,11 +124,10 @@ def test_a_planted_difference_is_named(options, fault, monkeypatch):
 def test_a_difference_is_named():
     ours = [4.0, 3.0]
     assert compare(ours, [4.0, 3.00001], 1e-5) is None
-    for start, theirs in (
-        ("the loss of step 2 differs by 1.0e-02", [4.0, 3.03]),
-        ("the loss of step 1 differs by nan", [float("nan"), 3.0]),
-    ):
-        assert compare(ours, theirs, 1e-5).startswith(start)
+    late = compare(ours, [4.0, 3.03], 1e-5)
+    assert late.startswith("the loss of step 2 differs by 1.0e-02")
+    undefined = compare(ours, [float("nan"), 3.0], 1e-5)
+    assert undefined.startswith("the loss of step 1 differs by nan")
 
 
 class Fake:
@@ -168,8 +167,10 @@ def cases(*peers):
 
 def test_figures_follow_from_turns_whose_first_step_does_not_count(fake):
     (row,) = measure.measure(cases(), rounds=3, seconds=1.0)
-    assert row["turns"] == [0.5] * 3 and row["device"] == "1 x cpu"
-    assert row["tokens_per_second"] == 8 * 16 / 0.5 and row["mfu"] == 256 / 1e3
+    assert row["turns"] == [0.5] * 3
+    assert row["device"] == "1 x cpu"
+    assert row["tokens_per_second"] == 8 * 16 / 0.5
+    assert row["mfu"] == 256 / 1e3
 
 
 def test_steps_of_several_shapes_are_timed_and_counted_by_the_largest(fake):
@@ -203,13 +204,8 @@ def test_a_variation_sets_options_with_their_types_or_flags_of_xla(monkeypatch):
 
 
 def test_a_peer_runs_under_the_python_that_is_named(fake):
-    given = (
-        "--config=configs/quickstart.py",
-        "--peers=torch",
-        "--rounds=1",
-        "--seconds=1",
-    )
-    with parsed(*given, "--peer_python=/other/python"):
+    given = "--config=configs/quickstart.py --peers=torch --rounds=1 --seconds=1"
+    with parsed(*given.split(), "--peer_python=/other/python"):
         command.measure_cases()
     pythons = {name: words[0] for name, words in Fake.started.items()}
     assert pythons == {"jax": sys.executable, "torch": "/other/python"}
@@ -218,10 +214,10 @@ def test_a_peer_runs_under_the_python_that_is_named(fake):
 def test_a_ratios_interval_is_students_of_the_logarithms():
     logs = np.log([4.0, 1.0, 3.0])
     half = 4.3027 * logs.std(ddof=1) / np.sqrt(3)  # t of two degrees of freedom, 97.5 %
-    expected = np.exp([logs.mean(), logs.mean() - half, logs.mean() + half])
-    assert measure.ratio([0.4, 0.2, 0.9], [0.1, 0.2, 0.3]) == pytest.approx(
-        expected, rel=1e-4
-    )
+    mean = logs.mean()
+    expected = np.exp([mean, mean - half, mean + half])
+    ratio = measure.ratio([0.4, 0.2, 0.9], [0.1, 0.2, 0.3])
+    assert ratio == pytest.approx(expected, rel=1e-4)
     assert measure.ratio([0.6], [0.2]) == [pytest.approx(3.0)]
 
 
@@ -256,15 +252,15 @@ Counter().serve()
 
 
 def test_the_step_of_a_run_skips_its_first_lines(tmp_path):
-    slow, fast = (
-        {"perf/step_seconds": seconds, "perf/mfu": 0.5} for seconds in (5.0, 0.1)
-    )
-    lines = [*[slow] * 3, {"eval/loss": 4.0}, *[fast] * 7]
+    slow = {"perf/step_seconds": 5.0}
+    fast = {"perf/step_seconds": 0.1, "perf/mfu": 0.5}
+    lines = [slow, slow, {"eval/loss": 4.0}, fast, fast]
     assert suite.describe_run(tmp_path) == []
     rows = [{"step": step} | line for step, line in enumerate(lines)]
     write_rows(tmp_path / "metrics.jsonl", rows)
     (found,) = suite.describe_run(tmp_path)
-    assert found["step_seconds"] == 0.1 and found["mfu"] == 0.5
+    assert found["step_seconds"] == 0.1
+    assert found["mfu"] == 0.5
 
 
 def say(**row):
@@ -280,38 +276,32 @@ PARTS = {
 
 def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     asked = []
+    run_command = suite.run_command
 
     def run(command, limit, log):
-        asked.extend(command)
-        return right([*PARTS[command[0]]], limit, log)
+        asked.append(command[0])
+        return run_command(PARTS[command[0]], limit, log)
 
-    right = suite.run_command
     monkeypatch.setattr(suite, "run_command", run)
     seconds = {"broken": 60, "slow": 2, "good": 60}
     parts = [suite.Part(name, limit, (name,)) for name, limit in seconds.items()]
     monkeypatch.setattr(suite, "make_parts", lambda output: parts)
     assert not suite.run_suite(tmp_path, {})
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
-    ends = {row["part"]: row for row in rows if "status" in row}
-    statuses = dict(
-        broken="failed: see logs/broken.err", slow="no end within 2 s", good="done"
-    )
-    assert {name: row["status"] for name, row in ends.items()} == statuses
+    statuses = {row["part"]: row["status"] for row in rows if "status" in row}
+    assert statuses == {
+        "broken": "failed: see logs/broken.err",
+        "slow": "no end within 2 s",
+        "good": "done",
+    }
     assert "ValueError: planted" in (tmp_path / "logs/broken.err").read_text()
-    assert [row["name"] for row in rows if "name" in row] == [
-        "early",
-        "a",
-    ]  # what came, stays
+    names = [row["name"] for row in rows if "name" in row]
+    assert names == ["early", "a"]  # rows of a part that was stopped stay
     page = (tmp_path / "report.md").read_text()
-    assert "failed: see logs/broken.err" in page and "100.00 ms" in page
+    assert "failed: see logs/broken.err" in page
+    assert "100.00 ms" in page
     suite.run_suite(tmp_path, {})
-    assert asked == [
-        "broken",
-        "slow",
-        "good",
-        "broken",
-        "slow",
-    ]  # what is done, does not run again
+    assert asked == ["broken", "slow", "good", "broken", "slow"]
 
 
 def test_nothing_that_a_part_started_lives_on(tmp_path):
@@ -334,9 +324,7 @@ def parsed(*arguments):
     command.define_flags()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                sys, "argv", ["benchmark", *arguments]
-            )  # where overrides are found
+            patch.setattr(sys, "argv", ["benchmark", *arguments])
             flags.FLAGS(sys.argv)
             yield flags.FLAGS
     finally:
