@@ -64,28 +64,23 @@ def test_steps_are_told_from_other_programs_by_their_name():
     )
 
 
-@pytest.mark.parametrize(
-    "expected, given",
-    [
-        ({LAUNCH: 3.0}, dict(steps=[0.0, 1.0])),  # the next step was dispatched in time
-        ({LOOP: 3.0}, dict(steps=[0.0, 4.9])),
-        (
-            {"data wait": 3.0},  # with the time that starting the step takes then
-            dict(steps=[0.0, 4.9], phases=[Span("data wait", 0.2, 4.9)]),
-        ),
-        (
-            {LOOP: 2.0, "data wait": 1.0},
-            dict(steps=[0.0, 4.9], phases=[Span("data wait", 3.0, 4.0)]),
-        ),
-        (
-            {"validation": 1.5, LOOP: 1.5},
-            dict(steps=[0.0, 4.9], phases=[Span("validation", 3.0, 4.5)]),
-        ),
-    ],
-)
-def test_gaps_are_charged_to_what_the_host_did(expected, given):
-    trace = trace_of(ran(0.0, 2.0), ran(5.0, 7.0, run=2), **given)
-    assert break_down(trace).seconds == pytest.approx({PRODUCTS: 2.0} | expected)
+def causes(next_step, *phase):
+    """What devices wait for between two steps, if the host starts the second at a time."""
+    phases = [Span(*phase)] if phase else []
+    operations = ran(0.0, 2.0), ran(5.0, 7.0, run=2)
+    trace = trace_of(*operations, steps=[0.0, next_step], phases=phases)
+    seconds = break_down(trace).seconds
+    assert seconds.pop(PRODUCTS) == 2.0
+    return pytest.approx(seconds)
+
+
+def test_gaps_are_charged_to_what_the_host_did():
+    assert causes(1.0) == {LAUNCH: 3.0}  # the next step was dispatched in time
+    assert causes(4.9) == {LOOP: 3.0}
+    # The time that starting the step takes belongs to the phase that made it late.
+    assert causes(4.9, "data wait", 0.2, 4.9) == {"data wait": 3.0}
+    assert causes(4.9, "data wait", 3.0, 4.0) == {LOOP: 2.0, "data wait": 1.0}
+    assert causes(4.9, "validation", 3.0, 4.5) == {"validation": 1.5, LOOP: 1.5}
 
 
 def test_the_first_line_names_the_largest_cause_that_is_no_computation():
