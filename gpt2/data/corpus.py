@@ -29,13 +29,13 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, step: int, rows: slice) -> Batch:
-        """Returns `rows`, which this process reads, of the batch of a step."""
+        """Return `rows`, which this process reads, of the batch of a step."""
 
     @abc.abstractmethod
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
-        """Returns the first `num_batches` of each corpus of a mixture; 0: of all that are scored.
+        """Return the first `num_batches` of each corpus of a mixture; 0: of all that are scored.
 
         A corpus that is not mixed has an empty name. The second value is the number of targets for
         each byte of the validation text, or None unless the batches cover all of it.
@@ -43,14 +43,14 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, num_steps: int) -> str:
-        """Returns a text for people on what `num_steps` steps read."""
+        """Return a text for people on what `num_steps` steps read."""
 
     def position(self, step: int) -> str | None:
-        """Returns where this process stands after a step; None: the step alone determines it."""
+        """Return where this process stands after a step; None: the step alone determines it."""
         return None
 
     def restore(self, position: str) -> None:
-        """Continues from a position. It is called before the first batch."""
+        """Continue from a position. It is called before the first batch."""
         raise NotImplementedError
 
 
@@ -68,11 +68,11 @@ class Dataset(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> dict[str, object]:
-        """Returns what it holds, not where it is stored, for a run's data.json."""
+        """Return what it holds, not where it is stored, for a run's data.json."""
 
     @abc.abstractmethod
     def open(self, config: Config) -> Source:
-        """Returns the batches of a run."""
+        """Return the batches of a run."""
 
 
 class Corpus(abc.ABC):
@@ -80,11 +80,11 @@ class Corpus(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, data: DataConfig) -> Dataset:
-        """Returns the dataset, which is written first if this machine has none."""
+        """Return the dataset, which is written first if this machine has none."""
 
 
 def require_finished_tokenizer(data: DataConfig) -> None:
-    """Refuses a tokenizer that would have to be trained, where there is not one text for it."""
+    """Refuse a tokenizer that would have to be trained, where there is not one text for it."""
     if data.tokenizer == "char" or data.tokenizer.startswith("bpe:"):
         raise UserError(
             f"data.tokenizer={data.tokenizer} is trained on one corpus of text, and "
@@ -94,7 +94,7 @@ def require_finished_tokenizer(data: DataConfig) -> None:
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
-    """Refuses a dataset that differs from a run's data.json; returns False if that is missing."""
+    """Refuse a dataset that differs from a run's data.json; returns False if that is missing."""
     saved = files.read_sealed(path)
     if saved is None:
         return False

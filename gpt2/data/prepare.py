@@ -1,4 +1,4 @@
-"""Prepares a corpus ahead of time. train.py does the same when its corpus is not prepared yet.
+"""Prepare a corpus ahead of time. train.py does the same when its corpus is not prepared yet.
 
 python -m gpt2.data.prepare --config=configs/gpt2_124m.py [--config.data.corpus=pystdlib]
 """
@@ -17,7 +17,7 @@ from gpt2.signals import exit_at_interrupt
 
 
 def main() -> None:
-    """Prepares the corpus of `--config` and prints what it holds."""
+    """Prepare the corpus of `--config` and prints what it holds."""
     config = cli.parse_config()
     exit_at_interrupt("the same command continues")
     data = config.data
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    """Defines the flags of a config, and `--inspect`."""
+    """Define the flags of a config, and `--inspect`."""
     cli.define_config()
     flags.DEFINE_bool(
         "inspect", False, "Show three rows as training would see them, too."

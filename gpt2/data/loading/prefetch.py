@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
-    """Yields from `batches`, while a thread reads up to two more.
+    """Yield from `batches`, while a thread reads up to two more.
 
     Errors of the thread are raised where its batch is due. A signal that stops the run is raised as
     `Stopped`, since the thread may wait for text that never comes.

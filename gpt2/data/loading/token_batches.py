@@ -32,7 +32,7 @@ class TokenDataset(Dataset):
 
     @classmethod
     def single(cls, tokens: PreparedTokens) -> "TokenDataset":
-        """Returns the dataset of one corpus."""
+        """Return the dataset of one corpus."""
         return cls(tokens.tokenizer, {"": (Fraction(1), tokens)})
 
     @property
@@ -46,14 +46,14 @@ class TokenDataset(Dataset):
         return 1 / total
 
     def describe(self) -> dict[str, object]:
-        """Returns what the tokens are, not where they are stored, for a run's data.json."""
+        """Return what the tokens are, not where they are stored, for a run's data.json."""
         descriptions = [part.describe() for _, part in self.parts.values()]
         if "" in self.parts:
             return {**descriptions[0], "parts": []}
         return {"tokenizer": self.tokenizer.name, "parts": descriptions}
 
     def open(self, config: Config) -> "TokenBatches":
-        """Returns the batches of a run."""
+        """Return the batches of a run."""
         return TokenBatches(self, config)
 
 
@@ -105,7 +105,7 @@ class TokenBatches(Source):
             )
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns `rows` of the batch of a step."""
+        """Return `rows` of the batch of a step."""
         shape = self._shapes.at(step)
         # A row is identified by the index of its first target among all targets of the run.
         start = self._shapes.tokens(step - 1)
@@ -113,7 +113,7 @@ class TokenBatches(Source):
         return assemble(self._read, starts[rows], shape.context_length, self._eot)
 
     def _read(self, start: int, length: int) -> np.ndarray:
-        """Returns up to `length` tokens of a row, from the target at `start` on."""
+        """Return up to `length` tokens of a row, from the target at `start` on."""
         number, offset = divmod(start, self._context_length)
         for name, (numerator, denominator) in self._ratios.items():
             rows = self.rows[name]
@@ -127,7 +127,7 @@ class TokenBatches(Source):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
-        """Returns the validation batches of each part, and the targets for each byte of text."""
+        """Return the validation batches of each part, and the targets for each byte of text."""
         validation = dict[str, WeightedBatches]()
         is_whole = not num_batches
         for name, loader in self._validation.items():
@@ -139,7 +139,7 @@ class TokenBatches(Source):
         return validation, self._dataset.targets_per_byte if is_whole else None
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Returns how often each part has been read after `step` steps."""
+        """Return how often each part has been read after `step` steps."""
         left = self._shapes.tokens(step) // self._context_length
         epochs = dict[str, float]()
         for name, rows in self.rows.items():
@@ -150,7 +150,7 @@ class TokenBatches(Source):
         return epochs
 
     def describe(self, num_steps: int) -> str:
-        """Returns the size of each part, and how often its training split is read."""
+        """Return the size of each part, and how often its training split is read."""
         lines = list[str]()
         for name, epochs in self.epochs(num_steps).items():
             _, part = self._dataset.parts[name]
@@ -194,7 +194,7 @@ class ValidationLoader:
         return self._num_batches
 
     def batch(self, number: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns `rows` of a batch. Batches are counted 1, 2, 3, ...."""
+        """Return `rows` of a batch. Batches are counted 1, 2, 3, ...."""
         length = self._context_length
         size = self._batch_size * length
         starts = range((number - 1) * size, number * size, length)
@@ -207,7 +207,7 @@ def assemble(
     length: int,
     eot: int | None,
 ) -> Batch:
-    """Returns a batch `[len(starts), length]`, whose rows `read(start, length + 1)` returns.
+    """Return a batch `[len(starts), length]`, whose rows `read(start, length + 1)` returns.
 
     Unless it is None, the token `eot` begins a new segment.
     """

@@ -35,7 +35,7 @@ class BatchFunction(Corpus):
     function: MakeBatches
 
     def prepare(self, data: DataConfig) -> "UserDataset":
-        """Returns the batches with their tokenizer."""
+        """Return the batches with their tokenizer."""
         require_finished_tokenizer(data)
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return UserDataset(tokenizer, self)
@@ -50,14 +50,14 @@ class UserDataset(Dataset):
     parts: Parts = field(default_factory=dict)  # none: nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Returns the tokenizer, which is all that is known ahead."""
+        """Return the tokenizer, which is all that is known ahead."""
         return {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
         }
 
     def open(self, config: Config) -> "UserBatches":
-        """Returns the batches of a run. Options that only text can follow are refused."""
+        """Return the batches of a run. Options that only text can follow are refused."""
         name = self.made_by.name
         data = config.data
         if config.train.batch_schedule or config.train.context_schedule:
@@ -103,19 +103,19 @@ class UserBatches(Source):
         self._restored = ""
 
     def position(self, step: int) -> str:
-        """Returns the state after a step as text; empty if the iterable has none."""
+        """Return the state after a step as text; empty if the iterable has none."""
         return self._states.get(step, "")
 
     def restore(self, position: str) -> None:
-        """Continues from a state that `position` has returned."""
+        """Continue from a state that `position` has returned."""
         self._restored = position
 
     def describe(self, num_steps: int) -> str:
-        """Returns where the batches come from."""
+        """Return where the batches come from."""
         return f"batches of {self._name}"
 
     def batch(self, step: int, rows: slice) -> Batch:
-        """Returns the batch of a step. Steps come in order, and each only once."""
+        """Return the batch of a step. Steps come in order, and each only once."""
         if self._last_step is None:
             if step > 1 and not self._restored:
                 warn(
@@ -136,7 +136,7 @@ class UserBatches(Source):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], None]:
-        """Returns the validation batches, each cut into micro-batches of this process's `rows`."""
+        """Return the validation batches, each cut into micro-batches of this process's `rows`."""
         num_rows = rows.stop - rows.start
         options = self._train_options
         limit = num_batches or options.eval_batches * options.accumulate_steps
@@ -152,13 +152,13 @@ class UserBatches(Source):
                 yield {name: array[part] for name, array in arrays.items()}
 
     def _repeat(self, state: str) -> Iterator[object]:
-        """Yields the user's training batches forever, the first time from a state."""
+        """Yield the user's training batches forever, the first time from a state."""
         while True:
             yield from self._read("train", state)
             state = ""
 
     def _read(self, split: str, state: str = "") -> Iterator[object]:
-        """Yields the user's batches of a split once, from a state if there is one."""
+        """Yield the user's batches of a split once, from a state if there is one."""
         iterable = self._function(split=split)
         saved = pickle.loads(base64.b64decode(state)) if state else None
         if state and hasattr(iterable, "load_state_dict"):
@@ -180,7 +180,7 @@ class UserBatches(Source):
             )
 
     def _convert(self, batch: object, num_rows: int, *, may_be_short: bool) -> Batch:
-        """Returns a user's batch as arrays `[num_rows, T]`, or names the array that is wrong.
+        """Return a user's batch as arrays `[num_rows, T]`, or names the array that is wrong.
 
         Missing rows, which `may_be_short` allows, are added with nothing to predict.
         """
@@ -220,7 +220,7 @@ class UserBatches(Source):
         return arrays
 
     def _convert_array(self, name: str, values: object) -> np.ndarray:
-        """Returns int32 or, of an array whose name is the user's, float32 of the same values."""
+        """Return int32 or, of an array whose name is the user's, float32 of the same values."""
         array = np.asarray(values)
         is_known = name in self._ranges
         lowest, highest = self._ranges.get(name, (-(2**31), 2**31 - 1))

@@ -73,7 +73,7 @@ class TextCorpus(StoredCorpus):
     def from_files(
         cls, files: SourceFiles, documents: Callable[[], Iterable[Document]]
     ) -> "TextCorpus":
-        """Returns the documents that files hold."""
+        """Return the documents that files hold."""
         return cls(
             fingerprint=files.fingerprint,
             files=files,
@@ -82,7 +82,7 @@ class TextCorpus(StoredCorpus):
         )
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Writes the tokenizer and the tokens, and continues what an earlier attempt has written.
+        """Write the tokenizer and the tokens, and continues what an earlier attempt has written.
 
         The folder becomes what it would have become in one attempt.
         """
@@ -132,7 +132,7 @@ class Progress:
     digests: files.Digests = dataclasses.field(default_factory=dict)
 
     def save(self, directory: Path) -> None:
-        """Writes all tokens to the disk, and then the file that says so."""
+        """Write all tokens to the disk, and then the file that says so."""
         written = set[str]()
         for split in self.splits.values():  # a kill may have left other files
             written.update(file for file, _, _ in split.shards)
@@ -142,11 +142,11 @@ class Progress:
         files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
 
     def sum(self, count: str) -> int:
-        """Returns a count over both splits."""
+        """Return a count over both splits."""
         return sum(getattr(split, count) for split in self.splits.values())
 
     def add(self, part: Part, num_lost: int) -> None:
-        """Counts a part whose tokens have been written."""
+        """Count a part whose tokens have been written."""
         text = part.text.encode("utf-8")
         split = self.splits[part.split]
         split.num_bytes += len(text)
@@ -159,7 +159,7 @@ class Progress:
 def _resume(
     directory: Path, documents: "Documents", data: DataConfig
 ) -> tuple[Progress, Tokenizer, Iterator[Part]]:
-    """Returns the progress of a folder, its tokenizer, and the parts that are still to be written.
+    """Return the progress of a folder, its tokenizer, and the parts that are still to be written.
 
     A folder that is damaged, or that holds another corpus, is cleared and begun again.
     """
@@ -223,11 +223,11 @@ class Documents:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
 
     def parts(self, tokenizer: Tokenizer) -> Iterator[Part]:
-        """Yields the parts that a tokenizer may encode one by one."""
+        """Yield the parts that a tokenizer may encode one by one."""
         yield from self._parts(whole=not tokenizer.encodes_parts)
 
     def training_texts(self) -> Iterator[str]:
-        """Yields the texts that a vocabulary is made from."""
+        """Yield the texts that a vocabulary is made from."""
         for part in self._parts(whole=False):
             # `char` has to know the characters of the validation split, too.
             if part.split == "train" or self._data.tokenizer == "char":
@@ -264,7 +264,7 @@ class Documents:
 
 
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
-    """Returns the positions of the documents that make up `val_fraction` of all bytes.
+    """Return the positions of the documents that make up `val_fraction` of all bytes.
 
     It takes documents in the order of their positions while they fit, or the smallest one if none
     fits. It returns an empty set for many documents, where a fraction of the documents is about
@@ -288,7 +288,7 @@ def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[f
 def _split_text(
     document: Document, val_fraction: float, *, whole: bool
 ) -> Iterator[Part]:
-    """Splits as nanoGPT does: the first characters for training, the last ones for validation."""
+    """Split as nanoGPT does: the first characters for training, the last ones for validation."""
     num_characters = sum(len(text) for text in read_parts(document))
     num_train = int(num_characters * (1 - val_fraction))
     position = 0
@@ -303,7 +303,7 @@ def _split_text(
 
 
 def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
-    """Yields a document's text in parts, whose tokens by GPT-2's pattern, joined, are its tokens.
+    """Yield a document's text in parts, whose tokens by GPT-2's pattern, joined, are its tokens.
 
     `whole` yields the text as one part, for tokenizers that have another pattern.
     """
@@ -341,7 +341,7 @@ def _open_text(document: Document) -> TextIO:
 def encode_in_parallel(
     tokenizer: Tokenizer, parts: Iterable[Part]
 ) -> Iterator[Encoded]:
-    """Yields each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
+    """Yield each part with its tokens, int32 [num_tokens], and the bytes lost, in order."""
 
     def encode(part: Part) -> Encoded:
         tokens, num_lost = tokenizer.encode_counting(part.text)

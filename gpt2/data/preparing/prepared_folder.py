@@ -43,10 +43,10 @@ class StoredCorpus(Corpus):
 
     @abc.abstractmethod
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Writes tokenizer.json and the tokens of both splits."""
+        """Write tokenizer.json and the tokens of both splits."""
 
     def prepare(self, data: DataConfig) -> TokenDataset:
-        """Returns the tokens, which are written or fetched first if this machine has none."""
+        """Return the tokens, which are written or fetched first if this machine has none."""
         url = prepared_url(data, self.fingerprint)
         directory = stores.copy_of(url).absolute()
         tokens = _read(directory)
@@ -73,7 +73,7 @@ class StoredCorpus(Corpus):
 
 
 def prepared_url(data: DataConfig, fingerprint: str) -> str:
-    """Returns the folder, or the URL, that holds the tokens of a corpus once it is prepared."""
+    """Return the folder, or the URL, that holds the tokens of a corpus once it is prepared."""
     tokenizer = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     label = f"{data.corpus}-{Path(data.tokenizer).name}"
     label = re.sub(r"[^\w.-]+", "-", label)
@@ -83,12 +83,12 @@ def prepared_url(data: DataConfig, fingerprint: str) -> str:
 
 
 def data_folder(data_dir: str) -> str:
-    """Returns where prepared corpora are: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
+    """Return where prepared corpora are: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
     return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
 
 
 def _read(directory: Path) -> PreparedTokens | None:
-    """Returns the tokens of a folder, or None unless it is complete and undamaged."""
+    """Return the tokens of a folder, or None unless it is complete and undamaged."""
     facts = files.read_sealed(directory / FACTS)
     if facts is None:
         return None
@@ -102,7 +102,7 @@ def _read(directory: Path) -> PreparedTokens | None:
 
 
 def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedTokens:
-    """Writes a corpus into another folder, continuing an earlier attempt, and renames it."""
+    """Write a corpus into another folder, continuing an earlier attempt, and renames it."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, and is prepared again")
     log(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)

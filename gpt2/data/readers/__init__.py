@@ -23,7 +23,7 @@ READERS: dict[str, Callable[[str], Corpus]] = {
 
 
 def open_corpus(spec: str) -> Corpus:
-    """Returns the corpus that `data.corpus` names. No text is read yet."""
+    """Return the corpus that `data.corpus` names. No text is read yet."""
     usage = find_usage(spec)
     if not usage:
         raise UserError(
@@ -34,7 +34,7 @@ def open_corpus(spec: str) -> Corpus:
 
 
 def find_usage(spec: str) -> str:
-    """Returns the usage of the prefix of `data.corpus`, or an empty text if there is none."""
+    """Return the usage of the prefix of `data.corpus`, or an empty text if there is none."""
     prefix, _, argument = spec.partition(":")
     for usage in READERS:
         name, _, needed = usage.partition(":")
@@ -44,5 +44,5 @@ def find_usage(spec: str) -> str:
 
 
 def reads_files(spec: str) -> bool:
-    """Returns whether `data.corpus` names files by their path, which may move."""
+    """Return whether `data.corpus` names files by their path, which may move."""
     return ":GLOB" in find_usage(spec)

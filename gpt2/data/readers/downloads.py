@@ -34,7 +34,7 @@ def _open_hugging_face(argument: str) -> TextCorpus:
 
 
 def _find_hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
-    """Returns the folder of the training split of OWNER/NAME or OWNER/NAME/SUBSET."""
+    """Return the folder of the training split of OWNER/NAME or OWNER/NAME/SUBSET."""
     parts = name.split("/")
     repository = "/".join(parts[:2])
     subset = "/".join(parts[2:])
@@ -87,7 +87,7 @@ def _open_tfds(argument: str) -> TextCorpus:
 
 
 def _read_tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:
-    """Yields the records of a training split. TFRecord files are read without TensorFlow."""
+    """Yield the records of a training split. TFRecord files are read without TensorFlow."""
     if builder.info.file_format.value != "tfrecord":
         yield from builder.as_data_source(split="train")
         return
@@ -98,7 +98,7 @@ def _read_tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:
 
 
 def read_tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yields the records of a TFRecord file: length, CRC of the length, content, its CRC."""
+    """Yield the records of a TFRecord file: length, CRC of the length, content, its CRC."""
     from tensorboardX.record_writer import masked_crc32c
 
     while head := stream.read(12):

@@ -45,7 +45,7 @@ class TokenCorpus(StoredCorpus):
     paths: Sequence[Path]  # on this machine
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Writes the tokenizer, and counts the documents and bytes of the tokens."""
+        """Write the tokenizer, and counts the documents and bytes of the tokens."""
         _check_options(data)
         shards, dtype = self._find_shards(data)
         tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
@@ -77,7 +77,7 @@ class TokenCorpus(StoredCorpus):
         return PreparedTokens(directory, tokenizer, splits, dtype)
 
     def _find_shards(self, data: DataConfig) -> tuple[dict[str, Shards], str]:
-        """Returns the shards of each split, and the dtype of their tokens."""
+        """Return the shards of each split, and the dtype of their tokens."""
         train = Shards()
         validation = Shards()
         dtypes = set[str]()
@@ -113,7 +113,7 @@ def _check_options(data: DataConfig) -> None:
 
 
 def _open_shard(file: Path) -> tuple[Shard, str]:
-    """Returns the tokens of a file, and their dtype."""
+    """Return the tokens of a file, and their dtype."""
     meta = file.with_name("meta.pkl")
     if meta.exists():  # nanoGPT's list of characters
         raise UserError(

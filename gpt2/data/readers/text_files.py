@@ -18,7 +18,7 @@ _warn_once = functools.cache(warn)  # a corpus is read several times
 
 
 def split_field(argument: str) -> tuple[str, str]:
-    """Splits `NAME#FIELD`. The field is `text` if it is left out."""
+    """Split `NAME#FIELD`. The field is `text` if it is left out."""
     name, _, field = argument.partition("#")
     return name, field or "text"
 
