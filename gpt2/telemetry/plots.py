@@ -6,7 +6,7 @@ import numpy as np
 
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.telemetry.reference import read_reference
-from gpt2.utils.stores import place_of
+from gpt2.utils.stores import url_or_path
 
 
 def plot_losses(workdir: Path, reference: str = "") -> None:
@@ -28,7 +28,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         return
     figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
     axes = figure.subplots()
-    axes.set_title(place_of(workdir), parse_math=False)
+    axes.set_title(url_or_path(workdir), parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -9,7 +9,7 @@ import jax
 
 from gpt2.config import LoggingConfig
 from gpt2.errors import log
-from gpt2.utils.stores import place_of
+from gpt2.utils.stores import url_or_path
 
 STEP = "train"  # the annotation of each step on the host, with its number
 
@@ -64,5 +64,5 @@ class TraceRecorder(AbstractContextManager):
         jax.profiler.stop_trace()
         self._is_tracing = False
         if jax.process_index() == 0:
-            workdir = place_of(self._workdir)
+            workdir = url_or_path(self._workdir)
             log(f"traced steps; see python -m gpt2.lab.profile {workdir}", sys.stdout)

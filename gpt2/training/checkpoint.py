@@ -177,7 +177,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         }
         try:
             # Each process writes to its own copy of a URL, and only the first one is uploaded.
-            is_url = stores.is_url(stores.place_of(self._workdir))
+            is_url = stores.is_url(stores.url_or_path(self._workdir))
             if jax.process_count() > 1 and is_url:
                 state = jax.tree.map(_gathered, state)
             parts = _parts(state)

@@ -68,7 +68,7 @@ def check_options(workdir: Path, config: Config) -> None:
         remedy = "Run `pip install wandb`"
         raise UserError("logging.wandb needs the package wandb", remedy)
     if not (workdir / "config.json").exists():
-        data = stores.copy_of(data_folder(config.data.data_dir)).resolve()
+        data = stores.local_folder(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):
             # A start that was killed leaves these.
             if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
@@ -80,7 +80,7 @@ def check_options(workdir: Path, config: Config) -> None:
                 )
         return
     if saved_steps(workdir) == [0]:
-        place = stores.place_of(workdir)
+        place = stores.url_or_path(workdir)
         raise UserError(
             f"--workdir={place} contains imported weights, and not a run to continue",
             f"Give another --workdir and --config.train.init_from=run:{place}",
@@ -124,7 +124,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     for name, value in saved.items():
         if name in now and now[name] != value:
             changed.append(f"{name}={value}, not {now[name]}")
-    place = stores.place_of(workdir)
+    place = stores.url_or_path(workdir)
     if changed:
         # A misspelt corpus is a mistake of its own, which no other --workdir would mend.
         corpus = config.data.corpus
@@ -166,7 +166,7 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 def find_start(workdir: Path) -> int:
     """Return the newest step whose checkpoint process 0 finds undamaged, or 0."""
     start = distributed.from_first(_find_start(workdir) or 0)
-    place = stores.place_of(workdir)
+    place = stores.url_or_path(workdir)
     if start and jax.process_index() and stores.is_url(place):
         stores.fetch(place)  # Each process reads its own copy of a URL.
         if damage := find_damage(workdir, start):
@@ -176,7 +176,7 @@ def find_start(workdir: Path) -> int:
 
 @distributed.only_first
 def _find_start(workdir: Path) -> int:
-    place = stores.place_of(workdir)
+    place = stores.url_or_path(workdir)
     stores.fetch(place)  # Another run may have saved while this one prepared its data.
     stores.push(place, workdir)  # A run that was killed may not have sent everything.
     step, damage = newest_whole_step(workdir)
@@ -196,7 +196,7 @@ def is_finished(workdir: Path, config: Config, start: int) -> bool:
     is_finished = bool(distributed.from_first(is_finished))
     if is_finished:
         distributed.only_first(log)(
-            f"{stores.place_of(workdir)} is finished at step {start}; "
+            f"{stores.url_or_path(workdir)} is finished at step {start}; "
             "raise --config.train.num_steps to continue",
             sys.stdout,
         )
@@ -235,7 +235,7 @@ def finish(
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
     log(f"time: {clock.describe()}", sys.stdout)
     log(line, sys.stdout)
-    log(f"see loss.png and samples.txt in {stores.place_of(workdir)}", sys.stdout)
+    log(f"see loss.png and samples.txt in {stores.url_or_path(workdir)}", sys.stdout)
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
@@ -287,6 +287,6 @@ def lock(workdir: Path, start: int) -> None:
     newest, _ = newest_whole_step(workdir, after=start)
     if newest or not is_locked:
         raise UserError(
-            f"Another process is training in --workdir={stores.place_of(workdir)}",
+            f"Another process is training in --workdir={stores.url_or_path(workdir)}",
             "Wait for it, stop it, or give another --workdir",
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2.errors import UserError, warn
-from gpt2.utils.stores import TakenOver, claim, push, whole_parts
+from gpt2.utils.stores import TakenOver, claim, push, whole_checkpoints
 
 PAUSE = 2.0  # seconds between checks for new checkpoints
 
@@ -43,7 +43,7 @@ def _follow(url: str, folder: Path, ends: threading.Event) -> None:
     sent: set[str] | None = None
     has_warned = False
     while not ends.wait(PAUSE):
-        parts = whole_parts(folder)
+        parts = whole_checkpoints(folder)
         if parts == sent:
             continue
         try:

@@ -76,7 +76,7 @@ def find(pattern: str) -> list[Remote]:
     return sorted(remotes)
 
 
-def at_hand(file: Path | Remote) -> Path:
+def local_path(file: Path | Remote) -> Path:
     """Return the path of a file on this machine: a remote file is fetched into the cache."""
     if isinstance(file, Path):
         return file
@@ -137,12 +137,12 @@ class _Record:
         return name in self.versions and self.times.get(name) == time_ns
 
 
-def copy_of(path: str | Path) -> Path:
+def local_folder(path: str | Path) -> Path:
     """Return the local folder for a path or a URL: the working copy of a URL."""
     return _cache("stores", str(path)) if is_url(path) else _expand(path)
 
 
-def place_of(folder: Path) -> str:
+def url_or_path(folder: Path) -> str:
     """Return the URL of a working copy, or the path of another folder."""
     return _read_record(folder).url or str(folder)
 
@@ -154,7 +154,7 @@ def fetch(path: str | Path, only: str = "") -> Path:
     case the working copy is moved aside. A store that has lost checkpoints is refused. `only` is a
     pattern for the names of the files to fetch.
     """
-    folder = copy_of(path)
+    folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
     if not is_url(path) or is_training:
         return folder
@@ -232,7 +232,7 @@ def claim(url: str, folder: Path) -> None:
     push(url, folder)
 
 
-def whole_parts(folder: Path) -> set[str]:
+def whole_checkpoints(folder: Path) -> set[str]:
     """Return the files that mark whole checkpoints in a working copy."""
     return _marks(_list_copy(folder))
 

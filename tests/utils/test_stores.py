@@ -101,7 +101,7 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
 
 def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch):
     memory, _ = store
-    folder = stores.copy_of("memory://run")
+    folder = stores.local_folder("memory://run")
     done = []
     for name in ("pipe_file", "rm_file"):
         act = getattr(memory, name)
@@ -124,8 +124,8 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
 
 def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(store):
     memory, become = store
-    save(stores.copy_of("memory://run"), 1)
-    stores.push("memory://run", stores.copy_of("memory://run"))
+    save(stores.local_folder("memory://run"), 1)
+    stores.push("memory://run", stores.local_folder("memory://run"))
     memory.pipe_file("/run/checkpoints/2/layout/metadata", b"half")
     become(2)
     folder = stores.fetch("memory://run")
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(s
 
 
 def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_path):
-    folder = stores.copy_of("memory://run")
+    folder = stores.local_folder("memory://run")
     save(folder, 1)
     stores.push("memory://run", folder)
     moved = folder.rename(tmp_path / "moved")
@@ -147,7 +147,7 @@ def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_pat
 
 def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     become = store[1]
-    mine = stores.copy_of("memory://run")
+    mine = stores.local_folder("memory://run")
     save(mine, 1)
     stores.push("memory://run", mine)
     save(mine, 2)
@@ -172,7 +172,7 @@ def test_a_url_of_a_folder_makes_it(store, tmp_path):
 
 def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
     become = store[1]
-    mine = stores.copy_of("memory://run")
+    mine = stores.local_folder("memory://run")
     save(mine, 1)
     stores.push("memory://run", mine)
     become(2)
@@ -195,7 +195,7 @@ def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
     if by == "who reads":
         become(2)
         stores.complete(stores.fetch("memory://run"), ["checkpoints/2/params/array"])
-    folder = stores.copy_of("memory://run")
+    folder = stores.local_folder("memory://run")
     before = stores._list_copy(folder)
     memory.rm(f"/run{lost}", recursive=True)
     if by == "who trains" and lost:  # whose run it is: the next push sends it again
@@ -223,7 +223,7 @@ def test_what_a_store_has_lost_beside_checkpoints_is_set_aside(store, capsys):
 @pytest.mark.parametrize("lost", ["", "checkpoints/1", "metrics.jsonl"])
 def test_what_the_working_copy_has_lost_stays_in_the_store(store, lost):
     memory = store[0]
-    folder = stores.copy_of("memory://run")
+    folder = stores.local_folder("memory://run")
     save(folder, 1)
     stores.push("memory://run", folder)
     before = names(memory)
@@ -317,17 +317,17 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
     with pytest.raises(UserError, match=r"no home directory.*XDG_CACHE_HOME"):
-        stores.copy_of("s3://bucket/run")
+        stores.local_folder("s3://bucket/run")
     with pytest.raises(UserError, match=r"no home directory.*XDG_CACHE_HOME"):
-        stores.copy_of("~/run")
-    assert str(stores.copy_of("/data/run")) == "/data/run"
+        stores.local_folder("~/run")
+    assert str(stores.local_folder("/data/run")) == "/data/run"
 
 
 def test_a_cached_file_that_was_cut_is_fetched_again(store):
     store[0].pipe_file("/a.txt", b"all of it")
     (file,) = stores.find("memory://a.txt")
-    stores.at_hand(file).write_text("all")
-    assert stores.at_hand(file).read_text() == "all of it"
+    stores.local_path(file).write_text("all")
+    assert stores.local_path(file).read_text() == "all of it"
 
 
 def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
@@ -381,9 +381,9 @@ def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
                 stores.find(url(port, status))
         (half,) = stores.find(url(port, 200))
         with pytest.raises(UserError, match="sent 30 of 60 bytes"):
-            stores.at_hand(half)
+            stores.local_path(half)
         slow = stores.Remote(f"{url(port, 200)}?slow", 30, "")
-        assert stores.at_hand(slow).read_bytes() == b"a" * 30
+        assert stores.local_path(slow).read_bytes() == b"a" * 30
         server.shutdown()
     with pytest.raises(UserError, match="cannot be reached"):
         stores.find(url(port, 200))  # where nobody answers

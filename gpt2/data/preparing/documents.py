@@ -25,7 +25,7 @@ from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
 from gpt2.errors import UserError, log, warn
 from gpt2.utils import files
 from gpt2.utils.files import reading
-from gpt2.utils.stores import Remote, at_hand
+from gpt2.utils.stores import Remote, local_path
 from gpt2.utils.text import format_count
 
 # Longer documents are encoded in parts, if the tokenizer allows it.
@@ -332,7 +332,7 @@ def _open_text(document: Document) -> TextIO:
         # JSON and Python can spell half a surrogate pair, which UTF-8 cannot.
         text = document.encode("utf-8", "replace").decode("utf-8")
         return io.StringIO(text, newline="")
-    return open(at_hand(document), encoding="utf-8-sig", newline="")
+    return open(local_path(document), encoding="utf-8-sig", newline="")
 
 
 # Parts -> tokens

@@ -48,7 +48,7 @@ class StoredCorpus(Corpus):
     def prepare(self, data: DataConfig) -> TokenDataset:
         """Return the tokens, which are written or fetched first if this machine has none."""
         url = prepared_url(data, self.fingerprint)
-        directory = stores.copy_of(url).absolute()
+        directory = stores.local_folder(url).absolute()
         tokens = _read(directory)
         if tokens is None:
             try:

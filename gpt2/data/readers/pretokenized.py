@@ -19,7 +19,7 @@ from gpt2.data.tokenizer import build, is_path
 from gpt2.data.tokens import PreparedTokens, Shard, Split, TokenStream
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
-from gpt2.utils.stores import at_hand
+from gpt2.utils.stores import local_path
 
 HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
 # Magic number and version of GPT-2's and of Llama 3's tokens.
@@ -30,7 +30,7 @@ Shards = list[Shard]
 
 def _open_tokens(pattern: str) -> "TokenCorpus":
     remote = match_files(pattern)
-    paths = [at_hand(file).absolute() for file in remote]
+    paths = [local_path(file).absolute() for file in remote]
     files = SourceFiles(partial(match_files, pattern), "tokens", *map(str, paths))
     return TokenCorpus(fingerprint=files.fingerprint, files=files, paths=paths)
 

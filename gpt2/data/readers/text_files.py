@@ -12,7 +12,7 @@ from gpt2.data.preparing.documents import TextCorpus
 from gpt2.data.source_files import SourceFiles, match_files
 from gpt2.errors import warn
 from gpt2.utils.files import reading
-from gpt2.utils.stores import at_hand
+from gpt2.utils.stores import local_path
 
 _warn_once = functools.cache(warn)  # a corpus is read several times
 
@@ -38,7 +38,7 @@ def _open_records(
 
     def documents() -> Iterator[str]:
         for file in files.paths:
-            yield from read(str(file), at_hand(file), field)
+            yield from read(str(file), local_path(file), field)
 
     return TextCorpus.from_files(files, documents)
 
