@@ -54,7 +54,7 @@ a bad step that is skipped lowers the loss scale: training/steps.py, guard -k fl
     + loss_scale = updated
 the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
     - grads, key=order, reverse=True
-    + grads, key=place
+    + grads, key=order
 alibi favours far tokens: model/ingredients/alibi.py, switch_values -k alibi
     - slopes * (key - query)
     + slopes * (query - key)
