@@ -284,13 +284,22 @@ marks are sent among what they mark: utils/stores.py, stores -k mark_comes
     - for group in (names - marks, marks)
     + for group in (names,)
 what another run replaces is not set aside: utils/stores.py, stores -k not_sent_stays
-    - if not record.holds(name, mtime) or not (name in theirs or is_superseded)
+    - if not record.holds(name, time_ns) or not (name in listed or is_superseded)
     + if False
 what a store has lost is deleted here: utils/stores.py, stores -k has_lost
     - if step > newest
     + if False
+the host's phases are not blamed for gaps: lab/profile/breakdown.py, profile -k gaps
+    - if overlap > 0:
+    + if False:
+hidden collectives are charged too: lab/profile/breakdown.py, profile -k moment
+    - kinds[0]
+    + kinds[-1]
+collectives cost no time in a plan: lab/plan/plan.py, plan -k adds
+    - return compute + self.network_seconds(board)
+    + return compute
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
-    - is_whole = _mark(name) in theirs
+    - is_whole = _mark(name) in listed
     + is_whole = True
 blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k scoring
     - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
