@@ -1,4 +1,4 @@
-"""Gradient accumulation: a large batch as a scan over micro-batches."""
+"""Gradient accumulation: a scan over the micro-batches of a large batch."""
 
 from collections.abc import Callable
 
@@ -14,10 +14,11 @@ def accumulate(
     batch: dict[str, Array],
     num_micro_batches: int,
 ) -> Tree:
-    """Sums `function(micro_batch, index)` over equal slices of the batch's rows, B a multiple.
+    """Sum `function(micro_batch, index)` over equal slices of the batch's rows.
 
-    It gives sums, not means: the caller divides once by the number of tokens, so that every token
-    has the same weight whatever the size of its micro-batch.
+    B must be a multiple of the number of slices. The result is a sum, not a mean: the caller
+    divides once by the number of tokens, so that every token has the same weight whatever the size
+    of its micro-batch.
     """
     if num_micro_batches == 1:
         return function(batch, jnp.int32(0))

@@ -1,14 +1,14 @@
-"""Random keys, each made from the seed and its purpose: none is stored and none is used twice."""
+"""Random keys, made from the seed and a purpose: no key is stored or used twice."""
 
 import jax
 from jax import Array
 
-# The streams that one seed gives rise to.
+# The purposes of keys.
 _INIT, _DROPOUT, _SAMPLE = range(3)
 
 
 def init_key(seed: int) -> Array:
-    """Returns the key that parameters are drawn with."""
+    """Return the key for drawing parameters."""
     return jax.random.fold_in(jax.random.key(seed), _INIT)
 
 
@@ -18,7 +18,7 @@ def dropout_key(
     micro_batch: Array | int,
     device: Array | int,
 ) -> Array:
-    """Returns the dropout key of one micro-batch on one device at one step, all counted from 0.
+    """Return the dropout key of a micro-batch on a device at a step, all counted from 0.
 
     `device` counts along the axes that split the batch.
     """
@@ -29,5 +29,5 @@ def dropout_key(
 
 
 def sample_key(seed: int) -> Array:
-    """Returns the key of generated text; sampling folds in the sequence, then the new token."""
+    """Return the key for generated text; sampling folds in the sequence, then the new token."""
     return jax.random.fold_in(jax.random.key(seed), _SAMPLE)

@@ -1,8 +1,8 @@
-"""Layers scanned or unrolled: one loop body for all layers, and the two parameter layouts.
+"""Scan or unroll the layers, and convert between the two layouts of their parameters.
 
-Unrolled layers keep parameters in siblings `h_0`, `h_1`, ... Scanned layers keep them in a single
-`h`, whose leaves have a leading layer axis. An unrolled scan has few large parameters, and blocks
-that XLA fuses.
+Unrolled layers have their parameters in siblings `h_0`, `h_1`, ... Scanned layers have them in a
+single `h`, whose leaves have a leading layer axis. A scan that is unrolled completely has few large
+parameters, like a scan, and blocks that XLA can fuse, like unrolled layers.
 """
 
 import inspect
@@ -27,10 +27,10 @@ def scan_layers(
     per_layer: Collection[str],
     unroll: int = 1,
 ) -> type[nn.Module]:
-    """Returns a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
+    """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
 
-    `y` and the arguments `per_layer` have a leading layer axis outside; the others are the same for
-    every layer. One turn of the loop holds `unroll` applications.
+    For the module, `y` and the arguments named in `per_layer` have a leading layer axis; other
+    arguments are the same for every layer. An iteration of the loop applies `unroll` layers.
     """
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
@@ -44,9 +44,9 @@ def scan_layers(
 
 
 def for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
-    """Returns `function(value)` for a layer's value; `values` are Python's, one for each layer.
+    """Return `function(value)` for the value of a layer; `values` has a Python value per layer.
 
-    `layer` is traced in a scan, where every different value has a branch of its own.
+    In a scan `layer` is traced, and each distinct value becomes a branch.
     """
     different = sorted(set(values))
     branch = jnp.array([different.index(value) for value in values])[layer]
@@ -61,36 +61,36 @@ def report(
     *,
     weight: float = 0.0,
 ) -> None:
-    """Adds a quantity of a module to the metrics: `train/PATH/name` and `eval/PATH/name`.
+    """Add a quantity of a module to the metrics, as `train/PATH/name` and `eval/PATH/name`.
 
-    PATH is the module's, as `h_3/attn`. `total` (a sum in float32: 16 bits would show) and `count`
-    add up over micro-batches, devices and batches of a validation; their quotient is logged. An
-    auxiliary loss has a `weight`: so many times its total, summed over tokens, is differentiated
-    with the loss, and not logged in it. Within an expert the totals of all experts add up; those of
-    places that no token took are in.
+    PATH is the module's path, such as `h_3/attn`. `total` (a sum in float32, because 16 bits would
+    be too coarse) and `count` are summed over micro-batches, devices and validation batches, and
+    their quotient is logged. With a `weight`, `weight * total` summed over tokens is added to the
+    objective as an auxiliary loss, but not to the logged loss. In an expert, the totals of all
+    experts are summed, slots without a token included.
     """
-    # What is only logged gives no gradient: 0 times that of a root at 0 is NaN.
+    # The logged quantity has no gradient: 0 times the gradient of a root at 0 would be NaN.
     auxiliary = jnp.float32(weight * total if weight else 0.0)
     logged = jax.lax.stop_gradient((jnp.float32(total), jnp.float32(count)))
 
     def nothing() -> Tree:
         return jax.tree.map(jnp.zeros_like, (*logged, auxiliary))
 
-    def add(before: Tree, sums: Tree) -> Tree:  # of a module that is called twice
+    def add(before: Tree, sums: Tree) -> Tree:  # a module may be called twice
         return jax.tree.map(jnp.add, before, sums)
 
     module.sow(METRICS, name, (*logged, auxiliary), add, nothing)
 
 
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
-    """Returns `{PATH/name: (total, count, weighted total)}` of what modules `report`."""
+    """Return `{PATH/name: (total, count, weighted total)}` for what modules `report`."""
     tree = in_layout(collection, scanned=False)
-    tree = jax.tree.map(jnp.sum, tree)  # over experts, each of which reports
+    tree = jax.tree.map(jnp.sum, tree)  # over experts, which all report
     return flatten_dict(tree, sep="/")
 
 
 def is_scanned(tree: Tree) -> bool:
-    """Returns whether the parameters in `tree`, or any state that follows them, are stacked."""
+    """Return whether `tree`, parameters or state with the same structure, is stacked by layer."""
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         if any(getattr(key, "key", None) == "h" for key in path):
             return True
@@ -103,7 +103,7 @@ def in_layout(
     scanned: bool,
     stack: Callable = lambda *leaves: jnp.stack(leaves),
 ) -> Tree:
-    """Returns a tree of parameters in the wanted layout: as it is, stacked or unstacked.
+    """Return a tree of parameters in a layout: stacked by layer if `scanned`, or unstacked.
 
     `stack` joins the leaves of all layers.
     """
