@@ -28,7 +28,7 @@ class Shard(NamedTuple):
 
 @dataclass
 class Split:
-    """Count of a split, and its files."""
+    """The counts of a split, and its files."""
 
     num_tokens: int = 0  # including end-of-text tokens
     num_bytes: int = 0  # UTF-8 bytes of the documents; an end-of-text token has none
@@ -40,7 +40,7 @@ class Split:
 
 
 class TokenWriter:
-    """Append token ids to splits, and begins new files after each `close`."""
+    """Append token ids to the files of splits. After each `close`, new files begin."""
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
@@ -73,7 +73,8 @@ class TokenWriter:
 
 
 @functools.lru_cache(OPEN_MAPS)
-def _map_shard(path: str, skip: int, num_tokens: int, dtype: str) -> np.ndarray:
+def map_shard(path: str, skip: int, num_tokens: int, dtype: str) -> np.ndarray:
+    """Return the tokens of a shard, which stay in their file until they are read."""
     with reading(path):
         offset = skip * np.dtype(dtype).itemsize
         mapped = np.memmap(path, dtype, "r", offset, shape=(num_tokens,))
@@ -102,7 +103,7 @@ class TokenStream:
         parts = [np.empty(0, np.int32)]
         while start < stop:
             number = bisect.bisect_right(self._ends, start)
-            tokens = _map_shard(*self._shards[number], self._dtype)
+            tokens = map_shard(*self._shards[number], self._dtype)
             end = self._ends[number]
             first = len(tokens) - (end - start)
             parts.append(tokens[first : first + stop - start])

@@ -180,7 +180,7 @@ class UserBatches(Source):
             )
 
     def _convert(self, batch: object, num_rows: int, *, may_be_short: bool) -> Batch:
-        """Return a user's batch as arrays `[num_rows, T]`, or names the array that is wrong.
+        """Return a user's batch as arrays `[num_rows, T]`, or name the array that is wrong.
 
         Missing rows, which `may_be_short` allows, are added with nothing to predict.
         """

@@ -82,7 +82,7 @@ class TextCorpus(StoredCorpus):
         )
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Write the tokenizer and the tokens, and continues what an earlier attempt has written.
+        """Write the tokenizer and the tokens, and continue what an earlier attempt has written.
 
         The folder becomes what it would have become in one attempt.
         """
@@ -128,7 +128,7 @@ class Progress:
     splits: dict[str, Split]
     parts: int = 0
     text_crc32: int = 0  # of the last part's text
-    # Of the tokenizer, and of the tokens of all these parts.
+    # Digests of the tokenizer, and of the files of tokens.
     digests: files.Digests = dataclasses.field(default_factory=dict)
 
     def save(self, directory: Path) -> None:

@@ -17,11 +17,11 @@ from gpt2.data import tokenizer as tokenizers
 from gpt2.data.corpus import Corpus
 from gpt2.data.loading.token_batches import TokenDataset
 from gpt2.data.source_files import SourceFiles, hash_tree
-from gpt2.data.tokens import PreparedTokens, Split
+from gpt2.data.tokens import PreparedTokens, Split, map_shard
 from gpt2.errors import UserError, log, warn
 from gpt2.utils import files, stores
 
-FORMAT = 8  # of a folder; every corpus is prepared again when it changes
+FORMAT = 8  # of a folder. With another number, every corpus is prepared again
 FACTS = "prepared.json"  # is written last, and marks the folder as complete
 PROGRESS = (
     "written.json"  # what a preparation has written so far, from which it continues
@@ -102,7 +102,7 @@ def _read(directory: Path) -> PreparedTokens | None:
 
 
 def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedTokens:
-    """Write a corpus into another folder, continuing an earlier attempt, and renames it."""
+    """Write a corpus into another folder, continuing an earlier attempt, and rename it."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, and is prepared again")
     log(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
@@ -137,6 +137,7 @@ def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedT
         files.sync_tree(partial)
         shutil.rmtree(directory, ignore_errors=True)  # it is damaged, if it is there
         partial.rename(directory)
+        map_shard.cache_clear()  # of the damaged files, if they were open
     finally:
         if not (partial / PROGRESS).exists():
             shutil.rmtree(partial, ignore_errors=True)

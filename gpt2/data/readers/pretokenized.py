@@ -45,7 +45,7 @@ class TokenCorpus(StoredCorpus):
     paths: Sequence[Path]  # on this machine
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Write the tokenizer, and counts the documents and bytes of the tokens."""
+        """Write the tokenizer, and count the documents and bytes of the tokens."""
         _check_options(data)
         shards, dtype = self._find_shards(data)
         tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
@@ -117,7 +117,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
     meta = file.with_name("meta.pkl")
     if meta.exists():  # nanoGPT's list of characters
         raise UserError(
-            f"{meta} says that the tokens beside it stand for characters",
+            f"{meta} says that the tokens next to it stand for characters",
             f"Use text:{file.parent}/input.txt and --config.data.tokenizer=char",
         )
     remedy = "Leave it out of tokens:GLOB, or download it again"
