@@ -293,8 +293,8 @@ the host's phases are not blamed for gaps: lab/profile/breakdown.py, profile -k 
     - if overlap > 0:
     + if False:
 hidden collectives are charged too: lab/profile/breakdown.py, profile -k moment
-    - kinds[0]
-    + kinds[-1]
+    - within[kinds[0]]
+    + within[kinds[-1]]
 collectives cost no time in a plan: lab/plan/plan.py, plan -k adds
     - return compute + self.network_seconds(board)
     + return compute

@@ -164,9 +164,6 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second / peak if peak else None,
             "ratio": compared,
-            "batch_size": config.shapes.largest.batch_size,
-            "context_length": config.shapes.largest.context_length,
-            "compute": config.precision.compute,
         }
         rows.append(row | info)
     return rows

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gpt2.errors import UserError
@@ -23,27 +24,51 @@ class Breakdown(NamedTuple):
     """Where the time of a step goes."""
 
     num_steps: int
-    seconds: dict[
-        str, float
-    ]  # per step, by kind of operation or by what devices wait for
+    # Per step, by kind of operation or by what the devices wait for.
+    seconds: dict[str, float]
 
 
 def break_down(trace: Trace) -> Breakdown:
     """Charge the time from the first operation of the first step to the last of the last one."""
     program = _program_of_steps(trace)
-    own = [each for each in trace.operations if each.program == program]
+    own = [operation for operation in trace.operations if operation.program == program]
     runs = _runs(own, len(trace.steps))
     num_steps = len(runs)
     num_gaps = max(1, num_steps - 1)
     began = runs[0][0]
     ended = max(end for _, end in runs)
-
     within: defaultdict[str, float] = defaultdict(float)
     between: defaultdict[str, float] = defaultdict(float)
+    for start, end, active in _timeline(trace.operations, program, began, ended):
+        kinds = [kind for kind in _ORDER if kind in active]
+        if kinds:
+            within[kinds[0]] += end - start
+            continue
+        if active:  # other programs
+            between[active[0]] += end - start
+            continue
+        number = sum(run[0] < end for run in runs)  # of the run that comes next
+        idle_since = max(run[1] for run in runs[:number])
+        if idle_since > start:
+            within[IDLE] += end - start
+            continue
+        causes = _causes(trace, start, end, number, idle_since)
+        for cause, seconds in causes.items():
+            between[cause] += seconds
+    per_step = {name: seconds / num_steps for name, seconds in within.items()}
+    per_gap = {name: seconds / num_gaps for name, seconds in between.items()}
+    return Breakdown(num_steps, per_step | per_gap)
+
+
+def _timeline(
+    operations: Sequence[Operation], program: str, began: float, ended: float
+) -> Iterator[tuple[float, float, list[str]]]:
+    """Yield start and end of each interval, and the kinds and other programs that run in it."""
     changes = [(began, "", 0), (ended, "", 0)]
-    for operation in trace.operations:
-        is_step = operation.program == program
-        name = operation.kind if is_step else f"program {operation.program}"
+    for operation in operations:
+        name = operation.kind
+        if operation.program != program:
+            name = f"program {operation.program}"
         start = max(operation.start, began)
         end = min(operation.end, ended)
         if start < end:
@@ -51,49 +76,26 @@ def break_down(trace: Trace) -> Breakdown:
     running: Counter[str] = Counter()
     for (start, name, change), (end, _, _) in itertools.pairwise(sorted(changes)):
         running[name] += change
-        seconds = end - start
-        active = [name for name in running if running[name]]
-        if not seconds:
-            continue
-        kinds = [kind for kind in _ORDER if kind in active]
-        if kinds:
-            within[kinds[0]] += seconds
-        elif active:
-            between[active[0]] += seconds
-        else:
-            number = sum(run[0] < end for run in runs)  # of the next run
-            idle_since = max(run[1] for run in runs[:number])
-            if idle_since > start:
-                within[IDLE] += seconds
-            else:
-                for cause, part in _causes(
-                    trace, start, end, number, idle_since
-                ).items():
-                    between[cause] += part
-    per_step = {name: seconds / num_steps for name, seconds in within.items()}
-    per_gap = {name: seconds / num_gaps for name, seconds in between.items()}
-    return Breakdown(num_steps, per_step | per_gap)
+        if start < end:
+            yield start, end, [name for name in running if running[name]]
 
 
 def describe(found: Breakdown) -> str:
     """Return a breakdown as text: what costs most, then a table."""
     step = sum(found.seconds.values())
-    computes = sum(found.seconds.get(kind, 0.0) for kind in _COMPUTATION)
-    each = f"of each step's {format_seconds(step)}"
-    headline = f"The devices compute {computes / step:.0%} {each}."
+    of_step = f"of each step's {format_seconds(step)}"
+    computing = sum(found.seconds.get(kind, 0.0) for kind in _COMPUTATION)
+    headline = f"The devices compute {computing / step:.0%} {of_step}."
     longest_first = sorted(found.seconds.items(), key=lambda item: -item[1])
     for name, seconds in longest_first:
         if name not in _COMPUTATION and seconds >= _WORTH_NAMING * step:
-            share = f"{seconds / step:.0%}"
-            headline = (
-                f"{name.capitalize()}: {format_seconds(seconds)} {each}, {share}."
-            )
+            time = format_seconds(seconds)
+            headline = f"{name.capitalize()}: {time} {of_step}, {seconds / step:.0%}."
             break
     lines = [headline, "", f"Mean of {found.num_steps} steps:"]
     for name, seconds in longest_first:
-        lines.append(
-            f"  {name:<32} {format_seconds(seconds):>8} {seconds / step:>6.1%}"
-        )
+        time = format_seconds(seconds)
+        lines.append(f"  {name:<32} {time:>8} {seconds / step:>6.1%}")
     return "\n".join([*lines, ""])
 
 
