@@ -65,4 +65,4 @@ class TraceRecorder(AbstractContextManager):
         self._is_tracing = False
         if jax.process_index() == 0:
             workdir = url_or_path(self._workdir)
-            log(f"traced steps; see python -m gpt2.lab.profile {workdir}", sys.stdout)
+            log(f"read the trace by python -m gpt2.lab.profile {workdir}", sys.stdout)

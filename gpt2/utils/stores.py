@@ -201,7 +201,7 @@ def push(url: str | Path, folder: Path) -> None:
         if not changed and not gone:
             return
         if record.owner and not _is_owner(store, record):
-            raise TakenOver(f"another run has taken {url} over")
+            raise TakenOver(f"Another run has taken over {url}")
         # Links keep the files that the run removes while they are sent.
         links = folder.with_name(f".{folder.name}.sending")
         shutil.rmtree(links, ignore_errors=True)  # a killed process may have left it

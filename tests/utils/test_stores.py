@@ -263,7 +263,7 @@ def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
     _, become = store
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    lost = pytest.raises(UserError, match="another run has taken memory://run over")
+    lost = pytest.raises(UserError, match="Another run has taken over memory://run")
     with lost, sent("memory://run") as first:
         become(2)
         with sent("memory://run"):
