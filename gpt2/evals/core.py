@@ -76,8 +76,8 @@ class Task(NamedTuple):
         """Return whether the model solves each example."""
         requests = []
         for index in range(len(self.examples)):
-            answers = self.requests(index, tokenizer, scorer.context_length)
-            requests.append(answers)
+            group = self.requests(index, tokenizer, scorer.context_length)
+            requests.append(group)
         scores = scorer.score_groups(requests, self.label)
         solved = []
         for example, answers in zip(self.examples, scores, strict=True):

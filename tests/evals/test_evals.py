@@ -46,17 +46,15 @@ def run_task(name, scorer, tokenizer, path):
 
 
 def test_validation_divides_all_sums_once_and_gives_bits_per_byte():
-    batches = [(4.0, 1.0), (6.0, 3.0)]  # the mean of means is 3
+    batches = [(4.0, 1.0), (6.0, 3.0)]  # The mean of means would be 3.
     scores = validate(lambda _, batch: {"loss": batch}, None, {"": (1.0, batches)}, 0.5)
     expected = {"eval/loss": 2.5, "eval/perplexity": math.e**2.5}
     expected |= {"eval/bits_per_byte": 2.5 * 0.5 / math.log(2)}
     assert scores == pytest.approx(expected)
     parts = {"a": (0.75, batches), "b": (0.25, [(8.0, 8.0)])}
     scores = validate(lambda _, batch: {"loss": batch}, None, parts, None)
-    assert (scores["eval/loss"], scores["eval/loss_a"]) == (
-        0.75 * 2.5 + 0.25 * 1.0,
-        2.5,
-    )
+    assert scores["eval/loss"] == 0.75 * 2.5 + 0.25 * 1.0
+    assert scores["eval/loss_a"] == 2.5
 
 
 @pytest.mark.parametrize("batches", [[], [(0.0, 0.0)] * 2])
@@ -68,14 +66,12 @@ def test_a_validation_split_without_targets_is_a_line(batches):
 
 def mixed_requests(num=200, seed=0):
     rng = np.random.default_rng(seed)
-    return [
-        continuation(
-            rng.integers(0, 257, rng.integers(1, 100)),
-            rng.integers(0, 257, rng.integers(1, 20)),
-            128,
-        )
-        for _ in range(num)
-    ]
+    requests = []
+    for _ in range(num):
+        context = rng.integers(0, 257, rng.integers(1, 100))
+        tokens = rng.integers(0, 257, rng.integers(1, 20))
+        requests.append(continuation(context, tokens, 128))
+    return requests
 
 
 APPLY = jax.jit(GPT(CFG).apply)
@@ -121,11 +117,8 @@ def test_200_mixed_lengths_compile_once_per_bucket(params):
     scorer.score(requests)
     buckets = {scoring.bucket(len(r.tokens), 128) for r in requests}
     assert scorer._score._cache_size() == len(buckets) == 3
-    for num in (
-        1,
-        7,
-        100,
-    ):  # however many come at once, and however many tokens are scored
+    # Neither the number of requests nor that of scored tokens matters.
+    for num in (1, 7, 100):
         scorer.score(mixed_requests(num, seed=1))
     scorer.score(windows(np.arange(200), 128, 64))
     assert scorer._score._cache_size() == 3
@@ -139,19 +132,20 @@ def test_windows_score_every_token_but_the_first_once(length, stride):
     scored = np.concatenate([r.targets[r.targets >= 0] for r in requests])
     np.testing.assert_array_equal(scored, tokens[1:])
     for index, request in enumerate(requests):
-        np.testing.assert_array_equal(
-            request.tokens, tokens[index * stride :][:8][: len(request.tokens)]
-        )
-        assert index == 0 or np.flatnonzero(request.targets >= 0)[0] >= 8 - stride
+        start = index * stride
+        text = tokens[start : start + len(request.tokens)]
+        np.testing.assert_array_equal(request.tokens, text)
+        if index:
+            first = np.flatnonzero(request.targets >= 0)[0]
+            assert first >= 8 - stride
 
 
 def test_long_contexts_lose_their_beginning_and_nothing_else(params, scorer):
     context = list(range(200))
     tokens = [7, 8, 9]
     (score,) = scorer.score([continuation(context, tokens, 128)])
-    assert score.log_prob == pytest.approx(
-        log_prob_by_hand(params, context[-126:], tokens), rel=1e-5
-    )
+    expected = log_prob_by_hand(params, context[-126:], tokens)
+    assert score.log_prob == pytest.approx(expected, rel=1e-5)
     for wrong in (([], [1]), ([1], []), ([1], [2] * 129)):
         with pytest.raises(UserError, match=r"tokens? of context"):
             continuation(*wrong, 128)
@@ -180,9 +174,8 @@ def test_lambada_scores_the_last_token(params, scorer, tmp_path):
     write_rows(path, [{"text": text} for text in texts])
     figures = figures_by_metric(lambada(scorer, BYTES, path))
     rows = [BYTES.encode(text).tolist() for text in texts]
-    expected = math.exp(
-        -np.mean([log_prob_by_hand(params, row[:-1], row[-1:]) for row in rows])
-    )
+    log_probs = [log_prob_by_hand(params, row[:-1], row[-1:]) for row in rows]
+    expected = math.exp(-np.mean(log_probs))
     assert figures["perplexity, last token"].value == pytest.approx(expected, rel=1e-4)
     assert figures["accuracy, last token"].num_examples == 2
 
@@ -196,16 +189,17 @@ def test_hellaswag_sums_and_normalises_by_token(params, scorer, tmp_path):
     )
     write_rows(path, rows)
     figures = figures_by_metric(hellaswag(scorer, BYTES, path))
-    for name, power in (("acc", 0), ("acc_norm, llm.c", 1)):
-        right = []
-        for i, context in enumerate(contexts):
-            values = [
-                log_prob_by_hand(params, BYTES.encode(context), BYTES.encode(f" {e}"))
-                / (len(e) + 1) ** power
-                for e in endings
-            ]
-            right.append(int(np.argmax(values)) == i % 4)
-        assert figures[name].value == np.mean(right)
+    lengths = np.array([len(ending) + 1 for ending in endings])
+    by_sum = []
+    by_mean = []
+    for i, context in enumerate(contexts):
+        start = BYTES.encode(context)
+        ids = [BYTES.encode(f" {ending}") for ending in endings]
+        sums = np.array([log_prob_by_hand(params, start, tokens) for tokens in ids])
+        by_sum.append(np.argmax(sums) == i % 4)
+        by_mean.append(np.argmax(sums / lengths) == i % 4)
+    assert figures["acc"].value == np.mean(by_sum)
+    assert figures["acc_norm, llm.c"].value == np.mean(by_mean)
 
 
 def test_wikitext_is_scored_by_token_and_by_word(params, scorer, tmp_path):
@@ -214,9 +208,8 @@ def test_wikitext_is_scored_by_token_and_by_word(params, scorer, tmp_path):
     ids = [BYTES.eot, *BYTES.encode(text).tolist()]
     nats = -log_prob_by_hand(params, ids[:1], ids[1:])
     figures = figures_by_metric(wikitext(scorer, BYTES, tmp_path / "text"))
-    assert figures["perplexity per token"].value == pytest.approx(
-        math.exp(nats / len(text)), rel=1e-4
-    )
+    expected = math.exp(nats / len(text))
+    assert figures["perplexity per token"].value == pytest.approx(expected, rel=1e-4)
     plain = detokenize(text)
     ids = [BYTES.eot, *BYTES.encode(plain).tolist()]
     nats = -log_prob_by_hand(params, ids[:1], ids[1:])
@@ -256,33 +249,22 @@ def test_wikitext_is_detokenised():
     )
 
 
-@pytest.mark.parametrize("label", ["", "4"])
-def test_hellaswag_without_its_answers_is_refused(scorer, tmp_path, label):
-    example = dict(ctx="a b", endings=list("defg"))
-    rows = [example | {"label": each} for each in (3, "0", label)]
-    write_rows(tmp_path / "hellaswag.jsonl", rows)
-    with pytest.raises(UserError, match=r"jsonl, line 3 cannot be read"):
-        hellaswag(scorer, BYTES, tmp_path / "hellaswag.jsonl")
-
-
 def write_run(folder):
     (folder / "config.json").write_text('{"seed": 0, "data": {"val_fraction": 0.25}}')
     return str(folder)
 
 
-def test_validation_scores_text_that_the_run_held_out(tmp_path, monkeypatch):
+def test_validation_scores_text_that_the_run_did_not_train_on(tmp_path, monkeypatch):
     monkeypatch.setattr("gpt2.evals.tasks.prepare", lambda data: None)
     run = write_run(tmp_path)
     with pytest.raises(UserError, match="do not record the corpus"):
         validation_data(run, None, "", None)
-    (tmp_path / "data.json").touch()  # which every run that was trained has
+    (tmp_path / "data.json").touch()  # Every run that was trained has one.
     assert validation_data(run, None, "", None).corpus == "pystdlib"
-    for share in (
-        0.3,
-        0.001,
-    ):  # for which other documents are chosen, not fewer of the same
+    # Other fractions select other documents, not fewer of the same ones.
+    for fraction in (0.3, 0.001):
         with pytest.raises(UserError, match="the run was trained on"):
-            validation_data(run, None, "pystdlib", share)
+            validation_data(run, None, "pystdlib", fraction)
     assert validation_data(run, None, "pystdlib", 0.25).val_fraction == 0.25
     assert validation_data(run, None, "synthetic", 0.1).val_fraction == 0.1
 
@@ -298,7 +280,7 @@ def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
 
 # CORE and the tasks of a run
 
-# Kind, few-shot examples, delimiter, per cent by chance. Prompts of the first are too long.
+# Kind, few-shot examples, delimiter, chance in percent. The prompts of the first are too long.
 CORE = [
     ("multiple_choice", 4, "\nAnswer: ", 25.0),
     ("multiple_choice", 0, " ", 40.3),
@@ -319,7 +301,7 @@ def make_example(kind, draw):
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    """Made files of every kind of task, as those of nanochat's eval bundle."""
+    """Files of every kind of task, in the format of nanochat's eval bundle."""
     folder = tmp_path_factory.mktemp("bundle")
     rows = ["Eval Task,Random baseline"]
     tasks = []
@@ -332,7 +314,7 @@ def bundle(tmp_path_factory):
         task = dict(label=f"task_{number}", icl_task_type=kind, num_fewshot=[shots])
         given = {} if delimiter == " " else {"continuation_delimiter": delimiter}
         tasks.append(task | {"dataset_uri": f"{number}.jsonl"} | given)
-    # In another order than the tasks', with the byte order mark of a spreadsheet.
+    # The order differs from that of the tasks; spreadsheets write the byte order mark.
     table = "\ufeff" + "\n".join([rows[0], *reversed(rows[1:])])
     (folder / "eval_meta_data.csv").write_text(table, encoding="utf-8")
     (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
@@ -358,9 +340,8 @@ def core_by_hand(params, examples, kind, shots, delimiter):
         shared = len(commonprefix([text[::order] for text in texts]))  # noqa: RUF071
         for text in texts:
             length = shared if kind == "schema" else max(len(text) - shared, 1)
-            if (
-                kind == "language_modeling"
-            ):  # the space of the delimiter is part of the answer
+            if kind == "language_modeling":
+                # The space of the delimiter is a part of the answer.
                 length = len(" " + example["continuation"])
             tokens = np.array([256, *text.encode()][-128:])
             logits = plain.logits(CFG, params, tokens)[-length - 1 : -1]
@@ -373,9 +354,8 @@ def core_by_hand(params, examples, kind, shots, delimiter):
 
 def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
     bias = {"ln_f": params["ln_f"] | {"bias": params["ln_f"]["bias"] + 1.0}}
-    table = (
-        params["wte"]["embedding"].at[ord(" ")].set(2.0)
-    )  # by which a space is the likeliest
+    # A space becomes the likeliest token.
+    table = params["wte"]["embedding"].at[ord(" ")].set(2.0)
     params = params | bias | {"wte": {"embedding": table}}
     scorer = Scorer(GPT(CFG), params, jax.devices()[:1])
     seen = []
@@ -399,7 +379,7 @@ def test_core_equals_a_scorer_by_hand(bundle, params, monkeypatch):
 
 
 CHOICE = {"query": "Q:", "choices": ["yes", "no"], "gold": 1}
-ABOUT = {
+TASK = {
     "label": "toy",
     "dataset_uri": "toy.jsonl",
     "num_fewshot": [1],
@@ -407,67 +387,81 @@ ABOUT = {
 }
 
 
-def score_toy(
-    folder, examples=(CHOICE,) * 3, table="toy,50", text="", num_tasks=1, **about
-):
-    """Scores a bundle of a task by a model that solves nothing."""
+def score_toy(folder, second=None, chance="toy,50", tasks=(TASK,)):
+    """Scores a bundle of one task, whose second example may be given as a text."""
+    first = json.dumps(CHOICE)
+    lines = "\n".join([first, second or first, first])
     (folder / "eval_data").mkdir()
-    lines = [text or json.dumps(example) for example in examples]
-    (folder / "eval_data" / "toy.jsonl").write_text("\n".join(lines))
-    (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{table}")
-    task = {k: v for k, v in (ABOUT | about).items() if v is not None}
-    tasks = {"icl_tasks": [task] * num_tasks}
-    (folder / "core.yaml").write_text(json.dumps(tasks))
+    (folder / "eval_data" / "toy.jsonl").write_text(lines)
+    (folder / "eval_meta_data.csv").write_text(f"Eval Task,Random baseline\n{chance}")
+    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": tasks}))
     return core(Scorer(GPT(CFG), None), BYTES, folder / "core.yaml")
-
-
-def after(example):
-    """What a bundle has whose second example is this one."""
-    return dict(examples=[CHOICE, example])
 
 
 def test_a_small_bundle_is_scored(tmp_path):
     assert len(score_toy(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        # A bundle that was cut short for a trial.
-        ("toy.jsonl", dict(num_fewshot=[10])),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": 2})),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": -1})),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": True})),
-        ("toy.jsonl, line 2", after(CHOICE | {"gold": 1.0})),
-        ("toy.jsonl, line 2", after(CHOICE | {"choices": "no"})),
-        ("toy.jsonl, line 2", after(CHOICE | {"choices": ["no", "no"]})),
-        ("toy.jsonl, line 2", after(CHOICE | {"choices": ["no", None]})),
-        ("toy.jsonl, line 2", after({"query": "Q"})),
-        ("toy.jsonl, line 1", dict(text='{"query": "Q')),
-        ("toy.jsonl, line 1", dict(icl_task_type="schema")),
-        ("absent.jsonl", dict(dataset_uri="absent.jsonl")),
-        ("core.yaml", dict(table="other,50")),
-        ("eval_meta_data.csv", dict(table="toy,half")),
-        # A fraction in place of a percentage, and what leaves a model nothing to gain.
-        ("eval_meta_data.csv", dict(table="toy,0.25")),
-        ("eval_meta_data.csv", dict(table="toy,-50")),
-        ("eval_meta_data.csv", dict(table="toy,nan")),
-        ("eval_meta_data.csv", dict(table="toy,100")),
-        ("core.yaml", dict(num_fewshot=[-1])),
-        ("core.yaml", dict(num_fewshot=[1.5])),
-        ("core.yaml", dict(icl_task_type="quiz")),
-        ("core.yaml", dict(num_tasks=0)),
-        ("core.yaml", dict(num_tasks=2)),
-        ("core.yaml", dict(num_fewshot=["1"])),
-        ("toy.jsonl, line 1", dict(continuation_delimiter=5)),
-        ("core.yaml", dict(label=None)),
-    ],
-    ids=str,
-)
-def test_what_is_wrong_with_a_bundle_is_told_in_a_line(file, damage, tmp_path):
-    with pytest.raises(UserError, match=file) as told:
-        score_toy(tmp_path, **damage)
+WRONG_EXAMPLES = """\
+{"gold": 2}
+{"gold": -1}
+{"gold": true}
+{"gold": 1.0}
+{"gold": null}
+{"choices": "no"}
+{"choices": ["no", "no"]}
+{"choices": ["no", null]}
+"""
+
+
+@pytest.mark.parametrize("change", WRONG_EXAMPLES.splitlines())
+def test_a_wrong_example_of_core_is_an_error_that_names_its_line(change, tmp_path):
+    example = CHOICE | json.loads(change)
+    with pytest.raises(UserError, match=r"toy\.jsonl, line 2 cannot be read"):
+        score_toy(tmp_path, second=json.dumps(example))
+
+
+# Among them a bundle that was cut short for a trial, and delimiters that are not text.
+WRONG_TASKS = """\
+{"num_fewshot": [10]}
+{"num_fewshot": [-1]}
+{"num_fewshot": [1.5]}
+{"num_fewshot": ["1"]}
+{"icl_task_type": "quiz"}
+{"icl_task_type": "schema"}
+{"dataset_uri": "absent.jsonl"}
+{"continuation_delimiter": 5}
+{"label": "other"}
+"""
+
+
+@pytest.mark.parametrize("change", WRONG_TASKS.splitlines())
+def test_a_wrong_task_of_core_is_an_error_of_one_line(change, tmp_path):
+    task = TASK | json.loads(change)
+    with pytest.raises(UserError, match=r"(core\.yaml|jsonl.*) cannot be read") as told:
+        score_toy(tmp_path, tasks=[task])
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_task_of_core_is_there_once(number, tmp_path):
+    with pytest.raises(UserError, match=r"core\.yaml.*(empty|twice)"):
+        score_toy(tmp_path, tasks=[TASK] * number)
+
+
+# 0.25 is a fraction in place of a percentage, and 100 leaves a model nothing to gain.
+@pytest.mark.parametrize("chance", ["half", "0.25", "-50", "nan", "inf", "100"])
+def test_a_wrong_chance_of_core_is_an_error(chance, tmp_path):
+    with pytest.raises(UserError, match=r"eval_meta_data\.csv cannot be read"):
+        score_toy(tmp_path, chance=f"toy,{chance}")
+
+
+@pytest.mark.parametrize("text", ["icl_tasks: 5", "a: [", "- b"])
+def test_a_list_of_tasks_that_cannot_be_read_is_named(text, tmp_path):
+    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
+    (tmp_path / "core.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"core\.yaml"):
+        core(Scorer(GPT(CFG), None), BYTES, tmp_path / "core.yaml")
 
 
 @pytest.mark.parametrize("content", ["", "  \n"])
@@ -489,24 +483,20 @@ def test_a_figure_that_cannot_be_computed_is_an_error(scorer, tmp_path):
             mean(values)
 
 
-@pytest.mark.parametrize("text", ["icl_tasks: 5", "a: [", "- b"])
-def test_a_list_of_tasks_that_holds_none_is_told(text, tmp_path):
-    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline")
-    (tmp_path / "core.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"core\.yaml"):
-        core(Scorer(GPT(CFG), None), BYTES, tmp_path / "core.yaml")
-
-
+# The test split of HellaSwag has no labels.
 @pytest.mark.parametrize(
     ("task", "example"),
     [
-        ("lambada", {"text": 5}),
-        ("hellaswag", {"ctx": "a", "endings": ["a", None], "label": 0}),
+        ("lambada", '{"text": 5}'),
+        ("lambada", '{"text": "a'),
+        ("hellaswag", '{"ctx": "a", "endings": ["a", null], "label": 0}'),
+        ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": ""}'),
+        ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": "4"}'),
     ],
 )
-def test_examples_of_another_kind_are_refused_by_their_line(task, example, tmp_path):
+def test_a_wrong_example_is_refused_by_its_line(task, example, tmp_path):
     path = tmp_path / task
-    path.write_text(json.dumps(example))
+    path.write_text(example)
     with pytest.raises(UserError, match=f"{task}, line 1 cannot be read"):
         run_task(task, Scorer(GPT(CFG), None), BYTES, path)
 
