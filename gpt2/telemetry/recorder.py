@@ -23,7 +23,8 @@ class TraceRecorder(AbstractContextManager):
     def __init__(self, workdir: Path, options: LoggingConfig, start: int = 0):
         self._workdir = workdir
         first = options.profile_start
-        self._last_steps = range(first, first + options.profile_steps)
+        # The step that follows any of these is traced.
+        self._before = range(first, first + options.profile_steps)
         self._start = start
         self._is_tracing = False
 
@@ -36,7 +37,7 @@ class TraceRecorder(AbstractContextManager):
 
         The wait ensures that a trace holds whole steps.
         """
-        is_traced = step in self._last_steps
+        is_traced = step in self._before
         if is_traced == self._is_tracing:
             return
         jax.block_until_ready(state)

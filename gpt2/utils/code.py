@@ -36,7 +36,7 @@ def hash_code(source: Path = SOURCE) -> str:
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
-    # Files that begin with a dot are those of editors.
+    # Editors save files of their own, which begin with a dot.
     for path in package.rglob("[!.]*.py"):
         if path.relative_to(package).parts[0] not in _OBSERVERS:
             paths.append(path)

@@ -31,7 +31,7 @@ from fsspec.utils import tokenize
 from gpt2.errors import UserError, warn
 from gpt2.utils import files
 
-# The files of a model at Hugging Face, without those of other frameworks.
+# The files of a model at Hugging Face, without files for other frameworks.
 HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
 _OWNER = ".owner"  # holds a random key of the run that began last

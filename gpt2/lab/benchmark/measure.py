@@ -196,8 +196,8 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
     """Return the mean ratio of turns to our turns, with the ends of its 95 % interval.
 
-    Mean and interval (Student's) are those of the logarithms of the ratios of each round. A single
-    round has no interval.
+    Both are computed from the logarithms of each round's ratio, the interval by Student's t. A
+    single round has no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)

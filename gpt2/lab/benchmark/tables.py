@@ -22,7 +22,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("", "name", str),
     ("step", "step_seconds", lambda seconds: f"{1e3 * seconds:,.2f} ms"),
     ("tokens/s", "tokens_per_second", format_count),
-    ("MFU", "mfu", lambda share: f"{100 * share:.1f} %"),
+    ("MFU", "mfu", lambda mfu: f"{100 * mfu:.1f} %"),
     ("memory", "peak_memory_bytes", lambda size: f"{size / 1e9:.2f} GB"),
     ("data wait", "data_wait_seconds", lambda wait: f"{1e3 * wait:.2f} ms"),
     ("time / ours (95 %)", "ratio", _ratio),
