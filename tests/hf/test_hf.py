@@ -98,11 +98,9 @@ def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(
 
     source = peer.write_model(tmp_path / "source", name)
     hf.save(tmp_path / "copy", *hf.load(source))
-    theirs, ours = (
-        AutoConfig.from_pretrained(tmp_path / place).to_dict()
-        for place in ("source", "copy")
-    )
-    # GPT-2's own dropout is 0.1, and no width stands for four times the embedding's.
+    theirs = AutoConfig.from_pretrained(tmp_path / "source").to_dict()
+    ours = AutoConfig.from_pretrained(tmp_path / "copy").to_dict()
+    # The dropout of GPT-2 is 0.1, and a missing width means four times that of the embedding.
     written = {"_name_or_path", "architectures", "dtype", "n_inner"}
     written |= {"embd_pdrop", "attn_pdrop", "resid_pdrop"}
     assert {k for k in ours if ours[k] != theirs.get(k)} <= written
@@ -116,15 +114,16 @@ def test_transformers_reads_an_export_and_what_it_saves_again_loads_the_same(
 
 def test_16_bit_weights_load_as_float32(tmp_path):
     directory = peer.write_model(tmp_path, "tied")
-    expected = jax.tree.map(lambda x: x.astype(jnp.bfloat16), hf.load(directory)[1])
-    peer.rewrite(
-        directory, lambda arrays: {k: v.astype(jnp.bfloat16) for k, v in arrays.items()}
-    )
+    _, params = hf.load(directory)
+
+    def to_16_bits(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+    peer.rewrite(directory, to_16_bits)
     _, loaded = hf.load(directory)
+    rounded = jax.tree.map(lambda x: x.astype(np.float32), to_16_bits(params))
     assert loaded["wpe"]["embedding"].dtype == np.float32
-    chex.assert_trees_all_equal(
-        loaded, jax.tree.map(lambda x: x.astype(np.float32), expected)
-    )
+    chex.assert_trees_all_equal(loaded, rounded)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,9 @@ def test_switches_choose_the_family_and_export_then_import_gives_the_same_model(
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == model_type
     loaded_cfg, loaded = hf.load(tmp_path / "out")
-    how_it_starts = dict(dropout=0.0, init="normal", zero_init_projections=False)
-    assert loaded_cfg == dataclasses.replace(canonical(cfg), **how_it_starts)
+    # A file does not say how the training began.
+    start = dict(dropout=0.0, init="normal", zero_init_projections=False)
+    assert loaded_cfg == dataclasses.replace(canonical(cfg), **start)
     chex.assert_trees_all_equal(loaded, params)
 
 
@@ -236,25 +236,22 @@ def test_shards_names_of_other_versions_and_buffers_load_the_same(
     prefix = family_for(expected[0]).prefix
 
     def change(arrays):
-        arrays = {
-            new_names.get(k, k).removeprefix(prefix): v for k, v in arrays.items()
-        }
-        return arrays | {buffer: np.ones(3, np.float32)}
+        changed = {buffer: np.ones(3, np.float32)}
+        for tensor, array in arrays.items():
+            tensor = new_names.get(tensor, tensor)
+            changed[tensor.removeprefix(prefix)] = array
+        return changed
 
     peer.rewrite(directory, change, shards=3)
     assert not (directory / WEIGHTS).exists()
     chex.assert_trees_all_equal(hf.load(directory), expected)
 
 
-def test_the_share_of_a_head_that_rope_turns_is_read_as_every_version_writes_it(
-    tmp_path,
-):
+def test_the_fraction_of_a_head_with_rope_is_read_from_every_version(tmp_path):
     directory = peer.write_model(tmp_path, "gpt_neox")
     assert read_config(directory).rope_share == 0.5
     peer.rewrite_config(directory, rotary_pct="absent")
-    assert (
-        read_config(directory).rope_share == 0.25
-    )  # transformers' default, and Pythia's
+    assert read_config(directory).rope_share == 0.25  # the default of transformers
     peer.rewrite_config(directory, rope_parameters={"partial_rotary_factor": 0.75})
     assert read_config(directory).rope_share == 0.75
 
@@ -265,9 +262,8 @@ def test_a_copy_of_the_tied_head_has_to_be_one(tmp_path):
     table = "transformer.wte.weight"
     peer.rewrite(directory, lambda arrays: arrays | {"lm_head.weight": arrays[table]})
     chex.assert_trees_all_equal(hf.load(directory), expected)
-    peer.rewrite(
-        directory, lambda arrays: arrays | {"lm_head.weight": arrays[table] + 1}
-    )
+    other = lambda arrays: arrays | {"lm_head.weight": arrays[table] + 1}  # noqa: E731
+    peer.rewrite(directory, other)
     with pytest.raises(UserError, match="ties lm_head"):
         hf.load(directory)
 
@@ -292,8 +288,8 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     same = dataclasses.replace(cfg, **sizes, init="fan_in")
     for place in (f"hf:{source}", f"run:{workdir}", f"run:{workdir}@0"):
         chex.assert_trees_all_equal(load_initial_params(place, same, tokenizer), params)
-    with pytest.raises(UserError, match=r"model\.norm_eps=.*"):
-        other = dataclasses.replace(cfg, norm_eps=123.0)
+    other = dataclasses.replace(cfg, norm_eps=123.0)
+    with pytest.raises(UserError, match=r"model\.norm_eps=.*, not 123"):
         load_initial_params(f"hf:{source}", other, tokenizer)
 
 
@@ -315,10 +311,9 @@ def test_a_run_starts_from_imported_weights_in_its_own_layout(scan_layers, tmp_p
         UserError, match=f"another tokenizer.*{tmp_path}/tokenizer.json"
     ):
         load_initial_params(f"hf:{tmp_path}", shorter, peer.characters(131, first=101))
-    (tmp_path / WEIGHTS).unlink()  # what differs is told before weights are read
-    other = dataclasses.replace(
-        cfg, num_layers=4, bias=False, context_length=128, dropout=0.1
-    )
+    (tmp_path / WEIGHTS).unlink()  # Options are compared before weights are read.
+    options = dict(num_layers=4, bias=False, context_length=128, dropout=0.1)
+    other = dataclasses.replace(cfg, **options)
     with pytest.raises(UserError) as raised:
         load_initial_params(f"hf:{tmp_path}", other, tokenizer)
     for option in ("num_layers=2", "bias=True", "context_length=96"):
@@ -354,12 +349,11 @@ def test_a_run_of_longer_context_may_scale_rope_that_was_not(tmp_path):
     tokenizer = peer.characters(67)
     longer = small_config(f"{LLAMA} {SCALED} context_length=256")
     params = random_params(cfg)
-    for name, each in (("plain", cfg), ("longer", longer)):
-        hf.save(tmp_path / name, each, params, tokenizer)
+    for name, model in (("plain", cfg), ("longer", longer)):
+        hf.save(tmp_path / name, model, params, tokenizer)
         source = f"hf:{tmp_path / name}"
-        chex.assert_trees_all_equal(
-            load_initial_params(source, longer, tokenizer), params
-        )
+        loaded = load_initial_params(source, longer, tokenizer)
+        chex.assert_trees_all_equal(loaded, params)
     with pytest.raises(
         UserError, match=r"model\.rope_context=16.*model\.rope_scaling=llama3"
     ):

@@ -1,7 +1,8 @@
-"""Hugging Face's files: damaged ones, and tokenizers into them and out of them."""
+"""Files of Hugging Face: tokenizers, padding and damage."""
 
 import itertools
 import json
+from functools import partial
 
 import chex
 import jax
@@ -25,7 +26,6 @@ from tests.helpers import configured, first_params
 from tests.hf.test_hf import LLAMA, NEOX
 
 INDEX = "model.safetensors.index.json"
-TABLES = ("wte", "lm_head")
 TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"
 CHARACTERS = "".join(sorted(set(TEXT)))
 TOKENIZERS = {
@@ -96,10 +96,8 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
         do_sample=False,
         return_tensors=True,
     )
-    theirs = [
-        token for token in answer["generated_token_ids"] if token != tokenizer.eot
-    ]
-    assert theirs == prompt[:9] + ours
+    theirs = answer["generated_token_ids"]
+    assert [token for token in theirs if token != tokenizer.eot] == prompt[:9] + ours
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -107,43 +105,39 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
 def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path):
     cfg, params = make_model(rows, f"tie_embeddings={tied}")
     hf.save(tmp_path / "out", cfg, params, peer.characters(131))
-    assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 131
-    )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == 131
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    for name, table in zip(
-        ("transformer.wte.weight", "lm_head.weight"), TABLES, strict=True
-    ):
-        assert (name in weights) == (table in params)
-        if table in params:
-            np.testing.assert_array_equal(
-                weights[name], params[table]["embedding"][:131]
-            )
+    table = params["wte"]["embedding"][:131]
+    np.testing.assert_array_equal(weights["transformer.wte.weight"], table)
+    assert ("lm_head.weight" in weights) == (not tied)
+    if not tied:
+        table = params["lm_head"]["embedding"][:131]
+        np.testing.assert_array_equal(weights["lm_head.weight"], table)
     import_run(tmp_path / "out", tmp_path / "run")
     hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
     for file in (tmp_path / "out").iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
-    # The umask's, also of what safetensors writes.
-    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+    # The umask decides the mode of all files, also of the one that safetensors writes.
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1
     with pytest.raises(UserError, match="no parameter for gate"):
         hf.save(tmp_path / "more", cfg, params | {"gate": np.zeros(3)})
 
 
 @pytest.mark.parametrize("rows", [192, 256])
 def test_padding_of_a_directory_is_skipped_by_every_import(rows, tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        peer.CONFIGS, "padded", peer.CONFIGS["untied"] | {"vocab_size": rows}
-    )
+    padded = peer.CONFIGS["untied"] | {"vocab_size": rows}
+    monkeypatch.setitem(peer.CONFIGS, "padded", padded)
     source = peer.write_model(tmp_path / "source", "padded")
     _, whole = hf.load(source)
-    assert (
-        whole["wte"]["embedding"].shape[0] == rows
-    )  # without a tokenizer all rows count
+    # Without a tokenizer, all rows count.
+    assert whole["wte"]["embedding"].shape[0] == rows
     save_tokenizer(source, peer.characters(131), 96)
     import_run(source, tmp_path / "run")
-    expected = whole | {
-        name: {"embedding": whole[name]["embedding"][:131]} for name in TABLES
-    }
+    expected = dict(whole)
+    for name in ("wte", "lm_head"):
+        expected[name] = {"embedding": whole[name]["embedding"][:131]}
     for place in ((tmp_path / "run", None), (None, source)):
         cfg, params, tokenizer = load_model(*place)
         assert cfg.vocab_size == tokenizer.vocab_size == 131
@@ -154,18 +148,12 @@ def test_padding_of_a_directory_is_skipped_by_every_import(rows, tmp_path, monke
 
 def test_rows_for_tokens_to_come_are_few(tmp_path):
     save_tokenizer(tmp_path, peer.characters(13000), 96)
-    for rows, is_padding in (
-        (13056, True),
-        (13120, True),
-        (13184, False),
-        (13100, False),
-    ):
+    for rows in (13056, 13120):
         cfg = GPTConfig(vocab_size=rows)
-        if is_padding:
-            assert load_tokenizer(tmp_path, cfg).vocab_size == 13000
-        else:
-            with pytest.raises(UserError, match="has no tokenizer"):
-                load_tokenizer(tmp_path, cfg)
+        assert load_tokenizer(tmp_path, cfg).vocab_size == 13000
+    for rows in (13184, 13100):
+        with pytest.raises(UserError, match="has no tokenizer"):
+            load_tokenizer(tmp_path, GPTConfig(vocab_size=rows))
 
 
 def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path, capsys):
@@ -196,7 +184,7 @@ def test_a_tokenizer_like_llama_3s_comes_in_and_goes_out(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     save_tokenizer(tmp_path / "out", tokenizer, 64)
     again = Backend.from_file(str(tmp_path / "out" / "tokenizer.json"))
-    # The token that training never saw is gone, which the export tells.
+    # The token that training never saw is gone, and a warning says so.
     assert again.encode(TEXT).ids == expected != backend.encode(TEXT).ids
     assert "adds no tokens around a text" in capsys.readouterr().err
 
@@ -256,10 +244,8 @@ def test_two_tensors_for_one_parameter_have_to_be_equal(source):
     with_tensor(source, "wte.weight", lambda table: 2 * table)
     with pytest.raises(UserError, match=r"wte\.weight twice, with different values"):
         hf.load(source)
-    # A shard that is left from an earlier save.
-    peer.rewrite(
-        source, lambda arrays: {k: arrays[k] for k in [*arrays][:-1]}, shards=2
-    )
+    # One shard is left from an earlier save.
+    peer.rewrite(source, lambda arrays: dict([*arrays.items()][:-1]), shards=2)
     stale = load_file(source / "model-0.safetensors")
     name = next(iter(stale))
     peer.save_file(stale | {name: stale[name] + 1}, source / "model-9.safetensors")
@@ -299,17 +285,25 @@ def test_a_full_disk_ends_an_export_by_a_line_and_leaves_nothing(tmp_path, monke
 
 @pytest.mark.parametrize("text", ["[" * 99_999, "5", "{"])
 def test_a_config_that_is_no_object_is_told_in_a_line(text, source):
-    for name in ("config.json", INDEX):
-        kept = (source / "config.json").read_text()
+    for name in (INDEX, "config.json"):
         (source / name).write_text(text)
         with pytest.raises(UserError, match=r"cannot be read|model_type"):
             hf.load(source)
-        (source / "config.json").write_text(kept)
+        (source / INDEX).unlink(missing_ok=True)
 
 
-def change(source, function):
+def cut_weights(source):
     path = source / "model.safetensors"
-    path.write_bytes(function(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def end_in_nan(source):
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\xff" * 4)
+
+
+def break_index(source):
+    (source / INDEX).write_text('{"weight_map": {"a": 5}}')
 
 
 def remove_shard(source):
@@ -317,32 +311,21 @@ def remove_shard(source):
     (source / "model-1.safetensors").unlink()
 
 
+def shorten_tokenizer(source):
+    save_tokenizer(source, peer.characters(100), 96)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda source: change(source, lambda data: data[:-100]), "cannot be read"),
+        (cut_weights, "cannot be read"),
         (remove_shard, "model-1.safetensors cannot be read"),
-        (
-            lambda source: (source / INDEX).write_text('{"weight_map": {"a": 5}}'),
-            "cannot be read",
-        ),
-        (lambda source: change(source, lambda data: data[:-4] + b"\xff" * 4), "NaN"),
-        (
-            lambda source: peer.rewrite_config(source, n_embd=64),
-            "wte.weight .*another shape",
-        ),
-        (
-            lambda source: peer.rewrite_config(source, n_layer=3),
-            "h.2.ln_1.weight is missing",
-        ),
-        (
-            lambda source: peer.rewrite_config(source, n_layer=1),
-            "no tensor transformer.h.1",
-        ),
-        (
-            lambda source: save_tokenizer(source, peer.characters(100), 96),
-            "no tokenizer",
-        ),
+        (break_index, "cannot be read"),
+        (end_in_nan, "NaN"),
+        (partial(peer.rewrite_config, n_embd=64), "wte.weight .*another shape"),
+        (partial(peer.rewrite_config, n_layer=3), "h.2.ln_1.weight is missing"),
+        (partial(peer.rewrite_config, n_layer=1), "no tensor transformer.h.1"),
+        (shorten_tokenizer, "no tokenizer"),
     ],
 )
 def test_a_damaged_directory_is_noticed_and_nothing_is_written(
