@@ -1,5 +1,6 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
+import collections
 import multiprocessing
 import time
 from types import SimpleNamespace
@@ -105,15 +106,21 @@ def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting
     assert place > 311 * 16
 
 
+def read_by_processes(loader, number, batch_size, size):
+    """Returns a batch of which each process reads `size` rows, joined."""
+    joined = collections.defaultdict(list)
+    for start in range(0, batch_size, size):
+        part = loader.batch(number, slice(start, start + size))
+        for name, rows in part.items():
+            joined[name].extend(rows)
+    return {name: np.stack(rows) for name, rows in joined.items()}
+
+
 def test_processes_together_read_the_whole_batch(counting):
     loader = ValidationLoader(counting, batch_size=8, context_length=5)
-    whole = loader.batch(2)
     for size in (1, 2, 4):
-        parts = [loader.batch(2, slice(i, i + size)) for i in range(0, 8, size)]
-        for name, values in whole.items():
-            np.testing.assert_array_equal(
-                np.concatenate([p[name] for p in parts]), values
-            )
+        joined = read_by_processes(loader, 2, 8, size)
+        chex.assert_trees_all_equal(joined, loader.batch(2))
 
 
 def test_a_part_of_a_mixture_that_is_one_document_has_segments_too(tmp_path):
