@@ -120,6 +120,11 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         error = UserError(message)
     if str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS is wrong
         error = UserError(str(error))
+    if str(error).startswith("Could not determine home directory"):
+        remedy = (
+            "Set XDG_CACHE_HOME and GPT2_DATA_DIR to directories for caches and data"
+        )
+        error = UserError("This user has no home directory", remedy)
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -58,15 +58,15 @@ class ModelConfig(default.Model):
                 f"model.window_pattern={self.window_pattern} may hold only the letters S and L"
             )
         if self.window >= self.context_length:
+            cause = f"model.context_length={self.context_length}"
+        elif self.window and "S" not in self.window_pattern:
+            cause = f"model.window_pattern={self.window_pattern}"
+        else:
+            cause = ""
+        if cause:
             raise UserError(
-                f"model.window={self.window} has no effect, because model.context_length is "
-                f"{self.context_length}",
-                "Choose a smaller window, or 0",
-            )
-        if self.window and "S" not in self.window_pattern:
-            raise UserError(
-                f"model.window={self.window} has no effect, because "
-                f"model.window_pattern={self.window_pattern} has no S"
+                f"model.window={self.window} has no effect with {cause}",
+                "Choose a smaller window, or a pattern with S",
             )
         has_two_sums = self.norm_position == "post" or vars(self).get(
             "hyper_connections"
@@ -120,7 +120,7 @@ class ModelConfig(default.Model):
 class GPTConfig(ModelConfig):
     """All that `gpt2.model.GPT` reads: the `model.` options, and how to compute them."""
 
-    vocab_size: int = 50257  # GPT-2's; a run has that of its tokenizer
+    vocab_size: default.Positive = 50257  # GPT-2's; a run uses its tokenizer's
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"
     remat: default.Remat = "none"
@@ -128,19 +128,12 @@ class GPTConfig(ModelConfig):
     scan_unroll: default.Positive = 1
 
     def __post_init__(self) -> None:
-        options = read_group(type(self), "model.")
         values: Options = {}
-        for name, option in options.items():
-            values[name] = option.check(
-                name, getattr(self, name.removeprefix("model."))
-            )
-        check_effects(values, options)
+        for name, option in _OPTIONS.items():
+            value = getattr(self, name.removeprefix("model."))
+            values[name] = option.check(name, value)
+        check_effects(values, _OPTIONS)
         super().__post_init__()
-        if self.vocab_size == 0:
-            raise UserError(
-                "model.vocab_size=0 stands for the size of a tokenizer, and GPTConfig has none",
-                "Set vocab_size",
-            )
         inspect.getmembers(
             self
         )  # computes the sizes now, outside of any traced function
@@ -157,3 +150,6 @@ class GPTConfig(ModelConfig):
         num_layers, num_heads, embed_dim = SIZES[name]
         size = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)
         return cls(**(size | overrides))
+
+
+_OPTIONS = read_group(GPTConfig, "model.")

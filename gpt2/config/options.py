@@ -1,7 +1,6 @@
 """Options by dotted name: types, ranges and help from configs/default.py, and misspellings."""
 
 import difflib
-import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,7 +11,7 @@ from absl import flags
 from ml_collections import ConfigDict, FrozenConfigDict
 
 from configs import default
-from gpt2.errors import UserError, require_choice
+from gpt2.errors import UserError, require_choice, warn
 
 Value = bool | int | float | str
 Options = dict[str, Any]  # by name; groups are nested, or part of a dotted name
@@ -71,7 +70,6 @@ class Option:
         return value
 
 
-@functools.cache
 def read_group(
     group: type, prefix: str = "", may_change: bool = False
 ) -> dict[str, Option]:
@@ -132,37 +130,43 @@ def require_option(name: str, prefix: str = "") -> None:
         raise no_option(name, prefix)
 
 
-def complete(tree: Mapping | ConfigDict) -> Options:
-    """Returns all options by group, checked one by one: those in `tree`, and other defaults."""
-    given = flatten(tree)
-    for name, value in given.items():
+def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
+    """Returns all options by group, checked one by one: those in `tree`, and other defaults.
+
+    `is_record`: the tree is somebody's config.json, whose commands are ignored.
+    """
+    given: Options = {}
+    for name, value in flatten(tree).items():
         require_option(name)
-        given[name] = OPTIONS[name].check(name, value)
+        if is_record and not OPTIONS[name].is_recorded:
+            warn(f"{name}={value} in a config.json is ignored, because it is a command")
+        else:
+            given[name] = OPTIONS[name].check(name, value)
     options = default.get_config()
     options.update_from_flattened_dict(given)
     return options.to_dict()
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
-    """Refuses options that have no effect, because of the value of one that they need.
+    """Raises a UserError for an option that has no effect, for lack of an option that it needs.
 
-    `values` may hold some groups only, by dotted name. Needs of other groups are not checked.
+    `values` holds some or all groups, by dotted name. Only needs within these groups are checked.
     """
     for name, value in values.items():
         option = options[name]
-        other, _, wanted = option.needs.partition("=")
-        if other not in values or value == option.default:
+        needed, _, wanted = option.needs.partition("=")
+        if needed not in values or value == option.default:
             continue
-        actual = values[other]
-        if wanted and str(actual) in wanted.split("|"):
-            continue
-        if not wanted and actual != options[other].default:
-            continue
-        needed = f"{other}={wanted.replace('|', ', ')}" if wanted else other
-        raise UserError(
-            f"{name}={value} has no effect with {other}={actual}",
-            f"It needs {needed}",
-        )
+        actual = values[needed]
+        if wanted:
+            has_effect = str(actual) in wanted.split("|")
+        else:
+            has_effect = actual != options[needed].default
+        if not has_effect:
+            raise UserError(
+                f"{name}={value} has no effect with {needed}={actual}",
+                f"It needs {option.needs.replace('|', ' or ')}",
+            )
 
 
 def read_option(name: str, text: str) -> Value:

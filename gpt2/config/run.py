@@ -25,7 +25,7 @@ from gpt2.config.options import (
     read_items,
 )
 from gpt2.config.shapes import Shape, Shapes, read_steps
-from gpt2.errors import UserError, warn
+from gpt2.errors import UserError
 
 # Options of `train.` that change the shape of a step, and the field of `Shape` that they change.
 _SHAPE_SCHEDULES = {
@@ -51,32 +51,27 @@ class OptimConfig(default.Optim):
                 f"optim.schedule={self.schedule}",
                 "Set optim.schedule=constant",
             )
-        averages = [
-            f"optim.ema={self.ema}" if self.ema else "",
-            f"optim.tail_average={self.tail_average}" if self.tail_average else "",
-            "optim.name=schedule_free" if is_free else "",
-        ]
-        given = [average for average in averages if average]
-        if len(given) > 1:
-            raise UserError(f"{' and '.join(given)} both average weights", "Choose one")
+        if is_free + (self.ema > 0) + (self.tail_average > 0) > 1:
+            raise UserError(
+                "optim.ema, optim.tail_average and optim.name=schedule_free exclude each other, "
+                "because each averages the weights",
+                "Choose one",
+            )
         if is_free and self.cautious in ("updates", "both"):
             raise UserError(
                 f"optim.cautious={self.cautious} needs momentum, which "
                 "optim.name=schedule_free does not have"
             )
         # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
-        if self.weight_decay and self.name not in ("adam", "sgd"):
-            return
-        ignored = ""
-        if self.cautious in ("decay", "both"):
-            ignored = f"optim.cautious={self.cautious}"
-        if self.scheduled_weight_decay:
-            ignored = "optim.scheduled_weight_decay=True"
-        if ignored:
+        decays_apart = self.weight_decay and self.name not in ("adam", "sgd")
+        changes_decay = self.scheduled_weight_decay or self.cautious in (
+            "decay",
+            "both",
+        )
+        if changes_decay and not decays_apart:
             raise UserError(
-                f"{ignored} has no effect with optim.weight_decay={self.weight_decay} and "
-                f"optim.name={self.name}",
-                "It needs a weight decay that is decoupled from the gradient, as adamw's",
+                "optim.scheduled_weight_decay and optim.cautious=decay need decoupled weight decay",
+                "Set optim.weight_decay above 0, and an optim.name other than adam and sgd",
             )
 
     @cached_property
@@ -211,7 +206,7 @@ class Config(default.Options):
         num_steps = self.train.num_steps
         if max(pieces) >= num_steps:
             raise UserError(
-                f"A schedule of train. names step {max(pieces)}, and train.num_steps={num_steps}"
+                f"A schedule names step {max(pieces)}, but train.num_steps={num_steps}"
             )
         for start, shape in pieces.items():
             length = shape.context_length
@@ -338,7 +333,10 @@ def read_options(name: str) -> Options:
         raise UserError(f"--config={name} is not a file", "configs/ holds examples")
     try:
         if path.suffix == ".json":
-            return complete(_read_record(path))
+            tree = json.loads(path.read_text("utf-8"))
+            if "seed" not in tree:
+                raise UserError("It does not hold the options of a run")
+            return complete(tree, is_record=True)
         get_config = runpy.run_path(str(path))["get_config"]
         return complete(get_config(argument) if argument else get_config())
     except UserError as error:
@@ -347,19 +345,6 @@ def read_options(name: str) -> Options:
         raise UserError(
             f"{name} cannot be read ({type(error).__name__}: {error})"
         ) from error
-
-
-def _read_record(path: Path) -> Options:
-    """Returns the options in a run's config.json, but none that would run a command."""
-    tree = json.loads(path.read_text("utf-8"))
-    if "seed" not in tree:
-        raise UserError("It does not hold the options of a run")
-    options = flatten(tree)
-    for name in list(options):
-        if name in OPTIONS and not OPTIONS[name].is_recorded:
-            warn(f"{path}: {name} is ignored, because it would run a command")
-            del options[name]
-    return options
 
 
 def load_config(workdir: Path) -> Config:

@@ -57,7 +57,13 @@ def initialize(
     # The runtime crashes if the port is in use. This raises an error first.
     if coordinator and process_index == 0:
         _, _, port = coordinator.rpartition(":")
-        socket.create_server(("", int(port))).close()
+        try:
+            socket.create_server(("", int(port))).close()
+        except OSError as error:
+            raise UserError(
+                f"--coordinator={coordinator} cannot be used ({error.strerror})",
+                "Choose another port",
+            ) from error
     # The runtime waits silently, and ends the process if the others do not connect.
     log("waiting for the other processes")
     jax.distributed.initialize(

@@ -1,5 +1,6 @@
 """Writers of a run's metrics: their interface, TensorBoard's event file, and W&B."""
 
+import importlib.util
 import os
 import secrets
 import time
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpt2.config import Config
+from gpt2.errors import UserError
 
 Metrics = Mapping[str, float]  # by name
 
@@ -67,6 +69,24 @@ class EventFile(Writer):
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def check_wandb() -> None:
+    """Raises a UserError unless the package wandb is installed and logged in, or offline."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "logging.wandb=True needs the package wandb", "Run `pip install wandb`"
+        )
+    import wandb
+
+    try:
+        if wandb.setup().settings.mode == "online":
+            wandb.login()  # asks for a key on a terminal
+    except wandb.Error as error:
+        raise UserError(
+            f"logging.wandb=True cannot log in ({error})",
+            "Run `wandb login`, or set WANDB_MODE=offline",
+        ) from error
 
 
 class Wandb(Writer):

@@ -8,7 +8,6 @@ environment.jsonl   versions, code and command, one line for each start
 """
 
 import contextlib
-import importlib.util
 import json
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from gpt2.parallel import distributed
 from gpt2.telemetry import StepClock, plot_losses
 from gpt2.telemetry.metrics import MetricsFile, read_metrics
 from gpt2.telemetry.reference import read_reference
+from gpt2.telemetry.writers import check_wandb
 from gpt2.training.checkpoint_files import (
     find_damage,
     latest_step,
@@ -64,9 +64,8 @@ def check_options(workdir: Path, config: Config) -> None:
     _require_writable(workdir)
     # A reference that cannot be plotted would end the run at its last line.
     read_reference(config.logging.reference)
-    if config.logging.wandb and importlib.util.find_spec("wandb") is None:
-        remedy = "Run `pip install wandb`"
-        raise UserError("logging.wandb needs the package wandb", remedy)
+    if config.logging.wandb:
+        check_wandb()
     if not (workdir / "config.json").exists():
         data = stores.local_folder(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):

@@ -265,7 +265,7 @@ def test_a_command_in_a_record_is_never_run_and_none_is_recorded(tmp_path, capsy
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tree))
     assert Config.from_dict(read_options(str(path))).logging.on_exit == ""
-    assert "logging.on_exit is ignored" in capsys.readouterr().err
+    assert "config.json is ignored" in capsys.readouterr().err
     file = tmp_path / "mine.py"
     file.write_text("def get_config():\n    return {'logging.on_exit': 'true'}\n")
     assert Config.from_dict(read_options(str(file))).logging.on_exit == "true"
