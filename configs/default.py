@@ -43,7 +43,7 @@ def option(
     aliases: str = "",
     is_recorded: bool = True,
 ) -> Default:
-    """Returns a dataclass field for an option, with all that the program has to know about it.
+    """Return a dataclass field for an option, with all that the program has to know about it.
 
     Args:
         default: its value in GPT-2 124M.
@@ -662,5 +662,5 @@ class Options:
 
 
 def get_config() -> ConfigDict:
-    """Returns the full tree of options."""
+    """Return the full tree of options."""
     return ConfigDict(asdict(Options()))

@@ -47,7 +47,7 @@ MACHINES = {
 
 
 def get_config(machine: str = "") -> ConfigDict:
-    """Returns the options. The defaults are this model's, and nanoGPT's."""
+    """Return the options. The defaults are this model's, and nanoGPT's."""
     config = default.get_config()
     config.precision.compute = "bfloat16"
     if not machine:

@@ -16,7 +16,7 @@ from configs import quickstart
 
 
 def get_config() -> ConfigDict:
-    """Returns the options."""
+    """Return the options."""
     config = quickstart.get_config()
     config.model.update(
         position="rope",  # 0.25: distances, not places, and no table to learn

@@ -22,7 +22,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """Returns the options."""
+    """Return the options."""
     config = default.get_config()
     config.model.update(
         context_length=256,

@@ -18,7 +18,7 @@ MAX_PARAMETERS = 4_000_000
 
 
 def get_config(recipe: str = "plain") -> ConfigDict:
-    """Returns the options of a recipe."""
+    """Return the options of a recipe."""
     if recipe == "plain":
         config = quickstart.get_config()
         config.train.num_steps = 480

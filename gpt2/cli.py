@@ -33,7 +33,7 @@ def run(
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parses the command line, calls `main`, and exits with the code that it returns, 0 for None.
+    """Parse the command line, calls `main`, and exits with the code that it returns, 0 for None.
 
     `main` receives the arguments that are not flags: one of `commands`, and then, if `takes_files`,
     any number of them. Without `--config`, options are those of our configs/quickstart.py.
@@ -71,7 +71,7 @@ def run(
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags, and returns the program's name and the arguments that are not flags."""
+    """Parse flags, and returns the program's name and the arguments that are not flags."""
     try:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
         is_given = any(re.match("--?config(=|$)", text) for text in arguments)
@@ -99,7 +99,7 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def _list_options() -> None:
-    """Adds all options, with their values and meanings, to the help of `--config`."""
+    """Add all options, with their values and meanings, to the help of `--config`."""
     flag = flags.FLAGS["config"]
     values = flatten(flag.value)
     flag.help += " Its options:"
@@ -108,7 +108,7 @@ def _list_options() -> None:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
-    """Returns the message for an unknown flag, which may be an option or a flag of nanoGPT."""
+    """Return the message for an unknown flag, which may be an option or a flag of nanoGPT."""
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
     if error.flagvalue.endswith("=resume"):  # --init_from=resume
@@ -123,7 +123,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
 
 
 def define_config() -> None:
-    """Defines `--config=FILE` and its overrides `--config.a.b=v`."""
+    """Define `--config=FILE` and its overrides `--config.a.b=v`."""
     try:
         config_flags.DEFINE_config_file(
             "config",
@@ -142,35 +142,35 @@ def define_config() -> None:
 
 
 class _ConfigFileParser(flags.ArgumentParser):
-    """Reads a config file, or the config.json of a run."""
+    """Read a config file, or the config.json of a run."""
 
     def parse(self, name: str) -> ConfigDict:
         return ConfigDict(read_options(name)).lock()
 
 
 def parse_config() -> Config:
-    """Returns the validated options of `--config` and its overrides."""
+    """Return the validated options of `--config` and its overrides."""
     return Config.from_dict(flags.FLAGS["config"].value)
 
 
 def config_file() -> str:
-    """Returns the path of the config file, as given on the command line."""
+    """Return the path of the config file, as given on the command line."""
     return config_flags.get_config_filename(flags.FLAGS["config"])
 
 
 def config_name() -> str:
-    """Returns the stem of the config file's name, without the argument that may follow it."""
+    """Return the stem of the config file's name, without the argument that may follow it."""
     path, _, _ = config_file().partition(".py:")
     return Path(path).stem
 
 
 def overrides() -> Options:
-    """Returns the options set by `--config.a.b=v`, by dotted name."""
+    """Return the options set by `--config.a.b=v`, by dotted name."""
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
 def chosen_options() -> set[str]:
-    """Returns the names of options that the user has set, on the command line or in a file.
+    """Return the names of options that the user has set, on the command line or in a file.
 
     A value of a file counts if it differs from configs/default.py. Those of the quickstart do not
     count, because it stands in where no file is given.
@@ -185,7 +185,7 @@ def chosen_options() -> set[str]:
 
 
 def define_run() -> None:
-    """Defines the flags of a run: its options, its directory and its processes."""
+    """Define the flags of a run: its options, its directory and its processes."""
     define_config()
     flags.DEFINE_string(
         "workdir",
@@ -223,7 +223,7 @@ def define_run() -> None:
 
 
 def _is_address(text: str | None) -> bool:
-    """Returns whether `text` is HOST:PORT, or not given."""
+    """Return whether `text` is HOST:PORT, or not given."""
     if text is None:
         return True
     host, _, port = text.rpartition(":")

@@ -39,7 +39,7 @@ class DivergedError(ArithmeticError):
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns a UserError in the body into one line and an exit code. It is a decorator too.
+    """Turn a UserError in the body into one line and an exit code. It is a decorator too.
 
     Ctrl-C exits with 130. If the reader of a pipe has ended, such as `head`, the code is 141,
     without a message.
@@ -64,7 +64,7 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def exit_process(message: str, code: int) -> NoReturn:
-    """Prints a message and ends the process, without waiting for threads or other processes."""
+    """Print a message and ends the process, without waiting for threads or other processes."""
     log(message)
     run_on_exit(code, message)
     with ignore_failed_output(sys.stdout):
@@ -73,13 +73,13 @@ def exit_process(message: str, code: int) -> NoReturn:
 
 
 def set_on_exit(command: str) -> None:
-    """Sets the shell command that `run_on_exit` runs."""
+    """Set the shell command that `run_on_exit` runs."""
     global _on_exit
     _on_exit = command
 
 
 def run_on_exit(code: int, reason: str) -> None:
-    """Runs `logging.on_exit`, once. If it fails, a warning is printed; the exit code stays."""
+    """Run `logging.on_exit`, once. If it fails, a warning is printed; the exit code stays."""
     command = _on_exit
     set_on_exit("")
     if not command:
@@ -109,7 +109,7 @@ _CAUSED_BY_USER = (
 
 
 def describe_exit(error: BaseException) -> tuple[str, int] | None:
-    """Returns the message and the exit code of a command that an exception ends.
+    """Return the message and the exit code of a command that an exception ends.
 
     None means that the exception is an error of the program, whose traceback should be printed.
     """
@@ -120,11 +120,6 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         error = UserError(message)
     if str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS is wrong
         error = UserError(str(error))
-    if str(error).startswith("Could not determine home directory"):
-        remedy = (
-            "Set XDG_CACHE_HOME and GPT2_DATA_DIR to directories for caches and data"
-        )
-        error = UserError("This user has no home directory", remedy)
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -133,12 +128,12 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
 
 
 def warn(message: str) -> None:
-    """Prints a warning to stderr, in one line."""
+    """Print a warning to stderr, in one line."""
     log(f"warning: {message}")
 
 
 def log(message: str, stream: TextIO | None = None) -> None:
-    """Prints a line at once, to stderr by default. Nothing happens if it cannot be written."""
+    """Print a line at once, to stderr by default. Nothing happens if it cannot be written."""
     stream = stream or sys.stderr
     with ignore_failed_output(stream):
         print(message, file=stream, flush=True)
@@ -146,7 +141,7 @@ def log(message: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def ignore_failed_output(stream: TextIO) -> Iterator[None]:
-    """Discards what the body cannot print: the disk is full, or Ctrl-C has ended `tee` too."""
+    """Discard what the body cannot print: the disk is full, or Ctrl-C has ended `tee` too."""
     try:
         yield
     except OSError:
@@ -154,13 +149,13 @@ def ignore_failed_output(stream: TextIO) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discards what a stream has buffered, which Python would fail to flush at exit."""
+    """Discard what a stream has buffered, which Python would fail to flush at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises a UserError unless `value` is one of `choices`, and suggests the nearest."""
+    """Raise a UserError unless `value` is one of `choices`, and suggests the nearest."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         remedy = f"Did you mean {near[0]}?" if near else ""

@@ -30,13 +30,13 @@ _loop_stop: "StopSignal | None" = None  # of the current training loop
 
 
 def begin_process() -> None:
-    """Makes Ctrl-C end the process with a message while modules are imported."""
+    """Make Ctrl-C end the process with a message while modules are imported."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_by_interrupt)
 
 
 def raise_at_interrupt() -> None:
-    """Makes Ctrl-C raise KeyboardInterrupt again, and a second one end the process at once.
+    """Make Ctrl-C raise KeyboardInterrupt again, and a second one end the process at once.
 
     A thread does the latter, because the main thread runs handlers only between Python bytecodes.
     """
@@ -56,7 +56,7 @@ def raise_at_interrupt() -> None:
 
 
 def exit_at_interrupt(next_command: str = "") -> None:
-    """Makes Ctrl-C end the process with a message, which may name the next command.
+    """Make Ctrl-C end the process with a message, which may name the next command.
 
     An exception could get lost in a callback of JAX.
     """
@@ -71,7 +71,7 @@ class Stopped(Exception):
 
 
 def get_unless_stopped(ready: queue.Queue[T]) -> T:
-    """Returns the next item of a queue, or raises Stopped if a signal stops the run before.
+    """Return the next item of a queue, or raises Stopped if a signal stops the run before.
 
     A validation that has begun may go on for a few seconds. If there are several processes, it
     keeps waiting, because the others wait for this process.
@@ -89,7 +89,7 @@ def get_unless_stopped(ready: queue.Queue[T]) -> T:
 
 
 class StopSignal:
-    """Makes SIGTERM and SIGINT end the loop after a step, which is the same in every process.
+    """Make SIGTERM and SIGINT end the loop after a step, which is the same in every process.
 
     A signal to any process stops all of them: JAX's runtime listens for SIGTERM, and chooses a step
     that no process has passed yet.
@@ -110,7 +110,7 @@ class StopSignal:
         self.is_agreed = not self.has_peers
 
     def reached(self, step: int) -> bool:
-        """Returns whether to stop after `step`. Call it after every step."""
+        """Return whether to stop after `step`. Call it after every step."""
         if not self.has_peers:
             return self.requested is not None
         from jax.experimental import multihost_utils
@@ -149,7 +149,7 @@ class StopSignal:
 
 
 def _watch(reader: int) -> None:
-    """Reads signals from a pipe, and ends the process at the second one.
+    """Read signals from a pipe, and ends the process at the second one.
 
     It ends at the first SIGINT if that has no handler that saves something.
     """

@@ -145,7 +145,7 @@ class GPTConfig(ModelConfig):
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
-        """Returns the architecture of an OpenAI release, one of `SIZES`, with overrides."""
+        """Return the architecture of an OpenAI release, one of `SIZES`, with overrides."""
         require_choice("model name", name, tuple(SIZES))
         num_layers, num_heads, embed_dim = SIZES[name]
         size = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)

@@ -44,14 +44,14 @@ class Option:
     is_recorded: bool = True
 
     def holds(self, number: float) -> bool:
-        """Returns whether a number lies in the interval."""
+        """Return whether a number lies in the interval."""
         low, high = map(float, self.interval[1:-1].split(","))
         if number in (low, high):
             return self.interval[0 if number == low else -1] in "[]"
         return low < number < high
 
     def check(self, name: str, value: object) -> Value:
-        """Returns a value in the option's type; raises a UserError if it is not allowed."""
+        """Return a value in the option's type; raises a UserError if it is not allowed."""
         if isinstance(value, np.generic):
             value = value.item()
         if self.kind is float and type(value) is int:
@@ -73,7 +73,7 @@ class Option:
 def read_group(
     group: type, prefix: str = "", may_change: bool = False
 ) -> dict[str, Option]:
-    """Returns the options of a dataclass and of the groups in it, by dotted name, in order."""
+    """Return the options of a dataclass and of the groups in it, by dotted name, in order."""
     options: dict[str, Option] = {}
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
@@ -96,7 +96,7 @@ OPTIONS = read_group(default.Options)
 
 
 def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
-    """Returns the options of nested groups by dotted name, in order."""
+    """Return the options of nested groups by dotted name, in order."""
     flat: Options = {}
     for name, value in tree.items():
         if isinstance(value, Mapping | ConfigDict):
@@ -107,7 +107,7 @@ def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
 
 
 def no_option(name: str, prefix: str = "") -> UserError:
-    """Returns the error for an unknown option, which suggests another codebase's or the nearest."""
+    """Return the error for an unknown option, which suggests another codebase's or the nearest."""
     spellings: dict[str, str] = {}
     for known, option in OPTIONS.items():
         spellings[known] = known
@@ -125,13 +125,13 @@ def no_option(name: str, prefix: str = "") -> UserError:
 
 
 def require_option(name: str, prefix: str = "") -> None:
-    """Raises a UserError unless there is an option of this name."""
+    """Raise a UserError unless there is an option of this name."""
     if name not in OPTIONS:
         raise no_option(name, prefix)
 
 
 def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
-    """Returns all options by group, checked one by one: those in `tree`, and other defaults.
+    """Return all options by group, checked one by one: those in `tree`, and other defaults.
 
     `is_record`: the tree is somebody's config.json, whose commands are ignored.
     """
@@ -148,7 +148,7 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
-    """Raises a UserError for an option that has no effect, for lack of an option that it needs.
+    """Raise a UserError for an option that has no effect, for lack of an option that it needs.
 
     `values` holds some or all groups, by dotted name. Only needs within these groups are checked.
     """
@@ -170,7 +170,7 @@ def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> N
 
 
 def read_option(name: str, text: str) -> Value:
-    """Returns the value that `text` stands for, in the type of the option `name`."""
+    """Return the value that `text` stands for, in the type of the option `name`."""
     require_option(name)
     kind = OPTIONS[name].kind
     try:
@@ -180,7 +180,7 @@ def read_option(name: str, text: str) -> Value:
 
 
 def read_factor(text: str) -> float:
-    """Returns a factor; raises a ValueError for one that can only be a mistake."""
+    """Return a factor; raises a ValueError for one that can only be a mistake."""
     factor = float(text)
     if factor and not 1e-6 <= factor <= 1e6:
         raise ValueError(f"{text} is neither 0 nor between 1e-6 and 1e6")
@@ -190,7 +190,7 @@ def read_factor(text: str) -> float:
 def read_items(
     option: str, text: str, read: Callable[[str], Item], example: str
 ) -> list[Item]:
-    """Returns the items of `text`, which commas separate. Errors name `option`."""
+    """Return the items of `text`, which commas separate. Errors name `option`."""
     if not text:
         return []
     try:

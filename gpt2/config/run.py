@@ -106,11 +106,11 @@ class OptimConfig(default.Optim):
         return self.learning_rate * self.end_fraction
 
     def tail_start(self, num_steps: int) -> int:
-        """Returns the step after which `tail_average` begins in a run of `num_steps`."""
+        """Return the step after which `tail_average` begins in a run of `num_steps`."""
         return num_steps - _floor(num_steps * self.tail_average)
 
     def decay_steps(self, num_steps: int) -> int:
-        """Returns the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
+        """Return the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
         return max(_floor(num_steps * self.decay_fraction), 1)
 
 
@@ -121,7 +121,7 @@ def _read_rate(item: str) -> tuple[str, float]:
 
 
 def _floor(number: float) -> int:
-    """Rounds down, except for the rounding error of a product: 0.29 * 100 is 29."""
+    """Round down, except for the rounding error of a product: 0.29 * 100 is 29."""
     return math.floor(number + 1e-9)
 
 
@@ -130,7 +130,7 @@ class TrainConfig(default.Train):
     """The `train.` options."""
 
     def is_due(self, step: int, every: int) -> bool:
-        """Returns whether something is due after `step`: `every` n steps, and after the last."""
+        """Return whether something is due after `step`: `every` n steps, and after the last."""
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 
@@ -139,7 +139,7 @@ class RulesConfig(default.Rules):
     """The `parallel.rules.` options: for an axis of parameters, mesh axes separated by commas."""
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Returns the mesh axes of a rule, outermost first."""
+        """Return the mesh axes of a rule, outermost first."""
         value = getattr(self, name)
         return () if value == "none" else tuple(value.split(","))
 
@@ -238,7 +238,7 @@ class Config(default.Options):
         return Shapes(pieces)
 
     def at(self, shape: Shape) -> "Config":
-        """Returns the options of a run whose steps all have a shape, except for its context."""
+        """Return the options of a run whose steps all have a shape, except for its context."""
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
         options["model.window"] = shape.window
@@ -256,11 +256,11 @@ class Config(default.Options):
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> Self:
-        """Builds the typed view of a ConfigDict or a config.json. Missing options have defaults."""
+        """Build the typed view of a ConfigDict or a config.json. Missing options have defaults."""
         return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
-        """Returns nested plain dicts, as config.json holds them: without `logging.on_exit`."""
+        """Return nested plain dicts, as config.json holds them: without `logging.on_exit`."""
         tree = asdict(self)
         for name, option in OPTIONS.items():
             if not option.is_recorded:
@@ -269,7 +269,7 @@ class Config(default.Options):
         return tree
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Returns the config with a `model.vocab_size` of 0 replaced by the tokenizer's size.
+        """Return the config with a `model.vocab_size` of 0 replaced by the tokenizer's size.
 
         `tokens` is that size; 0: not known.
         """
@@ -287,7 +287,7 @@ class Config(default.Options):
         return replace(self, model=replace(self.model, vocab_size=size))
 
     def gpt(self) -> GPTConfig:
-        """Returns the model as it is after training. `model.vocab_size` must not be 0."""
+        """Return the model as it is after training. `model.vocab_size` must not be 0."""
         options = asdict(self.model) | {"window": self.shapes.last.window}
         return GPTConfig(
             **options,
@@ -298,7 +298,7 @@ class Config(default.Options):
 
 
 def _build(group: type[Any], options: Options) -> Any:
-    """Returns a group of options, and the groups in it, from nested dicts."""
+    """Return a group of options, and the groups in it, from nested dicts."""
     values = dict(options)
     for field in fields(group):
         if is_dataclass(field.default):
@@ -307,17 +307,17 @@ def _build(group: type[Any], options: Options) -> Any:
 
 
 def option(config: Config, name: str) -> Any:
-    """Returns the value of an option by its dotted name."""
+    """Return the value of an option by its dotted name."""
     return attrgetter(name)(config)
 
 
 def with_options(config: Config, options: Mapping[str, object]) -> Config:
-    """Returns the config with some options replaced, by dotted name."""
+    """Return the config with some options replaced, by dotted name."""
     return Config.from_dict(flatten(asdict(config)) | flatten(options))
 
 
 def read_options(name: str) -> Options:
-    """Returns all options of a config file or of a run's config.json, not yet checked together.
+    """Return all options of a config file or of a run's config.json, not yet checked together.
 
     `FILE:ARGUMENT` passes the argument to the file's `get_config`. A file that is not found in the
     current directory may be one of the package, such as `configs/quickstart.py`.
@@ -348,7 +348,7 @@ def read_options(name: str) -> Options:
 
 
 def load_config(workdir: Path) -> Config:
-    """Reads the options of a run from its config.json."""
+    """Read the options of a run from its config.json."""
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(f"{workdir} does not hold a run", "Name a workdir of train.py")

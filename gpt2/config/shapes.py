@@ -13,7 +13,7 @@ Number = TypeVar("Number", int, float)
 def read_steps(
     option: str, text: str, read: Callable[[str], Number], example: str
 ) -> dict[int, Number]:
-    """Reads `STEP=VALUE,STEP=VALUE` into a dict. Steps must be at least 0, and ascend."""
+    """Read `STEP=VALUE,STEP=VALUE` into a dict. Steps must be at least 0, and ascend."""
 
     def read_pair(item: str) -> tuple[int, Number]:
         step, _, value = item.partition("=")
@@ -48,15 +48,15 @@ class Shapes:
     pieces: dict[int, Shape]
 
     def at(self, step: int) -> Shape:
-        """Returns the shape of a step, counted from 1."""
+        """Return the shape of a step, counted from 1."""
         return self.pieces[max(start for start in self.pieces if start < step)]
 
     def tokens(self, steps: int) -> int:
-        """Returns the tokens in the first `steps` steps."""
+        """Return the tokens in the first `steps` steps."""
         return int(self.sum(lambda shape: shape.tokens, steps))
 
     def sum(self, amount: Callable[[Shape], float], steps: int) -> float:
-        """Sums the amounts of the first `steps` steps, given the amount of a step by its shape."""
+        """Sum the amounts of the first `steps` steps, given the amount of a step by its shape."""
         total = 0.0
         ends = [*self.pieces, steps][1:]
         for (start, shape), end in zip(self.pieces.items(), ends, strict=True):

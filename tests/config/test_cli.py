@@ -195,11 +195,6 @@ def test_a_backend_that_jax_has_not_is_a_line():
     assert done.stderr.count(b"\n") == 1
 
 
-def test_a_user_without_a_home_directory_is_a_line():
-    done = run_command(body="raise RuntimeError('Could not determine home directory.')")
-    assert done.returncode == 2 and b"Set XDG_CACHE_HOME" in done.stderr
-
-
 def test_a_screen_that_takes_no_line_ends_no_program():
     with open("/dev/full", "wb") as full:
         body = "from gpt2.errors import log; log('lost'); log('x', cli.sys.stdout); return 5"
