@@ -1,4 +1,4 @@
-"""Checkpoints: what they give later, that they are whole or not there, and what damage does."""
+"""Checkpoints: what is restored, that they are complete or absent, and what damage does."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ from tests.helpers import first_params, thorough
 from tests.programs.faults.kinds import mounted
 from tests.training.test_workdir import make_config, write_run
 
-# What a run saved, by step: its validation loss there, None where it was not validated.
+# The validation loss of each saved step; None: it was not validated.
 LOSSES = {10: 4.0, 20: 2.0, 30: 3.0, 40: None, 50: 2.5, 60: None}
 
 
@@ -88,16 +88,17 @@ def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
     assert steps_in(load_model(saved[0], None, which)[1]) == {step}
 
 
-def test_who_loads_weights_hears_nothing_of_the_library(saved, caplog):
+def test_loading_weights_logs_nothing_of_the_library(saved, caplog):
     load_params(saved[0], "latest")
     assert not caplog.records
-    logging.getLogger("absl").warning("of a person's own")
+    logging.getLogger("absl").warning("from other code")
     assert caplog.records
 
 
 def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
     workdir, cfg, steps, best = saved
-    assert steps == saved_steps(workdir) == [20, 50, 60] and best == (20, 2.0)
+    assert steps == saved_steps(workdir) == [20, 50, 60]
+    assert best == (20, 2.0)
     for suffix, step in ("", 20), ("@50", 50):
         params = load_initial_params(f"run:{workdir}{suffix}", cfg, build("byte"))
         assert steps_in(params) == {step}
@@ -113,7 +114,7 @@ def test_scores_that_are_damaged_matter_to_the_best_alone(saved, tmp_path):
     assert steps_in(load_params(workdir, "latest")[1]) == {60}
 
 
-def test_what_a_run_at_work_removes_meanwhile_is_not_called_damaged(
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(
     saved, tmp_path, monkeypatch
 ):
     workdir = shutil.copytree(saved[0], tmp_path / "run")
@@ -172,9 +173,8 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(
 )
 def test_another_shape_or_optimizer_is_not_restored(tmp_path, params, optimizer):
     def state(shapes, optimizer):
-        return state_at(
-            1, {name: jnp.ones(shapes[name]) for name in shapes}, optimizer(1.0)
-        )
+        params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+        return state_at(1, params, optimizer(1.0))
 
     with Checkpointer(tmp_path) as checkpointer:
         saved = state({"a": (2, 2)}, optax.adam)
@@ -257,23 +257,22 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     copy = tmp_path / "copy"
     assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
     shutil.copytree(newest, copy)
-    # Without Orbax's notes on the whole and, since 0.12.3, on its digests.
+    # Orbax writes notes on the whole and, since 0.12.3, on its digests, which nothing reads.
     note = newest / "digests" / "commit_success.txt"
-    files = [
-        path
-        for path in newest.rglob("*")
-        if path.is_file() and path.parent != newest and path != note
-    ]
-    assert {path.relative_to(newest).parts[0] for path in files} == {
-        *("params", "rest", "layout", "metrics", "digests")
-    }
+    files = []
+    for path in newest.rglob("*"):
+        if path.is_file() and path.parent != newest and path != note:
+            files.append(path)
+    folders = {path.relative_to(newest).parts[0] for path in files}
+    assert folders == {"params", "rest", "layout", "metrics", "digests"}
     for path in files:
         for damage in (Path.unlink, cut, flip_a_bit):
             damage(path)
             assert run_files.find_start(tmp_path) == 2, (path, damage)
-            told = capsys.readouterr().err
-            assert f"{newest} is damaged" in told and "step 2" in told
-            assert told.count("\n") == 1
+            warning = capsys.readouterr().err
+            assert f"{newest} is damaged" in warning
+            assert "step 2" in warning
+            assert warning.count("\n") == 1
             shutil.copy(copy / path.relative_to(newest), path)
     assert run_files.find_start(tmp_path) == 4
     flip_a_bit(next(path for path in files if "params" in path.parts))
@@ -320,7 +319,7 @@ def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(small_disk, caps
         assert "step 2 is not saved" in checkpointer.failure
         assert "Read-only file system" in capsys.readouterr().err
         for thread in set(threading.enumerate()) - before:
-            thread.join(60)  # those that end by themselves do so soon
+            thread.join(60)  # Threads that end by themselves need a moment.
             assert not thread.is_alive(), thread
         checkpointer.save(state_at(3), 3)
         checkpointer.wait()
@@ -337,14 +336,16 @@ def test_a_save_on_a_full_disk_prints_one_line_with_its_cause(small_disk, capfd)
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_a_save_that_fails_is_told_and_the_next_is_tried(tmp_path, monkeypatch, capsys):
+def test_a_save_that_fails_prints_a_warning_and_the_next_is_tried(
+    tmp_path, monkeypatch, capsys
+):
     with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patched:
         checkpointer.save(state_at(1), 1)
         checkpointer.wait()
         # In the saving thread.
         patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)
         checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})
-        assert checkpointer.improves(2.5)  # the better one was not saved
+        assert checkpointer.improves(2.5)  # The state with 2.0 was not saved.
         assert "step 3 is not saved" in checkpointer.failure
         assert "the run continues" in capsys.readouterr().err
         patched.undo()

@@ -1,4 +1,4 @@
-"""What it takes to continue a run: its options, its text, its checkpoints, and nobody else."""
+"""Whether a run can continue: its options, its text, its checkpoints, its lock."""
 
 import contextlib
 import errno
@@ -41,14 +41,14 @@ TINY_MODEL = """
 
 
 def make_config(text="", **data):
-    """The quickstart's options with a tiny model, those of a text, and some of `data`."""
+    """Returns the quickstart's options with a tiny model, options of a text and of `data`."""
     config = Config.from_dict(quickstart.get_config())
     given = {f"data.{name}": data[name] for name in data}
     return with_options(config, options_of(f"{TINY_MODEL} {text}") | given)
 
 
 def write_run(workdir, config, checkpoints=()):
-    """Leaves what a run leaves, its checkpoints of no content."""
+    """Writes the files of a run, with empty checkpoints."""
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(config.to_dict()))
     for step in checkpoints:
@@ -66,7 +66,7 @@ def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
 
 @pytest.mark.parametrize("content", ["", '{"spl', "{}", "[" * 10**5])
 @pytest.mark.parametrize("name", ["data.json", "tokenizer.json"])
-def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
+def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
     tmp_path, capsys, monkeypatch, name, content
 ):
     workdir = tmp_path / "run"
@@ -78,9 +78,8 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
     whole = (workdir / name).read_bytes()
     (workdir / name).write_text(content)
     run_files.check_data(workdir, prepared)
-    assert ("data.json is missing or damaged" in capsys.readouterr().err) == (
-        name == "data.json"
-    )
+    warns = "data.json is missing or damaged" in capsys.readouterr().err
+    assert warns == (name == "data.json")
     run_files.begin(workdir, make_config(), prepared, 2)
     assert (workdir / name).read_bytes() == whole
 
@@ -99,11 +98,11 @@ def test_a_damaged_file_beside_the_checkpoints_is_written_anew(
         ("loss.z_loss=0.1", "", "loss.z_loss=0.1, not 0.0"),
         ("", "model.num_layers=2", "model.num_layers=1, not 2"),
         ("", "model.vocab_size=51", "model.vocab_size=50, not 51"),
-        ("", "model.vocab_size=0", ""),  # not known yet
+        ("", "model.vocab_size=0", ""),  # The data are not prepared yet.
         ("", "model.attention=plain", ""),
         ("", "train.accumulate_steps=2", ""),
         (
-            "model.dropout=0.1",  # whose masks are drawn by micro-batch
+            "model.dropout=0.1",  # Each micro-batch has its own masks.
             "model.dropout=0.1 train.accumulate_steps=2",
             "train.accumulate_steps=1, not 2",
         ),
@@ -186,20 +185,17 @@ def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     for name, documents in (("altered", altered), ("reordered", reordered)):
         with pytest.raises(UserError, match="is no longer what"):
             resume(data_at(tmp_path / name, documents))
-    with pytest.raises(
-        UserError, match=r"holds a run with data\.corpus=.*, not pystdlib"
-    ):
-        resume(data_at(tmp_path / "other") | {"corpus": "pystdlib"})
+    other = data_at(tmp_path / "other") | {"corpus": "pystdlib"}
+    with pytest.raises(UserError, match=r"run with data\.corpus=.*, not pystdlib"):
+        resume(other)
 
 
 def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
-    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)))), True).save(
-        tmp_path / "first.json"
-    )
-    CharTokenizer("".join(sorted(set("".join(DOCUMENTS)) | {"~"})), True).save(
-        tmp_path / "2.json"
-    )
+    characters = set("".join(DOCUMENTS))
+    for name, more in (("first", ""), ("2", "~")):
+        tokenizer = CharTokenizer("".join(sorted(characters.union(more))), True)
+        tokenizer.save(tmp_path / f"{name}.json")
     shutil.copy(tmp_path / "first.json", tmp_path / "moved.json")
     data = data_at(tmp_path / "here", tokenizer=f"{tmp_path}/first.json")
     begin(data)
@@ -238,9 +234,8 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", flock)
     run_files.lock(tmp_path, start=0)
     monkeypatch.setattr(run_files, "newest_whole_step", lambda workdir, after: (4, []))
-    with pytest.raises(
-        UserError, match="Another process"
-    ):  # which began and ended meanwhile
+    # Another process began and ended meanwhile.
+    with pytest.raises(UserError, match="Another process"):
         run_files.lock(tmp_path, start=0)
 
 
@@ -252,7 +247,8 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     for step in (0, 20):
         run_files.begin(tmp_path, make_config(), data, step)
     new, continued = read_starts(tmp_path)
-    assert (new["step"], continued["step"]) == (0, 20)
+    assert new["step"] == 0
+    assert continued["step"] == 20
     began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
     assert new["command"] == ["train.py", "--config.seed=3"]
@@ -261,13 +257,13 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     assert new["devices"] == jax.device_count() and new["processes"] == 1
     assert new["code"] == continued["code"]
     monkeypatch.setattr(code, "hash_code", lambda: "c0de")
-    run_files.begin(
-        tmp_path, make_config(), data, 10
-    )  # the checkpoint of step 20 was damaged
-    assert [(each["step"], each["code"]) for each in read_starts(tmp_path)] == [
-        (0, new["code"]),
-        (10, "c0de"),
-    ]
+    # The checkpoint of step 20 was damaged.
+    run_files.begin(tmp_path, make_config(), data, 10)
+    first, last = read_starts(tmp_path)
+    assert first["step"] == 0
+    assert first["code"] == new["code"]
+    assert last["step"] == 10
+    assert last["code"] == "c0de"
 
 
 def test_metrics_of_checkpoints_that_are_gone_are_set_aside(tmp_path, monkeypatch):
