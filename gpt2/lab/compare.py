@@ -1,10 +1,10 @@
-"""Draws the validation curves of runs over each other, over tokens, FLOPs and time.
+"""Plots the validation curves of several runs together, over tokens, FLOPs and time.
 
 python -m gpt2.lab.compare runs/first runs/second [--reference=published.csv]
     [--output=compare.png]
 
-A directory is that of a run, or of a sweep, whose arms are drawn. A reference has a line for each
-point under the header `tokens,loss`; a column `name` tells several curves apart.
+A directory is the workdir of a run, or a sweep, whose arms become a curve each. A reference is a
+table with the columns `tokens` and `loss`, and `name` for several curves.
 """
 
 from gpt2.utils import launch
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,10 +28,10 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import Config, flatten
 from gpt2.errors import UserError, warn
-from gpt2.lab.ablate.pictures import plot_curves
-from gpt2.lab.ablate.results import Amount, Curve, read_curve, unknown
-from gpt2.lab.ablate.tables import spread
-from gpt2.lab.ablate.terms import BITS_PER_BYTE, LOSS, flops
+from gpt2.lab.experiments.cells import spread
+from gpt2.lab.experiments.curve_plot import plot_curves
+from gpt2.lab.experiments.results import Amount, Curve, read_curve, unknown
+from gpt2.lab.experiments.terms import BITS_PER_BYTE, LOSS, flops
 from gpt2.telemetry.reference import read_reference
 from gpt2.utils.code import read_starts
 from gpt2.utils.files import read_sealed, reading
@@ -40,29 +40,30 @@ from gpt2.utils.text import format_count, format_duration
 
 
 class Origin(NamedTuple):
-    """What a run was made of."""
+    """What decides whether and how a run can be compared."""
 
-    options: dict[str, Any]  # by dotted name, with the hash of its code
+    options: dict[str, object]  # by dotted name, with the hash of its code
     tokens: Amount
     flops: Amount
-    tokenizer: str  # its hash, or its name where that is all that is known
-    text: str  # of its validation, whatever its tokens are
+    tokenizer: str  # its hash, or its name if no hash is stored
+    text: str  # of the validation split, without regard to tokens
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
-    about = (
-        "Published losses: a name in configs/reference, or a CSV file of tokens,loss."
+    """Define the flags."""
+    flags.DEFINE_string(
+        "reference",
+        "",
+        "Published losses: a name in configs/reference, or a CSV file of tokens,loss.",
     )
-    flags.DEFINE_string("reference", "", about)
-    flags.DEFINE_string("output", "compare.png", "Where the picture goes.")
+    flags.DEFINE_string("output", "compare.png", "Path of the picture.")
 
 
 def main(*directories: str) -> None:
-    """Draws the curves, and prints where each ends and what it has unlike the first."""
+    """Plot the curves, and print where each ends and how its options differ from the first's."""
     workdirs: dict[str, list[Path]] = {}
-    for place in directories:
-        workdirs |= _find_workdirs(place)
+    for path in directories:
+        workdirs |= _find_workdirs(path)
     origins = {name: _read_origin(members[0]) for name, members in workdirs.items()}
     reference = flags.FLAGS.reference
     score = LOSS
@@ -70,108 +71,106 @@ def main(*directories: str) -> None:
     if len({origin.tokenizer for origin in origins.values()}) > 1:
         if reference:
             raise UserError(
-                "runs with different tokenizers compare in bits per byte, a reference in nats",
-                "Compare them without --reference",
+                "Runs with different tokenizers are compared in bits per byte, but"
+                f" --reference={reference} is in nats per token",
+                "Compare the runs without --reference",
             )
         score = BITS_PER_BYTE
         unit = "bits per byte"
     curves = {}
     for name, members in workdirs.items():
-        own = origins[name]
-        found = [read_curve(each, score, own.tokens, own.flops) for each in members]
-        found = [curve for curve in found if len(curve.scores)]
-        if found:
-            curves[name] = found
+        amounts = origins[name].tokens, origins[name].flops
+        all_curves = [read_curve(workdir, score, *amounts) for workdir in members]
+        validated = [curve for curve in all_curves if len(curve.scores)]
+        if validated:
+            curves[name] = validated
         else:
             print(f"{name} has no validation in {unit}, and is skipped")
     if not curves:
-        raise UserError(f"no run has a validation in {unit} yet", "Name one that has")
+        raise UserError(
+            f"No run has a validation in {unit} yet", "Name a run that has one"
+        )
     first, *others = curves
     usual = origins[first]
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
-        warn(
-            f"{reference} compares only if its losses, too, are of the tokenizer {tokenizer}"
-        )
+        warn(f"{reference} can be compared only if its tokenizer is {tokenizer}, too")
     for name, points in read_reference(reference).items():
         tokens, losses = points.T
-        nothing = np.full(len(points), np.nan)
-        curves[name] = [Curve(tokens, nothing, nothing, losses)]
+        missing = np.full(len(points), np.nan)
+        curves[name] = [Curve(tokens, missing, missing, losses)]
     output = flags.FLAGS.output
     with writing(output) as picture:
         plot_curves(picture, curves, unit)
     print(_make_table(curves, unit).to_string(index=False))
     for name in others:
-        own = origins[name]
-        if own.text != usual.text:
+        origin = origins[name]
+        if origin.text != usual.text:
             warn(
-                f"{name} is validated on another text than {first}: they do not compare"
+                f"{name} is validated on another text than {first}, so that their losses cannot be"
+                " compared"
             )
-        unlike = []
-        for option in usual.options | own.options:
-            value = own.options.get(option)
+        changed = []
+        for option in usual.options | origin.options:
+            value = origin.options.get(option)
             if value != usual.options.get(option):
-                unlike.append(f"{option}={value}")
-        print(f"{name}, unlike the first: {', '.join(unlike) or 'nothing'}")
+                changed.append(f"{option}={value}")
+        print(f"{name} differs from the first by {', '.join(changed) or 'nothing'}")
     print(f"see {output}")
 
 
-def _find_workdirs(place: str) -> dict[str, list[Path]]:
-    """Returns the workdirs to draw, by the name of their curve: several for the arm of a sweep."""
-    folder = fetch(place)
+def _find_workdirs(path: str) -> dict[str, list[Path]]:
+    """Return the workdirs by the name of their curve. An arm of a sweep has several."""
+    folder = fetch(path)
     workdirs: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("runs/*/seed-*/run/config.json")):
-        arm = path.parents[2].name
-        workdirs.setdefault(f"{place}: {arm}", []).append(path.parent)
-    return workdirs or {place: [folder]}
+    for config in sorted(folder.glob("runs/*/seed-*/run/config.json")):
+        arm = config.parents[2].name
+        workdirs.setdefault(f"{path}: {arm}", []).append(config.parent)
+    return workdirs or {path: [folder]}
 
 
 def _read_origin(workdir: Path) -> Origin:
-    """Reads what a run was made of, as it stands: other code may have other options."""
+    """Read the origin of a run. Its code may have other options than ours."""
     with reading(workdir, "Name a workdir of train.py"):
         tree = json.loads((workdir / "config.json").read_text("utf-8"))
-        found = read_sealed(workdir / "data.json") or {}
+        facts = read_sealed(workdir / "data.json") or {}
         starts = read_starts(workdir)
         code = starts[-1].get("code") if starts else None
         data = tree["data"]
         batch = data["batch_size"] * tree["model"]["context_length"]
         tokens: Amount = partial(operator.mul, batch)
         flops_of = unknown
-        with contextlib.suppress(UserError):  # as options of other code are
+        with contextlib.suppress(UserError):  # other code may have other options
             config = Config.from_dict(tree)
             config.gpt()
             tokens = config.shapes.tokens
             flops_of = partial(flops, config)
-        # A mixture is told by its shares, too, and batches of one's own have no text.
+        # A mixture is described by its fractions, and user-supplied batches have no text.
         text = data["corpus"]
-        if split := found.get("splits", {}).get("validation"):
+        if split := facts.get("splits", {}).get("validation"):
             text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
         return Origin(
             options=flatten(tree) | {"code": code},
             tokens=tokens,
             flops=flops_of,
-            tokenizer=found.get("tokenizer_sha256", data["tokenizer"]),
+            tokenizer=facts.get("tokenizer_sha256", data["tokenizer"]),
             text=text,
         )
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Returns where the curves of each name end."""
+    """Return a row for each name: where its curves end."""
     rows = []
     for name, members in curves.items():
         tokens = members[0].tokens[-1]
         seconds = mean(curve.seconds[-1] for curve in members)
-        scores = [curve.scores[-1] for curve in members]
-        rows.append(
-            {
-                "run": name,
-                "tokens": format_count(tokens) if np.isfinite(tokens) else "",
-                "time in steps": format_duration(seconds)
-                if np.isfinite(seconds)
-                else "",
-                f"validation ({unit})": spread(scores),
-            }
-        )
+        row = {
+            "run": name,
+            "tokens": format_count(tokens) if np.isfinite(tokens) else "",
+            "time in steps": format_duration(seconds) if np.isfinite(seconds) else "",
+            f"validation ({unit})": spread([curve.scores[-1] for curve in members]),
+        }
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

@@ -11,8 +11,8 @@ from configs import fineweb_124m, gpt2_124m
 from gpt2.config import Config, with_options
 from gpt2.config.run import read_options
 from gpt2.errors import UserError
-from gpt2.lab.ablate.pictures import plot_curves
-from gpt2.lab.ablate.results import read_curve
+from gpt2.lab.experiments.curve_plot import plot_curves
+from gpt2.lab.experiments.results import read_curve
 from gpt2.telemetry import plot_losses
 from gpt2.telemetry.reference import REFERENCES, read_reference
 from gpt2.training.program import Program

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import io
 import json
 import math
 import os
@@ -22,16 +21,22 @@ from scipy import stats
 from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from gpt2.lab.ablate.arms import Arm, check_out, make_arms, read_tuned
-from gpt2.lab.ablate.jobs import _Training, make_slots
+from gpt2.lab.ablate.__main__ import describe_runs
 from gpt2.lab.ablate.judge import grow, judge
-from gpt2.lab.ablate.measure import describe_runs, equalize, make_measuring_run, measure
-from gpt2.lab.ablate.report import write_report
-from gpt2.lab.ablate.results import amount_to_reach, read_curve
-from gpt2.lab.ablate.runs import defaults_of
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.lab.ablate.tables import _share, reach_table
-from gpt2.lab.ablate.terms import (
+from gpt2.lab.ablate.sweep_report import write_report
+from gpt2.lab.ablate.sweep_tables import (
+    amount_to_reach,
+    describe_fractions,
+    reach_table,
+)
+from gpt2.lab.experiments.arms import Arm, make_arms, read_tuned
+from gpt2.lab.experiments.checkouts import check_out
+from gpt2.lab.experiments.jobs import _Training, make_slots
+from gpt2.lab.experiments.results import read_curve
+from gpt2.lab.experiments.run_folder import defaults_of
+from gpt2.lab.experiments.step_time import equalize, make_measuring_run, measure
+from gpt2.lab.experiments.terms import (
     choose_score,
     flops,
     with_length,
@@ -95,10 +100,10 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
 @pytest.mark.parametrize(
     ("vary", "message"),
     [
-        ("optim.name", r"optim\.name names no value\. Write OPTION=VALUE\."),
+        ("optim.name", r"optim\.name has no value\. Write OPTION=VALUE\."),
         ("train.num_steps=60,80", "follows from --equal"),
         ("optm.name=lion", r"optm\.name"),
-        ("optim.name=muonn", r"the arm optim\.name=muonn cannot work"),
+        ("optim.name=muonn", r"The arm optim\.name=muonn cannot train"),
         ("seed=1,2", "--seeds"),
         ("recipe=missing.py", r"missing\.py"),
         ("code=nothing", "nothing is no branch"),
@@ -111,13 +116,13 @@ def test_what_cannot_be_an_arm_is_told(vary, message):
 
 def test_two_axes_of_a_grid_do_not_set_the_same_option():
     vary = ("optim.name=lion+optim.learning_rate=1e-3", "optim.learning_rate=2e-3")
-    with pytest.raises(UserError, match=r"several --vary set optim\.learning_rate"):
+    with pytest.raises(UserError, match=r"Several --vary set optim\.learning_rate"):
         arms(*vary)
     assert len(arms(*vary, one_at_a_time=True)) == 3
 
 
 def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2.lab.ablate.arms.SOURCE", tmp_path)
+    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path)
     (tmp_path / "train.py").write_text("1")
     make_repository(tmp_path, "train.py", "2")
     found = arms("code=.,my/idea", "optim.name=lion")
@@ -126,20 +131,19 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
         "optim.name=lion",
         "code=my_idea,optim.name=lion",
     ]
-    source = check_out(found[2], tmp_path / "sweep")
+    source = check_out(tmp_path / "sweep", found[2].commit)
     assert (source / "train.py").read_text() == "2"
     assert (tmp_path / "train.py").read_text() == "1"
     (source / "train.py").write_text("3")
-    with pytest.raises(UserError, match="is no clean worktree"):
-        check_out(found[2], tmp_path / "sweep")
+    with pytest.raises(UserError, match="is no clean git worktree"):
+        check_out(tmp_path / "sweep", found[2].commit)
 
 
 def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     source = tmp_path / "source"
     source.mkdir()
-    for module in ("arms", "results"):
-        monkeypatch.setattr(f"gpt2.lab.ablate.{module}.SOURCE", source)
-    monkeypatch.setattr("gpt2.lab.ablate.runs.SOURCE", source)
+    for module in ("checkouts", "results", "run_folder"):
+        monkeypatch.setattr(f"gpt2.lab.experiments.{module}.SOURCE", source)
     (source / "train.py").write_text("1")
     make_repository(source, "train.py", "2\n3\n")
     with pytest.raises(UserError, match=r"There is no option optim\.twist"):
@@ -177,7 +181,7 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     rows = rows_of(sweep.root)
     assert float(rows[0]["flops"]) > 0 and rows[1]["flops"] == ""  # by which formula?
     assert re.search(r"^\| code=my_idea\S+ \| \S+ .*\| - \| \S+ ", text, re.M)
-    with pytest.raises(UserError, match="the FLOPs of code=my_idea"):
+    with pytest.raises(UserError, match="The FLOPs of code=my_idea"):
         equal(found, "flops")
     replace_text(changed.workdir / "config.json", 'twist": 0.5', 'twist": 0.7')
     with pytest.raises(UserError, match=r"optim\.twist=0\.7, not 0\.5"):
@@ -202,7 +206,7 @@ def equal(found, terms, seconds=None):
     def measured(root, arm, slots):
         return seconds[arm.name], 20.0
 
-    with mock.patch("gpt2.lab.ablate.measure.measure", measured):
+    with mock.patch("gpt2.lab.experiments.step_time.measure", measured):
         return equalize(found, terms, Path(), [])
 
 
@@ -240,7 +244,7 @@ def test_other_tokenizers_compare_in_bits_per_byte_and_other_texts_do_not_compar
     assert choose_score(arms("optim.name=lion")) == "eval/loss"
     assert choose_score(arms("data.tokenizer=byte")) == "eval/bits_per_byte"
     for other in ("data.val_fraction=0.1", "data.unique=True"):
-        with pytest.raises(UserError, match="different texts"):
+        with pytest.raises(UserError, match="texts differ"):
             choose_score(arms(other))
     part = with_options(BASE, {"train.eval_batches": 5})
     for vary in ("optim.name=lion", "train.accumulate_steps=4"):  # of the same rows
@@ -276,7 +280,7 @@ def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
         ends = 3 + 0.03 * rng.standard_normal(3)
         targets = np.array([targets.mean(), *targets])
         _, low, high = re.findall(
-            r"[\d.]+", _share(100 * (8 - targets) / (8 - ends)[:, None])
+            r"[\d.]+", describe_fractions(100 * (8 - targets) / (8 - ends)[:, None])
         )
         held += float(low) <= 80 <= float(high)
     assert stats.binomtest(held, 300, 0.95).pvalue > 0.01
@@ -623,7 +627,7 @@ DAMAGES = {
     "metrics end early": (
         METRICS,
         ('{"step": 1000', ""),
-        r"the metrics of .*seed-0 end at step 900 of 1000 with .*\. Remove .*seed-0, and",
+        r"The metrics of .*seed-0 end at step 900 of 1000 with .*\. Remove .*seed-0, and",
     ),
     "no metrics": (METRICS, Path.unlink, "end at step 0 of 1000"),
     "the score is NaN": (
@@ -694,7 +698,7 @@ def began(run, *starts):
 def code_is(monkeypatch):
     """Lets the code on disk have a hash."""
     return lambda code: monkeypatch.setattr(
-        "gpt2.lab.ablate.runs.hash_code", lambda _: code
+        "gpt2.lab.experiments.run_folder.hash_code", lambda _: code
     )
 
 
@@ -709,14 +713,14 @@ def test_runs_of_different_code_are_not_pooled(tmp_path, code_is):
     three.check_runs(to_come=True)
     code_is("new")
     two.check_runs(to_come=True)  # nothing is to come
-    told = r"\(baseline seed 0 is of old, baseline seed 2 of new\)"
+    told = r"baseline seed 0 has code old, and baseline seed 2 has new"
     with pytest.raises(UserError, match=told):
         three.check_runs(to_come=True)
     first = two.runs()[0]
     began(first, (0, "new"), (0, "old"), (20, "new"), (10, "old"))
     two.check_runs()  # steps of other code are trained no more
     began(first, (0, "old"), (20, "new"))
-    with pytest.raises(UserError, match="Put the code back"):
+    with pytest.raises(UserError, match="Restore the code"):
         two.check_runs()
 
 
@@ -730,7 +734,7 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
     code_is("new")
     sweep.check_runs(to_come=True)
     (run.workdir / "checkpoints" / "20").mkdir(parents=True)
-    with pytest.raises(UserError, match="is of new, baseline seed 0 of old"):
+    with pytest.raises(UserError, match="has code new, and baseline seed 0 has old"):
         sweep.check_runs(to_come=True)
     sweep.check_runs()  # its steps are not compared
     code_is("old")
@@ -786,7 +790,7 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     assert "baseline: 0.1 seconds a step" in told and "seed" not in told
     assert asked == "would train"
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
-    assert total.startswith("about 0:02:00 by runs apart, ")
+    assert total.startswith("about 0:02:00 in all, ")
 
 
 def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
@@ -797,15 +801,6 @@ def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
     *_, last, total = describe_runs(sweep, make_slots(1)).splitlines()
     assert last == "optim.name=lion seed 2  1000 steps  0:02:00"
     assert total.startswith("about 0:20:00 ")  # 2 * 2 runs choose, and 2 * 3 follow
-
-
-def test_of_runs_together_each_is_told_when_it_ends(tmp_path):
-    runs = sweep_in(tmp_path, num_seeds=2).runs()
-    group = SimpleNamespace(_taken=[(run, io.StringIO()) for run in runs])
-    for run in runs:
-        write_run(run, 3.7)
-        assert list(_Training.ended(group, None, "eval/loss")) == [(run, "3.7000")]
-    assert not group._taken
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from gpt2.lab.ablate.judge import is_hopeless, level_at
+from gpt2.lab.ablate.judge import is_futile, level_at
 from gpt2.lab.ablate.judge import judge as judge_sweep
 from gpt2.lab.ablate.power import dunnett_quantile
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import FOUND, Sample, compare
+from gpt2.lab.ablate.verdicts import CLEAR, Sample, compare
 from tests.helpers import thorough
 from tests.programs import verdict_rates
 
@@ -48,7 +48,7 @@ def judge(values, arms, **options):
 
 
 def is_found(verdict):
-    return verdict.words in FOUND
+    return verdict.words in CLEAR
 
 
 def assert_rate_at_most(count, num, rate):
@@ -162,7 +162,7 @@ def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
     border = stats.norm.isf(level_at(looks, 8) / 5 / 2)
     rng = np.random.default_rng(0)
     now = np.linspace(0, 4, 401)
-    hopeless = is_hopeless(now / math.sqrt(2), 5, looks, 4)
+    hopeless = is_futile(now / math.sqrt(2), 5, looks, 4)
     edge = now[~hopeless][0]
     other = border + stats.norm.isf(0.2) + math.sqrt(2) * rng.standard_normal(100_000)
     assert np.mean((edge + other) / 2 > border) == pytest.approx(0.2, abs=0.01)

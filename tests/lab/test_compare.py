@@ -38,7 +38,7 @@ def test_runs_without_a_validation_are_told_and_tokenizers_choose_the_unit(tmp_p
     code, told, mistake = compare(tmp_path, "first", "young", "--reference=points.csv")
     assert code == 0, mistake
     assert "young has no validation in nats per token" in told and "5.5000" in told
-    assert mistake.startswith("warning: points.csv compares only if its losses")
+    assert mistake.startswith("warning: points.csv can be compared only if its")
     assert matplotlib.image.imread(tmp_path / "compare.png").std() > 0
     drawn = tmp_path / "drawn.png"
     given = "partly", "--reference=points.csv", f"--output=file://{drawn}"
@@ -49,7 +49,7 @@ def test_runs_without_a_validation_are_told_and_tokenizers_choose_the_unit(tmp_p
     code, _, mistake = compare(tmp_path, "first", "other", "--reference=points.csv")
     assert code == 2 and "bits per byte" in mistake
     code, _, mistake = compare(tmp_path, "young")
-    assert code == 2 and "no run has a validation" in mistake
+    assert code == 2 and "No run has a validation" in mistake
     for name in ("config.json", "environment.jsonl"):
         (tmp_path / "first" / name).write_text("{")
         code, _, mistake = compare(tmp_path, "other", "first")

@@ -18,18 +18,19 @@ from scipy import integrate, stats
 from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from gpt2.lab.ablate import ledger as command
-from gpt2.lab.ablate.arms import Arm, check_out, snapshot
-from gpt2.lab.ablate.evidence import (
+from gpt2.lab.experiments.arms import Arm
+from gpt2.lab.experiments.checkouts import check_out, snapshot
+from gpt2.lab.experiments.run_folder import Run
+from gpt2.lab.ledger import __main__ as command
+from gpt2.lab.ledger.evidence import (
     evidence,
     findable,
     half_width,
-    is_hopeless,
+    is_futile,
     level_at,
     most_evidence,
 )
-from gpt2.lab.ablate.journal import append, read_ledger
-from gpt2.lab.ablate.runs import Run
+from gpt2.lab.ledger.journal import append, read_ledger
 from tests.helpers import (
     ROOT,
     SECONDS,
@@ -111,11 +112,11 @@ def test_hopeless_is_what_would_hardly_be_kept():
     noise = np.random.default_rng(0).standard_normal((500, 16))
     for gain, low, high in (0.0, 0.0, 0.02), (3.0, 0.7, 1.0):
         differences = noise - gain
-        ended = is_hopeless(differences[:, :4], 16, 1e-3)
+        ended = is_futile(differences[:, :4], 16, 1e-3)
         kept = (evidence(differences) >= 1e3).any(1)
         assert low <= kept.mean() <= high
         assert kept[ended].mean() < 0.2 if ended.any() else True
-    assert is_hopeless(noise[:, :4], 16, 1e-3).mean() > 0.5
+    assert is_futile(noise[:, :4], 16, 1e-3).mean() > 0.5
 
 
 def test_a_dry_run_tells_what_is_found():
@@ -189,8 +190,8 @@ class Ideas:
         self._set(command.cli, "config_file", lambda: "configs/quickstart.py")
         self.config = BASE
 
-    def _train(self, groups, slots, score):
-        for (run,) in groups:
+    def _train(self, runs, slots, score):
+        for run in runs:
             if run.outcome().state in ("finished", "diverged"):
                 continue
             self.trained.append(run.label)
@@ -317,9 +318,9 @@ def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
         ("data.corpus=text:other.txt", r"data\.corpus"),
         ("data.val_fraction=0.2", r"val_fraction"),
         ("data.tokenizer=byte", "tokenizer"),
-        ("model.qk_norm", r"names no value\. Write OPTION=VALUE\."),
+        ("model.qk_norm", r"has no value\. Write OPTION=VALUE\."),
         ("optim.name=lion,muon", "several"),
-        ("optim.name=linon", "cannot work"),
+        ("optim.name=linon", "cannot train"),
     ],
 )
 def test_what_does_not_compare_is_refused_and_leaves_no_line(ideas, idea, told):
@@ -408,8 +409,8 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
     monkeypatch.setattr(command, "measure", lambda *_: (0.1, 20.0))
     ideas("optim.name=lion", dry_run=True, json=False)
     fresh = capsys.readouterr().out
-    assert "in deviations of a difference by seed" in fresh
-    assert fresh.startswith("pairs of start and optim.name=lion would train\n")
+    assert "in standard deviations of a difference" in fresh
+    assert fresh.startswith("Pairs of start and optim.name=lion would train:\n")
     assert not any(word in fresh for word in ("nan", "inf", "?"))
     ideas("optim.beta2=0.97")
     capsys.readouterr()
@@ -424,7 +425,7 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
 
 
 def test_the_working_tree_is_an_idea_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2.lab.ablate.arms.SOURCE", tmp_path / "project")
+    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path / "project")
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "train.py").write_text("1")
     make_repository(tmp_path / "project", "train.py", "2")
@@ -433,7 +434,7 @@ def test_the_working_tree_is_an_idea_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "project" / "train.py").write_text("3")
     edited = Arm("edited", BASE, commit=snapshot())
     assert edited.commit != head
-    source = check_out(edited, tmp_path)
+    source = check_out(tmp_path, edited.commit)
     (tmp_path / "project" / "train.py").write_text("4")
     assert (source / "train.py").read_text() == "3"
 
@@ -449,7 +450,7 @@ def project(ideas, monkeypatch):
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "train.py").write_text("start = 1\n")
     make_repository(folder, "train.py", "BETTER = 1\n")
-    monkeypatch.setattr("gpt2.lab.ablate.arms.SOURCE", folder)
+    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", folder)
     monkeypatch.setattr(command, "snapshot", snapshot)
     return folder
 
@@ -469,7 +470,7 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     more.write_text("more = 2\n")
     assert ideas("code=.")[0] != "keep"
     (project / "train.py").write_text("start = 1\n")  # which undoes it
-    with pytest.raises(UserError, match="lacks what was kept, commit"):
+    with pytest.raises(UserError, match="lacks the kept code, commit"):
         ideas("code=.")
 
 
@@ -482,7 +483,7 @@ def test_code_has_to_begin_at_what_was_kept(ideas, project):
     git(project, "checkout merged", "merge --no-ff -m merged old", "checkout old")
     assert ideas("code=merged")[0] == "keep"
     for idea in ("code=old", "code=side", "code=.", "code=my/idea"):
-        with pytest.raises(UserError, match="lacks what was kept, commit"):
+        with pytest.raises(UserError, match="lacks the kept code, commit"):
             ideas(idea)
     git(project, "checkout -b next merged")
     (project / "train.py").write_text("BETTER = 2\n")
@@ -554,7 +555,7 @@ def start_ledger(project, idea):
     few = ["--config.train.eval_batches=2", "--config.train.checkpoint_every=0"]
     given = [*TINY, *few, "--ledger=../ideas", f"--idea={idea}", "--pairs=4", "--json"]
     return subprocess.Popen(
-        [sys.executable, "-m", "gpt2.lab.ablate.ledger", *given],
+        [sys.executable, "-m", "gpt2.lab.ledger", *given],
         cwd=project,
         env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(project)},
         stdout=subprocess.PIPE,

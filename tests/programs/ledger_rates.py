@@ -7,7 +7,7 @@ idea is as good as the best of its time, or better by 1, 2, 4 or 8 deviations of
 import numpy as np
 from scipy import stats
 
-from gpt2.lab.ablate.evidence import evidence, is_hopeless, level_at
+from gpt2.lab.ledger.evidence import evidence, is_futile, level_at
 
 NUM_STREAMS = 1000
 NUM_IDEAS = 100
@@ -16,7 +16,7 @@ GAINS = np.array([1.0, 2.0, 4.0, 8.0])
 
 
 def by_evidence(best, idea, number, kept):
-    """Returns which ideas gpt2.lab.ablate.ledger keeps, and after how many pairs, `[streams]`."""
+    """Returns which ideas gpt2.lab.ledger keeps, and after how many pairs, `[streams]`."""
     differences = idea - best
     levels = np.array([level_at(number, each) for each in range(NUM_IDEAS)])[kept]
     clear = evidence(differences) >= 1 / levels[:, None]
@@ -24,7 +24,7 @@ def by_evidence(best, idea, number, kept):
     hopeless = np.zeros_like(clear)
     for pairs in range(2, PAIRS):
         seen = differences[:, :pairs]
-        hopeless[:, pairs - 1] = is_hopeless(seen, PAIRS, levels)
+        hopeless[:, pairs - 1] = is_futile(seen, PAIRS, levels)
     ends = clear | hopeless
     ends[:, -1] = True
     last = ends.argmax(1)

@@ -247,13 +247,13 @@ runs of different code are pooled: lab/ablate/sweep.py, ablate -k different_code
 steps that a run no longer has count as its own: utils/code.py, ablate -k different_code
     - starts = [each for each in starts if each["step"] < start["step"]]
     + starts = [each for each in starts if each["step"] != -1]
-a run that is cut short is scored: lab/ablate/runs.py, ablate -k damaged
+a run that is cut short is scored: lab/experiments/run_folder.py, ablate -k damaged
     - if step != steps or not
     + if not
-another run's folder is believed: lab/ablate/runs.py, ablate -k damaged
+another run's folder is believed: lab/experiments/run_folder.py, ablate -k damaged
     - if found != wanted:
     + if found is None:
-equal tokens are those of the largest step: lab/ablate/measure.py, ablate -k batches_grow
+equal tokens are those of the largest step: lab/experiments/step_time.py, ablate -k batches_grow
     - config.shapes.tokens(steps) / steps
     + config.tokens_per_step
 looks do not share the level: lab/ablate/judge.py, ablate_verdicts -k looks_share

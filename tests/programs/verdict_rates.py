@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from gpt2.lab.ablate.judge import is_hopeless, level_at
+from gpt2.lab.ablate.judge import is_futile, level_at
 from gpt2.lab.ablate.power import dunnett_quantile, welch
 
 NUM_SWEEPS = 40_000
@@ -135,7 +135,7 @@ def look_at(scores, looks=LOOKS):
                 errors, _ = welch(
                     variances[:, :1], variances[:, 1:], sizes[0], np.array(sizes[1:])
                 )
-                going[rows] &= ~is_hopeless(distances / errors, arms, looks, look)
+                going[rows] &= ~is_futile(distances / errors, arms, looks, look)
     return found, seeds.sum(1)
 
 

@@ -1,1 +1,1 @@
-"""Ablations: change one thing, run again, and know whether it helped."""
+"""Sweeps: a baseline and its arms with several seeds each, and verdicts on the differences."""

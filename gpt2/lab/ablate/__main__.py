@@ -1,14 +1,13 @@
-r"""Changes things one at a time, trains each with several seeds, and says which of them helped.
+r"""Trains variants of a run with several seeds each, and reports which of them differ.
 
     python -m gpt2.lab.ablate --config=configs/quickstart.py --seeds=3 \
         --vary=optim.name=adamw,muon --workdir=ablations/muon
 
-The same command continues a sweep that was stopped, tries again what failed, and adds what is new:
-more seeds, more values. Several processes may run it at once, as in an array job: they share the
-runs. `--report` writes the report of what there is so far.
+The same command continues a sweep that was stopped, tries failed runs again, and adds new seeds and
+values. Several processes, for example an array job, may run it at once: they divide the runs.
+`--report` writes the report of the runs that have ended so far.
 """
 
-from gpt2.errors import UserError
 from gpt2.utils import launch
 
 if __name__ == "__main__":
@@ -25,57 +24,59 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import prepare
-from gpt2.lab.ablate.arms import check_out, make_arms, read_tuned
-from gpt2.lab.ablate.groups import group_runs
-from gpt2.lab.ablate.jobs import Slot, make_slots, train_all
+from gpt2.errors import UserError
 from gpt2.lab.ablate.judge import grow
-from gpt2.lab.ablate.measure import describe_runs, equalize
-from gpt2.lab.ablate.report import write_report
-from gpt2.lab.ablate.runs import find_root
 from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep, continued, load_sweep, register
-from gpt2.lab.ablate.terms import BITS_PER_BYTE, TERMS, choose_score
+from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
+from gpt2.lab.experiments.arms import make_arms, read_tuned
+from gpt2.lab.experiments.checkouts import check_out
+from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
+from gpt2.lab.experiments.run_folder import ENDED, find_root
+from gpt2.lab.experiments.step_time import equalize, measure
+from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score
 from gpt2.utils import files
+from gpt2.utils.text import format_duration
 
 FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """Defines the flags."""
+    """Define the flags."""
     cli.define_config()
-    flags.DEFINE_string("workdir", None, "Where the sweep lives.")
+    flags.DEFINE_string("workdir", None, "Folder of the sweep.")
     flags.DEFINE_multi_string(
         "vary",
         [],
-        "OPTION=VALUE,..., recipe=FILE,... or code=BRANCH,...; several: a grid.",
+        "OPTION=VALUE,... or recipe=FILE,... or code=BRANCH,...; several make a grid.",
     )
-    flags.DEFINE_bool("one_at_a_time", False, "Each value by itself, not a grid.")
+    flags.DEFINE_bool(
+        "one_at_a_time", False, "Change one thing at a time, in place of a grid."
+    )
     flags.DEFINE_list(
         "seeds",
         ["3"],
-        "Runs of each arm; 3,5,8: looks after 3 and 5, and ends what is clear or hopeless.",
+        "Number of runs of each arm. 3,5,8 analyses after 3 and 5 seeds, and stops arms that are"
+        " clear or futile.",
     )
     flags.DEFINE_integer(
-        "jobs", 1, "Runs at once: a GPU each, or a share of the cores.", 1
+        "jobs", 1, "Runs at once, on a GPU each or a part of the CPU cores each.", 1
     )
-    flags.DEFINE_bool(
-        "together", False, "Runs that differ in numbers alone train as one program."
-    )
-    flags.DEFINE_enum("equal", "tokens", TERMS, "What all arms get alike.")
+    flags.DEFINE_enum("equal", "tokens", TERMS, "What is the same for all arms.")
     flags.DEFINE_multi_string(
-        "tune", [], "OPTION=VALUE,...: each arm first chooses among these."
+        "tune", [], "OPTION=VALUE,...: each arm first chooses its best value."
     )
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Prints the runs and what they take, by short runs that it keeps.",
+        "Print the runs and their time, which short runs measure, and train nothing else.",
     )
     flags.DEFINE_bool(
-        "report", False, "Only writes the report of what there is so far."
+        "report", False, "Only write the report of the runs that have ended so far."
     )
 
 
 def main() -> int:
-    """Trains a sweep, writes its report, and returns the exit code."""
+    """Train a sweep, write its report, and return the exit code."""
     root = find_root("workdir", FLAGS.workdir)
     if FLAGS.report:
         return _report(load_sweep(root).with_choices())
@@ -91,10 +92,7 @@ def main() -> int:
     while True:
         runs = [*sweep.undecided_runs(), *sweep.runs()]
         print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
-        groups = [[run] for run in runs]
-        if FLAGS.together:
-            groups = group_runs(runs, len(slots))
-        train_all(groups, slots, sweep.score)
+        train_all(runs, slots, sweep.score)
         grown = grow(sweep.with_choices())
         if grown == sweep:
             return _report(sweep)
@@ -102,24 +100,31 @@ def main() -> int:
 
 
 def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
-    """Returns the sweep of the command line. What cannot work is told before anything trains."""
+    """Return the sweep of the command line, after the checks that need no training."""
+    if not FLAGS.vary and not FLAGS["seeds"].present:
+        raise UserError(
+            "--vary is missing, so there is nothing to compare",
+            "Give --vary=OPTION=VALUE,..., or --seeds=N to train seeds of the config alone",
+        )
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if FLAGS.vary and len(arms) == 1:
-        raise UserError("--vary names the baseline alone", "Give it another value")
+        raise UserError(
+            f"--vary={FLAGS.vary[0]} names the baseline alone", "Give another value"
+        )
     looks = _read_looks(FLAGS.seeds)
-    score = choose_score(arms)  # which refuses other texts
+    score = choose_score(arms)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     for i, arm in enumerate(arms):
         dataset = prepare(arm.config.data)
         if score == BITS_PER_BYTE and dataset.targets_per_byte is None:
             raise UserError(
-                f"Arms with different tokenizers are compared in bits per byte, and the tokenizer "
-                f"of {arm.name} loses bytes of the text",
-                "Leave this arm out",
+                f"data.tokenizer={arm.config.data.tokenizer} loses bytes of the text, so that"
+                " its bits per byte cannot be compared",
+                "Vary tokenizers that keep the whole text",
             )
-        vocabulary = dataset.tokenizer.vocab_size
-        arms[i] = replace(arm, config=arm.config.with_vocabulary(vocabulary))
-        check_out(arm, root)
+        config = arm.config.with_vocabulary(dataset.tokenizer.vocab_size)
+        arms[i] = replace(arm, config=config)
+        check_out(root, arm.commit)
     command = ["python", "-m", "gpt2.lab.ablate", *sys.argv[1:]]
     return Sweep(
         root=root,
@@ -132,27 +137,53 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
 
 
 def _read_looks(seeds: Sequence[str]) -> list[int]:
-    """Returns the numbers that `--seeds` gives, which ascend."""
-    looks = sorted({int(each) for each in seeds if each.isdecimal()})
+    """Return the numbers of `--seeds`, sorted."""
+    looks = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(looks) > 1 else 1
-    are_read = 0 < len(looks) == len(seeds)
-    if not are_read or looks[0] < least or looks[-1] > CHOOSING_SEED:
-        raise UserError(f"--seeds={','.join(seeds)} cannot be", "Give 3, or 3,5,8")
+    all_valid = 0 < len(looks) == len(seeds)
+    if not all_valid or looks[0] < least or looks[-1] > CHOOSING_SEED:
+        raise UserError(
+            f"--seeds={','.join(seeds)} is not a list of numbers from {least} to {CHOOSING_SEED}",
+            "Write --seeds=3, or --seeds=3,5,8",
+        )
     return looks
 
 
+def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
+    """Return the list of a sweep's runs and their durations, from measured step times."""
+    seconds = {}
+    for arm in sweep.arms:
+        step, start = measure(sweep.root, arm, slots)
+        print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
+        seconds[arm.name] = start + arm.config.train.num_steps * step
+    lines = ["would train"]
+    total = 0.0
+    # The values that tuning will choose do not change how long a run takes.
+    chosen = {name: sweep.chosen.get(name, {}) for name in seconds}
+    for run in replace(sweep, chosen=chosen).all_runs():
+        if run.outcome().state not in ENDED:
+            total += seconds[run.arm]
+            duration = format_duration(seconds[run.arm])
+            lines.append(f"{run.label}  {run.config.train.num_steps} steps  {duration}")
+    whole = format_duration(total / len(slots))
+    lines.append(f"about {whole} in all, without validations and checkpoints")
+    return "\n".join(lines)
+
+
 def _report(sweep: Sweep) -> int:
-    """Writes the report, prints its verdicts, and returns 1 if a run failed or is to come."""
+    """Write the report, print the verdicts, and return 1 if a run failed or has not ended."""
     sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)
-    print(table.to_string(index=False))
+    print_verdicts(table)
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     states = [run.outcome().state for run in sweep.all_runs()]
-    broken = states.count("failed")
+    failed = states.count("failed")
     waiting = states.count("waiting")
-    print(f"{broken} runs failed, {waiting} are still to come")
-    return 1 if broken or waiting else 0
+    if failed or waiting:
+        print(f"{failed} runs failed, {waiting} have not ended; repeat the command")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The numbers behind verdicts: quantiles, and the differences that are found with a power.
+"""The statistics behind verdicts: quantiles, intervals, and detectable differences.
 
-In all of them, `sizes` are the runs of the baseline, then of each arm, and `df` the degrees of
-freedom of a deviation.
+`sizes` are the numbers of runs of the baseline and then of each arm. `df` are degrees of freedom.
 """
 
 import math
@@ -9,18 +8,20 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # loads its parts when they are used
+import scipy  # imports its parts when they are used
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Numbers = float | Array
 
-LEVEL = 0.05  # of one false verdict or more, all arms and looks together
-POWER = 0.8  # of `Verdict.detectable`, and of what looks call hopeless
+LEVEL = (
+    0.05  # the probability of a false verdict among all arms and all interim analyses
+)
+POWER = 0.8  # with which `Verdict.detectable` is found, and of the futility rule
 _NUM_DRAWN = 20_000
-_OUTLYING = 10  # times the median variance of groups, above which an arm is not pooled
+_OUTLYING = 10  # times the median variance: a noisier arm is not pooled
 
-# A normal variable and its weights, for integrals by the trapezoidal rule.
+# Nodes and weights of the trapezoidal rule for expectations over a normal variable.
 _NORMAL = np.linspace(-8, 8, 129)
 _NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2)
 _NORMAL_WEIGHTS /= _NORMAL_WEIGHTS.sum()
@@ -29,8 +30,8 @@ _NORMAL_WEIGHTS /= _NORMAL_WEIGHTS.sum()
 def welch(
     variance0: Numbers, variance: Numbers, num0: int, num: int
 ) -> tuple[Array, Array]:
-    """Returns the standard error of a difference of means and its degrees of freedom."""
-    part0 = np.maximum(variance0 / num0, 1e-100)  # not 0 / 0
+    """Return the standard error of a difference of two means, and its degrees of freedom."""
+    part0 = np.maximum(variance0 / num0, 1e-100)  # avoids 0 / 0
     part = np.maximum(variance / num, 1e-100)
     both = part0 + part
     slack0 = part0**2 / (num0 - 1)
@@ -40,15 +41,16 @@ def welch(
 
 
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
-    """Returns how probably no arm's |t| is above `bound` if no arm differs.
+    """Return the probability that no arm's |t| is above `bound` if no arm differs.
 
-    Given the baseline's mean and the pooled deviation, the arms are independent, which leaves two
-    integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws at random, 100 times as long.
+    Given the baseline's mean and the pooled standard deviation, the arms are independent. That
+    leaves two integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws random numbers in
+    place of them, which takes 100 times as long.
     """
     noise, weights = _chi(df)
     nums = np.array(sizes[1:])
-    shares = nums / (nums + sizes[0])
-    correlation = shares[:, None, None]
+    fractions = nums / (nums + sizes[0])
+    correlation = fractions[:, None, None]
     common = np.sqrt(correlation) * _NORMAL
     own = np.sqrt(1 - correlation)
     limit = bound * noise[:, None]
@@ -61,7 +63,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 @cache
 def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
-    """Returns the |t| that an arm exceeds with probability `level`, if no arm differs."""
+    """Return the |t| that some arm exceeds with probability `level` if no arm differs."""
 
     def excess(bound: float) -> float:
         return dunnett_probability(bound, sizes, df) - (1 - level)
@@ -70,18 +72,18 @@ def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
 
 
 class Design(NamedTuple):
-    """Of how many runs an arm of a sweep is judged, and how strictly."""
+    """The numbers of runs from which an arm is judged, and the level."""
 
     sizes: tuple[int, ...]
-    arm: int  # its place in `sizes`
-    level: float  # of all arms together
+    arm: int  # its index in `sizes`
+    level: float  # for all arms together
 
 
 def pool(variances: Array, design: Design) -> tuple[Array, Array]:
-    """Returns the variance within groups to judge an arm by, and its degrees of freedom.
+    """Return the pooled variance for the test of an arm, and its degrees of freedom.
 
-    `variances` are those of the baseline and of each arm, `[..., 1 + arms]`. An arm far noisier
-    than most says nothing about others; the baseline and the arm itself always count.
+    `variances` are the baseline's and then each arm's, `[..., 1 + arms]`. Arms that are far noisier
+    than the median do not count. The baseline and the tested arm always do.
     """
     usual = np.median(variances, axis=-1, keepdims=True)
     counts = (variances <= _OUTLYING * usual) | (usual == 0)
@@ -92,7 +94,7 @@ def pool(variances: Array, design: Design) -> tuple[Array, Array]:
 
 
 def group_half_width(design: Design, variances: Array) -> Array:
-    """Returns the wider half of Dunnett's and Welch's intervals, for `variances` as of `pool`."""
+    """Return half the wider of Dunnett's and Welch's intervals; `variances` as in `pool`."""
     sizes, arm, level = design
     num = sizes[arm]
     pooled, df = pool(variances, design)
@@ -106,10 +108,10 @@ def group_half_width(design: Design, variances: Array) -> Array:
 
 
 def group_difference(design: Design, variances: Array) -> float:
-    """Returns the true difference of an arm that groups find with `POWER`.
+    """Return the true difference of an arm that the tests find with `POWER`.
 
-    `variances`, taken for the true ones, are those of the baseline and of each arm. What sweeps
-    would estimate for them is drawn.
+    `variances` `[1 + arms]` count as the true ones. The estimates that sweeps would see are drawn
+    at random.
     """
     sizes = np.array(design.sizes)
     dfs = sizes - 1
@@ -130,7 +132,7 @@ def group_difference(design: Design, variances: Array) -> float:
 
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
-    """Returns values of an estimated deviation whose true one is 1, and their weights."""
+    """Return values and weights of the estimate of a standard deviation whose true value is 1."""
     chi = scipy.stats.chi(df)
     low = chi.ppf(1e-13)
     high = chi.isf(1e-13)

@@ -9,35 +9,34 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gpt2.config import DataConfig, with_options
-from gpt2.errors import UserError
-from gpt2.lab.ablate.arms import Arm, differences, refuse_differences
-from gpt2.lab.ablate.results import read_results
-from gpt2.lab.ablate.runs import ENDED, Run, Setting, Settings, describe
-from gpt2.lab.ablate.terms import LOSS, choose_score
+from gpt2.lab.experiments.arms import Arm, Differences, differences, refuse_differences
+from gpt2.lab.experiments.results import check_comparable, read_results
+from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings
+from gpt2.lab.experiments.terms import LOSS, choose_score
 from gpt2.utils.files import locked, reading, write_json
 
-# The seed of runs that choose values is that far above those of runs that are compared.
+# Tuning uses this seed, counted from the config's seed. No compared run has it.
 CHOOSING_SEED = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is compared with what, and how."""
+    """What is compared with what, and on which terms."""
 
     root: Path
     commands: Sequence[str]  # the command lines that made it, for the report
     arms: tuple[Arm, ...]  # on equal terms, the baseline first
-    equal: str  # what the arms have alike, one of terms.TERMS
-    # Seeds of each arm; of several numbers, each is a look that may end it.
+    equal: str  # what is the same for all arms, one of terms.TERMS
+    # The number of seeds. With several numbers, each is an interim analysis, and the last is the
+    # most.
     looks: list[int]
-    tune: Sequence[Sequence[Settings]]  # for each `--tune`, its values
-    # Of arms that got more than the first look's.
+    tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
+    # The seeds of arms that have more than the first of `looks`.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    # Seeds when a command asked for more after runs had ended; else 0.
+    # The number of seeds before a command asked for more although runs had ended; 0 without one.
     raised_from: int = 0
-    # Each arm's best choice of the values that are tuned, once all its choosing runs have ended;
-    # the first if all diverged. It stays, whatever is trained later.
+    # The best tuned values of each arm, once all its tuning runs have ended (the first values, if
+    # all runs diverged). Runs that end later do not change them.
     chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
@@ -51,10 +50,7 @@ class Sweep:
         return "nats per token" if self.score == LOSS else "bits per byte"
 
     def choosing_runs(self) -> list[Run]:
-        """Returns the runs that choose between the values of options that are tuned.
-
-        Each arm tries every combination. Their seed is not used again.
-        """
+        """Return the tuning runs: each arm tries every combination of the tuned values."""
         runs = list[Run]()
         if not self.tune:
             return runs
@@ -63,53 +59,37 @@ class Sweep:
                 choice = dict[str, Setting]()
                 for value in values:
                     choice |= value
-                runs.append(self._run(arm, CHOOSING_SEED, choice))
+                run = arm.make_run(self.root, CHOOSING_SEED, choice, chooses=True)
+                runs.append(run)
         return runs
 
     def undecided_runs(self) -> list[Run]:
-        """Returns those of `choosing_runs` whose arms have no choice yet."""
-        runs = self.choosing_runs()
-        return [run for run in runs if run.arm not in self.chosen]
+        """Return the tuning runs of the arms whose values are not chosen yet."""
+        return [run for run in self.choosing_runs() if run.arm not in self.chosen]
 
     def num_seeds(self, arm: Arm) -> int:
-        """Returns how many seeds an arm has so far."""
+        """Return the number of seeds that an arm has so far."""
         return self.seeds.get(arm.name, self.looks[0])
 
     def runs(self) -> list[Run]:
-        """Returns the runs that are compared, seed by seed, of the arms that have their choice."""
+        """Return the compared runs, seed by seed, of the arms whose values are chosen."""
         runs = []
         most = max(map(self.num_seeds, self.arms))
         for i in range(most):
             for arm in self.arms:
                 choice = self.chosen.get(arm.name)
                 if choice is not None and i < self.num_seeds(arm):
-                    runs.append(self._run(arm, i, choice))
+                    runs.append(arm.make_run(self.root, i, choice))
         return runs
 
-    def _run(self, arm: Arm, number: int, choice: Settings) -> Run:
-        chooses = number == CHOOSING_SEED
-        folder = self.root / "runs" / arm.name
-        if chooses:
-            folder = self.root / "tune" / arm.name / describe(choice)
-        seed = self.arms[0].config.seed + number
-        return Run(
-            arm=arm.name,
-            config=with_options(arm.config, {**choice, "seed": seed}),
-            folder=folder / f"seed-{seed}",
-            tuned=choice,
-            chooses=chooses,
-            source=arm.source(self.root),
-            extra=arm.extra,
-        )
-
     def all_runs(self) -> list[Run]:
-        """Returns the runs that choose, and those that are compared."""
+        """Return the tuning runs and the compared runs."""
         return [*self.choosing_runs(), *self.runs()]
 
     def with_choices(self) -> "Sweep":
-        """Returns the sweep with the choices of those arms whose choosing runs have all ended.
+        """Return the sweep with the best values of every arm whose tuning runs have all ended.
 
-        A run that failed has not: the next command tries it again.
+        A failed run has not ended: the next command tries it again.
         """
         chosen = dict(self.chosen)
         if not self.tune:
@@ -124,46 +104,22 @@ class Sweep:
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
-        """Returns what all runs gave so far; see `read_results`."""
+        """Return the results of all runs so far; see `read_results`."""
         return read_results(self.all_runs(), self.score)
 
     def check_runs(self, *, to_come: bool = False) -> None:
-        """Raises a UserError if runs are of other text, under the same name, or of other code.
-
-        Those to come count by the code that would train them, if they do.
-        """
-        texts: dict[DataConfig, tuple[bytes, Run]] = {}  # and who has it first
-        codes: dict[Path, tuple[str, Run]] = {}
-        for run in self.all_runs():
-            run.read(self.score)
-            for own in sorted(run.codes(to_come=to_come)):
-                old, first = codes.setdefault(run.source, (own, run))
-                if old != own:
-                    raise UserError(
-                        f"{self.root} would pool runs of different code"
-                        f" ({first.label} is of {old}, {run.label} of {own})",
-                        "Put the code back, or give another --workdir",
-                    )
-            path = run.workdir / "data.json"
-            if not path.exists():
-                continue
-            data = path.read_bytes()
-            text, first = texts.setdefault(run.config.data, (data, run))
-            if text != data:
-                raise UserError(
-                    f"{run.folder} was trained on another text than {first.folder}",
-                    "Give another --workdir",
-                )
+        """Raise a UserError if the runs cannot be compared; see `check_comparable`."""
+        check_comparable(self.all_runs(), self.score, to_come=to_come)
 
     def save(self) -> None:
-        """Writes sweep.json."""
+        """Write sweep.json."""
         arms = [arm.to_tree() for arm in self.arms]
         tree = vars(self) | {"root": "", "arms": arms}
         write_json(self.root / "sweep.json", tree)
 
 
 def load_sweep(root: Path) -> Sweep:
-    """Reads the sweep of a directory."""
+    """Read the sweep of a folder."""
     path = root / "sweep.json"
     with reading(path, "Give the --workdir of a sweep, or remove the file"):
         tree = json.loads(path.read_bytes())
@@ -172,8 +128,8 @@ def load_sweep(root: Path) -> Sweep:
 
 
 def register(sweep: Sweep) -> Sweep:
-    """Adds a sweep to what its directory holds, writes sweep.json, and returns all of it."""
-    with locked(sweep.root / ".sweep.lock"):  # several processes may do so at once
+    """Add a sweep to the sweep of its folder, write sweep.json, and return both as one."""
+    with locked(sweep.root / ".sweep.lock"):  # several processes may register at once
         merged = continued(sweep).with_choices()
         merged.check_runs(to_come=True)
         merged.save()
@@ -181,25 +137,28 @@ def register(sweep: Sweep) -> Sweep:
 
 
 def continued(sweep: Sweep) -> Sweep:
-    """Returns the sweep with the arms, seeds and choices that its directory has already.
+    """Return the sweep with the arms, seeds and choices that its folder already has.
 
-    What would mix runs of other terms or options is a UserError.
+    Other terms, or an arm of the same name with other options, are a UserError.
     """
     if not (sweep.root / "sweep.json").exists():
         return sweep
     before = load_sweep(sweep.root)
     arms = {arm.name: arm for arm in before.arms}
-    clashes: dict[str, tuple[object, object]] = {}
+    changed = Differences()
     for arm in sweep.arms:
         known = arms.setdefault(arm.name, arm)
-        clashes |= differences(known, arm)
-    clashes["equal"] = (before.equal, sweep.equal)
-    clashes["tune"] = (before.tune, sweep.tune)
-    looks_once = len(before.looks) == len(sweep.looks) == 1
-    if not looks_once:
-        clashes["seeds"] = (before.looks, sweep.looks)
-    how = "Give another --workdir, or the old values"
-    refuse_differences(f"{sweep.root} holds a sweep", clashes, how)
+        changed |= differences(known, arm)
+    changed["equal"] = (before.equal, sweep.equal)
+    changed["tune"] = (before.tune, sweep.tune)
+    # Without interim analyses, seeds may be added.
+    if max(len(before.looks), len(sweep.looks)) > 1:
+        changed["seeds"] = (before.looks, sweep.looks)
+    refuse_differences(
+        f"{sweep.root} holds a sweep",
+        changed,
+        "Give another --workdir, or the old values",
+    )
     raised_from = before.raised_from
     if sweep.looks > before.looks and not raised_from:
         states = {run.outcome().state for run in before.runs()}

@@ -1,24 +1,26 @@
-"""Which arms of an ablation differ from its baseline, by how much, and what stayed invisible.
+"""Verdicts: which arms differ from the baseline, by how much, and how sure that is.
 
 An arm is a set of runs that differ in their seed only. Differences are arm - baseline, in the unit
-of the scores, which are losses: negative is better. The family-wise level (5 %) bounds the chance
-of one false verdict or more among all arms; the confidence (95 %) is that of all intervals at once.
+of the scores. Scores are losses, so negative differences are better. The family-wise level (5 %)
+bounds the probability of one or more false verdicts among all arms. All intervals hold together
+with 95 %.
 
-Unpaired, an arm differs if two tests say so. The wider of their intervals counts:
+The tests are unpaired. An arm differs if both of them say so, and the wider of their intervals
+counts:
 
-1. Dunnett's test (Dunnett 1955, JASA 50) of all arms. It pools variances, which makes much of few
-   seeds, but takes the mean of a noisy arm, or of a noisy baseline, for more certain than it is.
-   Arms with more than ten times the median variance are left out of the others' pool, which they
-   would blind.
-2. Welch's t-test (Welch 1947, Biometrika 34) of the pair alone, which lets variances differ, at
-   level / sqrt(number of arms): halfway between no adjustment and Bonferroni's.
+1. Dunnett's test (Dunnett 1955, JASA 50) of all arms. It pools the variances, which gives few seeds
+   more power. But it takes the mean of a noisy arm, or of a noisy baseline, for more certain than
+   it is. An arm with more than ten times the median variance does not enter the pool of the other
+   arms, because it would hide their differences.
+2. Welch's t-test (Welch 1947, Biometrika 34) of the pair alone, in which variances may differ, at
+   level / sqrt(number of arms). That is halfway between no adjustment and Bonferroni's.
 
-In percent, from 40,000 sweeps of 5 arms with n seeds each, simulated by
-`python -m tests.programs.verdict_rates`:
-false verdicts where all deviations are equal, where the baseline's is 3, and where one arm's is 3;
-and how often an arm is found that differs by 5 standard errors. "Worst" is the highest rate of
-false verdicts for 1 to 10 arms of 3 or 5 seeds, a baseline of as many, and deviations of 1 or 3;
-with a baseline of another number, 3 to 10 seeds, our rule's is 8.4.
+The table is in percent, from 40,000 simulated sweeps of 5 arms with n seeds each (`python -m
+tests.programs.verdict_rates`). It lists how often a sweep has a false verdict, where all standard
+deviations are equal, where the baseline's is 3, and where one arm's is 3; how often an arm is found
+whose true difference is 5 standard errors; and, as "worst", the highest rate of false verdicts for
+1 to 10 arms of 3 or 5 seeds, a baseline with the same number, and standard deviations of 1 or 3.
+With a baseline of another number of seeds, 3 to 10, the worst rate of our rule is 8.4.
 
                                       equal       baseline       one arm        found     worst
                                     n=3  n=5      n=3  n=5      n=3  n=5      n=3  n=5
@@ -46,8 +48,8 @@ from gpt2.lab.ablate.power import (
     welch,
 )
 
-FOUND = ("better", "worse")  # the words of an arm that differs
-_ROUNDING = 1e-12  # relative to the scores; a standard error below is no spread
+CLEAR = ("better", "worse")  # the words of an arm that differs
+_ROUNDING = 1e-12  # relative to the scores; a smaller standard error counts as zero
 
 
 @dataclass(frozen=True)
@@ -55,33 +57,36 @@ class Sample:
     """The runs of one arm, or of the baseline."""
 
     scores: Array  # final losses of the finished runs, [n]; finite
-    diverged: int = 0  # runs without a score
-    # Runs that broke for other reasons, which say nothing about the arm.
-    failed: int = 0
+    diverged: int = 0  # runs whose loss became NaN or Inf
+    failed: int = 0  # runs that ended for reasons that say nothing about the arm
 
     @property
     def mean(self) -> float:
-        """The mean score; nan without any."""
+        """The mean score; NaN without scores."""
         return float(self.scores.mean()) if len(self.scores) else math.nan
 
     @property
     def num_runs(self) -> int:
-        """How many runs have ended."""
+        """The number of runs that have ended."""
         return len(self.scores) + self.diverged + self.failed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say about one arm; differences are arm - baseline. nan: without a test."""
+    """What the runs say about one arm. Numbers are NaN if no test applies."""
 
-    difference: float
+    difference: float  # arm - baseline
     words: str  # better, worse, undecided: at most 0.0123, or why there is no verdict
-    baseline: float  # the mean of the baseline's scores that the difference is from
-    low: float = math.nan  # of its interval, at once with the other arms'
+    baseline: float  # the mean of the baseline's scores that was subtracted
+    low: float = (
+        math.nan
+    )  # the end of an interval that holds together with the other arms'
     high: float = math.nan
     p_value: float = math.nan  # adjusted for the number of arms
-    error: float = math.nan  # the difference's standard error by these runs alone
-    # The smallest true difference that as many seeds, this noisy, find with a power of 0.8.
+    error: float = (
+        math.nan
+    )  # the difference's standard error, from the runs of both alone
+    # The smallest true difference that such runs find with a power of 0.8.
     detectable: Callable[[], float] = field(
         default=lambda: math.nan, repr=False, compare=False
     )
@@ -93,10 +98,10 @@ def compare(
     *,
     level: float = LEVEL,
 ) -> dict[str, Verdict]:
-    """Judges each arm against the baseline, by the tests of the module's docstring.
+    """Return the verdict on each arm, by the tests of the module's docstring.
 
-    An arm with a diverged run has no verdict, since its survivors are not a fair sample, and no
-    part in the tests of other arms. `level` is that of all arms together.
+    An arm with a diverged run has no verdict, because its other runs are not a fair sample, and it
+    does not enter the tests of other arms. `level` bounds false verdicts among all arms.
     """
     verdicts = {}
     judged = {}
@@ -104,18 +109,19 @@ def compare(
         words = _obstacle(baseline, arm)
         if not words:
             judged[name] = arm
-            words = "the same score for every seed: no verdict"  # which a test replaces
+            # A test replaces these words if the scores differ.
+            words = "the same score for every seed: no verdict"
         verdicts[name] = Verdict(arm.mean - baseline.mean, words, baseline.mean)
     return verdicts | _test(baseline, judged, level)
 
 
 def _obstacle(baseline: Sample, arm: Sample) -> str:
-    """Says why an arm has no verdict, or nothing if it may have one."""
+    """Return why no test applies to an arm; "" if one does."""
     if arm.diverged:
         return f"diverged in {arm.diverged} of {arm.num_runs} runs"
     if baseline.diverged:
-        share = f"{baseline.diverged} of {baseline.num_runs} runs"
-        return f"the baseline diverged in {share}: no verdict"
+        runs = f"{baseline.diverged} of {baseline.num_runs} runs"
+        return f"the baseline diverged in {runs}: no verdict"
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
         if len(sample.scores) < 2:
             return f"fewer than two runs{whose} finished: no verdict"
@@ -123,7 +129,7 @@ def _obstacle(baseline: Sample, arm: Sample) -> str:
 
 
 def _decide(low: float, high: float) -> str:
-    """Returns what an interval says."""
+    """Return the words for an interval of the difference."""
     if high < 0:
         return "better"
     if low > 0:
@@ -134,7 +140,7 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Tests by Dunnett's and Welch's methods, as the module's docstring says, where runs differ."""
+    """Return the verdicts on the arms whose scores differ, by Dunnett's and Welch's tests."""
     first = baseline.scores
     groups = [first, *(arm.scores for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])

@@ -1,7 +1,7 @@
-"""The runs of a sweep, each a folder of its own: runs/ARM/seed-SEED, or tune/ARM/VALUES/seed-SEED.
+"""A run of the lab is a folder: its options, its log, how it ended, and its workdir.
 
-config.json holds the options that it was asked to train with, log.txt what it printed, outcome.json
-how it ended, once it has, and run/ is the workdir of train.py.
+config.json holds the options, log.txt the output of train.py, outcome.json how the run ended, and
+run/ is the workdir of train.py.
 """
 
 import dataclasses
@@ -23,27 +23,31 @@ from gpt2.utils.files import reading, write_json
 from gpt2.utils.stores import is_url
 
 Setting = bool | int | float | str  # the value of an option
-Settings = Mapping[str, Setting]  # of options by their dotted names
-ENDED = ("finished", "diverged")  # the states of runs that are not trained any more
+Settings = Mapping[str, Setting]  # by the options' dotted names
+ENDED = ("finished", "diverged")  # the states of runs that are not trained again
 
 
 class Outcome(NamedTuple):
     """How a run ended."""
 
-    state: str  # finished, diverged (its loss was NaN or Inf), failed otherwise, or waiting
-    error: str = ""  # the line that says why
+    state: (
+        str  # finished, diverged (NaN or Inf), failed, or waiting if it has not ended
+    )
+    error: str = ""  # the log line that says why
+    attempt: str = ""  # a random id: two attempts may fail with the same error
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One run of train.py."""
 
-    arm: str  # its name
+    arm: str  # the arm's name
     config: Config
     folder: Path
-    tuned: Settings = dataclasses.field(default_factory=dict)  # that it tries, or chose
-    chooses: bool = False  # whether it only chooses between values
-    source: Path = SOURCE  # where the train.py lies that trains it
+    # The options that the run tries, or that tuning has chosen for it.
+    tuned: Settings = dataclasses.field(default_factory=dict)
+    chooses: bool = False  # whether the run belongs to the tuning
+    source: Path = SOURCE  # the folder of its train.py
     # Options that only the code in `source` has.
     extra: Settings = dataclasses.field(default_factory=dict)
 
@@ -54,22 +58,25 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Its name for people, such as `optim.name=muon seed 2`."""
+        """The run's name on the screen, such as `optim.name=muon seed 2`."""
         values = f" {describe(self.tuned)}" if self.chooses else ""
         return f"{self.arm}{values} seed {self.config.seed}"
 
     def options(self) -> dict[str, Setting]:
-        """Returns the options that it is asked to train with, as config.json has them."""
+        """Return the options that its code has, by name, as config.json holds them."""
         options = {**flatten(self.config.to_dict()), **self.extra}
         if self.source != SOURCE:
             usual = flatten(Config().to_dict())
             for name in options.keys() - defaults_of(self.source).keys():
                 if options.pop(name) != usual.get(name):
-                    raise UserError(f"the code in {self.source} has no option {name}")
+                    raise UserError(
+                        f"The code in {self.source} has no option {name}",
+                        "Leave the option out, or name other code",
+                    )
         return options
 
     def outcome(self) -> Outcome:
-        """Returns how it ended; `waiting` if it has not."""
+        """Return how the run ended."""
         path = self.folder / "outcome.json"
         with reading(path, f"Remove {path}, and repeat the command"):
             try:
@@ -78,27 +85,28 @@ class Run:
                 return Outcome("waiting")
 
     def read(self, score: str) -> list[dict]:
-        """Returns its metrics; a UserError unless a run that has ended is that run, whole.
+        """Return the metrics, and raise a UserError if the folder holds another or a damaged run.
 
-        It has the options and the seed that are asked for; a finished one, its last step's score.
-        One that has not ended is refused if its code lacks an option.
+        A run that has ended must have the options and the seed that are expected. A finished run
+        must have the metric `score` at its last step.
         """
         options = self.options()
         state = self.outcome().state
         records = read_metrics(self.workdir / "metrics.jsonl")
         if state not in ENDED:
             return records
-        how = f"Remove {self.folder}, and repeat the command"
-        with reading(self.folder, how):
+        remedy = f"Remove {self.folder}, and repeat the command"
+        with reading(self.folder, remedy):
             text = (self.workdir / "config.json").read_bytes()
-            kept = flatten(json.loads(text))
+            actual = flatten(json.loads(text))
             self.codes()
-        for name, wanted in options.items():
-            # Other code may lack an option.
-            found = kept.get(name, wanted)
-            if found != wanted:
+        for name, expected in options.items():
+            # Code of another version may lack an option.
+            value = actual.get(name, expected)
+            if value != expected:
                 raise UserError(
-                    f"{self.folder} holds a run with {name}={found}, not {wanted}", how
+                    f"{self.folder} holds a run with {name}={value}, not {expected}",
+                    remedy,
                 )
         if state == "diverged":
             return records
@@ -108,14 +116,18 @@ class Run:
         value = last.get(score)
         has_score = isinstance(value, float) and math.isfinite(value)
         if step != steps or not has_score:
-            where = f"at step {step} of {steps} with {score}={value}"
-            raise UserError(f"the metrics of {self.folder} end {where}", how)
+            raise UserError(
+                f"The metrics of {self.folder} end at step {step} of {steps}"
+                f" with {score}={value}",
+                remedy,
+            )
         return records
 
     def codes(self, *, to_come: bool = False) -> set[str]:
-        """Returns the hashes of the code that its steps are of.
+        """Return the hashes of the code that trained the run's steps.
 
-        A run that has not ended has none, or those `to_come`, with which it would go on.
+        A run that has not ended has none, unless steps `to_come` count: then it has those of its
+        checkpoint and of the code that would train it now.
         """
         starts = read_starts(self.workdir)
         if self.outcome().state in ENDED:
@@ -123,39 +135,42 @@ class Run:
         if not to_come:
             return set()
         saved = latest_step(self.workdir) or 0
-        kept = {start["code"] for start in starts if start["step"] < saved}
-        return kept | {hash_code(self.source)}
+        trained = {start["code"] for start in starts if start["step"] < saved}
+        return trained | {hash_code(self.source)}
 
     def parameters(self) -> str:
-        """Returns how many parameters it has, as its first screen says."""
+        """Return the number of parameters as the run's log has it, such as `1.3M`."""
         path = self.folder / "log.txt"
         log = path.read_text(errors="replace") if path.exists() else ""
-        found = re.search(r"(\S+) parameters", log)
-        return found[1] if found else ""
+        match = re.search(r"(\S+) parameters", log)
+        return match[1] if match else ""
 
     def prepare(self) -> None:
-        """Writes what train.py reads."""
+        """Write the options for train.py, and remove the outcome of an earlier attempt."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "outcome.json").unlink(missing_ok=True)  # of an earlier try
+        (self.folder / "outcome.json").unlink(missing_ok=True)
         write_json(self.folder / "config.json", self.options())
 
 
 @functools.cache
 def defaults_of(source: Path) -> Settings:
-    """Returns the options that the code in a folder has, and their defaults."""
+    """Return the options of the code in a folder, with their defaults."""
     path = source / "configs" / "default.py"
-    with reading(path, "", "does not work"):  # it is anyone's code
+    with reading(path, "", "does not work"):  # the code of a branch may be broken
         code = runpy.run_path(str(path))
         return flatten(code["get_config"]())
 
 
-def find_root(flag: str, place: str | None) -> Path:
-    """Returns the folder of a sweep or of a ledger, as a flag names it."""
-    if not place or is_url(place):
-        raise UserError(f"--{flag} names no folder", "Give one, or mount the bucket")
-    return Path(place).expanduser()
+def find_root(flag: str, path: str | None) -> Path:
+    """Return the folder of a sweep or of a ledger that a flag names."""
+    if not path or is_url(path):
+        raise UserError(
+            f"--{flag}={path or ''} is no folder",
+            f"Write --{flag}=FOLDER, and mount a bucket to use it",
+        )
+    return Path(path).expanduser()
 
 
 def describe(settings: Settings) -> str:
-    """Writes options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
+    """Write options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
     return ",".join(f"{name}={value}" for name, value in settings.items())

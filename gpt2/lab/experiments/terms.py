@@ -1,4 +1,4 @@
-"""Terms: what all arms of a sweep get alike, whatever it is that differs between them.
+"""Equal terms: the metric in which arms are compared, and lengths of runs.
 
 Configs have their vocabulary: `model.vocab_size` is not 0.
 """
@@ -9,11 +9,11 @@ from dataclasses import replace
 from gpt2.config import Config, option, with_options
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
-from gpt2.lab.ablate.arms import Arm
+from gpt2.lab.experiments.arms import Arm
 from gpt2.model.flops import model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
-# What decides the validation split, and what its first batches.
+# Options that decide the validation split, and options that decide its first batches.
 _TEXT = ("data.corpus", "data.val_fraction", "data.unique")
 _PART = (
     "train.eval_batches",
@@ -26,9 +26,9 @@ BITS_PER_BYTE = "eval/bits_per_byte"
 
 
 def choose_score(arms: Sequence[Arm]) -> str:
-    """Returns the metric in which arms are compared: nats per token, or bits per byte.
+    """Return the metric in which arms are compared: nats per token, or bits per byte.
 
-    Arms that would be validated on different texts are a UserError.
+    Arms whose validation texts differ are a UserError.
     """
 
     def differs(name: str) -> bool:
@@ -36,26 +36,30 @@ def choose_score(arms: Sequence[Arm]) -> str:
 
     if any(map(differs, _TEXT)):
         raise UserError(
-            "another data.corpus, val_fraction or unique is validated on different texts"
+            "Arms differ in data.corpus, data.val_fraction or data.unique,"
+            " so that their validation texts differ",
+            "Vary other options",
         )
     reads_part = any(arm.config.train.eval_batches for arm in arms)
     if reads_part and any(map(differs, _PART)):
         raise UserError(
-            "the first train.eval_batches of the validation split would not be the same",
+            "The arms would be validated on different batches",
             "Use --config.train.eval_batches=0, which reads the whole split",
         )
     return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
 
 
 def with_length(arm: Arm, num_steps: int) -> Arm:
-    """Returns an arm whose runs are longer or shorter, what lasts for steps in proportion."""
+    """Return an arm whose runs have `num_steps`, and whose durations change in proportion."""
     optim = arm.config.optim
     before = arm.config.train.num_steps
     changes_shape = len(arm.config.shapes.pieces) > 1
     named = changes_shape or optim.schedule.startswith("piecewise")
     if named and num_steps != before:
         raise UserError(
-            f"a schedule of {arm.name} names steps of a run of {before}, not of {num_steps}"
+            f"A schedule of {arm.name} names steps of a run of {before} steps,"
+            f" but on equal terms the run has {num_steps}",
+            "Use a schedule without steps",
         )
     options = {"train.num_steps": max(1, num_steps)}
     for name, about in OPTIONS.items():
@@ -65,6 +69,6 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
 
 
 def flops(config: Config, steps: int) -> float:
-    """Returns the model's FLOPs of so many steps."""
+    """Return the model's FLOPs of a number of steps."""
     cfg = config.gpt()
     return config.shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps)

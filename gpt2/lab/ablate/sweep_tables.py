@@ -1,24 +1,24 @@
-"""The tables of a sweep's report; every cell is text."""
+"""The tables of a sweep's report. Every cell is text."""
 
 import math
-from collections.abc import Collection, Mapping
-from statistics import mean, stdev
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-import scipy  # loads its parts when they are used
+import scipy  # imports its parts when they are used
 
 from gpt2.lab.ablate.judge import compared
-from gpt2.lab.ablate.results import AMOUNTS, METRICS, amount_to_reach
-from gpt2.lab.ablate.runs import describe
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.ablate.verdicts import Sample, Verdict
+from gpt2.lab.experiments.cells import interval, number, spread
+from gpt2.lab.experiments.results import AMOUNTS, METRICS
+from gpt2.lab.experiments.run_folder import describe
 
 
 def verdict_table(
     by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
 ) -> pd.DataFrame:
-    """Returns a row for each arm: its runs, and what they say."""
+    """Return a row for each arm: its scores and its verdict."""
     rows = []
     for name, sample in by_arm.items():
         row = {
@@ -41,7 +41,7 @@ def verdict_table(
 
 
 def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Returns the last values of all metrics, a row for each; also those that a loss adds."""
+    """Return a row for each metric: its last values by arm, including metrics that a loss adds."""
     rows = []
     for name in results.columns:
         if name.startswith(METRICS):
@@ -54,11 +54,11 @@ def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Returns the share of the baseline's run that each arm takes to reach its final score."""
+    """Return the fraction of the baseline's run that each arm needs to reach its final score."""
     rows = []
     baseline, *others = sweep.arms
     first = compared(results, baseline, "finished")
-    # Of a single validation, at the end, there is no curve.
+    # A single validation at the end makes no curve.
     if first.empty or len(first.curve.iloc[0].scores) < 2:
         return pd.DataFrame()
     targets = [first.score.mean(), *first.score]
@@ -66,67 +66,58 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
         runs = compared(results, arm, "finished")
         row = {"arm": arm.name}
         for amount, title in AMOUNTS.items():
-            shares = np.empty((len(runs), len(targets)))
+            fractions = np.empty((len(runs), len(targets)))
             for i, curve in enumerate(runs.curve):
                 amounts = getattr(curve, amount) / first[amount].mean()
                 for j, target in enumerate(targets):
-                    shares[i, j] = amount_to_reach(amounts, curve.scores, target)
-            row[title] = _share(shares)
+                    fractions[i, j] = amount_to_reach(amounts, curve.scores, target)
+            row[title] = describe_fractions(fractions)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _share(shares: np.ndarray) -> str:
-    """Writes the mean of what runs took, and its 95 % interval by Welch's method.
+def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
+    """Return the amount after which a curve stays below a score, interpolated linearly.
 
-    Rows are an arm's runs, which reach the mean of the baseline's final scores, then each of them.
+    It is inf if the curve ends above the score, and the first validation's amount if it is never
+    above.
     """
-    if not shares.size or np.isnan(shares).any():
+    # The last validation above the score counts, so that a lucky one before it does not.
+    above = np.flatnonzero(scores > target)
+    start = above[-1] if above.size else 0
+    x = -scores[start : start + 2]
+    y = amounts[start : start + 2]
+    return float(np.interp(-target, x, y, right=math.inf))
+
+
+def describe_fractions(fractions: np.ndarray) -> str:
+    """Write the mean fraction and its 95 % interval by Welch's method.
+
+    `fractions` is `[runs of the arm, 1 + runs of the baseline]`: how much of the baseline's run a
+    run needs to reach the mean of the baseline's final scores, and then each of them.
+    """
+    if not fractions.size or np.isnan(fractions).any():
         return "-"
-    reached = np.isfinite(shares).all(1)
+    reached = np.isfinite(fractions).all(1)
     if not reached.all():
-        return f"reached by {reached.sum()} of {len(shares)}"
-    own = shares[:, 0]
-    targets = shares[:, 1:].mean(0)
-    middle = own.mean()
-    if min(len(own), len(targets)) < 2:
+        return f"reached by {reached.sum()} of {len(fractions)}"
+    by_run = fractions[:, 0]
+    by_target = fractions[:, 1:].mean(0)
+    middle = by_run.mean()
+    if min(len(by_run), len(by_target)) < 2:
         return f"{middle:.2f}"
-    welch = scipy.stats.ttest_ind(own, targets, equal_var=False)
+    welch = scipy.stats.ttest_ind(by_run, by_target, equal_var=False)
     ends = welch.confidence_interval(0.95)
     half_width = (ends.high - ends.low) / 2
-    told = interval(middle - half_width, middle + half_width, ".2f")
-    return f"{middle:.2f} {told}"
+    ends_text = interval(middle - half_width, middle + half_width, ".2f")
+    return f"{middle:.2f} {ends_text}"
 
 
 def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Returns the score of each choice of values, a row for each, by each arm; * is its best."""
-    tried = results[results.purpose == "choose"]
-    table = tried.pivot(index="values", columns="arm", values="score")
+    """Return a row for each choice of values: its score by arm, with * where an arm chose it."""
+    runs = results[results.purpose == "choose"]
+    table = runs.pivot(index="values", columns="arm", values="score")
     table = table.map(number, form=".4f")
     for arm in table.columns.intersection(list(sweep.chosen)):
         table.loc[describe(sweep.chosen[arm]), arm] += "*"
     return table.reset_index()
-
-
-def spread(scores: Collection[float]) -> str:
-    """Writes the mean of scores, and their deviation if there are several."""
-    if not len(scores):
-        return "-"
-    middle = f"{mean(scores):.4f}"
-    if len(scores) == 1:
-        return middle
-    return f"{middle} ± {stdev(scores):.4f}"
-
-
-def number(value: float, form: str) -> str:
-    """Writes a number; `-` if there is none."""
-    if math.isfinite(value):
-        return f"{value:{form}}"
-    return "-"
-
-
-def interval(low: float, high: float, form: str) -> str:
-    """Writes an interval; nothing if there is none."""
-    if math.isfinite(high - low):
-        return f"({low:{form}} to {high:{form}})"
-    return ""

@@ -1,0 +1,40 @@
+"""The picture of a sweep's differences."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.lab.ablate.verdicts import Verdict
+from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, RED, drawing
+
+_COLORS = {"better": GREEN, "worse": RED}
+
+
+def plot_differences(
+    png: Path,
+    verdicts: Mapping[str, Verdict],
+    scores: Mapping[str, np.ndarray],
+    unit: str,
+) -> None:
+    """Plot each arm's difference from the baseline, with its interval and its runs.
+
+    `scores` are final scores minus the baseline's mean. The baseline's difference is 0.
+    """
+    names = sorted(verdicts, key=lambda name: verdicts[name].difference, reverse=True)
+    with drawing(png, height=1.4 + 0.42 * len(names)) as (axes,):
+        axes.axvline(0, color=BASELINE, linewidth=1.2)
+        for row, name in enumerate(names):
+            verdict = verdicts[name]
+            color = _COLORS.get(verdict.words, GREY)
+            half_width = verdict.high - verdict.difference
+            axes.errorbar(
+                verdict.difference, row, xerr=half_width, fmt="D", color=color
+            )
+            # A little lower, where the bar does not hide them.
+            heights = np.full(len(scores[name]), row - 0.2)
+            axes.plot(scores[name], heights, "o", color=color, alpha=0.6, markersize=5)
+        labels = [name.replace(",", ",\n") for name in names]
+        axes.set_yticks(range(len(names)), labels)
+        axes.margins(y=0.15)
+        axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")

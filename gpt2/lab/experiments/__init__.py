@@ -1,0 +1,1 @@
+"""What sweeps, ledgers and comparisons share: arms, their runs, what runs yield, and pages."""

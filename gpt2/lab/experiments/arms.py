@@ -1,0 +1,236 @@
+"""Arms: the variants that are compared, as `--vary` and `--idea` name them."""
+
+import contextlib
+import csv
+import dataclasses
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from gpt2 import cli
+from gpt2.config import (
+    Config,
+    flatten,
+    option,
+    read_option,
+    read_options,
+    with_options,
+)
+from gpt2.config.options import OPTIONS
+from gpt2.errors import UserError
+from gpt2.lab.experiments.checkouts import WORKING_TREE, find_commit, source_folder
+from gpt2.lab.experiments.run_folder import Run, Setting, Settings, describe
+
+# Names that a `--vary` may set next to options.
+_RECIPE = "recipe"
+_CODE = "code"
+_TUNABLE = ("optim.", "loss.")  # groups that do not change what a fair comparison is
+_LONGEST_NAME = 150  # characters; file systems allow 255 bytes for a folder's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One variant of a comparison."""
+
+    # How it differs from the baseline, such as `optim.name=muon`. Its folder has the same name.
+    name: str
+    config: Config  # the seed is that of the first run
+    commit: str = ""  # of the code that trains it; "" is the working tree
+    # Options that only that commit has.
+    extra: Settings = dataclasses.field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, Setting]:
+        """All options by name, including those that only its commit has."""
+        return {**flatten(self.config.to_dict()), **self.extra}
+
+    def source(self, root: Path) -> Path:
+        """Return the folder of the arm's code in a sweep or ledger at `root`."""
+        return source_folder(root, self.commit)
+
+    def make_run(
+        self,
+        root: Path,
+        number: int,
+        tuned: Settings | None = None,
+        *,
+        chooses: bool = False,
+    ) -> Run:
+        """Return the run of the arm's seed `number`, counted from its first seed.
+
+        `tuned` are the options that tuning tries, if the run `chooses` them, or has chosen.
+        """
+        tuned = tuned or {}
+        folder = root / "runs" / self.name
+        if chooses:
+            folder = root / "tune" / self.name / describe(tuned)
+        seed = self.config.seed + number
+        return Run(
+            arm=self.name,
+            config=with_options(self.config, {**tuned, "seed": seed}),
+            folder=folder / f"seed-{seed}",
+            tuned=tuned,
+            chooses=chooses,
+            source=self.source(root),
+            extra=self.extra,
+        )
+
+    def to_tree(self) -> dict[str, object]:
+        """Return the arm as JSON holds it and as `from_options` reads it."""
+        return {"name": self.name, "options": self.options, "commit": self.commit}
+
+    @classmethod
+    def from_options(cls, name: str, options: Settings, commit: str) -> "Arm":
+        """Return the arm with these options; this code may lack some that `commit` has."""
+        known = dict(options)
+        extra = {key: known.pop(key) for key in options.keys() - OPTIONS.keys()}
+        return cls(name, Config.from_dict(known), commit, extra)
+
+
+Differences = dict[str, tuple[object, object]]  # option -> the old and the new value
+
+
+def differences(old: Arm, new: Arm) -> Differences:
+    """Return the options whose values differ between two arms; `none` for a missing one."""
+    before = old.options | {_CODE: old.commit or WORKING_TREE}
+    after = new.options | {_CODE: new.commit or WORKING_TREE}
+    changed = Differences()
+    for name, value in after.items():
+        previous = before.get(name, "none")
+        if value != previous:
+            changed[name] = (previous, value)
+    return changed
+
+
+def refuse_differences(
+    what: str, changed: Mapping[str, tuple[object, object]], remedy: str
+) -> None:
+    """Raise a UserError that names every value that is not the old one."""
+    texts = []
+    for name, (old, new) in changed.items():
+        if old != new:
+            texts.append(f"{name}={old}, not {new}")
+    if texts:
+        raise UserError(f"{what} with {'; '.join(texts)}", remedy)
+
+
+def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
+    """Return the arms of a comparison. The baseline, which is `config` itself, is the first.
+
+    Each `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`, where `.` is the
+    working tree. A value may set further options, as in `optim.name=muon+optim.weight_decay=0.0`.
+    After `code=BRANCH` these may be options that only the branch has. Quotes protect a comma.
+    """
+    axes = [_read_axis(text) for text in vary]
+    points: Iterable[Sequence[Settings]] = itertools.product(*axes)
+    if one_at_a_time:
+        points = itertools.product(itertools.chain(*axes))
+    arms = {"baseline": Arm("baseline", config)}
+    for point in points:
+        usual: dict[str, Setting] = {_CODE: WORKING_TREE}
+        # A recipe replaces the options of the config, so each value that stands next to it counts.
+        if not any(_RECIPE in value for value in point):
+            usual |= flatten(config.to_dict())
+        labels = []
+        for value in point:
+            if not value.items() <= usual.items():
+                labels.append(_label(value))
+        if not labels:
+            continue  # the baseline
+        name = ",".join(labels)
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[:_LONGEST_NAME]}-{zlib.crc32(name.encode()):08x}"
+        arm = _make_arm(config, point, name)
+        if arms.setdefault(name, arm) != arm:
+            raise UserError(
+                f"Two arms have the name {name}", "Rename one of the recipes"
+            )
+    return list(arms.values())
+
+
+def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
+    """Return the values of each `--tune`. Every arm tries all of them."""
+    taken = set[str]()
+    for text in vary:
+        taken.update(*_read_axis(text))
+    axes = []
+    for text in tune:
+        axis = _read_axis(text)
+        names = set[str]().union(*axis)
+        for name in names:
+            if not name.startswith(_TUNABLE):
+                raise UserError(
+                    f"--tune={text} would change what is compared",
+                    "Tune options of optim. or loss. only",
+                )
+            if name in taken:
+                raise UserError(
+                    f"{name} is varied or tuned twice", "Remove one of its flags"
+                )
+        taken |= names
+        axes.append(axis)
+    return axes
+
+
+def _read_axis(text: str) -> list[Settings]:
+    """Read `OPTION=VALUE,...`."""
+    name, _, rest = text.partition("=")
+    values = next(csv.reader([rest]), [])
+    if not values or not all(values):
+        raise UserError(f"{text} has no value", "Write OPTION=VALUE")
+    return [_read_value(f"{name}={value}") for value in values]
+
+
+def _read_value(text: str) -> Settings:
+    """Read `OPTION=VALUE` and any `+OPTION=VALUE` after it."""
+    options: dict[str, Setting] = {}
+    for pair in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text):
+        name, value = pair.split("=", 1)
+        if name in (_RECIPE, _CODE):
+            options[name] = value
+        elif name in OPTIONS or options.get(_CODE, WORKING_TREE) == WORKING_TREE:
+            options[name] = read_option(name, value)
+        else:
+            # The type of an option that only the branch has is not known here.
+            options[name] = value
+            with contextlib.suppress(ValueError):
+                options[name] = json.loads(value.lower())
+    if "seed" in options:
+        raise UserError("seed cannot be varied", "Use --seeds=N")
+    if "train.num_steps" in options:
+        raise UserError(
+            "train.num_steps cannot be varied, since it follows from --equal",
+            "Start a sweep for each length",
+        )
+    return options
+
+
+def _label(value: Settings) -> str:
+    pairs = dict(value)
+    if _RECIPE in value:
+        pairs[_RECIPE] = Path(str(value[_RECIPE])).stem
+    text = "+".join(f"{name}={setting}" for name, setting in pairs.items())
+    return re.sub(r"[^\w.,=+-]+", "_", text)  # it becomes the name of a folder
+
+
+def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
+    # All options are set at once, because some are valid only together.
+    options: dict[str, Setting] = {}
+    for value in values:
+        for key in value.keys() & options.keys():
+            raise UserError(f"Several --vary set {key}", "Use --one_at_a_time")
+        options |= value
+    try:
+        commit = find_commit(str(options.pop(_CODE, WORKING_TREE)))
+        if _RECIPE in options:
+            recipe = read_options(str(options.pop(_RECIPE)))
+            # Overrides on the command line apply to all arms.
+            overrides = {key: option(config, key) for key in cli.overrides()}
+            config = with_options(Config.from_dict(recipe), overrides)
+        usual = flatten(config.to_dict())
+        return Arm.from_options(name, usual | options, commit)
+    except UserError as error:
+        raise UserError(f"The arm {name} cannot train: {error}") from None

@@ -1,0 +1,43 @@
+"""Numbers as text for the cells of tables."""
+
+import math
+from collections.abc import Collection
+from statistics import mean, stdev
+
+
+def spread(values: Collection[float]) -> str:
+    """Write a mean and, if there are several values, their standard deviation.
+
+    Both have four decimals, or five digits from 100 on.
+    """
+    if not len(values):
+        return "-"
+    middle = mean(values)
+    deviation = stdev(values) if len(values) > 1 else 0.0
+    largest = max(abs(middle), deviation, 1.0)
+    decimals = 4
+    if largest >= 100:
+        decimals = max(0, 4 - int(math.log10(largest)))  # five digits
+    text = f"{middle:,.{decimals}f}"
+    if len(values) > 1:
+        text += f" ± {deviation:,.{decimals}f}"
+    return text
+
+
+def number(value: float, form: str) -> str:
+    """Write a number; `-` if it is not finite."""
+    if math.isfinite(value):
+        return f"{value:{form}}"
+    return "-"
+
+
+def interval(low: float, high: float, form: str) -> str:
+    """Write an interval; "" if an end is not finite."""
+    if math.isfinite(high - low):
+        return f"({low:{form}} to {high:{form}})"
+    return ""
+
+
+def printable(text: str) -> str:
+    """Return a text without characters that a terminal would act on."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

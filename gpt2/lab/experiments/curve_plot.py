@@ -1,0 +1,99 @@
+"""Validation curves in one picture, and how the lab draws pictures."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpt2.lab.experiments.results import AMOUNTS, Curve
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colors that colour-blind people can tell apart (Okabe and Ito 2008).
+BLUE = "#0072b2"
+RED = "#d55e00"
+GREEN = "#009e73"
+ORANGE = "#e69f00"
+GREY = "#6b7280"
+BASELINE = "#4b5563"
+_COLORS = (BLUE, RED, GREEN, "#cc79a7", ORANGE, "#56b4e9", "#8c6d31")
+_LINES = ("-", "--", ":", "-.")  # of all curves, once the colors are used up
+
+
+def plot_curves(
+    png: Path,
+    curves: Mapping[str, Sequence[Curve]],
+    unit: str,
+) -> None:
+    """Plot the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
+
+    `curves` are by the arm's name, the baseline first, one for each seed. A single validation is a
+    dot, and a curve without tokens is a horizontal line.
+    """
+    height = 4.6 + 0.12 * len(curves)
+    styles = [("-", BASELINE), *itertools.product(_LINES, _COLORS)]
+    with drawing(png, height, width=14, columns=3) as panels:
+        for axes, (amount, title) in zip(panels, AMOUNTS.items(), strict=True):
+            for name, style in zip(curves, itertools.cycle(styles), strict=False):
+                line, color = style
+                members = curves[name]
+                if any(np.isnan(curve.tokens).any() for curve in members):
+                    level = members[0].scores[0]
+                    axes.axhline(
+                        level, label=visible(name), color=color, linestyle=line
+                    )
+                    continue
+                # Runs of one arm are validated at the same steps. A shorter curve has not ended.
+                number = min(len(curve.scores) for curve in members)
+                x = np.mean([getattr(c, amount)[:number] for c in members], axis=0)
+                y = np.array([curve.scores[:number] for curve in members])
+                axes.plot(
+                    x,
+                    y.mean(0),
+                    marker="o" if number == 1 else "",
+                    label=visible(name),
+                    color=color,
+                    linestyle=line,
+                )
+                axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
+            axes.set_xlabel(title)
+        # The high losses of the first steps would leave little room for the others.
+        shown = list[float]()
+        for curve in itertools.chain(*curves.values()):
+            skipped = len(curve.scores) // 10
+            shown.extend(curve.scores[skipped:])
+        panels[0].set_ylim(top=1.02 * max(shown))
+        panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
+
+
+@contextlib.contextmanager
+def drawing(
+    png: Path, height: float, width: float = 9, columns: int = 1
+) -> Iterator[list["Axes"]]:
+    """Yield panels to draw in, and write them to a file with a legend below."""
+    # pyplot would open a window system and keep global state.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    # A name that holds two dollar signs is no formula.
+    with matplotlib.rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+        (panels,) = figure.subplots(1, columns, sharey=True, squeeze=False)
+        for axes in panels:
+            axes.grid(alpha=0.3)
+        yield panels
+        handles, labels = panels[0].get_legend_handles_labels()
+        if labels:  # below the panels, where they hide nothing
+            figure.legend(
+                handles, labels, fontsize=9, loc="outside lower left", ncols=3
+            )
+        figure.savefig(png)
+
+
+def visible(name: str) -> str:
+    """Return a label that matplotlib shows: it leaves out names that begin with `_`."""
+    return f"\u200b{name}" if name.startswith("_") else name

@@ -1,0 +1,170 @@
+"""Trains runs, several at once, each as a process of train.py."""
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+
+from gpt2.errors import UserError
+from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
+from gpt2.utils.cluster import Slot, start
+from gpt2.utils.code import hash_code
+from gpt2.utils.files import is_locked, write_json
+
+_DIVERGED = 3  # the exit code of train.py
+# The outcome of each run when this process first saw it. A run that had failed by then is tried
+# again. Outcomes are compared and not times, since clocks of file servers differ.
+_first_outcomes: dict[Path, Outcome] = {}
+
+
+def make_slots(jobs: int) -> list[Slot]:
+    """Return the resources of `jobs` runs at once: a GPU each, or a part of the CPU cores each."""
+    cores = list(range(os.cpu_count() or 1))
+    if sys.platform == "linux":
+        cores = sorted(os.sched_getaffinity(0))
+    gpus = _visible_gpus() if jobs > 1 else []
+    number = len(gpus or cores)
+    if jobs > number:
+        unit = "GPUs" if gpus else "CPU cores"
+        raise UserError(
+            f"--jobs={jobs} is more than the {number} {unit}",
+            f"Use --jobs={number} or fewer",
+        )
+    if gpus:
+        every_core = frozenset(cores)
+        return [Slot(every_core, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
+    slots = []
+    for part in np.array_split(cores, jobs):
+        slots.append(Slot(frozenset(map(int, part)), {}))
+    return slots
+
+
+def _visible_gpus() -> list[str]:
+    """Return the names by which CUDA knows the GPUs of this process."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return []
+    number = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    every = ",".join(map(str, range(number)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
+    # CUDA reads -1 as no GPU.
+    return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
+
+
+def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
+    """Train the runs that have not ended, and print the score of each when it ends.
+
+    Other processes may train the same runs. An interrupted run continues. A run that had failed
+    before this process began is tried again; a diverged run is not, because it would diverge again.
+    On SIGTERM the runs in progress save their state.
+    """
+    free = list(slots)
+    training = list[_Training]()
+    codes = {run.source: hash_code(run.source) for run in runs}
+    for run in runs:
+        _first_outcomes.setdefault(run.folder, run.outcome())
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        while training or not all(map(_has_ended, runs)):
+            for run in runs:
+                lock = _take(run) if free else None
+                if lock is None:
+                    continue
+                if hash_code(run.source) != codes[run.source]:
+                    raise UserError(
+                        f"The code has changed before {run.label} began to train",
+                        "Restore the code, and repeat the command",
+                    )
+                training.append(_Training(run, lock, free.pop()))
+            for job in training[:]:
+                code = job.process.poll()
+                if code is not None:
+                    training.remove(job)
+                    free.append(job.slot)
+                    result = job.end(code, score)
+                    done = sum(map(_has_ended, runs))
+                    print(f"{done}/{len(runs)}  {job.run.label}  {result}", flush=True)
+            time.sleep(0.2)
+    finally:
+        for job in training:
+            job.process.terminate()
+        for job in training:
+            job.process.wait()  # it saves its state
+
+
+def _has_ended(run: Run) -> bool:
+    """Return whether a run is not to be trained, or trained again, by this process."""
+    outcome = run.outcome()
+    if outcome.state == "failed":
+        return outcome != _first_outcomes[run.folder]
+    return outcome.state in ENDED
+
+
+def _take(run: Run) -> TextIO | None:
+    """Return the lock of a run, or None if it has ended or another process trains it."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # After a sweep was killed, its run may still save its state.
+        still_saves = is_locked(run.workdir / ".lock")
+        if not still_saves and not _has_ended(run):
+            return lock
+    lock.close()
+    return None
+
+
+class _Training:
+    """A run in progress: its process, its lock and its slot."""
+
+    def __init__(self, run: Run, lock: TextIO, slot: Slot):
+        self.run = run
+        self.slot = slot
+        self._lock = lock
+        run.prepare()
+        self._log = run.folder / "log.txt"
+        self._log.touch()
+        self._log_start = (
+            self._log.stat().st_size
+        )  # earlier attempts wrote what is before
+        command = [
+            str(run.source / "train.py"),
+            f"--config={run.folder / 'config.json'}",
+            f"--workdir={run.workdir}",
+        ]
+        environment = slot.environment | {"WANDB_NAME": run.label}
+        self.process = start(command, self._log, slot._replace(environment=environment))
+
+    def end(self, code: int, score: str) -> str:
+        """Write how the run ended, release its lock, and return its score or its error as text."""
+        outcome = self._read_outcome(code)
+        write_json(self.run.folder / "outcome.json", outcome._asdict())
+        self._lock.close()
+        if outcome.state == "finished":
+            return f"{self.run.read(score)[-1][score]:.4f}"
+        return f"{outcome.state}: {outcome.error}"
+
+    def _read_outcome(self, code: int) -> Outcome:
+        """Return how the process ended, from its exit code and its log."""
+        attempt = secrets.token_hex(4)
+        if not code:
+            return Outcome("finished", attempt=attempt)
+        if code < 0:
+            name = signal.Signals(-code).name
+            return Outcome("failed", f"killed by {name}", attempt)
+        error = f"exit code {code}"
+        log = self._log.read_bytes()[self._log_start :].decode(errors="replace")
+        # The last line of the most informative kind: JAX prints further lines after a traceback.
+        for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
+            for line in re.findall(rf"^{kind}", log, re.MULTILINE):
+                error = line.strip()
+        state = "diverged" if code == _DIVERGED else "failed"
+        return Outcome(state, error, attempt)

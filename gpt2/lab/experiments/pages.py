@@ -1,0 +1,34 @@
+"""Pages of reports: templates, and HTML files that need no network."""
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from gpt2.utils.files import write_text
+from gpt2.utils.text import counted
+
+_LAB = Path(__file__).parents[1]
+
+
+def render(template: str, **context: object) -> str:
+    """Fill a template, named by its path below gpt2/lab. Templates *.html.j2 escape all values."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_LAB),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["counted"] = counted
+    return environment.get_template(template).render(context)
+
+
+def write_page(root: Path, title: str, body: str, pictures: Sequence[str]) -> None:
+    """Write report.html. The pictures of `root` that its body names become part of it."""
+    for name in pictures:
+        data = base64.b64encode((root / name).read_bytes()).decode()
+        body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{data}"')
+    page = render("experiments/page.html.j2", title=title, body=body)
+    write_text(root / "report.html", page)

@@ -1,0 +1,130 @@
+"""What runs yield: final scores, metrics and validation curves."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from gpt2.config import DataConfig
+from gpt2.errors import UserError
+from gpt2.lab.experiments.run_folder import Run, describe
+from gpt2.lab.experiments.terms import flops
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.utils.code import SOURCE
+
+Amount = Callable[[int], float]  # of a number of steps
+AMOUNTS = {  # fields of a curve, with their titles in pictures and tables
+    "tokens": "tokens",
+    "flops": "FLOPs",
+    "seconds": "seconds of training steps",
+}
+METRICS = ("train/", "eval/", "perf/")  # prefixes of the metrics in results.csv
+
+
+class Curve(NamedTuple):
+    """The validations of a run, oldest first: arrays `[number of validations]`, float64."""
+
+    tokens: np.ndarray  # that training has read so far
+    flops: np.ndarray  # of training so far, by the model's formula
+    seconds: (
+        np.ndarray
+    )  # of training steps, without validation, checkpoints and compilation
+    scores: np.ndarray  # the metric that is compared
+
+
+def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
+    """Return a row for each run: the columns of results.csv, its label, its curve and its score.
+
+    The score, the metric that is compared, is NaN for a run that has not finished. A folder that
+    holds another run is a UserError.
+    """
+    rows = []
+    for run in runs:
+        records = run.read(score)
+        outcome = run.outcome()
+        tokens = run.config.shapes.tokens
+        flops_of: Amount = partial(flops, run.config)
+        if run.source != SOURCE:
+            flops_of = unknown
+        curve = read_curve(run.workdir, score, tokens, flops_of)
+        last = records[-1] if records else {}
+        steps = last.get("step", 0)
+        metrics = {key: last[key] for key in last if key.startswith(METRICS)}
+        row = {
+            "arm": run.arm,
+            "purpose": "choose" if run.chooses else "compare",
+            "values": describe(run.tuned),
+            "seed": run.config.seed,
+            "state": outcome.state,
+            "code": " ".join(sorted(run.codes())),
+            "parameters": run.parameters(),
+            "steps": steps,
+            "tokens": tokens(steps),
+            "flops": flops_of(steps),
+            "seconds": curve.seconds[-1] if len(curve.seconds) else math.nan,
+            **metrics,
+            "error": outcome.error,
+            "folder": run.folder,
+            "run": run.label,
+            "curve": curve,
+            "score": last[score] if outcome.state == "finished" else math.nan,
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def unknown(steps: int) -> float:
+    """Return NaN: the FLOPs of code whose formula may not be ours."""
+    return math.nan
+
+
+def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
+    """Read the validations of a workdir. `tokens` and `flops` are functions of the step."""
+    points = []
+    seconds = 0.0
+    before = 0
+    for record in read_metrics(workdir / "metrics.jsonl"):
+        step = record["step"]
+        if "perf/step_seconds" in record:
+            seconds = seconds + (step - before) * record["perf/step_seconds"]
+            before = step
+        value = record.get(score)
+        if value is not None:
+            points.append((tokens(step), flops(step), seconds, value))
+    table = np.array(points, dtype=np.float64)
+    columns = table.reshape(-1, 4).T
+    return Curve(*columns)
+
+
+def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) -> None:
+    """Raise a UserError if runs of one name differ in their text, or runs of one arm in their code.
+
+    With `to_come`, runs that have not ended count with the code that would train them now.
+    """
+    # The first run of each corpus and of each source, with its fingerprint.
+    texts: dict[DataConfig, tuple[bytes, Run]] = {}
+    codes: dict[Path, tuple[str, Run]] = {}
+    for run in runs:
+        run.read(score)
+        for code in sorted(run.codes(to_come=to_come)):
+            old, first = codes.setdefault(run.source, (code, run))
+            if old != code:
+                raise UserError(
+                    f"Runs of different code cannot be compared: {first.label} has code {old},"
+                    f" and {run.label} has {code}",
+                    f"Restore the code, or remove {first.folder}",
+                )
+        path = run.workdir / "data.json"
+        if not path.exists():
+            continue
+        data = path.read_bytes()
+        text, first = texts.setdefault(run.config.data, (data, run))
+        if text != data:
+            raise UserError(
+                f"{run.folder} was trained on another text than {first.folder}",
+                "Restore the corpus, or remove one of the runs",
+            )

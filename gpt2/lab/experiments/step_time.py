@@ -1,0 +1,97 @@
+"""Short runs that measure the time of a step, and lengths of runs on equal terms."""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gpt2.config import DEFAULTS, with_options
+from gpt2.errors import UserError
+from gpt2.lab.experiments.arms import Arm
+from gpt2.lab.experiments.jobs import Slot, train_all
+from gpt2.lab.experiments.run_folder import Run
+from gpt2.lab.experiments.terms import LOSS, flops, with_length
+from gpt2.telemetry.metrics import read_metrics
+from gpt2.utils.code import hash_code
+
+_STEPS = 40
+
+
+def make_measuring_run(root: Path, arm: Arm) -> Run:
+    """Return a short run of an arm, whose folder is named after all that decides its speed."""
+    options = {
+        "train.num_steps": _STEPS,
+        "train.log_every": _STEPS // 4,
+        "train.eval_every": 0,
+        "train.eval_batches": 1,
+        # The schedule does not change the time of a step. A constant one fits into few steps, and a
+        # slow warm-up keeps the run from diverging. A longer arm keeps its folder.
+        "optim.schedule": "constant",
+        "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
+        "optim.warmup_steps": _STEPS,
+    }
+    config = with_options(arm.config, options)
+    source = arm.source(root)
+    facts = [config.to_dict(), arm.extra, hash_code(source)]
+    crc = zlib.crc32(json.dumps(facts).encode())
+    folder = root / "measure" / f"{arm.name}-{crc:08x}"
+    return Run(arm.name, config, folder, source=source, extra=arm.extra)
+
+
+def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
+    """Return the seconds of an arm's step, and those of a run's start and compilation.
+
+    They come from a short run, which is trained once and stays in `root`.
+    """
+    run = make_measuring_run(root, arm)
+    print(f"measuring {arm.name}", flush=True)
+    with contextlib.redirect_stdout(None):  # a score after so few steps means nothing
+        train_all([run], slots[:1], LOSS)
+    if run.outcome().state != "finished":
+        raise UserError(
+            f"The short run that measures {arm.name} failed",
+            f"See {run.folder / 'log.txt'}",
+        )
+    records = pd.DataFrame(read_metrics(run.workdir / "metrics.jsonl"))
+    steps = records["perf/step_seconds"].dropna()
+    step = float(steps[1:].median())  # the first one includes the compilation
+    whole = float(records["perf/total_seconds"].max())
+    return step, whole - _STEPS * step
+
+
+def equalize(
+    arms: Sequence[Arm],
+    terms: str,
+    root: Path,
+    slots: Sequence[Slot],
+) -> list[Arm]:
+    """Return the arms with numbers of steps that cost the same tokens, FLOPs or seconds.
+
+    The first arm keeps its number of steps.
+    """
+    first, *others = arms
+
+    def cost(arm: Arm) -> float:
+        """Return the cost of a step, on average over the run."""
+        steps = arm.config.train.num_steps
+        if terms == "tokens":
+            return arm.config.shapes.tokens(steps) / steps
+        if terms == "seconds":
+            step, _ = measure(root, arm, slots)
+            return step
+        if arm.commit != first.commit:
+            raise UserError(
+                f"The FLOPs of {arm.name} are unknown, because it is another version of the code",
+                "Use --equal=tokens or --equal=seconds",
+            )
+        return flops(arm.config, steps) / steps
+
+    budget = first.config.train.num_steps * cost(first)
+    equal = [first]
+    for arm in others:
+        num_steps = round(budget / cost(arm))
+        equal.append(with_length(arm, num_steps))
+    return equal

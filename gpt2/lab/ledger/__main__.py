@@ -1,0 +1,315 @@
+r"""Tries one idea against the best so far, and answers: keep, discard or undecided.
+
+    python -m gpt2.lab.ledger --ledger=ideas --idea=optim.name=lion
+
+An idea is OPTION=VALUE (and +OPTION=VALUE after it), recipe=FILE, or code=BRANCH, where code=. is
+the working tree as it is. A ledger starts with --config and its overrides. A kept idea becomes the
+best, and later ideas are tried on top of it. Several processes may use one ledger. Exit codes: 0
+keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a mistake, or an idea that cannot be
+compared.
+"""
+
+from gpt2.utils import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+import contextlib
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+from absl import flags
+
+from gpt2 import cli
+from gpt2.data import prepare
+from gpt2.errors import UserError
+from gpt2.lab.experiments import cells
+from gpt2.lab.experiments.arms import Arm, differences, refuse_differences
+from gpt2.lab.experiments.checkouts import check_out, diff, find_commit, snapshot
+from gpt2.lab.experiments.jobs import make_slots, train_all
+from gpt2.lab.experiments.pages import render, write_page
+from gpt2.lab.experiments.results import check_comparable, read_results
+from gpt2.lab.experiments.run_folder import find_root
+from gpt2.lab.experiments.step_time import measure
+from gpt2.lab.experiments.terms import LOSS, TERMS
+from gpt2.lab.ledger.evidence import evidence, findable, is_futile, most_evidence
+from gpt2.lab.ledger.ideas import is_working_tree, make_idea
+from gpt2.lab.ledger.journal import Idea, Ledger, append, read_ledger
+from gpt2.lab.ledger.ledger_plot import plot_ledger
+from gpt2.utils import files
+from gpt2.utils.code import hash_code
+from gpt2.utils.text import counted, format_duration
+
+FLAGS = flags.FLAGS
+EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
+_LOCK = ".ledger.lock"
+_IS_BEST = "it is the best itself"
+
+
+def define_flags() -> None:
+    """Define the flags."""
+    cli.define_config()
+    flags.DEFINE_string("ledger", None, "Folder of the ledger.")
+    flags.DEFINE_string(
+        "idea",
+        "",
+        "OPTION=VALUE, recipe=FILE or code=BRANCH; without one, print the best so far.",
+    )
+    flags.DEFINE_integer("pairs", 16, "Most pairs of runs for an idea.", 2)
+    flags.DEFINE_float(
+        "minutes", math.inf, "Start no pair that would end after this time.", 0.0
+    )
+    flags.DEFINE_float(
+        "least", 0.0, "Smallest gain worth keeping, in nats per token.", 0.0
+    )
+    flags.DEFINE_enum(
+        "equal", "tokens", TERMS, "What is the same for the idea and the best."
+    )
+    flags.DEFINE_bool(
+        "dry_run", False, "Print which gains the pairs would find, and their time."
+    )
+    flags.DEFINE_bool(
+        "json", False, "Print the answer as one line of JSON, and the rest on stderr."
+    )
+
+
+def main() -> int:
+    """Try an idea, print the answer, and return the exit code."""
+    root = find_root("ledger", FLAGS.ledger)
+    with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
+        ledger = _open_ledger(root)
+        if FLAGS.dry_run and FLAGS.idea:
+            print(_describe_pairs(root, ledger))
+            return 0
+        idea = _try_idea(root) if FLAGS.idea else ledger.best
+        with files.locked(root / _LOCK):
+            ledger = read_ledger(root)
+            _write_page(root, ledger)
+    _print_answer(ledger, idea)
+    return EXIT_CODES[idea.answer] if FLAGS.idea else 0
+
+
+def _open_ledger(root: Path) -> Ledger:
+    """Return the ledger. The first command's options start a new one."""
+    config = cli.parse_config()
+    config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
+    with files.locked(root / _LOCK):
+        ledger = read_ledger(root)
+        if not ledger.ideas:
+            # The working tree as an idea is compared with the last commit.
+            commit = find_commit("HEAD") if is_working_tree(FLAGS.idea) else snapshot()
+            arm = Arm("000-start", config, commit=commit)
+            code = hash_code(check_out(root, commit))
+            append(root, Idea(0, "start", 0, arm, code))
+            return read_ledger(root)
+    first = ledger.ideas[0].arm
+    refuse_differences(
+        f"{root} started",
+        differences(first, replace(first, config=config)),
+        "Give the options that it started with, or another --ledger",
+    )
+    return ledger
+
+
+def _enter_idea(root: Path) -> Idea:
+    """Return the idea of the command line, or the entry of the same idea against the same best.
+
+    If the idea is the best itself, return it with its answer, without an entry in the ledger.
+    """
+    with files.locked(root / _LOCK):
+        ledger = read_ledger(root)
+        idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
+        level = ledger.level(idea.number)
+        if idea.same(ledger.best):
+            number = ledger.best.number
+            return replace(
+                idea, number=number, answer="discard", why=_IS_BEST, level=level
+            )
+        for other in ledger.ideas:
+            if other.best == idea.best and other.same(idea):
+                return other
+        if most_evidence(FLAGS.pairs) < 1 / level:
+            raise UserError(
+                f"--pairs={FLAGS.pairs} is too few to keep any idea at the level {level:.2%}",
+                "Give more --pairs",
+            )
+        append(root, idea)
+        return idea
+
+
+def _try_idea(root: Path) -> Idea:
+    """Train pairs of the idea until there is an answer, and return the idea with its answer."""
+    start = time.monotonic()
+    pair_seconds = 0.0
+    answer = ""
+    entered = _enter_idea(root)
+    if entered.why == _IS_BEST:
+        return entered
+    while True:
+        now = time.monotonic()
+        with files.locked(root / _LOCK):
+            ledger = read_ledger(root)
+            idea = ledger.ideas[entered.number]
+            if idea.answer == "keep":  # another process has kept it
+                return idea
+            if not answer:
+                answer, why = _decide(ledger, idea)
+            if ledger.best.number != idea.best:
+                answer = "undecided"
+                why = "another idea was kept meanwhile, try it on top of that"
+            elif not answer and now + pair_seconds > start + 60 * FLAGS.minutes:
+                answer = "undecided"
+                why = f"{FLAGS.minutes:g} minutes are used up"
+            if answer:
+                idea.level = ledger.level(idea.number)
+                idea.answer = answer
+                idea.why = why
+                idea.seconds += now - start
+                append(root, idea)
+                return idea
+        answer, why = _train_pair(root, ledger, idea)
+        pair_seconds = time.monotonic() - now
+
+
+def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
+    """Return the answer after the pairs so far, and its reason; "" without an answer."""
+    differences = idea.differences + FLAGS.least
+    if len(differences) < 2:
+        return "", ""
+    if not idea.differences.any():
+        return "discard", "the same score for every seed"
+    level = ledger.level(idea.number)
+    if evidence(differences)[-1] >= 1 / level:
+        return "keep", "clear"
+    if len(differences) >= FLAGS.pairs:
+        return "undecided", f"{FLAGS.pairs} pairs are used up"
+    if is_futile(differences, FLAGS.pairs, level):
+        return "discard", f"{FLAGS.pairs} pairs would hardly show that it is better"
+    return "", ""
+
+
+def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
+    """Train the best and the idea with the next seed; return an answer if the idea has no score."""
+    seed = len(idea.pairs)
+    arms = (ledger.ideas[idea.best].arm, idea.arm)
+    pair = [arm.make_run(root, seed) for arm in arms]
+    train_all(pair, make_slots(1), LOSS)
+    earlier = [arm.make_run(root, number) for number in range(seed) for arm in arms]
+    check_comparable([*earlier, *pair], LOSS)
+    results = read_results(pair, LOSS)
+    best_state, state = results.state
+    best_error, error = results.error
+    if best_state != "finished":
+        raise UserError(
+            f"The run {pair[0].label} of the best {best_state}: {best_error}",
+            f"See {pair[0].folder}",
+        )
+    if state == "diverged":
+        return "discard", f"diverged: {error}"
+    if state != "finished":
+        return "failed", error
+    with files.locked(root / _LOCK):
+        idea = read_ledger(root).ideas[idea.number]
+        if len(idea.pairs) == seed:  # no other process has added this pair
+            best_score, score = results.score
+            idea.pairs.append((best_score, score))
+            append(root, idea)
+    return "", ""
+
+
+def _write_page(root: Path, ledger: Ledger) -> None:
+    """Write report.html and ledger.png."""
+    gains = {0: 0.0}  # the difference of each best from the start, by number
+    for idea in ledger.kept:
+        gains[idea.number] = gains[idea.best] + idea.interval[0]
+    plot_ledger(root / "ledger.png", ledger.ideas[1:], gains)
+    body = render(
+        "ledger/ledger.html.j2",
+        ledger=ledger,
+        gains=gains,
+        differences=differences,
+        diff=diff,
+        cells=cells,
+    )
+    write_page(root, root.resolve().name, body, ["ledger.png"])
+
+
+def _print_answer(ledger: Ledger, idea: Idea) -> None:
+    """Print the answer on an idea and the state of the ledger, as a sentence or as JSON."""
+    difference, low, high = idea.interval
+    commit = ledger.best.arm.commit
+    changed = differences(ledger.ideas[0].arm, ledger.best.arm)
+    changed.pop("code", None)
+    options = {name: value for name, (_, value) in changed.items()}
+    facts = {
+        "answer": idea.answer,
+        "why": idea.why,
+        "idea": idea.text,
+        "number": idea.number,
+        "difference": difference,
+        "low": low,
+        "high": high,
+        "pairs": len(idea.pairs),
+        "seconds": idea.seconds,
+        "level": idea.level,
+        "ideas": len(ledger.ideas) - 1,
+        "kept": len(ledger.kept),
+        "next_level": ledger.level(len(ledger.ideas)),
+        "best": ledger.best.text,
+        "commit": commit,
+        "options": options,
+    }
+    if FLAGS.json:
+        print(pd.Series(facts).to_json())  # null in place of NaN
+        return
+    flags_of_best = [f" --config.{name}={value}" for name, value in options.items()]
+    text = f"{idea.text} is the best, commit {commit or 'none'}{''.join(flags_of_best)}"
+    if FLAGS.idea:
+        text = f"{idea.answer}:"
+        if idea.pairs:
+            text += f" {difference:+.4f}"
+        if interval := cells.interval(low, high, "+.4f"):
+            text += f" {interval}"
+        text += (
+            f" after {counted(len(idea.pairs), 'pair')}, {format_duration(idea.seconds)},"
+            f" {idea.why}; level {idea.level:.2%}"
+        )
+    text += (
+        f"; ledger {counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept,"
+        f" the next at {facts['next_level']:.2%}"
+    )
+    print(cells.printable(text))
+
+
+def _describe_pairs(root: Path, ledger: Ledger) -> str:
+    """Return which gains pairs of the idea would find, and how long they take."""
+    idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
+    step, start = measure(root, idea.arm, make_slots(1))
+    seconds = 2 * (start + idea.arm.config.train.num_steps * step)
+    level = ledger.level(idea.number)
+    noise = ledger.noise()
+    unit = f"nats per token; between seeds a difference varies by {noise:.4f}"
+    if not noise > 0:  # NaN before an idea has two pairs
+        noise = 1.0
+        unit = (
+            "standard deviations of a difference, which is known once an idea has two"
+            " pairs"
+        )
+    table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
+    table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
+    for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
+        table[title] = -noise * findable(FLAGS.pairs, level, power)
+    text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
+    return (
+        f"Pairs of {ledger.best.text} and {idea.text} would train:\n\n{text}\n\n"
+        "The columns are true differences, beyond --least, that are kept at level"
+        f" {level:.2%}, in {unit}"
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main, define_flags)

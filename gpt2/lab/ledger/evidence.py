@@ -1,0 +1,124 @@
+r"""The evidence of pairs of runs for an idea, valid after every pair, and the levels of a ledger.
+
+An idea and the best so far train with the same seeds. x_1, x_2, ... are the differences of their
+final losses, idea - best. The null hypothesis is that their mean is 0 or above. Let n be the number
+of pairs, m their mean, S = sum (x_i - m)^2, r = 1 + n tau^2, tau = 3, and F_n the distribution
+function of Student's t with n degrees of freedom. Then the evidence is
+
+    E_n = 2 r^(-1/2) ((S + n m^2) / (S + n m^2 / r))^(n/2)
+          F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)),
+
+It is the likelihood ratio of "mean / deviation is -|N(0, tau^2)|" to "it is 0", after the right
+Haar prior has removed the deviation (Lai 1976, Annals of Statistics 4; Pérez-Ortiz, Lardy, de Heide
+and Grünwald 2024, Annals of Statistics 52; Wang and Ramdas 2025, Sequential Analysis 44). Under the
+null hypothesis its expectation is at most 1 at any stopping time, if the decision to stop depends
+on ratios of differences alone, as it does here. So a ledger may look after each pair, and may
+continue an idea later with the pairs that it has.
+
+Assumed: the differences of one idea are independent and normal with one deviation, which may be
+different for each idea. Ideas share the runs of the best, so that their evidence is dependent.
+
+Over a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea once
+
+    E_n >= 1 / (alpha gamma_t (K + 1)),  alpha = 0.1,  gamma_t = t^(-1.3) / zeta(1.3),
+
+where K ideas have been kept so far. An idea gets its t with its first pair, or when it diverges. An
+idea whose runs fail has no E_n: its code failed, and no score was seen, so that the gamma_t of
+other ideas do not depend on scores, and the gamma_t of all E_n add up to at most 1. When an idea is
+kept, at least K + 1 are. So it adds at most alpha gamma_t E_n to the false fraction, and all ideas
+add at most alpha in expectation, whatever the dependence of e-values. The proof holds for values
+that are fixed when they are judged. Here an idea may also continue after K has grown, by scores of
+other ideas with the same runs of the best. `python -m tests.programs.ledger_rates` simulates this;
+docs/ledger.md has the rates.
+"""
+
+import math
+
+import numpy as np
+import scipy  # imports its parts when they are used
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Numbers = float | Array
+
+_FALSE_FRACTION = 0.1  # of the kept ideas, in expectation; alpha above
+_DECAY = 1.3
+_TAU = 3.0  # the scale of expected gains, in deviations
+_FUTILE = 0.2
+_NUM_DRAWN = 1000
+
+
+def level_at(number: int, kept: int) -> float:
+    """Return the level of the `number`-th idea, counted from 1, once `kept` ideas were kept."""
+    gamma = number**-_DECAY / scipy.special.zeta(_DECAY)
+    return float(_FALSE_FRACTION * gamma * (kept + 1))
+
+
+def evidence(differences: Array) -> Array:
+    """Return E_1, E_2, ... of differences `[..., pairs]`, which must not all be 0."""
+    num = np.arange(1, differences.shape[-1] + 1)
+    mean = differences.cumsum(-1) / num
+    squares = (differences**2).cumsum(-1) - num * mean**2
+    return _ratio(num, mean, np.maximum(squares, 0.0))
+
+
+def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
+    """Return the evidence of `num` differences from their mean and the sum of squares around it."""
+    r = 1 + num * _TAU**2
+    around_zero = squares + num * mean**2
+    left = squares + num * mean**2 / r
+    two_sided = (around_zero / left) ** (num / 2) / np.sqrt(r)
+    t = -mean * num * _TAU / np.sqrt(r * left / num)
+    return 2 * two_sided * scipy.special.stdtr(num, t)
+
+
+def most_evidence(pairs: int) -> float:
+    """Return the upper limit of the evidence of a number of pairs: 2 r^((n - 1) / 2)."""
+    r = 1 + pairs * _TAU**2
+    return 2 * r ** ((pairs - 1) / 2)
+
+
+def half_width(differences: Array, level: float) -> float:
+    """Return half the width of an interval that holds the true mean after every pair.
+
+    It fails with a probability of `level`, and is inf until there are enough pairs (Wang and Ramdas
+    2025, as above, two-sided).
+    """
+    num = len(differences)
+    r = 1 + num * _TAU**2
+    border = (math.sqrt(r) / level) ** (2 / num)
+    if border >= r:
+        return math.inf
+    variance = float(differences.var())
+    return math.sqrt(variance * (border - 1) / (1 - border / r))
+
+
+def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
+    """Return whether the evidence after `pairs` pairs would hardly reach 1 / `level`.
+
+    `differences` `[..., n]` are the pairs so far. The pairs to come get the same deviation, and as
+    their mean the better end of a one-sided 80 % interval.
+    """
+    num = differences.shape[-1]
+    mean = differences.mean(-1)
+    variance = differences.var(-1, ddof=1)
+    quantile = scipy.special.stdtrit(num - 1, 1 - _FUTILE)
+    better = mean - quantile * np.sqrt(variance / num)
+    in_all = (num * mean + (pairs - num) * better) / pairs
+    return _ratio(pairs, in_all, (pairs - 1) * variance) < 1 / level
+
+
+def findable(pairs: int, level: float, power: float) -> Array:
+    """Return the gains that 1, 2, ... pairs find with a probability of `power`, `[pairs]`.
+
+    Gains are in deviations of a difference, and NaN where no gain is found.
+    """
+    noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
+    sizes = np.geomspace(0.25, 64, 49)
+    rates = []
+    for size in sizes:
+        most = np.maximum.accumulate(evidence(noise - size), axis=1)
+        rates.append((most >= 1 / level).mean(0))
+    enough = np.array(rates) >= power
+    smallest = sizes[enough.argmax(0)]
+    return np.where(enough.any(0), smallest, math.nan)

@@ -1,0 +1,77 @@
+"""Ideas on top of the best so far: from `--idea` to an entry of the ledger."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gpt2 import cli
+from gpt2.errors import UserError
+from gpt2.lab.experiments.arms import Arm, make_arms
+from gpt2.lab.experiments.checkouts import check_out, contains, diff, snapshot
+from gpt2.lab.experiments.jobs import make_slots
+from gpt2.lab.experiments.run_folder import defaults_of
+from gpt2.lab.experiments.step_time import equalize
+from gpt2.lab.experiments.terms import LOSS, choose_score
+from gpt2.lab.ledger.journal import Idea, Ledger
+from gpt2.utils.code import hash_code
+
+_WORKING_TREE = re.compile(r"^code=\.(?=\+|$)")
+
+
+def is_working_tree(text: str) -> bool:
+    """Return whether an idea is the code of the working tree."""
+    return bool(_WORKING_TREE.match(text))
+
+
+def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
+    """Return the idea that `--idea` names, on top of the best so far."""
+    best = ledger.best.arm
+    value = text
+    if is_working_tree(text):
+        # In the form of `git describe`.
+        value = _WORKING_TREE.sub(f"code=working-tree-0-g{snapshot()[:9]}", text)
+    arms = make_arms(best.config, [value], one_at_a_time=True)
+    if len(arms) > 2:
+        raise UserError(f"--idea={text} names several ideas", "Try one after another")
+    arm = arms[-1]  # the best itself, if the idea changes nothing
+    number = len(ledger.ideas)
+    if choose_score([best, arm]) != LOSS:
+        raise UserError(
+            f"--idea={text} has another tokenizer than the ledger",
+            "Give another --ledger",
+        )
+    arm = replace(
+        arm,
+        name=f"{number:03}-{arm.name}",
+        config=arm.config.with_vocabulary(best.config.model.vocab_size),
+        commit=arm.commit or best.commit,
+        extra={**best.extra, **arm.extra},
+    )
+    code = hash_code(check_out(root, arm.commit))
+    if ledger.best.number and not contains(arm.commit, best.commit):
+        raise UserError(
+            f"--idea={text} lacks the kept code, commit {best.commit}",
+            "Start the branch at that commit, or merge it",
+        )
+    changed = diff(best.commit, arm.commit, "--name-only").split()
+    _refuse_unread(root, best, arm, changed)
+    if value != text and changed:
+        text += f" ({', '.join(changed)})"
+    _, arm = equalize([best, arm], equal, root, make_slots(1))
+    return Idea(number, text, ledger.best.number, arm, code)
+
+
+def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
+    """Refuse code that changes options in configs/: runs get their options from the ledger."""
+    remedy = "Give options next to the code: --idea=code=BRANCH+OPTION=VALUE"
+    for path in changed:
+        if path.startswith("configs/") and path in cli.config_file():
+            raise UserError(f"The code changes {path}, which no run reads", remedy)
+    before = defaults_of(best.source(root))
+    options = arm.options
+    for name, value in defaults_of(arm.source(root)).items():
+        if value not in (before.get(name, value), options.get(name)):
+            raise UserError(
+                f"The code changes the default of {name}, which no run reads", remedy
+            )

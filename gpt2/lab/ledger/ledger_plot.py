@@ -1,0 +1,49 @@
+"""The picture of a ledger."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, ORANGE, RED, drawing
+from gpt2.lab.ledger.journal import Idea
+
+_ANSWERS = {"keep": GREEN, "discard": GREY, "undecided": ORANGE, "failed": RED}
+
+
+def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
+    """Plot ideas with their intervals, in order, and the best so far as a line.
+
+    `gains` are the differences of each best from the start, by its number. An idea without a score
+    is a cross.
+    """
+    with drawing(png, height=5) as (axes,):
+        numbers = [*gains, len(ideas) + 0.5]
+        losses = [*gains.values(), min(gains.values())]
+        axes.step(
+            numbers, losses, where="post", color=BASELINE, label="the best so far"
+        )
+        for answer, color in _ANSWERS.items():
+            axes.plot([], [], "o", color=color, label=answer)
+        for idea in ideas:
+            color = _ANSWERS.get(idea.answer, BASELINE)  # without an answer yet
+            difference, low, _ = idea.interval
+            loss = gains[idea.best] + np.nan_to_num(difference)
+            error = np.nan_to_num(difference - low, posinf=0.0)
+            marker = "o" if idea.pairs else "x"
+            axes.errorbar(idea.number, loss, yerr=error, fmt=marker, color=color)
+            if idea.number in gains:
+                # Nothing else is drawn below the line.
+                axes.text(
+                    idea.number,
+                    loss,
+                    f"{idea.text}  ",
+                    ha="right",
+                    va="top",
+                    rotation=30,
+                    rotation_mode="anchor",
+                )
+        axes.margins(y=0.3)  # room for names
+        axes.locator_params(axis="x", integer=True)
+        axes.set_xlabel("idea")
+        axes.set_ylabel("nats per token, from the start")
