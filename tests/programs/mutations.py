@@ -110,8 +110,8 @@ layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k l
     - (*optim.rates, ("", 1.0))
     + (*reversed(optim.rates), ("", 1.0))
 an option that the optimizer does not read passes: config/options.py, config -k 'sgd and refused'
-    - if wanted and str(actual) in wanted.split("|"):
-    + if wanted:
+    - has_effect = str(actual) in wanted.split("|")
+    + has_effect = True
 the mask hides the token itself: ops/plain.py, switch_values -k gelu
     - visible = query >= key
     + visible = (query > key) | (query == 0)
@@ -241,8 +241,8 @@ small programs are compiled at every start: utils/launch.py, train -k second_sta
 a run continues with another optimizer: training/workdir.py, workdir -k continues_unless
     - if not OPTIONS[name].may_change:
     + if not OPTIONS[name].may_change and name != "optim.name":
-runs of different code are pooled: lab/ablate/sweep.py, ablate -k different_code
-    - if old != own:
+runs of different code are pooled: lab/experiments/results.py, ablate -k different_code
+    - if old != code:
     + if old == "":
 steps that a run no longer has count as its own: utils/code.py, ablate -k different_code
     - starts = [each for each in starts if each["step"] < start["step"]]
@@ -251,8 +251,8 @@ a run that is cut short is scored: lab/experiments/run_folder.py, ablate -k dama
     - if step != steps or not
     + if not
 another run's folder is believed: lab/experiments/run_folder.py, ablate -k damaged
-    - if found != wanted:
-    + if found is None:
+    - if value != expected:
+    + if value is None:
 equal tokens are those of the largest step: lab/experiments/step_time.py, ablate -k batches_grow
     - config.shapes.tokens(steps) / steps
     + config.tokens_per_step
