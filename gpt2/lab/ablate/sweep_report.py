@@ -61,7 +61,8 @@ def print_verdicts(table: pd.DataFrame) -> None:
     """Print the columns of a table of verdicts that fit into 80 characters."""
     screen = Table(box=None, pad_edge=False)
     for title in ("arm", "difference", "interval", "verdict"):
-        screen.add_column(title, no_wrap=title in ("difference", "interval"))
+        whole = title in ("difference", "interval")
+        screen.add_column(title, no_wrap=whole, overflow="fold")
     for row in table.to_dict("records"):
         verdict = row.get("verdict") or f"mean {row['mean ± sd']}"
         screen.add_row(row["arm"], row.get("difference"), row.get("interval"), verdict)
