@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +11,7 @@ from gpt2.config import GPTConfig
 from gpt2.config.shapes import Shape
 from gpt2.model.gpt import GPT
 from gpt2.model.ingredients import ingredients_of
+from gpt2.utils.parameters import is_declared
 
 
 @functools.cache
@@ -26,15 +26,12 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     boxed = jax.eval_shape(model.draw, jax.random.key(0), tokens)
     total = cfg.vocab_size * cfg.embed_dim
 
-    def is_box(node: object) -> bool:
-        return isinstance(node, nn.LogicallyPartitioned)
-
-    for box in jax.tree.leaves(boxed, is_leaf=is_box):
-        if "table" in box.names:
+    for box in jax.tree.leaves(boxed, is_leaf=is_declared):
+        if "table" in box.info.axes:
             continue
         size: float = math.prod(box.value.shape)
         for ingredient in ingredients_of(cfg):
-            size *= ingredient.active_fraction(box.names)
+            size *= ingredient.active_fraction(box.info.axes)
         total += round(size)
     return total
 

@@ -22,7 +22,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from gpt2.config import GPTConfig
-from gpt2.errors import UserError
 from gpt2.model.attention import rope_rotation
 from gpt2.model.block import Block
 from gpt2.model.ingredients import ingredients_of
@@ -30,6 +29,7 @@ from gpt2.model.layers import Embedding, Norm
 from gpt2.model.seams import Context, Layer
 from gpt2.ops import Ops, plain
 from gpt2.ops.plain import LogitsLoss, SoftCap, compute_logits
+from gpt2.utils.parameters import ParamInfo, is_declared, param_info
 from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Batch, Tree
@@ -41,7 +41,7 @@ class GPT(nn.Module):
     """The language model.
 
     `init` gives parameters as plain nested dictionaries. Their numbers do not depend on whether
-    layers are scanned or unrolled. `logical_axes` gives the names of their axes.
+    layers are scanned or unrolled. `parameters` returns what each of them declares.
 
     Methods take tokens `[B, T]` int32, T up to `context_length` if positions are learned;
     `segments` `[B, T]` int32, if tokens see only those of their own segment, which lie together,
@@ -253,34 +253,21 @@ class GPT(nn.Module):
         return {"params": in_layout(params, scanned=self.config.scan_layers)}
 
     @nn.nowrap
+    def parameters(self) -> Tree:
+        """Returns what every parameter declares, a `ParamInfo` in place of each leaf."""
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        declared = jax.eval_shape(self.draw, jax.random.key(0), tokens)
+        infos = jax.tree.map_with_path(param_info, declared, is_leaf=is_declared)
+
+        def stack(*layers: ParamInfo) -> ParamInfo:
+            return layers[0].stack()
+
+        return in_layout(infos, scanned=self.config.scan_layers, stack=stack)
+
+    @nn.nowrap
     def logical_axes(self) -> Tree:
         """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
-        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        axes = nn.get_partition_spec(
-            jax.eval_shape(self.draw, jax.random.key(0), tokens)
-        )
-        jax.tree.map_with_path(_check_names, axes)
-
-        def stack(*layers: PartitionSpec) -> PartitionSpec:
-            return PartitionSpec("layers", *layers[0])
-
-        return in_layout(axes, scanned=self.config.scan_layers, stack=stack)
-
-
-def _check_names(path: tuple, axes: PartitionSpec) -> None:
-    """Refuses a parameter that every device would hold whole, and one that nothing would decay."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    if not axes:
-        raise UserError(
-            f"parameter {name} does not name its axes",
-            "Read it by named_param of gpt2/model/layers.py",
-        )
-    sides = set(axes) - {"mix", "qkv", "head_size"}
-    if len(sides) > 1 and not name.endswith(("kernel", "embedding", "bias")):
-        raise UserError(
-            f"parameter {name} is a matrix that no weight decay and no Muon would find",
-            "End its name in kernel or embedding, or call its axes mix",
-        )
+        return jax.tree.map(lambda info: PartitionSpec(*info.axes), self.parameters())
 
 
 def make_context(

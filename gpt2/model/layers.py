@@ -13,17 +13,27 @@ from jax.ad_checkpoint import checkpoint_name
 from gpt2.config import GPTConfig
 from gpt2.ops import Ops
 from gpt2.ops.plain import ACTIVATIONS, Activation, Init, Names, Shape
+from gpt2.utils.parameters import ParamInfo
+from gpt2.utils.remat import ATTENTION_LINEAR, MLP_LINEAR
 
 
 def named_param(
-    module: nn.Module, name: str, init: Init, shape: Shape, axes: Names
+    module: nn.Module,
+    name: str,
+    init: Init,
+    shape: Shape,
+    axes: Names,
+    *,
+    inputs: tuple[int, ...] = (),
+    decays: bool = False,
 ) -> Array:
     """Returns a parameter of a module that has `config` and `ops`, gathered if it was in shards.
 
-    `parallel.rules` spread it between steps by the names of its axes. Weight decay and Muon go by
-    its own name.
+    `parallel.rules` spread it between steps by the names of its axes. A matrix `[D, F]` has
+    `inputs=(-2,)`, for Muon, and `decays=True`: see `ParamInfo`.
     """
-    return module.ops.whole(module.ops.param(module, name, init, shape, axes))
+    info = ParamInfo(axes, inputs, decays)
+    return module.ops.whole(module.ops.param(module, name, init, shape, info))
 
 
 class Linear(nn.Module):
@@ -50,7 +60,10 @@ class Linear(nn.Module):
     def setup(self):
         """Creates the kernel, of which operations take shards, and the bias."""
         cfg = self.config
-        self.kernel = self.ops.param(self, "kernel", self._draw, self.shape, self.axes)
+        rank = len(self.axes)
+        inputs = tuple(range(-rank, self.num_contract - rank))
+        info = ParamInfo(self.axes, inputs, decays=True)
+        self.kernel = self.ops.param(self, "kernel", self._draw, self.shape, info)
         self.bias = None
         if cfg.bias:
             shape = self.shape[self.num_contract :]
@@ -77,8 +90,8 @@ class Linear(nn.Module):
 
     @property
     def _result(self) -> str:
-        """The names of the layer's branch and of the map, such as `mlp/c_fc`."""
-        return "/".join(self.path[1:2] + self.path[-1:])
+        """The name by which rematerialisation knows the result: see gpt2/utils/remat.py."""
+        return ATTENTION_LINEAR if "attn" in self.path else MLP_LINEAR
 
     @nn.nowrap
     def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
@@ -157,7 +170,8 @@ class Embedding(nn.Module):
         cfg = self.config
         shape = (self.num_rows, self.width or cfg.embed_dim)
         normal = nn.initializers.normal(self.stddev)
-        self.embedding = self.ops.param(self, "embedding", normal, shape, self.axes)
+        info = ParamInfo(self.axes, decays=True)
+        self.embedding = self.ops.param(self, "embedding", normal, shape, info)
 
     def __call__(self, indices: Array) -> Array:
         """Returns the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute type."""

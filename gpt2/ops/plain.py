@@ -18,6 +18,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from gpt2.utils.parameters import DeclaredParam, ParamInfo
 from gpt2.utils.remat import CORE_ATTENTION
 from gpt2.utils.trees import Batch, Tree
 
@@ -366,10 +367,15 @@ Shape = tuple[int, ...]
 Names = tuple[str, ...]  # logical names of axes
 
 
-def param(module: nn.Module, name: str, init: Init, shape: Shape, axes: Names) -> Array:
-    """Return a float32 parameter of a module, whose axes have logical names."""
-    boxed = nn.with_logical_partitioning(init, axes)
-    return module.param(name, boxed, shape, jnp.float32, unbox=True)
+def param(
+    module: nn.Module, name: str, init: Init, shape: Shape, info: ParamInfo
+) -> Array:
+    """Return a float32 parameter of a module, which declares its axes and roles."""
+
+    def declare(*arguments: Array | Shape | DTypeLike) -> Tree:  # Flax unboxes it
+        return DeclaredParam(init(*arguments), info)
+
+    return module.param(name, declare, shape, jnp.float32, unbox=True)
 
 
 def whole(parameter: Array) -> Array:

@@ -1,5 +1,5 @@
 """Optimizers and learning-rate schedules: optax's where it has them, and one chain for all."""
 
-from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer, num_updates
+from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer
 from gpt2.optim.schedules import SCHEDULES, make_schedule
-from gpt2.optim.transforms import averaged_params, joint_norm
+from gpt2.optim.transforms import averaged_params, joint_norm, num_updates

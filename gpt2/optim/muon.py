@@ -9,7 +9,7 @@ import optax
 from jax import Array
 
 from gpt2.config import OptimConfig
-from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
+from gpt2.optim.stacks import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
@@ -44,12 +44,12 @@ class MuonState(NamedTuple):
 
 
 def scale_by_muon(
-    optim: OptimConfig, matrices: Matrices = Matrices()
+    optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
     """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
     Or of NorMuon (Li et al. 2025, algorithm 1), which divides each output's update by the root of
-    its running mean square. The trees hold hidden kernels only.
+    its running mean square. `parameters`, of `ParamInfo`, and the trees hold matrices only.
     """
     neurons = optim.name == "normuon"
     momentum = optax.constant_schedule(optim.momentum)
@@ -60,14 +60,14 @@ def scale_by_muon(
         zeros = jax.tree.map(jnp.zeros_like, params)
         squares = None
         if neurons:
-            squares = jax.tree.map(_zeros, kernels(params), params)
+            squares = jax.tree.map(_zeros, kernels(parameters, params), params)
         return MuonState(jnp.int32(0), zeros, squares)
 
     def update(
         updates: Tree, state: MuonState, params: Tree = None
     ) -> tuple[Tree, MuonState]:
         del params
-        shapes = kernels(updates)
+        shapes = kernels(parameters, updates)
         beta = momentum(state.count)
         move = partial(_lerp, weight=1 - beta)
         mean = jax.tree.map(move, state.momentum, updates)
@@ -76,7 +76,7 @@ def scale_by_muon(
         # bfloat16 where the hardware is made for it, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         moved = ahead if optim.nesterov else mean
-        operands = to_matrices(moved)
+        operands = to_matrices(shapes, moved)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
         orthogonalize = partial(_orthogonalize, method=optim.orthogonalize)
         orthogonal, *squares = map_stacks(matrices, orthogonalize, (operands,))
@@ -145,7 +145,7 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
 def _zeros(kernel: Kernel, x: Array) -> Array:
     """Returns the state of a kernel's neurons."""
     number = kernel.sides[kernel.outputs]
-    shape = (*kernel.sizes("k"), number)
+    shape = (*kernel.counts, number)
     return jnp.zeros(shape, x.dtype)
 
 

@@ -17,14 +17,8 @@ from jax import Array
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.optim.muon import scale_by_muon
-from gpt2.optim.parameters import (
-    Path,
-    decay_mask,
-    is_hidden_kernel,
-    map_parameters,
-    unrolled_names,
-)
 from gpt2.optim.soap import scale_by_soap
+from gpt2.optim.stacks import matrices_of
 from gpt2.optim.transforms import (
     average_parameters,
     cautious,
@@ -38,6 +32,7 @@ from gpt2.utils.trees import Tree
 def make_optimizer(
     optim: OptimConfig,
     schedule: optax.Schedule,
+    parameters: Tree,
     *,
     num_steps: int,
     width_ratio: float = 1.0,
@@ -45,27 +40,36 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns clipping, the direction, weight decay, factors, the rate and averages as one chain.
 
-    `matrices` says where directions for whole matrices compute. `width_ratio` is the model's width
-    over that for which its rates were tuned. As in microsoft/mup, rate times `weight_decay` stays
-    as it is: adam's decay grows by the ratio first.
+    Args:
+        optim: the options.
+        schedule: the learning rate, by step.
+        parameters: what each parameter declares (`GPT.parameters`), in the layout of the parameters
+            that are trained.
+        num_steps: of the run.
+        width_ratio: the model's width over the width for which its rates were tuned. As in
+            microsoft/mup, rate times `weight_decay` does not change: adam's decay grows first.
+        matrices: where directions for whole matrices are computed.
     """
-    direction = OPTIMIZERS[optim.name].direction(optim, num_steps, matrices)
+    direction = OPTIMIZERS[optim.name].direction(optim, num_steps, parameters, matrices)
     if optim.cautious in ("updates", "both"):
-        direction = cautious(direction)
-    decay = _decay(optim, schedule)
+        direction = cautious(direction, parameters)
+    is_matrix = jax.tree.map(lambda info: bool(info.inputs), parameters)
+    decay = _decay(optim, schedule, parameters)
     parts = [direction]
     if width_ratio != 1:
-        parts.append(_width_factor(optim, width_ratio))
+        factor = _width_factor(optim, width_ratio)
+        parts.append(optax.masked(factor, is_matrix))
     if optim.name in ("adam", "sgd"):
         if width_ratio != 1:
             wider = optim.weight_decay * (width_ratio - 1)
-            parts.insert(0, optax.add_decayed_weights(wider, _hidden_mask))
+            parts.insert(0, optax.add_decayed_weights(wider, is_matrix))
         parts.insert(0, decay)
     else:
         parts.append(decay)
     if optim.adam_learning_rate:
         ratio = optim.adam_learning_rate / optim.learning_rate
-        parts.append(optax.masked(optax.scale(ratio), _other_mask))
+        is_other = jax.tree.map(lambda matrix: not matrix, is_matrix)
+        parts.append(optax.masked(optax.scale(ratio), is_other))
     if optim.rates:
         parts.append(_layer_rates(optim))
     optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
@@ -82,38 +86,19 @@ def make_optimizer(
     return optax.chain(clip_by_global_norm(optim.clip_norm), optimizer)
 
 
-def num_updates(opt_state: optax.OptState) -> Array | None:
-    """Returns how often the schedule has been asked for a rate, an int32 scalar.
-
-    That is fewer times than steps if some were skipped; None if the state has no schedule.
-    """
-    found = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
-    if not found:
-        return None
-    _, last = found[-1]
-    return last.count
-
-
 def _decay(
-    optim: OptimConfig, schedule: optax.Schedule
+    optim: OptimConfig, schedule: optax.Schedule, parameters: Tree
 ) -> optax.GradientTransformation:
     amount: float | optax.Schedule = optim.weight_decay
     # The rate, which multiplies it again, over its peak.
     if optim.scheduled_weight_decay:
         peak = jnp.maximum(optim.learning_rate, 1e-30)  # where that is 0, no decay
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
-    decay = optax.add_decayed_weights(amount, decay_mask)
+    decays = jax.tree.map(lambda info: info.decays, parameters)
+    decay = optax.add_decayed_weights(amount, decays)
     if optim.cautious in ("decay", "both"):
         return cautious_decay(decay)
     return decay
-
-
-def _hidden_mask(params: Tree) -> Tree:
-    return map_parameters(lambda path, _: is_hidden_kernel(path), params)
-
-
-def _other_mask(params: Tree) -> Tree:
-    return map_parameters(lambda path, _: not is_hidden_kernel(path), params)
 
 
 def _width_factor(
@@ -122,7 +107,7 @@ def _width_factor(
     power = OPTIMIZERS[optim.name].width_power
     if power is None:
         raise UserError(f"optim.name={optim.name} has no rule for model.mup_base_width")
-    return optax.masked(optax.scale(width_ratio**-power), _hidden_mask)
+    return optax.scale(width_ratio**-power)
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
@@ -133,21 +118,20 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
         matches = [bool(re.search(pattern, name)) for pattern, _ in rates]
         return matches.index(True)
 
-    def first_matches(path: Path, leaf: Array) -> list[int]:
-        return [first_match(name) for name in unrolled_names(path, leaf)]
+    def first_matches(path: tuple, leaf: Array) -> list[int]:
+        return [first_match(name) for name in _unrolled_names(path, leaf)]
 
-    def scale(path: Path, update: Array) -> Array:
-        factors = [rates[place][1] for place in first_matches(path, update)]
-        return update * np.array(factors, update.dtype).reshape(
-            -1, *[1] * (update.ndim - 1)
-        )
+    def scale(path: tuple, update: Array) -> Array:
+        factors = [rates[index][1] for index in first_matches(path, update)]
+        by_layer = np.array(factors, update.dtype)
+        return update * by_layer.reshape(-1, *[1] * (update.ndim - 1))
 
     def init(params: Tree) -> optax.OptState:
-        places = map_parameters(first_matches, params)
-        matched = {*jax.tree.leaves(places)}
+        matches = jax.tree.map_with_path(first_matches, params)
+        matched = {*jax.tree.leaves(matches)}
         for index, (pattern, _) in enumerate(optim.rates):
             if index not in matched:  # a run would ignore it
-                names = map_parameters(unrolled_names, params)
+                names = jax.tree.map_with_path(_unrolled_names, params)
                 example = jax.tree.leaves(names)[0]
                 raise UserError(
                     f"optim.layer_rates has {pattern!r}, which matches no parameter, or none that "
@@ -155,13 +139,28 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
                 )
         return optax.EmptyState()
 
-    return optax.GradientTransformation(
-        init, lambda updates, state, _=None: (map_parameters(scale, updates), state)
-    )
+    def update(
+        updates: Tree, state: optax.OptState, params: Tree = None
+    ) -> tuple[Tree, optax.OptState]:
+        return jax.tree.map_with_path(scale, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _unrolled_names(path: tuple, leaf: Array) -> list[str]:
+    """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
+    names = [entry.key for entry in path]
+    if "h" not in names:  # not stacked
+        return ["/".join(names)]
+    layer = names.index("h")
+    return [
+        "/".join([*names[:layer], f"h_{index}", *names[layer + 1 :]])
+        for index in range(leaf.shape[0])
+    ]
 
 
 def _adam(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
+    optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
     """Adam (Kingma and Ba 2015)."""
     return optax.scale_by_adam(
@@ -172,7 +171,7 @@ def _adam(
 
 
 def _sgd(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
+    optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
     """Momentum as a sum of gradients (Sutskever et al. 2013), in torch.optim.SGD's form."""
     if not optim.momentum:
@@ -181,14 +180,14 @@ def _sgd(
 
 
 def _lion(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
+    optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
     """Lion (Chen et al. 2023)."""
     return optax.scale_by_lion(b1=optim.beta1, b2=optim.beta2)
 
 
 def _ademamix(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
+    optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
     """AdEMAMix (Pagliardini et al. 2024), its slow average warming up over the whole run.
 
@@ -220,7 +219,7 @@ def _ademamix(
 
 
 def _schedule_free(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
+    optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
     """Adam without its first moment, in whose place `make_optimizer` averages."""
     return optax.scale_by_rms(
@@ -232,36 +231,32 @@ def _schedule_free(
 
 
 def _with_adam(
-    optim: OptimConfig, num_steps: int, matrices: Matrices
+    optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Gives hidden kernels to a direction for matrices, and everything else to Adam."""
+    """A direction for matrices, next to Adam for all other parameters."""
     scale_by_matrices = scale_by_soap if optim.name == "soap" else scale_by_muon
-
-    def kinds(params: Tree) -> Tree:
-        return jax.tree.map(
-            lambda hidden: "hidden" if hidden else "adam", _hidden_mask(params)
-        )
-
-    return optax.partition(
-        {
-            "adam": _adam(optim, num_steps, matrices),
-            "hidden": scale_by_matrices(optim, matrices),
-        },
-        kinds,
-    )
+    kinds = jax.tree.map(lambda info: "hidden" if info.inputs else "adam", parameters)
+    directions = {
+        "adam": _adam(optim, num_steps, parameters, matrices),
+        "hidden": scale_by_matrices(optim, matrices_of(parameters), matrices),
+    }
+    return optax.partition(directions, kinds)
 
 
 class Optimizer(NamedTuple):
     """What `optim.name` names.
 
     Attributes:
-        direction: a function of the options, the steps of the run, and where matrices are computed.
+        direction: a function of the options, the number of steps of the run, what the parameters
+            declare, and where matrices are computed.
         width_power: of the width with which the largest singular value of a hidden kernel's update
             grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition
             1); None: not known.
     """
 
-    direction: Callable[[OptimConfig, int, Matrices], optax.GradientTransformation]
+    direction: Callable[
+        [OptimConfig, int, Tree, Matrices], optax.GradientTransformation
+    ]
     width_power: float | None = None
 
 

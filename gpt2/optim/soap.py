@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from gpt2.config import OptimConfig
-from gpt2.optim.matrices import Kernel, kernels, map_stacks, to_matrices
+from gpt2.optim.stacks import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
@@ -28,16 +28,17 @@ class SoapState(NamedTuple):
 
 
 def scale_by_soap(
-    optim: OptimConfig, matrices: Matrices = Matrices()
+    optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
     """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
-    The trees hold hidden kernels only. The first step only finds the bases, as in the authors'
-    code. Rounding chooses between bases where a gradient is nearly singular.
+    `parameters`, of `ParamInfo`, and the trees hold matrices only. The first step only computes the
+    bases, as in the authors' code. Rounding chooses between bases where a gradient is nearly
+    singular.
     """
 
     def init(params: Tree) -> SoapState:
-        shapes = kernels(params)
+        shapes = kernels(parameters, params)
 
         def squares(side: int) -> Tree:
             return jax.tree.map(partial(_square, side=side), shapes, params)
@@ -56,8 +57,8 @@ def scale_by_soap(
         updates: Tree, state: SoapState, params: Tree = None
     ) -> tuple[Tree, SoapState]:
         del params
-        shapes = kernels(updates)
-        in_shape = [to_matrices(tree) for tree in (updates, state.mu, state.nu)]
+        shapes = kernels(parameters, updates)
+        in_shape = [to_matrices(shapes, tree) for tree in (updates, state.mu, state.nu)]
 
         def stack(x: Array) -> Array:
             return x.reshape(-1, *x.shape[-2:])
@@ -91,7 +92,7 @@ def scale_by_soap(
 def _square(kernel: Kernel, x: Array, side: int) -> Array:
     """Returns zeros in the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
     size = kernel.sides[side]
-    return jnp.zeros((*kernel.sizes("k"), size, size), x.dtype)
+    return jnp.zeros((*kernel.counts, size, size), x.dtype)
 
 
 def _step(

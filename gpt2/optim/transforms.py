@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from optax.contrib import schedule_free_eval_params
 
-from gpt2.optim.parameters import is_stacked, map_parameters
+from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
 # The least share of a tensor that a cautious update is scaled up from (the authors' code).
@@ -54,15 +54,19 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
-def cautious(direction: optax.GradientTransformation) -> optax.GradientTransformation:
+def cautious(
+    direction: optax.GradientTransformation, parameters: Tree
+) -> optax.GradientTransformation:
     """Drops what a direction does against the gradient (Liang et al. 2024, algorithm 1).
 
     What is left of a tensor is divided by its share. Entries without a gradient count neither way.
     """
 
-    def mask(path: tuple[str, ...], update: Array, grad: Array) -> Array:
+    def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
-        axes = tuple(range(int(is_stacked(path)), update.ndim))  # of one layer's tensor
+        axes = tuple(
+            range(int("layers" in info.axes), update.ndim)
+        )  # of one layer's tensor
         asked = jnp.sum(
             grad != 0,
             axes,
@@ -76,7 +80,7 @@ def cautious(direction: optax.GradientTransformation) -> optax.GradientTransform
 
     def update_fn(grads, state, params=None):
         updates, state = direction.update(grads, state, params)
-        return map_parameters(mask, updates, grads), state
+        return jax.tree.map(mask, parameters, updates, grads), state
 
     return optax.GradientTransformation(direction.init, update_fn)
 
@@ -142,3 +146,15 @@ def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         return jax.jit(schedule_free_eval_params, out_shardings=shardings)(free, params)
     return params
+
+
+def num_updates(opt_state: optax.OptState) -> Array | None:
+    """Returns how often the schedule has been asked for a rate, an int32 scalar.
+
+    That is fewer times than steps if some were skipped; None if the state has no schedule.
+    """
+    found = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
+    if not found:
+        return None
+    _, last = found[-1]
+    return last.count

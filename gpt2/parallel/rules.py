@@ -16,14 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig, RulesConfig
 from gpt2.ops.fsdp import Shards, torus_sides
+from gpt2.utils.parameters import STACKING
 from gpt2.utils.trees import Tree
 
 # Axes of the mesh, outermost first. `data` and `fsdp` both split the batch.
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
-
-# Axes that stack tensors of equal shapes.
-STACKING = {"layers", "experts"}
 
 # Axes of parameters that are never split, because they are short or stack different kernels.
 WHOLE = ("layers", "qkv", "head_size", "mix")

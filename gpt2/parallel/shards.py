@@ -11,6 +11,7 @@ from jax import Array
 from gpt2.ops import Ops, plain
 from gpt2.ops.fsdp import Shard, Shards, gather, gathering, look_up
 from gpt2.ops.plain import Init, Names, Shape
+from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
 # Returns how a parameter with these logical axes is sharded, or None if it is whole.
@@ -53,7 +54,7 @@ def shard_param(
     name: str,
     init: Init,
     shape: Shape,
-    axes: Names,
+    info: ParamInfo,
     *,
     shards_for: ShardsFor,
 ) -> Array | Shard:
@@ -61,9 +62,9 @@ def shard_param(
 
     Inside a `shard_map`, Flax has to expect the shape of the shard.
     """
-    shards = shards_for(axes)
+    shards = shards_for(info.axes)
     local_shape = shards.shard_shape(shape) if shards else shape
-    array = plain.param(module, name, init, local_shape, axes)
+    array = plain.param(module, name, init, local_shape, info)
     return Shard(array, shards) if shards else array
 
 

@@ -91,6 +91,7 @@ class Program:
         chain = optimizer(
             config.optim,
             rates,
+            gpt.parameters(),
             num_steps=num_steps,
             width_ratio=gpt.config.width_ratio,
             matrices=backend.matrices,

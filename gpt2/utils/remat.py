@@ -10,23 +10,23 @@ from collections.abc import Collection
 import flax.linen as nn
 from jax.ad_checkpoint import Recompute, Saveable
 
-# Attention's output, and statistics of rows that a fused kernel's backward rule reads. Linear maps
-# name their results by the last two names of their path.
-CORE_ATTENTION = "attn/core"
+# The results of linear maps in attention, and of all others in a block.
+ATTENTION_LINEAR = "attention/linear"
+MLP_LINEAR = "mlp/linear"
+# Attention's output, and statistics of rows that a fused kernel's backward rule reads.
+CORE_ATTENTION = "attention/core"
 # JAX names no results of cuDNN's kernel. The operation stands for them.
 _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
-_PRODUCTS = ("attn/c_attn", "attn/c_q", "attn/c_kv", "attn/c_gate", "attn/c_proj")
-_ATTENTION = (*_PRODUCTS, CORE_ATTENTION, _CUDNN_ATTENTION)
-_MLP = ("mlp/c_fc", "mlp/c_gate", "mlp/c_proj")
+_ATTENTION = (ATTENTION_LINEAR, CORE_ATTENTION, _CUDNN_ATTENTION)
 
 # `memory.remat` -> what it keeps of a block beside the block's input, if the backward pass reads
 # it. `none` is not here: it computes nothing again.
 KEPT: dict[str, tuple[str, ...]] = {
     "full": (),
     "attention": _ATTENTION,
-    "mlp": _MLP,
-    "dots": (*_ATTENTION, *_MLP),
+    "mlp": (MLP_LINEAR,),
+    "dots": (*_ATTENTION, MLP_LINEAR),
 }
 
 

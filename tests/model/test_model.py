@@ -21,7 +21,6 @@ from gpt2.model.seams import Ingredient
 from gpt2.ops import Ops, plain
 from gpt2.ops import head_loss as head_loss_module
 from gpt2.ops.head_loss import look_up_padded, pad_vocab
-from gpt2.optim.parameters import decay_mask
 from gpt2.training.program import Program
 from gpt2.utils.scan import METRICS
 from tests import plain as in_numpy
@@ -195,7 +194,7 @@ class Pair(nn.Module):
 
     config: GPTConfig
     ops: Ops
-    suffix: str = "_kernel"
+    declares: bool = True
 
     @nn.compact
     def __call__(self, x):
@@ -203,9 +202,10 @@ class Pair(nn.Module):
         F = self.config.hidden_dim
         draw = nn.initializers.normal(0.1)
         axes = ("mix", "embed", "mlp")
-        up = named_param(self, "up" + self.suffix, draw, (2, D, F), axes)
+        role = dict(inputs=(-2,), decays=True) if self.declares else {}
+        up = named_param(self, "up", draw, (2, D, F), axes, **role)
         axes = ("mix", "mlp", "embed")
-        down = named_param(self, "kernel", draw, (2, F, D), axes)
+        down = named_param(self, "down", draw, (2, F, D), axes, **role)
         hidden = jnp.einsum("btd,edf->ebtf", x, up.astype(x.dtype))
         return jnp.einsum("ebtf,efd->btd", nn.silu(hidden), down.astype(x.dtype))
 
@@ -247,24 +247,25 @@ def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
     options = f"precision.compute={compute}"
     sharded = f"{options} parallel.strategy=zero3 parallel.fsdp_gather=layer"
     first, found = trained_by_muon(jax.devices(), sharded)
-    for name in ("up_kernel", "kernel"):
+    for name in ("up", "down"):
         # Newton-Schulz leaves singular values between 0.68 and 1.21; Adam's would differ by far.
         values = np.linalg.svd(found[name] - first[name], compute_uv=False)
         assert values.shape == (2, 32) and values.max() < 2 * values.min()
-    assert all(jax.tree.leaves(decay_mask({"h_0": {"mlp": found}})))
     if compute == "float32":
         _, wanted = trained_by_muon(jax.devices()[:1], options)
         # Rounding, times the largest singular value over the least.
         chex.assert_trees_all_close(found, wanted, atol=1e-5)
 
 
-def test_a_matrix_whose_name_nothing_finds_is_an_error(use_ingredient):
-    class Unnamed(OwnMLP):
+def test_a_matrix_without_a_role_is_an_error(use_ingredient):
+    class Undeclared(OwnMLP):
         def mlp(self, block):
-            return Pair(block.config, block.ops, suffix="", name="mlp")
+            return Pair(block.config, block.ops, declares=False, name="mlp")
 
-    use_ingredient(Unnamed)
-    with pytest.raises(UserError, match="parameter h_0/mlp/up is a matrix"):
+    use_ingredient(Undeclared)
+    with pytest.raises(
+        UserError, match=r"parameter h_0/mlp/down has the axes .* no role"
+    ):
         GPT(replaced(attention_sink=True)).logical_axes()
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
-from gpt2.model import GPTConfig
+from gpt2.model import GPT, GPTConfig
 from gpt2.optim import averaged_params, joint_norm, make_optimizer, make_schedule
 from gpt2.optim.transforms import average_parameters, clip_by_global_norm
+from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.scan import in_layout
 from tests.helpers import by_name, configured, first_params, thorough
 
@@ -79,6 +80,12 @@ def gradients(scanned=False):
     ]
 
 
+@cache
+def parameters_of(scanned=False):
+    """What the model's parameters declare."""
+    return GPT(dataclasses.replace(SMALL, scan_layers=scanned)).parameters()
+
+
 def unrolled(tree):
     """Leaves by name, with layers unrolled, as float64."""
     return {
@@ -90,7 +97,9 @@ def unrolled(tree):
 def train(optim, scanned=False, **options):
     """Returns parameters, and those that are validated, after ten steps."""
     schedule = make_schedule(optim, NUM_STEPS)
-    optimizer = make_optimizer(optim, schedule, num_steps=NUM_STEPS, **options)
+    optimizer = make_optimizer(
+        optim, schedule, parameters_of(scanned), num_steps=NUM_STEPS, **options
+    )
     params = jax.tree.map(jnp.asarray, initial_params(scanned))
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
@@ -300,6 +309,29 @@ def test_a_wider_model_moves_its_hidden_kernels_less_and_decays_them_alike(
         np.testing.assert_allclose(decayed[kernel], share * without[kernel], rtol=1e-5)
 
 
+def test_the_declared_role_of_a_parameter_decides_and_not_its_name():
+    optim = optim_of(f"name=muon weight_decay=0.5 clip_norm=0.0 {CONSTANT}")
+    parameters = {
+        "own": ParamInfo(("embed", "mlp"), inputs=(-2,), decays=True),
+        "kernel": ParamInfo(("mix", "mix")),
+    }
+    schedule = optax.constant_schedule(0.1)
+    optimizer = make_optimizer(optim, schedule, parameters, num_steps=1)
+    matrix = jnp.diag(jnp.array([1.0, 2.0, 3.0, 4.0]))
+    params = {"own": matrix, "kernel": matrix}
+    state = optimizer.init(params)
+    still, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    np.testing.assert_allclose(still["own"], -0.1 * 0.5 * matrix, rtol=1e-6)
+    np.testing.assert_array_equal(still["kernel"], jnp.zeros((4, 4)))
+    moved, _ = optimizer.update(params, state, params)
+    # Adam's first update is the sign of the gradient; Muon's is orthogonal.
+    np.testing.assert_allclose(moved["kernel"], -0.1 * np.sign(matrix), rtol=1e-5)
+    # Newton-Schulz leaves singular values between 0.68 and 1.21, at a root mean square of 0.2.
+    by_muon = -jnp.diag(moved["own"] - still["own"])
+    singular = by_muon / (0.1 * 0.2 * 4**0.5)
+    assert singular.min() > 0.68 and singular.max() < 1.21
+
+
 @pytest.mark.parametrize("scanned", [True, thorough(False)])
 @pytest.mark.parametrize("name", ["muon", "normuon", "soap"])
 def test_hidden_kernels_alone_get_the_direction_for_matrices(
@@ -373,7 +405,9 @@ def test_a_pattern_that_no_parameter_needs_is_refused(scanned):
 
     def init(layer_rates):
         optim = OptimConfig(layer_rates=layer_rates)
-        make_optimizer(optim, optax.constant_schedule(1.0), num_steps=1).init(params)
+        schedule = optax.constant_schedule(1.0)
+        parameters = parameters_of(scanned)
+        make_optimizer(optim, schedule, parameters, num_steps=1).init(params)
 
     init(r"h_1/=0.5,h_\d=2,ln_f/bias$=0")
     for patterns, unused in (("h_2/=1", "h_2/"), ("attn=1,c_attn=2", "c_attn")):

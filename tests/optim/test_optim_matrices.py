@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from gpt2.config import GPTConfig, OptimConfig, ParallelConfig
 from gpt2.lab.plan.collectives import collectives
 from gpt2.model import GPT
-from gpt2.optim import muon, optimizers
+from gpt2.optim import muon
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.soap import scale_by_soap
+from gpt2.optim.stacks import matrices_of
 from gpt2.parallel import rules
 from gpt2.parallel.matrices import Matrices
 from gpt2.parallel.mesh import make_mesh
@@ -49,21 +50,24 @@ SOAP = dict(name="soap", beta1=BETA1, beta2=BETA2, eps=EPS, precondition_every=E
 
 
 def muon_with(**options):
-    return scale_by_muon(OptimConfig(**MUON | options))
+    return partial(scale_by_muon, OptimConfig(**MUON | options))
 
 
+# Functions of what the matrices declare.
 OPTIMIZERS = {
     "muon": muon_with(),
     "muon without nesterov": muon_with(nesterov=False),
     "muon by polar express": muon_with(orthogonalize="polar_express"),
     "normuon": muon_with(name="normuon"),
-    "muon, its momentum warmed up": optimizers.OPTIMIZERS["muon"].direction(
-        OptimConfig(name="muon", momentum=MOMENTUM, momentum_warmup=WARMUP),
-        NUM_STEPS,
-        Matrices(),
-    ),
-    "soap": scale_by_soap(OptimConfig(**SOAP)),
+    "muon, its momentum warmed up": muon_with(momentum_warmup=WARMUP),
+    "soap": partial(scale_by_soap, OptimConfig(**SOAP)),
 }
+
+
+def matrices_in(config, scanned=False):
+    """Returns what the matrices of a model declare."""
+    model = GPT(dataclasses.replace(config, scan_layers=scanned))
+    return matrices_of(model.parameters())
 
 
 def hidden(tree):
@@ -88,8 +92,9 @@ def gradients(step, config=SMALL, dtype="float32"):
     return jax.tree.map(draw, hidden(shapes))
 
 
-def directions(optimizer, *, dtype="float32", scanned=False):
+def directions(make_optimizer, *, dtype="float32", scanned=False):
     """Returns the directions of all steps by name, as numpy."""
+    optimizer = make_optimizer(matrices_in(SMALL, scanned))
     grads = [
         in_layout(gradients(step, SMALL, dtype), scanned=scanned)
         for step in range(NUM_STEPS)
@@ -288,7 +293,7 @@ def test_polar_express_ends_nearer_to_orthogonal_than_newton_schulz():
 def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all():
     config = PLAIN
     mesh = MESH
-    optimizer = scale_by_muon(OptimConfig(**MUON), Matrices(mesh))
+    optimizer = muon_with()(matrices_in(config), Matrices(mesh))
     specs = hidden(rules.specs(GPT(config).logical_axes(), RULES.storage))
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
     grads = jax.device_put(gradients(0, config), shardings)
@@ -321,11 +326,12 @@ def test_a_matrix_crosses_each_axis_once_in_and_out_and_no_device_holds_them_all
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(platform):
     wanted = directions(OPTIMIZERS["muon"])
-    optimizer = scale_by_muon(OptimConfig(**MUON), Matrices(platform=platform))
-    found = directions(optimizer)
+    on_platform = partial(muon_with(), matrices=Matrices(platform=platform))
+    found = directions(on_platform)
     assert all(x.dtype == np.float32 for x in found.values())
     assert 1e-4 < difference(found, wanted) < 0.1
     grads = gradients(0)
+    optimizer = on_platform(matrices_in(SMALL))
     jaxpr = str(jax.make_jaxpr(optimizer.update)(grads, optimizer.init(grads)))
     products = re.findall(r"preferred_element_type=(\w+)", jaxpr)
     assert len(products) == 3 * 15 and set(products) == {"float32"}
@@ -337,8 +343,9 @@ def test_accelerators_multiply_in_bfloat16_and_add_up_in_float32(platform):
 )
 def test_gradients_of_zero_give_a_direction_of_zero(name):
     zeros = jax.tree.map(jnp.zeros_like, gradients(0))
-    state = OPTIMIZERS[name].init(zeros)
+    optimizer = OPTIMIZERS[name](matrices_in(SMALL))
+    state = optimizer.init(zeros)
     for _ in range(2):
-        direction, state = OPTIMIZERS[name].update(zeros, state)
+        direction, state = optimizer.update(zeros, state)
         assert not any(x.any() for x in named(direction).values())
     assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(state))

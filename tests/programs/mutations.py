@@ -85,9 +85,9 @@ no layer keeps its values: ingredients/value_residual.py, switch_values -k value
 validation has the z-loss too: losses/next_token.py, switch_values -k validation
     - next_token_loss(model.clone(config=config))
     + next_token_loss(model.clone(config=config), LossConfig(z_loss=0.1))
-weight decay on norms and biases: optim/parameters.py, optim -k 'formulas and adamw'
-    - return map_parameters(lambda path, _: path[-1].endswith(_DECAYED), params)
-    + return map_parameters(lambda path, _: True, params)
+weight decay on norms and biases: optim/optimizers.py, optim -k 'formulas and adamw'
+    - jax.tree.map(lambda info: info.decays, parameters)
+    + jax.tree.map(lambda info: True, parameters)
 the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
     - (1 - kept) * (param + update)
     + (1 - kept) * param
@@ -101,7 +101,7 @@ ademamix's slow average does not warm up: optim/optimizers.py, optim -k formulas
     - return optim.alpha * progress(count)
     + return optim.alpha + 0.0 * progress(count)
 a cautious mask takes one share for all stacked layers: optim/transforms.py, optim -k formulas
-    - tuple(range(int(is_stacked(path)), update.ndim))
+    - tuple(range(int("layers" in info.axes), update.ndim))
     + tuple(range(update.ndim))
 muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
     - optax.scale(width_ratio**-power)
@@ -329,7 +329,7 @@ scanned layers drop by one mask: utils/scan.py, model -k mask
     - "dropout": True
     + "dropout": False
 FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and modded'
-    - if "table" in box.names:
+    - if "table" in box.info.axes:
     + if False:
 """
 

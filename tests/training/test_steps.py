@@ -52,7 +52,7 @@ def make_batch(seed, batch_size=8, ignored=()):
 def setup(config=CONFIG, optim=OPTIM, **options):
     model = with_kernels(GPT(config))
     schedule = make_schedule(optim, 10)
-    optimizer = make_optimizer(optim, schedule, num_steps=10)
+    optimizer = make_optimizer(optim, schedule, model.parameters(), num_steps=10)
     params = first_params(config)
     state = TrainState.create(params, optimizer, config.compute_dtype)
     loss = options.pop("loss", next_token_loss)(model)
@@ -146,7 +146,7 @@ def on_devices(parallel, config=CONFIG, loss=next_token_loss):
     """Returns what gives the metrics of a batch in the first step, on eight devices."""
     model = GPT(config)
     schedule = make_schedule(OPTIM, 10)
-    optimizer = make_optimizer(OPTIM, schedule, num_steps=10)
+    optimizer = make_optimizer(OPTIM, schedule, model.parameters(), num_steps=10)
     backend = make_backend(ParallelConfig(**parallel), model.logical_axes())
     model = model.clone(ops=backend.make_ops(config, {}))
     update = make_update(loss(model), optimizer, schedule, seed=0)

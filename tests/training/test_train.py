@@ -170,7 +170,8 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
         name: np.concatenate([row[name][0] for row in first]) for name in first[0]
     }
     schedule = make_schedule(config.optim, 8)
-    optimizer = make_optimizer(config.optim, schedule, num_steps=8)
+    parameters = GPT(config.gpt()).parameters()
+    optimizer = make_optimizer(config.optim, schedule, parameters, num_steps=8)
     params = GPT(config.gpt()).init(init_key(0), np.zeros((1, 1), int))["params"]
     state = TrainState.create(params, optimizer, "float32")
     place = 0

@@ -15,12 +15,10 @@ from tests.helpers import first_params, thorough
 from tests.model import test_model
 from tests.model.test_model import loss, step_of, tokens_of
 
-ATTENTION = {
-    "attn/c_attn": 3,
-    "attn/core": 2,
-    "attn/c_proj": 1,
-}  # and how many arrays of a layer
-MLP = {"mlp/c_fc": 1}
+# Names of results, and how many arrays of a layer have them: queries, keys, values and the
+# projection; attention's output and statistics; the first product of the MLP.
+ATTENTION = {"attention/linear": 4, "attention/core": 2}
+MLP = {"mlp/linear": 1}
 KEEPS = {
     "full": {},
     "attention": ATTENTION,
@@ -47,14 +45,22 @@ def compiled(cfg):
     )
 
 
-@pytest.mark.parametrize("policy", KEPT)
-def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
-    cfg = replaced(remat=policy)
+def saved_results(cfg, capsys):
+    """Returns how many arrays a layer keeps of each name."""
     print_saved_residuals(functools.partial(loss, cfg), init(cfg), tokens_of(1))
     printed = capsys.readouterr().out
     names = collections.Counter(re.findall(r"named '(\w+/\w+)'", printed))
-    wanted = {name: cfg.num_layers * number for name, number in KEEPS[policy].items()}
-    assert names == wanted
+    return {name: number / cfg.num_layers for name, number in names.items()}
+
+
+@pytest.mark.parametrize("policy", KEPT)
+def test_a_policy_keeps_the_products_that_it_names(policy, capsys):
+    assert saved_results(replaced(remat=policy), capsys) == KEEPS[policy]
+
+
+def test_a_linear_map_that_an_ingredient_adds_is_kept_like_others(capsys):
+    cfg = replaced(remat="dots", attention_gate=True)
+    assert saved_results(cfg, capsys) == KEEPS["dots"] | {"attention/linear": 5}
 
 
 @pytest.mark.thorough
@@ -75,17 +81,12 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
             name = next(parts, "core").removesuffix(".parts")
             again[f"{found[1]}/{name}"] += 1
     layers = 1 if cfg.loops_over_layers else cfg.num_layers
-    every = {
-        "attn/c_attn": 1,
-        "attn/core": 4,
-        "attn/c_proj": 1,
-        "mlp/c_fc": 1,
-    }  # two blocks
-    wanted = {
-        name: layers * number
-        for name, number in every.items()
-        if name not in KEEPS[policy]
-    }
+    wanted = {}
+    if policy in ("full", "mlp"):  # two blocks of keys
+        wanted |= {"attn/c_attn": layers, "attn/core": 4 * layers}
+        wanted |= {"attn/c_proj": layers}
+    if policy in ("full", "attention"):
+        wanted |= {"mlp/c_fc": layers}
     assert again == wanted
 
 

@@ -16,7 +16,6 @@ from gpt2.lab.benchmark import first_steps
 from gpt2.lab.benchmark.measure import Side
 from gpt2.lab.benchmark.tables import Row
 from gpt2.model import GPT
-from gpt2.optim.parameters import map_parameters
 from gpt2.parallel import find_devices
 from gpt2.telemetry.chips import total_peak_flops
 from gpt2.training.program import Program
@@ -73,10 +72,12 @@ def draw_params(cfg: GPTConfig) -> dict:
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    params = map_parameters(
-        lambda path, leaf: first_steps.draw_weight("/".join(path), leaf.shape),
-        shapes["params"],
-    )
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return first_steps.draw_weight(name, leaf.shape)
+
+    params = jax.tree.map_with_path(draw, shapes["params"])
     return in_layout(params, scanned=cfg.scan_layers, stack=lambda *x: np.stack(x))
 
 

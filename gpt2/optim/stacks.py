@@ -12,54 +12,50 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
-from gpt2.optim.parameters import Path, map_parameters
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
-
-# What each of a kernel's last axes is: `r`, the rows of its matrices, which are the model's width;
-# `c`, their columns; `k` counts matrices, as do axes before these: of scanned layers, of experts.
-# A matrix's inputs come first, its outputs last. By the kernel's module, with the one around it
-# where that matters.
-AXES = {
-    "attn/c_attn": "rkcc",  # queries, keys and values
-    "attn/c_q": "rcc",
-    "attn/c_kv": "rkcc",
-    "attn/c_proj": "ccr",
-    "c_proj": "cr",
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The matrices of one kernel, whose `axes` are letters of `AXES`, one for each."""
+    """How a kernel holds its matrices.
+
+    Attributes:
+        shape: of the kernel.
+        rows: the axes of its matrices' rows.
+        columns: the axes of its matrices' columns. The rest count matrices.
+        outputs: 0 if the rows are the outputs, 1 if the columns are.
+    """
 
     shape: tuple[int, ...]
-    axes: str
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    outputs: int
 
     @classmethod
-    def of(cls, path: Path, leaf: Array) -> "Kernel":
-        """Returns the kernel that a parameter is. One that `AXES` lacks is `[..., in, out]`."""
-        name = "/".join(path[-3:-1])
-        by_module = AXES.get(path[-2], "rc")
-        axes = AXES.get(name, by_module)
-        return cls(leaf.shape, axes.rjust(leaf.ndim, "k"))
-
-    def sizes(self, letter: str) -> list[int]:
-        """Returns the sizes of the axes of a letter; of counts, the layers' first."""
-        pairs = zip(self.axes, self.shape, strict=True)
-        return [size for axis, size in pairs if axis == letter]
+    def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
+        """Returns how a parameter holds its matrices. Rows are the side named `embed`, if any."""
+        inputs = tuple(axis + leaf.ndim for axis in info.inputs)
+        outputs = tuple(axis + leaf.ndim for axis in info.outputs)
+        reads_stream = "embed" in [info.axes[axis] for axis in inputs]
+        writes_stream = "embed" in [info.axes[axis] for axis in outputs]
+        if writes_stream and not reads_stream:
+            return cls(leaf.shape, outputs, inputs, outputs=0)
+        return cls(leaf.shape, inputs, outputs, outputs=1)
 
     @property
     def sides(self) -> tuple[int, int]:
         """Rows and columns of each matrix."""
-        return math.prod(self.sizes("r")), math.prod(self.sizes("c"))
+        return math.prod(self._sizes(self.rows)), math.prod(self._sizes(self.columns))
 
     @property
-    def outputs(self) -> int:
-        """Which of `sides` has the outputs."""
-        return "rc".index(self.axes[-1])
+    def counts(self) -> list[int]:
+        """The sizes of the axes that count matrices."""
+        return self._sizes(self._counting)
 
     def to_matrices(self, x: Array) -> Array:
         """Returns the kernel `x` as matrices `[k, rows, columns]`."""
@@ -67,25 +63,36 @@ class Kernel:
 
     def from_matrices(self, matrices: Array) -> Array:
         """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
-        shape = [self.shape[axis] for axis in self._order]
-        ordered = matrices.reshape(shape)
+        ordered = matrices.reshape(self._sizes(self._order))
         return ordered.transpose(np.argsort(self._order))
 
     @property
-    def _order(self) -> list[int]:
-        """The kernel's axes: those that count, those of rows, those of columns."""
-        places = ["krc".index(letter) for letter in self.axes]
-        return np.argsort(places, kind="stable").tolist()
+    def _counting(self) -> tuple[int, ...]:
+        sides = self.rows + self.columns
+        return tuple(axis for axis in range(len(self.shape)) if axis not in sides)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return self._counting + self.rows + self.columns
+
+    def _sizes(self, axes: tuple[int, ...]) -> list[int]:
+        return [self.shape[axis] for axis in axes]
 
 
-def kernels(tree: Tree) -> Tree:
-    """Returns the `Kernel` of every leaf of a tree of hidden kernels."""
-    return map_parameters(Kernel.of, tree)
+def matrices_of(parameters: Tree) -> Tree:
+    """Returns a tree of `ParamInfo` with all but matrices masked, as optax masks parameters."""
+    return jax.tree.map(
+        lambda info: info if info.inputs else optax.MaskedNode(), parameters
+    )
 
 
-def to_matrices(tree: Tree) -> Tree:
+def kernels(parameters: Tree, tree: Tree) -> Tree:
+    """Returns the `Kernel` of every leaf of a tree of matrices."""
+    return jax.tree.map(Kernel.of, parameters, tree)
+
+
+def to_matrices(shapes: Tree, tree: Tree) -> Tree:
     """Returns every kernel of a tree as matrices `[k, rows, columns]`."""
-    shapes = kernels(tree)
     return jax.tree.map(Kernel.to_matrices, shapes, tree)
 
 
