@@ -64,9 +64,9 @@ def cautious(
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
-        axes = tuple(
-            range(int("layers" in info.axes), update.ndim)
-        )  # of one layer's tensor
+        # A stacked parameter is one tensor for each layer.
+        first = int("layers" in info.axes)
+        axes = tuple(range(first, update.ndim))
         asked = jnp.sum(
             grad != 0,
             axes,

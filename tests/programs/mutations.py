@@ -101,8 +101,8 @@ ademamix's slow average does not warm up: optim/optimizers.py, optim -k formulas
     - return optim.alpha * progress(count)
     + return optim.alpha + 0.0 * progress(count)
 a cautious mask takes one share for all stacked layers: optim/transforms.py, optim -k formulas
-    - tuple(range(int("layers" in info.axes), update.ndim))
-    + tuple(range(update.ndim))
+    - first = int("layers" in info.axes)
+    + first = 0
 muP leaves the rates of kernels alone: optim/optimizers.py, coordinates
     - optax.scale(width_ratio**-power)
     + optax.identity()
