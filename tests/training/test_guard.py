@@ -1,4 +1,4 @@
-"""Steps that are skipped: the others come out as if their batches had never been."""
+"""Skipped steps leave the same training as if their batches had never existed."""
 
 import functools
 
@@ -52,33 +52,45 @@ def compiled(program):
 
 
 def make_batch(program, index, row=None):
-    """A batch on the devices, with the token in a row."""
-    tokens = (
-        np.random.default_rng(index).integers(0, POISON, (ROWS, T + 1)).astype(np.int32)
-    )
+    """Put a batch on the devices, with the poisonous token in `row`, if any."""
+    rng = np.random.default_rng(index)
+    tokens = rng.integers(0, POISON, (ROWS, T + 1), dtype=np.int32)
     if row is not None:
         tokens[row, 3] = POISON
     return program.backend.put_batch(batch_of(tokens))
 
 
-def first_state(program):
-    """The state of a run in which one token is not finite."""
+def first_state(program, embedding=jnp.nan):
+    """Return an initial state in which the embedding of one token is replaced."""
     state = program.init_state()
-    table = state.params["wte"]["embedding"]
-    table = jax.device_put(table.at[POISON].set(jnp.nan), table.sharding)
+    old = state.params["wte"]["embedding"]
+    new = old.at[POISON].set(embedding)
+    table = jax.device_put(new, old.sharding)
     return state.replace(params=state.params | {"wte": {"embedding": table}})
 
 
 def train(program, batches, poisoned=(), state=None):
-    """Returns the state after the batches of these numbers, and the metrics of each step."""
+    """Train on batches by their indices, and return the state and the metrics of each step."""
     step = compiled(program)
-    seen = []
-    state = first_state(program) if state is None else state
+    history = []
+    if state is None:
+        state = first_state(program)
     for index in batches:
-        batch = make_batch(program, index, ROWS - 1 if index in poisoned else None)
+        row = ROWS - 1 if index in poisoned else None
+        batch = make_batch(program, index, row)
         state, metrics = step(state, batch)
-        seen.append({name: float(value) for name, value in metrics.items()})
-    return state, seen
+        history.append({name: float(value) for name, value in metrics.items()})
+    return state, history
+
+
+def values(history, name):
+    """Return one metric of every step."""
+    return [metrics[f"train/{name}"] for metrics in history]
+
+
+def assert_trained_alike(state, expected):
+    chex.assert_trees_all_equal(state.params, expected.params)
+    chex.assert_trees_all_equal(state.opt_state, expected.opt_state)
 
 
 @pytest.mark.parametrize(
@@ -86,39 +98,20 @@ def train(program, batches, poisoned=(), state=None):
 )
 def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
     program = make_program(layout, "train.skip_bad_steps=2")
-    poisoned = {2, 3, 6}
-    state, seen = train(program, range(8), poisoned)
-    without, others = train(program, [i for i in range(8) if i not in poisoned])
-    chex.assert_trees_all_equal(
-        (state.params, state.opt_state), (without.params, without.opt_state)
-    )
-    assert (state.step, without.step) == (8, 5)
-    kept = [metrics for i, metrics in enumerate(seen) if i not in poisoned]
-    for name in ("train/loss", "train/grad_norm", "train/learning_rate"):
-        assert [metrics[name] for metrics in kept] == [
-            metrics[name] for metrics in others
-        ]
-    assert [metrics["train/bad_in_a_row"] for metrics in seen] == [
-        0,
-        0,
-        1,
-        2,
-        0,
-        0,
-        1,
-        0,
-    ]
-    assert [metrics["train/skipped_steps"] for metrics in seen] == [
-        0,
-        0,
-        1,
-        2,
-        2,
-        2,
-        3,
-        3,
-    ]
-    assert np.isnan([seen[i]["train/loss"] for i in poisoned]).all()
+    good = [0, 1, 4, 5, 7]
+    poisoned = [2, 3, 6]
+    state, history = train(program, range(8), poisoned)
+    without, expected = train(program, good)
+    assert_trained_alike(state, without)
+    assert state.step == 8
+    assert without.step == 5
+    for name in ("loss", "grad_norm", "learning_rate"):
+        found = values(history, name)
+        assert [found[i] for i in good] == values(expected, name)
+    assert values(history, "bad_in_a_row") == [0, 0, 1, 2, 0, 0, 1, 0]
+    assert values(history, "skipped_steps") == [0, 0, 1, 2, 2, 2, 3, 3]
+    losses = np.array(values(history, "loss"))
+    assert np.isnan(losses[poisoned]).all()
 
 
 @jax.custom_vjp
@@ -126,106 +119,108 @@ def break_gradient(x):
     return x
 
 
-break_gradient.defvjp(
-    lambda x: (x, x), lambda x, dy: (jnp.where(jnp.abs(x).max() > 50, jnp.nan, dy),)
-)
+def break_backward(x, dy):
+    is_large = jnp.abs(x).max() > 50
+    return (jnp.where(is_large, jnp.nan, dy),)
+
+
+break_gradient.defvjp(lambda x: (x, x), break_backward)
+LOUD = np.tile([100.0, -100.0], 8)  # an embedding at which only the gradient breaks
 
 
 @pytest.fixture
 def breaking_norms(monkeypatch):
-    """The gradient alone breaks, where the stream is large: for a token with large weights."""
+    """Break the gradient, but no activation, where the residual stream is large."""
     norm = kernels.norm
-    monkeypatch.setattr(
-        kernels, "norm", lambda x, *rest, **kw: norm(break_gradient(x), *rest, **kw)
-    )
+
+    def breaking_norm(x, *rest, **options):
+        return norm(break_gradient(x), *rest, **options)
+
+    monkeypatch.setattr(kernels, "norm", breaking_norm)
 
 
 @pytest.mark.thorough
 def test_a_step_whose_gradient_alone_is_bad_is_skipped_too(breaking_norms):
     program = make_program.__wrapped__(options="train.skip_bad_steps=1")
-    state = program.init_state()
-    table = (
-        state.params["wte"]["embedding"]
-        .at[POISON]
-        .set(jnp.tile(jnp.array([100.0, -100.0]), 8))
-    )
-    loud = state.replace(params=state.params | {"wte": {"embedding": table}})
-    whole, seen = train(program, range(5), {2}, jax.tree.map(jnp.copy, loud))
-    without, _ = train(program, [0, 1, 3, 4], (), loud)
-    assert np.isfinite([metrics["train/loss"] for metrics in seen]).all()
-    assert [np.isfinite(metrics["train/grad_norm"]) for metrics in seen] == [
-        1,
-        1,
-        0,
-        1,
-        1,
-    ]
-    assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1, 1, 1]
-    chex.assert_trees_all_equal(
-        (whole.params, whole.opt_state), (without.params, without.opt_state)
-    )
+    whole, history = train(program, range(5), [2], first_state(program, LOUD))
+    without, _ = train(program, [0, 1, 3, 4], [], first_state(program, LOUD))
+    assert np.isfinite(values(history, "loss")).all()
+    finite = np.isfinite(values(history, "grad_norm"))
+    assert finite.tolist() == [True, True, False, True, True]
+    assert values(history, "skipped_steps") == [0, 0, 1, 1, 1]
+    assert_trained_alike(whole, without)
 
 
 def test_without_the_option_the_same_step_spoils_the_run():
-    state, seen = train(make_program(), range(4), {2})
-    assert not np.isfinite(seen[3]["train/loss"])
-    assert state.guard is None and "train/skipped_steps" not in seen[0]
+    state, history = train(make_program(), range(4), [2])
+    assert not np.isfinite(history[3]["train/loss"])
+    assert state.guard is None
+    assert "train/skipped_steps" not in history[0]
 
 
 def test_after_too_many_bad_steps_the_state_stays_to_be_looked_at():
     program = make_program(options="train.skip_bad_steps=2")
     before, _ = train(program, range(2))
-    state, seen = train(program, range(7), {2, 3, 4})
+    state, history = train(program, range(7), [2, 3, 4])
     chex.assert_trees_all_equal(state.params, before.params)
-    assert [metrics["train/bad_in_a_row"] for metrics in seen] == [0, 0, 1, 2, 3, 4, 5]
+    assert values(history, "bad_in_a_row") == [0, 0, 1, 2, 3, 4, 5]
+
+
+def with_loss_scale(state, scale):
+    new = state.loss_scale.replace(scale=jnp.float32(scale))
+    return state.replace(loss_scale=new)
 
 
 @pytest.mark.thorough
 def test_float16_that_overflows_is_no_bad_step_and_a_bad_batch_is_one():
     program = make_program(options=f"{FLOAT16} train.skip_bad_steps=1")
-    state = first_state(program)
-    huge = state.loss_scale.replace(scale=jnp.float32(2.0**24))
-    loud = state.replace(loss_scale=huge)
-    before, _ = train(program, range(2), (), jax.tree.map(jnp.copy, loud))
-    state, seen = train(program, range(3), {2}, loud)
-    assert not np.isfinite(seen[0]["train/grad_norm"])
-    assert [metrics["train/skipped_steps"] for metrics in seen] == [0, 0, 1]
-    assert before.loss_scale.scale < 2.0**24
+    huge = 2.0**24
+    before, _ = train(
+        program, range(2), [], with_loss_scale(first_state(program), huge)
+    )
+    state, history = train(
+        program, range(3), [2], with_loss_scale(first_state(program), huge)
+    )
+    assert not np.isfinite(history[0]["train/grad_norm"])
+    assert values(history, "skipped_steps") == [0, 0, 1]
+    assert before.loss_scale.scale < huge
     chex.assert_trees_all_equal(state.loss_scale, before.loss_scale)
-    least = state.loss_scale.replace(scale=jnp.float32(1.0))
     program = make_program(options=FLOAT16)
-    state = first_state(program).replace(loss_scale=least)
-    _, seen = train(program, range(2), {1}, state)
-    assert [metrics["train/bad_in_a_row"] for metrics in seen] == [0, 1]
+    least = with_loss_scale(first_state(program), 1.0)
+    _, history = train(program, range(2), [1], least)
+    assert values(history, "bad_in_a_row") == [0, 1]
 
 
 @pytest.mark.thorough
 def test_what_was_skipped_is_counted_on_after_a_restart(tmp_path):
     program = make_program(options="train.skip_bad_steps=3")
-    whole, metrics = train(program, range(6), {1, 2, 3})
+    poisoned = [1, 2, 3]
+    whole, history = train(program, range(6), poisoned)
     with Checkpointer(tmp_path) as checkpointer:
-        state, _ = train(program, range(3), {1, 2, 3})
-        checkpointer.save(state, 3)
-        checkpointer.wait()
-        restored = checkpointer.restore(3, program)
-        again, rest = train(program, range(3, 6), {1, 2, 3}, restored)
+
+        def restart(state, step, program):
+            checkpointer.save(state, step)
+            checkpointer.wait()
+            return checkpointer.restore(step, program)
+
+        state, _ = train(program, range(3), poisoned)
+        restored = restart(state, 3, program)
+        again, rest = train(program, range(3, 6), poisoned, restored)
         chex.assert_trees_all_equal(again, whole)
-        np.testing.assert_equal(rest, metrics[3:])
-        # The options may change: without a guard it is dropped, and with one it starts anew.
-        off = make_program()
-        plain = checkpointer.restore(3, off)
-        assert plain.guard is None
-        chex.assert_trees_all_equal(plain.opt_state, state.opt_state)
-        checkpointer.save(plain.replace(step=jnp.int32(4)), 4)
-        checkpointer.wait()
-        fresh = checkpointer.restore(4, program)
+        np.testing.assert_equal(rest, history[3:])
+        # The options may change: without the guard its counts are dropped, and they begin again
+        # with it.
+        unguarded = checkpointer.restore(3, make_program())
+        assert unguarded.guard is None
+        chex.assert_trees_all_equal(unguarded.opt_state, state.opt_state)
+        fresh = restart(unguarded.replace(step=jnp.int32(4)), 4, program)
         chex.assert_trees_all_equal(fresh.guard, Guard.create(3))
-        # A streak that is longer than a lower limit ends no run.
-        saved, _ = train(program, range(4), {1, 2, 3})
-        assert saved.guard.bad_in_a_row == saved.guard.skipped == 3
-        checkpointer.save(saved.replace(step=jnp.int32(5)), 5)
-        checkpointer.wait()
+        # A streak that is longer than a lower limit does not end the run.
+        saved, _ = train(program, range(4), poisoned)
+        assert saved.guard.bad_in_a_row == 3
+        assert saved.guard.skipped == 3
         lower = make_program(options="train.skip_bad_steps=1")
-        after, seen = train(lower, [4], (), checkpointer.restore(5, lower))
-        assert seen[0]["train/skipped_steps"] == 3
+        restored = restart(saved.replace(step=jnp.int32(5)), 5, lower)
+        after, history = train(lower, [4], [], restored)
+        assert history[0]["train/skipped_steps"] == 3
         assert after.guard.bad_in_a_row == 0
