@@ -1,4 +1,4 @@
-"""Steps, optimizer, state and keys: what one update is, however it is computed."""
+"""One update: the optimizer, the state, random keys and losses, in every way to compute it."""
 
 import dataclasses
 import functools
@@ -36,6 +36,7 @@ from tests.helpers import batch_of, first_params, thorough
 CONFIG = GPTConfig(
     vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16
 )
+DROPOUT = dataclasses.replace(CONFIG, dropout=0.5)
 OPTIM = OptimConfig(learning_rate=1e-2, warmup_steps=2)
 
 
@@ -62,17 +63,14 @@ def setup(config=CONFIG, optim=OPTIM, **options):
 
 def test_padded_rows_change_nothing():
     batch = make_batch(0, batch_size=4)
-    padding = {
-        "tokens": np.zeros((4, 8), np.int32),
-        "targets": np.full((4, 8), -1, np.int32),
-    }
-    padded = {name: np.concatenate([batch[name], padding[name]]) for name in batch}
+    padded = {}
+    for name, padding in (("tokens", 0), ("targets", -1)):
+        padded[name] = np.pad(batch[name], [(0, 4), (0, 0)], constant_values=padding)
     state, step = setup()
     after, metrics = step(state, batch)
     after_padded, metrics_padded = step(state, padded)
-    np.testing.assert_allclose(
-        metrics["train/loss"], metrics_padded["train/loss"], rtol=1e-6
-    )
+    loss = metrics_padded["train/loss"]
+    np.testing.assert_allclose(loss, metrics["train/loss"], rtol=1e-6)
     chex.assert_trees_all_close(after.params, after_padded.params, atol=1e-5)
 
 
@@ -92,58 +90,62 @@ def test_first_step_is_adamw_on_the_clipped_mean_gradient():
     learning_rate = OPTIM.learning_rate / 3  # the first of two warm-up steps
 
     def update(path, param, grad):
-        grad = grad / norm
-        decay = OPTIM.weight_decay if path[-1].key in ("kernel", "embedding") else 0.0
-        return param - learning_rate * (
-            grad / (jnp.abs(grad) + OPTIM.eps) + decay * param
-        )
+        clipped = grad / norm
+        direction = clipped / (jnp.abs(clipped) + OPTIM.eps)
+        if path[-1].key in ("kernel", "embedding"):
+            direction += OPTIM.weight_decay * param
+        return param - learning_rate * direction
 
     expected = jax.tree_util.tree_map_with_path(update, state.params, grads)
     after, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(metrics["train/grad_norm"], norm, rtol=1e-5)
     np.testing.assert_allclose(metrics["train/learning_rate"], learning_rate, rtol=1e-6)
-    # A gradient near eps moves by what rounding makes of it: compare all but those.
-    clear = jax.tree.map(lambda g: jnp.abs(g) > 1e-6, grads)
 
+    # Rounding decides the update where a gradient is near eps, so those are not compared.
     def masked(tree):
-        return jax.tree.map(lambda x, keep: jnp.where(keep, x, 0.0), tree, clear)
+        return jax.tree.map(
+            lambda x, grad: jnp.where(jnp.abs(grad) > 1e-6, x, 0.0), tree, grads
+        )
 
     chex.assert_trees_all_close(masked(after.params), masked(expected), atol=1e-5)
 
 
 def test_dropout_differs_by_step_and_repeats_with_it():
-    state, step = setup(dataclasses.replace(CONFIG, dropout=0.5), accumulate_steps=4)
+    state, step = setup(DROPOUT, accumulate_steps=4)
     batch = make_batch(0)
-    later = state.replace(step=jnp.int32(1))
-    first, again, other = (
-        step(s, batch)[1]["train/loss"] for s in (state, state, later)
-    )
-    assert first == again != other
+    _, first = step(state, batch)
+    _, again = step(state, batch)
+    _, later = step(state.replace(step=jnp.int32(1)), batch)
+    assert again["train/loss"] == first["train/loss"]
+    assert later["train/loss"] != first["train/loss"]
 
 
-def scored_one_part_at_a_time(num_parts):
-    """Returns batches of one row over and over, of which each has targets in another part."""
+def losses_by_part(metrics_of, num_parts):
+    """Return the losses of batches that repeat one row and have targets in one part only."""
     row = make_batch(0, batch_size=1)
-    batch = {name: np.repeat(values, 8, axis=0) for name, values in row.items()}
-    part = np.arange(8)[:, None] // (8 // num_parts)
-    return [
-        batch | {"targets": np.where(part == scored, batch["targets"], -1)}
-        for scored in range(num_parts)
-    ]
+    losses = []
+    for part in np.split(np.arange(8), num_parts):
+        batch = {name: np.repeat(values, 8, axis=0) for name, values in row.items()}
+        ignored = np.delete(np.arange(8), part)
+        batch["targets"][ignored] = -1
+        losses.append(float(metrics_of(batch)["train/loss"]))
+    return losses
 
 
-@pytest.mark.parametrize(("dropout", "num_losses"), [thorough(0.0, 1), (0.5, 4)])
-def test_dropout_differs_by_micro_batch(dropout, num_losses):
-    state, step = setup(
-        dataclasses.replace(CONFIG, dropout=dropout), accumulate_steps=4
-    )
-    losses = [step(state, b)[1]["train/loss"] for b in scored_one_part_at_a_time(4)]
-    assert len(np.unique(np.round(losses, 5))) == num_losses
+def num_distinct(losses):
+    return len(np.unique(np.round(losses, 5)))
+
+
+@pytest.mark.parametrize(("config", "number"), [thorough(CONFIG, 1), (DROPOUT, 4)])
+def test_dropout_differs_by_micro_batch(config, number):
+    state, step = setup(config, accumulate_steps=4)
+    losses = losses_by_part(lambda batch: step(state, batch)[1], 4)
+    assert num_distinct(losses) == number
 
 
 def on_devices(parallel, config=CONFIG, loss=next_token_loss):
-    """Returns what gives the metrics of a batch in the first step, on eight devices."""
+    """Return a function from a batch to the metrics of the first step, on eight devices."""
     model = GPT(config)
     schedule = make_schedule(OPTIM, 10)
     optimizer = make_optimizer(OPTIM, schedule, model.parameters(), num_steps=10)
@@ -159,59 +161,48 @@ def on_devices(parallel, config=CONFIG, loss=next_token_loss):
     state = backend.init_state(first_state, jax.random.key(0))
 
     def metrics_of(batch):
-        return step(jax.tree.map(jnp.copy, state), backend.put_batch(batch))[1]
+        donated = jax.tree.map(jnp.copy, state)
+        _, metrics = step(donated, backend.put_batch(batch))
+        return metrics
 
     return metrics_of
 
 
 @pytest.mark.thorough
 def test_dropout_differs_by_device_and_not_by_backend():
-    def losses(name):
-        metrics = on_devices(
-            {"backend": name}, dataclasses.replace(CONFIG, dropout=0.5)
-        )
-        return [
-            float(metrics(batch)["train/loss"])
-            for batch in scored_one_part_at_a_time(8)
-        ]
-
-    by_pmap = losses("pmap")
-    by_pjit = losses("pjit")
-    assert len(np.unique(np.round(by_pmap, 5))) == 8
+    by_pmap = losses_by_part(on_devices({"backend": "pmap"}, DROPOUT), 8)
+    by_pjit = losses_by_part(on_devices({"backend": "pjit"}, DROPOUT), 8)
+    assert num_distinct(by_pmap) == 8
     np.testing.assert_allclose(by_pmap, by_pjit, rtol=1e-6)
 
 
 def test_every_key_is_used_once():
-    keys = [
-        tuple(np.asarray(jax.random.key_data(key)).tolist())
-        for seed in (0, 1)
-        for key in (
-            init_key(seed),
-            *(
-                dropout_key(seed, *index)
-                for index in itertools.product(range(4), repeat=3)
-            ),
-            *(
-                jax.random.fold_in(
-                    jax.random.fold_in(sample_key(seed), sequence), token
-                )
-                for sequence, token in itertools.product(range(4), repeat=2)
-            ),
-        )
-    ]
-    assert len(set(keys)) == len(keys) == 2 * (1 + 4**3 + 4**2)
+    keys = []
+    for seed in (0, 1):
+        keys.append(init_key(seed))
+        for index in itertools.product(range(4), repeat=3):
+            keys.append(dropout_key(seed, *index))
+        for sequence, token in itertools.product(range(4), repeat=2):
+            key = jax.random.fold_in(sample_key(seed), sequence)
+            keys.append(jax.random.fold_in(key, token))
+    assert len(keys) == 2 * (1 + 4**3 + 4**2)
+    data = [jax.random.key_data(key).tobytes() for key in keys]
+    assert len(set(data)) == len(keys)
 
 
 def test_eval_step_sums_losses_and_counts_targets():
     state, step = setup()
     batch = make_batch(1, ignored=[(0, 4)])
-    total, count = jax.jit(make_eval_step(evaluation_loss(GPT(CONFIG))))(
-        state.params, batch
-    )["loss"]
+    validate = jax.jit(make_eval_step(evaluation_loss(GPT(CONFIG))))
+    total, count = validate(state.params, batch)["loss"]
     assert count == 8 * 8 - 4
-    np.testing.assert_allclose(
-        total / count, step(state, batch)[1]["train/loss"], rtol=1e-6
-    )
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(total / count, metrics["train/loss"], rtol=1e-6)
+
+
+def biggest_change(new, old):
+    changes = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), new, old)
+    return max(jax.tree.leaves(changes))
 
 
 def test_float16_skips_an_overflowing_step_halves_its_scale_and_keeps_the_schedule():
@@ -219,7 +210,7 @@ def test_float16_skips_an_overflowing_step_halves_its_scale_and_keeps_the_schedu
     state, step = setup(config, dataclasses.replace(OPTIM, weight_decay=0.0))
     good, metrics = step(state, make_batch(0))
     assert jnp.isfinite(metrics["train/grad_norm"])
-    assert any(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), good, state)))
+    assert biggest_change(good.params, state.params) > 0
 
     huge = state.replace(loss_scale=LossScale(jnp.float32(2.0**24), jnp.int32(5)))
     skipped, metrics = step(huge, make_batch(0))
@@ -227,25 +218,25 @@ def test_float16_skips_an_overflowing_step_halves_its_scale_and_keeps_the_schedu
     chex.assert_trees_all_equal(skipped.params, huge.params)
     chex.assert_trees_all_equal(skipped.opt_state, huge.opt_state)
     assert skipped.loss_scale.scale == 2.0**23
-    assert (skipped.loss_scale.good_steps, skipped.step) == (0, 1)
-    # The schedule waits: the next step has the first rate, by which Adam's first update moves
-    # whatever has a clear gradient.
+    assert skipped.loss_scale.good_steps == 0
+    assert skipped.step == 1
+    # The schedule waits: the next step has the first learning rate, which is the size of Adam's
+    # first update of a parameter with a clear gradient.
     first = skipped.replace(loss_scale=LossScale.create())
     rate = OPTIM.learning_rate / 3
     after, next_metrics = step(first, make_batch(0))
-    moved = jax.tree.map(
-        lambda new, old: jnp.abs(new - old).max(), after.params, first.params
-    )
-    assert max(jax.tree.leaves(moved)) == pytest.approx(rate, rel=1e-3)
-    for each in (metrics, next_metrics):
-        assert each["train/learning_rate"] == pytest.approx(rate)
+    change = biggest_change(after.params, first.params)
+    assert change == pytest.approx(rate, rel=1e-3)
+    assert metrics["train/learning_rate"] == pytest.approx(rate)
+    assert next_metrics["train/learning_rate"] == pytest.approx(rate)
     assert after.step == 2
 
 
 def test_loss_scale_doubles_after_its_interval():
     scale = LossScale(jnp.float32(4.0), jnp.int32(LossScale.GROWTH_INTERVAL - 1))
     grown = scale.update(jnp.array(True))
-    assert (grown.scale, grown.good_steps) == (8.0, 0)
+    assert grown.scale == 8.0
+    assert grown.good_steps == 0
 
 
 def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
@@ -256,7 +247,7 @@ def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
 
 
 def at_each_mlp(look):
-    """Lets a function look at every layer's MLP and at what it gives."""
+    """Call `look(module, output)` for the MLP of every layer, in a `with` statement."""
 
     def intercept(next_method, args, kwargs, context):
         y = next_method(*args, **kwargs)
@@ -268,13 +259,13 @@ def at_each_mlp(look):
 
 
 def report_size(mlp, y, weight=0.0):
-    """Reports the squares of what an MLP gives."""
+    """Report the mean square of the output of an MLP."""
     squares = jnp.sum(jnp.square(y.astype(jnp.float32)))
     report(mlp, "size", squares, y.size, weight=weight)
 
 
 def size_of_mlp(model):
-    """A loss with a name of its own, and one from within every layer's MLP."""
+    """Return a loss that logs `small`, and to which every MLP adds `size`."""
 
     def loss(params, batch, *key_and_step):
         with at_each_mlp(report_size):
@@ -289,7 +280,7 @@ def size_of_mlp(model):
 
 @pytest.mark.parametrize(
     ("scan_layers", "remat"),
-    [(True, "full"), *(thorough(*each) for each in ((False, "none"), (False, "full")))],
+    [(True, "full"), thorough(False, "none"), thorough(False, "full")],
 )
 def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, remat):
     config = dataclasses.replace(
@@ -297,9 +288,10 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
     )
     # Rows with very different numbers of targets: a mean of means would differ.
     batch = make_batch(0, ignored=[(0, 1), (1, 1), (2, 0), (7, 5)])
-    state, plain = setup(config)
-    plain = plain(state, batch)[1]
-    after, found = setup(config, loss=size_of_mlp)[1](state, batch)
+    state, step = setup(config)
+    _, plain = step(state, batch)
+    _, step_with_sizes = setup(config, loss=size_of_mlp)
+    after, found = step_with_sizes(state, batch)
     added = {"train/small", "train/h_0/mlp/size", "train/h_1/mlp/size"}
     assert found.keys() - plain.keys() == added
     assert found["train/h_0/mlp/size"] != found["train/h_1/mlp/size"]
@@ -307,15 +299,15 @@ def test_what_the_loss_and_modules_add_is_a_mean_over_the_batch(scan_layers, rem
     np.testing.assert_allclose(found["train/small"], small, rtol=1e-6)
     np.testing.assert_allclose(found["train/loss"], plain["train/loss"], rtol=1e-6)
     assert abs(found["train/grad_norm"] - plain["train/grad_norm"]) > 1e-3
-    accumulated = setup(config, loss=size_of_mlp, accumulate_steps=4)[1]
-    after_4, again = accumulated(state, batch)
+    _, step_of_4 = setup(config, loss=size_of_mlp, accumulate_steps=4)
+    after_4, again = step_of_4(state, batch)
     chex.assert_trees_all_close(after.params, after_4.params, atol=1e-5)
     for name in found.keys() - {"train/learning_rate"}:
         np.testing.assert_allclose(again[name], found[name], rtol=1e-5, err_msg=name)
 
 
 def with_auxiliary_loss(model):
-    """Cross-entropy, and an auxiliary loss that every layer's MLP reports."""
+    """Return cross-entropy, to which every MLP reports an auxiliary loss."""
 
     def loss(*arguments):
         with at_each_mlp(partial(report_size, weight=30.0)):
@@ -325,7 +317,7 @@ def with_auxiliary_loss(model):
 
 
 def with_its_sum(model):
-    """The same as a sum that is written out, for layers that are not scanned."""
+    """Return the loss of `with_auxiliary_loss` as an explicit sum, without a scan over layers."""
 
     def loss(*arguments):
         squares = []
@@ -347,23 +339,21 @@ def test_a_module_may_not_report_what_the_loss_does():
         return next_method(*args, **kwargs)
 
     state, step = setup.__wrapped__()
-    with (
-        nn.intercept_methods(intercept),
-        pytest.raises(UserError, match="reports 'loss'"),
-    ):
+    refused = pytest.raises(UserError, match="reports 'loss'")
+    with nn.intercept_methods(intercept), refused:
         step(state, make_batch(0))
 
 
 def weighted_loss(model):
-    """A loss whose positions have weights from the batch, and one that logs a plain sum too."""
+    """Return a loss with weights from the batch, which also logs the mean over marked positions."""
 
     def from_logits(logits, batch):
         targets = batch["targets"]
         losses = plain.log_sum_exp(logits) - plain.pick(logits, targets)
         total = jnp.sum(batch["weights"] * losses)
-        sums = {"loss": (total, jnp.sum(batch["weights"]))}
-        sums["marked"] = plain.sum_real(losses, batch["marks"] - 1)
-        return total, sums
+        count = jnp.sum(batch["weights"])
+        marked = plain.sum_real(losses, batch["marks"] - 1)
+        return total, {"loss": (total, count), "marked": marked}
 
     def loss(params, batch, key=None, step=None):
         reads = ("weights", "marks")
@@ -402,9 +392,8 @@ def test_arrays_of_ones_own_batches_reach_ones_own_loss(parallel):
     marked = losses[batch["marks"] == 1].mean()
     np.testing.assert_allclose(found["train/marked"], marked, rtol=1e-6)
     # Micro-batches have different sums of weights.
-    after_4, accumulated = setup(loss=weighted_loss, accumulate_steps=4)[1](
-        state, batch
-    )
+    _, step_of_4 = setup(loss=weighted_loss, accumulate_steps=4)
+    after_4, accumulated = step_of_4(state, batch)
     chex.assert_trees_all_close(after.params, after_4.params, atol=1e-5)
     spread = on_devices(parallel, loss=weighted_loss)(batch)
     for name, value in found.items():
@@ -423,9 +412,9 @@ def test_arrays_of_ones_own_batches_reach_every_chunk_of_the_head():
         derive = jax.value_and_grad(weighted_loss(model), has_aux=True)
         return jax.jit(derive)(params, batch)
 
-    chex.assert_trees_all_close(
-        differentiate(in_chunks), differentiate(model), rtol=1e-5, atol=1e-5
-    )
+    found = differentiate(in_chunks)
+    expected = differentiate(model)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_validation_keeps_the_names_of_ones_own_loss_and_plain_cross_entropy():
@@ -441,13 +430,14 @@ def test_validation_keeps_the_names_of_ones_own_loss_and_plain_cross_entropy():
 
 
 def focal(model):
-    """A loss as a person writes one: of the logits alone."""
+    """Return a focal loss, as users write one: a function of the logits alone."""
 
     def from_logits(logits, batch):
         targets = batch["targets"]
         nats = plain.log_sum_exp(logits) - plain.pick(logits, targets)
-        found = plain.sum_real((1 - jnp.exp(-nats)) ** 2 * nats, targets)
-        return found[0], {"loss": found}
+        weights = (1 - jnp.exp(-nats)) ** 2
+        total, count = plain.sum_real(weights * nats, targets)
+        return total, {"loss": (total, count)}
 
     def loss(params, batch, key=None, step=None):
         return apply_loss(model, params, batch, from_logits, key)
@@ -457,28 +447,35 @@ def focal(model):
 
 def test_a_loss_of_ones_own_trains_and_brings_what_modules_report():
     batch = make_batch(0)
-    state, own = setup(loss=focal)
-    found = own(state, batch)[1]
+    state, step = setup(loss=focal)
+    _, found = step(state, batch)
+    _, plain_step = setup()
+    _, cross_entropy = plain_step(state, batch)
     assert found["train/grad_norm"] > 0.01
-    assert found["train/loss"] < setup()[1](state, batch)[1]["train/loss"]
+    assert found["train/loss"] < cross_entropy["train/loss"]
+    _, step = setup.__wrapped__(loss=focal)
     with at_each_mlp(partial(report_size, weight=30.0)):
-        moved = setup.__wrapped__(loss=focal)[1](state, batch)[1]
-    assert "train/h_0/mlp/size" in moved and moved["train/loss"] == found["train/loss"]
-    assert moved["train/grad_norm"] > found["train/grad_norm"] + 0.01
+        _, reported = step(state, batch)
+    assert "train/h_0/mlp/size" in reported
+    assert reported["train/loss"] == found["train/loss"]
+    assert reported["train/grad_norm"] > found["train/grad_norm"] + 0.01
 
 
 @pytest.mark.parametrize("scan_layers", [True, thorough(False)])
 def test_what_is_only_logged_gives_no_gradient(scan_layers):
     def root(mlp, y):
-        report(mlp, "root", jnp.sqrt(jnp.sum(0.0 * y)))  # of 0
+        zero = jnp.sum(0.0 * y)
+        report(mlp, "root", jnp.sqrt(zero))  # whose gradient is infinite
 
     config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers)
+    batch = make_batch(0)
     state, step = setup(config)
-    expected = step(state, make_batch(0))[1]["train/grad_norm"]
+    _, expected = step(state, batch)
+    _, step = setup.__wrapped__(config)
     with at_each_mlp(root):
-        metrics = setup.__wrapped__(config)[1](state, make_batch(0))[1]
+        _, metrics = step(state, batch)
     assert metrics["train/h_1/mlp/root"] == 0
-    assert metrics["train/grad_norm"] == expected
+    assert metrics["train/grad_norm"] == expected["train/grad_norm"]
 
 
 def test_what_a_module_reports_twice_adds_up():
@@ -488,7 +485,8 @@ def test_what_a_module_reports_twice_adds_up():
 
     state, step = setup.__wrapped__()
     with at_each_mlp(twice):
-        assert step(state, make_batch(0))[1]["train/h_0/mlp/size"] == 3
+        _, metrics = step(state, make_batch(0))
+    assert metrics["train/h_0/mlp/size"] == 3
 
 
 @pytest.mark.parametrize(
@@ -498,16 +496,17 @@ def test_an_auxiliary_loss_of_a_module_is_in_the_gradient_and_not_in_the_loss(
     scan_layers, accumulate_steps
 ):
     config = dataclasses.replace(CONFIG, num_layers=2, scan_layers=scan_layers)
-    how = dict(accumulate_steps=accumulate_steps)
     batch = make_batch(0, ignored=[(0, 1), (7, 5)])
-    state, step = setup(config, loss=with_auxiliary_loss, **how)
-    found = step(state, batch)[1]
-    unrolled = dataclasses.replace(config, scan_layers=False)
-    written, without = (
-        setup(unrolled, loss=loss)[1](setup(unrolled)[0], batch)[1]
-        for loss in (with_its_sum, next_token_loss)
+    state, step = setup(
+        config, loss=with_auxiliary_loss, accumulate_steps=accumulate_steps
     )
-    for name, value in written.items():
+    _, found = step(state, batch)
+    unrolled = dataclasses.replace(config, scan_layers=False)
+    state, step = setup(unrolled)
+    _, without = step(state, batch)
+    _, step = setup(unrolled, loss=with_its_sum)
+    _, explicit = step(state, batch)
+    for name, value in explicit.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(found["train/loss"], without["train/loss"], rtol=1e-6)
     assert abs(found["train/grad_norm"] - without["train/grad_norm"]) > 1e-3
@@ -519,7 +518,7 @@ def test_an_auxiliary_loss_of_a_module_is_in_the_gradient_and_not_in_the_loss(
 def test_what_modules_add_is_summed_over_devices(parallel):
     batch = make_batch(0)
     state, step = setup(loss=size_of_mlp)
-    expected = step(state, batch)[1]
+    _, expected = step(state, batch)
     metrics = on_devices(parallel, loss=size_of_mlp)(batch)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
