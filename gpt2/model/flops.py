@@ -16,10 +16,10 @@ from gpt2.utils.parameters import is_declared
 
 @functools.cache
 def count_compute_parameters(cfg: GPTConfig) -> int:
-    """Counts the parameters that take part in a token's matrix products, or sit beside one.
+    """Count the parameters with which a token is computed.
 
-    All but tables whose rows are looked up, which name an axis `table`, and experts that are not
-    chosen. The head's counts.
+    Excludes tables whose rows are looked up, which have an axis `table`, and experts that are not
+    chosen. The output head counts, also if it is the token embedding.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     model = GPT(cfg)
@@ -37,11 +37,11 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
 
 
 def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
-    """Returns the FLOPs that training must spend on one token: `6 N + 12 L D T`.
+    """Return the FLOPs of training per token: `6 N + 12 L D T`, for N parameters that compute it.
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the
-    diagonal count and recomputation does not. T: a layer's window if it has one; D: all its heads.
-    A `shape` has its own context and window.
+    diagonal count, and recomputation does not. T is a layer's window if it has one, and D the width
+    of all heads together. A `shape` replaces the model's context length and window.
     """
     T = cfg.context_length
     if shape:

@@ -4,11 +4,13 @@ Dimensions, here and in every comment of the project:
     B batch   T time   S cache length   D embed   N heads   H head size   F hidden   V vocabulary
     L layers   K heads of keys and values
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; details after OpenAI's
-code: biases everywhere, tanh GELU, LayerNorm before each branch and after the last, tied head.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Details follow OpenAI's
+code: biases in all linear maps and norms, GELU in its tanh form, LayerNorm before each branch and
+after the last one, and an output head that is the token embedding.
 
-What GPT-2 does not have lies in gpt2/model/ingredients. It computes by the formulas of
-gpt2/ops/plain.py; those in `ops` give way to faster functions where a backend has some.
+A model computes with the functions in `ops`: the reference implementations of gpt2/ops/plain.py, or
+kernels that a backend puts in their place. Variations of GPT-2 that few models have are files in
+gpt2/model/ingredients, which act at the seams of gpt2/model/seams.py.
 """
 
 import dataclasses
@@ -40,27 +42,26 @@ Params = dict[str, Tree]  # nested, by the names of modules
 class GPT(nn.Module):
     """The language model.
 
-    `init` gives parameters as plain nested dictionaries. Their numbers do not depend on whether
-    layers are scanned or unrolled. `parameters` returns what each of them declares.
+    `init` returns parameters as nested dictionaries. Their values do not depend on whether layers
+    are scanned or unrolled. `parameters` returns what each of them declares.
 
-    Methods take tokens `[B, T]` int32, T up to `context_length` if positions are learned;
-    `segments` `[B, T]` int32, if tokens see only those of their own segment, which lie together,
-    and positions count from its first; and `deterministic`: False applies dropout, with the key
-    `rngs={"dropout": key}`.
+    Methods take `tokens` `[B, T]` int32, where T is at most `context_length` if positions are
+    learned. With `segments` `[B, T]` int32, a token attends only to tokens of its own segment,
+    which are adjacent, and positions count from its start. With `deterministic=False` there is
+    dropout, with the key `rngs={"dropout": key}`.
     """
 
     config: GPTConfig
     ops: Ops = Ops()
 
     def setup(self):
-        """Creates the tables, which several methods share."""
+        """Create the token embedding and the output head, which several methods read."""
         cfg = self.config
-        axes = ("vocab", "table")
-        self.wte = Embedding(cfg, self.ops, cfg.vocab_size, axes, stddev=cfg.init_std)
-        if not cfg.tie_embeddings:
-            self.lm_head = Embedding(
-                cfg, self.ops, cfg.vocab_size, axes, stddev=cfg.init_std
-            )
+        table = partial(
+            Embedding, cfg, self.ops, cfg.vocab_size, ("vocab", "table"), cfg.init_std
+        )
+        self.wte = table()
+        self.lm_head = self.wte if cfg.tie_embeddings else table()
 
     def __call__(
         self,
@@ -69,7 +70,7 @@ class GPT(nn.Module):
         segments: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Returns the logits [B, T, V], float32, of the token after each one."""
+        """Return the logits `[B, T, V]`, float32, of the token after each one."""
         hidden = self.hidden(tokens, segments=segments, deterministic=deterministic)
         return self.logits(hidden, tokens)
 
@@ -80,16 +81,16 @@ class GPT(nn.Module):
         segments: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Returns the normalised output of the last layer, [B, T, D] in the compute type."""
+        """Return the final hidden states, `[B, T, D]` in the compute dtype."""
         context = make_context(tokens, segments, deterministic)
-        return self._hidden(self.wte.table(), context)
+        return self._final_hidden(self.wte.table(), context)
 
     def logits(self, hidden: Array, tokens: Array) -> Array:
-        """Return the logits [B, T, V], float32, for rows [B, T, D] of what `hidden` returned.
+        """Return the logits `[B, T, V]`, float32, of final hidden states `[B, T, D]`.
 
-        `tokens` [B, T] are the inputs at the same positions.
+        `tokens` `[B, T]` are the inputs at the same positions.
         """
-        head = self.ops.whole(self.ops.pad_vocab(self._head()))
+        head = self.ops.whole(self.ops.pad_vocab(self.lm_head.table()))
         head = self.ops.constrain(head, "vocab", "embed")
         return self._logits(hidden, head, make_context(tokens))
 
@@ -100,7 +101,7 @@ class GPT(nn.Module):
         *,
         deterministic: bool = True,
     ) -> tuple[Array, Tree]:
-        """Returns `logits_loss(logits, batch)`, by default the sum of cross-entropies in nats.
+        """Return `logits_loss(logits, batch)`, by default the sum of cross-entropies in nats.
 
         `batch` holds arrays `[B, T]`: `tokens` and `targets` int32 (-1: none), maybe `segments`,
         and others that `logits_loss` reads. It may be called with a part of the positions at a
@@ -110,12 +111,12 @@ class GPT(nn.Module):
         ops = self.ops
         chex.assert_equal_shape(list(batch.values()))  # others would broadcast
         chex.assert_type(batch["targets"], int)
-        # Tokens are looked up in what the head takes: the gradients of both add up in one array.
-        head = ops.pad_vocab(self._head())
+        # Tokens are looked up in the padded head, so that both gradients add up in one array.
+        head = ops.pad_vocab(self.lm_head.table())
         table = head if cfg.tie_embeddings else self.wte.table()
         context = make_context(batch["tokens"], batch.get("segments"), deterministic)
         context = context.replace(has_target=batch["targets"] >= 0)
-        hidden = self._hidden(table, context)
+        hidden = self._final_hidden(table, context)
 
         def from_logits(logits: Array, batch: Batch) -> tuple[Array, Tree]:
             logits = self._change_logits(logits, context)
@@ -124,7 +125,8 @@ class GPT(nn.Module):
         with jax.named_scope("head"):
             head_loss = ops.head_loss
             if any(each.acts_at("logits") for each in ingredients_of(cfg)):
-                # An ingredient may read parameters, or report: not in a chunk of a scan.
+                # A kernel scans over chunks of positions. Within a scan, an ingredient could
+                # neither read its parameters nor report scalars.
                 head_loss = plain.head_loss
                 head = ops.whole(head)
             head = ops.constrain(head, "vocab", "embed")
@@ -140,23 +142,23 @@ class GPT(nn.Module):
     def newest_logits(
         self, tokens: Array, num_new: Array, length: Array, last: Array
     ) -> Array:
-        """Returns the logits `[B, V]` after the last of `num_new` `[B]` new tokens `[B, T]`.
+        """Return the logits `[B, V]` after the last of `num_new` `[B]` new tokens `[B, T]`.
 
-        Of those before, `length` `[B]` which end in `last` `[B]`, keys and values are in the
-        collection `cache`, which these join: see gpt2/model/cache.py.
+        The collection `cache` holds the keys and values of the `length` `[B]` tokens before, and
+        `last` `[B]` is the last of these (gpt2/model/cache.py). The new ones are appended.
         """
         context = make_context(tokens)
         positions = context.positions + length[:, None]
         context = context.replace(positions=positions, last_token=last)
-        hidden = self._hidden(self.wte.table(), context)
+        hidden = self._final_hidden(self.wte.table(), context)
         newest = (num_new - 1)[:, None]
         hidden = jnp.take_along_axis(hidden, newest[..., None], axis=1)
         context = make_context(jnp.take_along_axis(tokens, newest, axis=1))
-        # The head unpadded: padding would copy it at every token.
-        return self._logits(hidden, self._head(), context)[:, 0]
+        # The head is not padded here: a copy of it would be made for every token.
+        return self._logits(hidden, self.lm_head.table(), context)[:, 0]
 
     @nn.compact
-    def _hidden(self, table: Array, context: Context) -> Array:
+    def _final_hidden(self, table: Array, context: Context) -> Array:
         """Return the final hidden states `[B, T, D]`; tokens are looked up in `table`."""
         cfg, ops = self.config, self.ops
         x = ops.look_up_tokens(table, context.tokens, cfg.compute_dtype)
@@ -195,7 +197,7 @@ class GPT(nn.Module):
         return x + wpe(context.positions)
 
     def _layers(self, x: Array, context: Context) -> Array:
-        """Apply all layers to the residual stream; stores in `context` what they carried."""
+        """Apply all layers to the residual stream; update `context.carried`."""
         cfg = self.config
         stream = x, context.carried
         block: type[nn.Module] = Block
@@ -203,14 +205,10 @@ class GPT(nn.Module):
             static = () if cfg.scan_layers else ("layer",)
             block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
-            scanned = scan_layers(
-                block,
-                cfg.num_layers,
-                per_layer=("layer",),
-                unroll=cfg.scan_unroll,
-            )
-            numbers = jnp.arange(cfg.num_layers)
-            stream, _ = scanned(cfg, self.ops, name="h")(stream, numbers, context)
+            L = cfg.num_layers
+            block = scan_layers(block, L, per_layer=("layer",), unroll=cfg.scan_unroll)
+            scanned = block(cfg, self.ops, name="h")
+            stream, _ = scanned(stream, jnp.arange(L), context)
         else:
             for layer in range(cfg.num_layers):
                 apply = block(cfg, self.ops, name=f"h_{layer}")
@@ -218,10 +216,6 @@ class GPT(nn.Module):
         x, carried = stream
         context.carried.update(carried)
         return x
-
-    def _head(self) -> Array:
-        """Return the output embedding, `[V, D]`."""
-        return self.wte.table() if self.config.tie_embeddings else self.lm_head.table()
 
     def _logits(self, hidden: Array, head: Array, context: Context) -> Array:
         logits = compute_logits(hidden, head, self.config.compute_dtype)
@@ -236,25 +230,25 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Returns unrolled parameters, boxed with the names of their axes."""
+        """Return unrolled parameters, boxed with what they declare."""
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
-        by_formulas = self.clone(config=config, ops=Ops())
-        return nn.Module.init(by_formulas, rngs, tokens)["params"]
+        reference = self.clone(config=config, ops=Ops())
+        return nn.Module.init(reference, rngs, tokens)["params"]
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
-        """Returns `{"params": ...}` drawn with the key `rngs`, for `tokens` of this shape.
+        """Return `{"params": ...}` drawn with the key `rngs`, for `tokens` of this shape.
 
-        Flax's other arguments, which `nn.tabulate` gives, change nothing.
+        Further arguments, which `nn.tabulate` passes, are ignored.
         """
         params = nn.unbox(self.draw(rngs, tokens))
         return {"params": in_layout(params, scanned=self.config.scan_layers)}
 
     @nn.nowrap
     def parameters(self) -> Tree:
-        """Returns what every parameter declares, a `ParamInfo` in place of each leaf."""
+        """Return what every parameter declares, a `ParamInfo` for each leaf."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         declared = jax.eval_shape(self.draw, jax.random.key(0), tokens)
         infos = jax.tree.map_with_path(param_info, declared, is_leaf=is_declared)
@@ -266,14 +260,14 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def logical_axes(self) -> Tree:
-        """Returns the names of every parameter's axes, a PartitionSpec in place of each leaf."""
+        """Return the names of every parameter's axes, a PartitionSpec for each leaf."""
         return jax.tree.map(lambda info: PartitionSpec(*info.axes), self.parameters())
 
 
 def make_context(
     tokens: Array, segments: Array | None = None, deterministic: bool = True
 ) -> Context:
-    """Return the context of tokens [B, T] int32, from position 0 on."""
+    """Return the context of tokens `[B, T]` int32, whose positions begin at 0."""
     chex.assert_rank(tokens, 2)
     chex.assert_type(tokens, int)
     positions = jnp.arange(tokens.shape[1])[None]
@@ -285,7 +279,7 @@ def make_context(
 
 
 def positions_within(segments: Array) -> Array:
-    """Returns how many tokens of its segment come before each, for `segments` [B, T] int32."""
+    """Return each token's position in its segment, int32, for `segments` `[B, T]` int32."""
     numbers = jnp.arange(segments.shape[1])[None]
     is_first = segments != jnp.roll(segments, 1, axis=1)
     firsts = jnp.where(is_first, numbers, 0)
@@ -293,5 +287,5 @@ def positions_within(segments: Array) -> Array:
 
 
 def num_params(params: Tree) -> int:
-    """Returns the number of parameters in a tree of arrays or shapes."""
+    """Return the number of parameters in a tree of arrays or shapes."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""What a block is made of beside attention: linear maps, norms, tables, the MLP.
+"""The parts of a block other than attention: linear maps, norms, embeddings, the MLP.
 
 gpt2/model/gpt.py explains the letters of dimensions.
 """
@@ -27,10 +27,10 @@ def named_param(
     inputs: tuple[int, ...] = (),
     decays: bool = False,
 ) -> Array:
-    """Returns a parameter of a module that has `config` and `ops`, gathered if it was in shards.
+    """Return a parameter of a module with `config` and `ops`, gathered if devices hold shards.
 
-    `parallel.rules` spread it between steps by the names of its axes. A matrix `[D, F]` has
-    `inputs=(-2,)`, for Muon, and `decays=True`: see `ParamInfo`.
+    The names of its axes determine how `parallel.rules` shard it between steps. A matrix `[D, F]`
+    has `inputs=(-2,)`, for Muon, and `decays=True`: see `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -40,13 +40,13 @@ class Linear(nn.Module):
     """A linear map from the last axes of its input to new ones.
 
     Attributes:
-        config: gives the dtypes, and whether there is a bias.
-        ops: what it computes with.
-        shape: of the kernel: contracted axes, then new ones.
+        config: the model; it determines the dtypes, and whether there is a bias.
+        ops: the table of operations.
+        shape: shape of the kernel: contracted axes, then new axes.
         axes: names of the kernel's axes.
-        num_contract: how many axes are contracted.
-        is_projection: whether it is a branch's last map, whose result joins the residual stream.
-        activation: applied to the input first, elementwise.
+        num_contract: number of contracted axes.
+        is_projection: whether the result is added to the residual stream.
+        activation: elementwise function of the input, applied before the kernel.
     """
 
     config: GPTConfig
@@ -58,7 +58,7 @@ class Linear(nn.Module):
     activation: Activation | None = None
 
     def setup(self):
-        """Creates the kernel, of which operations take shards, and the bias."""
+        """Create the kernel, which operations gather if devices hold shards of it, and the bias."""
         cfg = self.config
         rank = len(self.axes)
         inputs = tuple(range(-rank, self.num_contract - rank))
@@ -71,7 +71,7 @@ class Linear(nn.Module):
             self.bias = named_param(self, "bias", nn.initializers.zeros, shape, axes)
 
     def __call__(self, x: Array) -> Array:
-        """Maps `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute type."""
+        """Map `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute dtype."""
         y = self.ops.linear(
             x,
             self.kernel,
@@ -80,10 +80,10 @@ class Linear(nn.Module):
             activation=self.activation,
             dtype=self.config.compute_dtype,
         )
-        return checkpoint_name(y, self._result)  # for rematerialisation
+        return checkpoint_name(y, self._result)
 
     def parts(self, x: Array) -> list[Array]:
-        """Returns a result for each index of the first new axis."""
+        """Map `[..., C]` by a kernel `[C, P, O1, .., Om]` to P results `[..., O1, .., Om]`."""
         dtype = self.config.compute_dtype
         y = self.ops.linear_parts(x, self.kernel, self.bias, dtype=dtype)
         return checkpoint_name(y, self._result)
@@ -119,9 +119,9 @@ class Norm(nn.Module):
     """LayerNorm or RMSNorm; statistics in float32.
 
     Attributes:
-        config: gives the kind, and the types.
-        ops: what it computes with.
-        kind: `layernorm` or `rmsnorm`, if not that of `config`.
+        config: the model; it determines the kind, and the dtypes.
+        ops: the table of operations.
+        kind: `layernorm` or `rmsnorm`; empty: the kind of `config`.
         axis: name of the parameters' axis.
     """
 
@@ -132,7 +132,7 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Normalises the last axis of `x` `[..., D]`; returns it in the compute type."""
+        """Normalize the last axis of `x` `[..., D]`; the result has the compute dtype."""
         cfg = self.config
         shape = x.shape[-1:]
         axes = (self.axis,)
@@ -150,12 +150,12 @@ class Embedding(nn.Module):
     """A table of vectors, looked up by integers.
 
     Attributes:
-        config: gives the dtypes, and the width of a vector if `width` does not.
-        ops: what it computes with.
-        num_rows: how many vectors there are.
+        config: the model; it determines the dtypes.
+        ops: the table of operations.
+        num_rows: number of vectors.
         axes: names of the table's axes.
-        stddev: of the table's normal initialisation.
-        width: of a vector; 0: D.
+        stddev: standard deviation of the normal distribution from which the table is drawn.
+        width: length of a vector; 0: D.
     """
 
     config: GPTConfig
@@ -166,7 +166,7 @@ class Embedding(nn.Module):
     width: int = 0
 
     def setup(self):
-        """Creates the table."""
+        """Create the table."""
         cfg = self.config
         shape = (self.num_rows, self.width or cfg.embed_dim)
         normal = nn.initializers.normal(self.stddev)
@@ -174,23 +174,23 @@ class Embedding(nn.Module):
         self.embedding = self.ops.param(self, "embedding", normal, shape, info)
 
     def __call__(self, indices: Array) -> Array:
-        """Returns the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute type."""
+        """Return the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute dtype."""
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
 
     def table(self) -> Array:
-        """Returns the table, `[V, D]`, as `ops` take it; a method, as diagnosis looks for them."""
+        """Return the table, `[V, D]`. The diagnosis of NaN observes calls of this method."""
         return self.embedding
 
 
 class MLP(nn.Module):
-    """Two linear maps around an activation; gated forms have a third (Shazeer 2020)."""
+    """Two linear maps with an activation between them; gated MLPs have a third (Shazeer 2020)."""
 
     config: GPTConfig
     ops: Ops
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Maps `x` `[B, T, D]` to `[B, T, D]` in the compute type."""
+        """Map `x` `[B, T, D]` to `[B, T, D]` in the compute dtype."""
         cfg = self.config
         ops = self.ops
         D = cfg.embed_dim

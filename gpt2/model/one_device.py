@@ -1,4 +1,4 @@
-"""A model by the kernels for one device."""
+"""A model that computes with the kernels for one device."""
 
 import functools
 
@@ -15,7 +15,7 @@ from gpt2.utils.platform import jit_is_off
 
 
 def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
-    """Returns a model that computes by the kernels for one device, JAX's first one by default."""
+    """Return a model that computes with the kernels for a device, by default JAX's first one."""
     if jit_is_off():
         return model.clone(ops=Ops())
     ops = ops_for(model.config, device or jax.devices()[0])
@@ -24,6 +24,6 @@ def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
 
 @functools.cache  # so that programs of equal models are compiled once
 def ops_for(config: GPTConfig, device: jax.Device) -> Ops:
-    """Returns the table of a model for one device."""
+    """Return the table of operations of a model on one device."""
     mesh = Mesh(np.array([device]), ("data",))
     return make_ops(config, mesh, score_term_options(config))
