@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 @distributed.ends_together()
 def main() -> int:
-    """Runs one training run, phase by phase, and returns the exit code of the program."""
+    """Run one training run, phase by phase, and returns the exit code of the program."""
     # Options: checked before any work begins.
     config = cli.parse_config()
     options = config.train
@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
-    """Returns the state before the first step."""
+    """Return the state before the first step."""
     if not (source := program.config.train.init_from):
         return program.init_state()
     params = load_initial_params(source, program.model.config, dataset.tokenizer)
@@ -124,7 +124,7 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
 
 
 def train(run: Run, state: TrainState, start: int) -> int:
-    """Runs the steps after `start`, writes the run's files and returns the exit code."""
+    """Run the steps after `start`, writes the run's files and returns the exit code."""
     program, batches, tasks, workdir, checkpointer, clock = run
     config = program.config
     options = program.config.train
@@ -149,7 +149,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Scores the newest state, which is never saved if it has diverged."""
+        """Score the newest state, which is never saved if it has diverged."""
         reporter.catch_up()
         with clock.phase("validation"):
             held_out = batches.validation(num_batches)
@@ -159,7 +159,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
         return scores
 
     def save(measured: dict[str, float] | None = None) -> None:
-        """Saves the newest state, after its metrics."""
+        """Save the newest state, after its metrics."""
         reporter.flush(step)
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, measured, batches.position(step))

@@ -46,7 +46,7 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Returns the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
+    """Return the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
 
     Or of NorMuon (Li et al. 2025, algorithm 1), which divides each output's update by the root of
     its running mean square. `parameters`, of `ParamInfo`, and the trees hold matrices only.
@@ -102,7 +102,7 @@ def scale_by_muon(
 
 
 def orthogonalized(matrices: Array, method: str) -> Array:
-    """Moves the singular values of matrices `[S, m, n]` to about 1.
+    """Move the singular values of matrices `[S, m, n]` to about 1.
 
     Those from 0.0015 of the norm on end between 0.68 and 1.21, by polar express 0.85 and 1.15.
     """
@@ -130,7 +130,7 @@ def orthogonalized(matrices: Array, method: str) -> Array:
 
 
 def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
-    """Returns matrices, and the mean squares of their rows [S, m, 1] and columns [S, 1, n].
+    """Return matrices, and the mean squares of their rows [S, m, 1] and columns [S, 1, n].
 
     XLA leaves out what is not used.
     """
@@ -143,7 +143,7 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
 
 
 def _zeros(kernel: Kernel, x: Array) -> Array:
-    """Returns the state of a kernel's neurons."""
+    """Return the state of a kernel's neurons."""
     number = kernel.sides[kernel.outputs]
     shape = (*kernel.counts, number)
     return jnp.zeros(shape, x.dtype)
@@ -155,7 +155,7 @@ def _mean_square(
     *squares: Array,
     beta2: float,
 ) -> Array:
-    """Returns running means of the squares of outputs, those of rows or those of columns."""
+    """Return running means of the squares of outputs, those of rows or those of columns."""
     square = squares[kernel.outputs]
     square = square.reshape(old.shape)
     return _lerp(old, square, 1 - beta2)
@@ -167,7 +167,7 @@ def _normalize(
     running: Array,
     *squares: Array,
 ) -> Array:
-    """Divides each neuron's update by its running root mean square, and sets the matrix's own.
+    """Divide each neuron's update by its running root mean square, and sets the matrix's own.
 
     Its mean squares follow from those of the update, so that no device needs all of a matrix.
     """

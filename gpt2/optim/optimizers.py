@@ -38,7 +38,7 @@ def make_optimizer(
     width_ratio: float = 1.0,
     matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
-    """Returns clipping, the direction, weight decay, factors, the rate and averages as one chain.
+    """Return clipping, the direction, weight decay, factors, the rate and averages as one chain.
 
     Args:
         optim: the options.
@@ -111,7 +111,7 @@ def _width_factor(
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
-    """Multiplies updates by the factor of the first pattern of `layer_rates` that matches."""
+    """Multiply updates by the factor of the first pattern of `layer_rates` that matches."""
     rates = (*optim.rates, ("", 1.0))  # the last one matches all
 
     def first_match(name: str) -> int:
@@ -148,7 +148,7 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
 
 
 def _unrolled_names(path: tuple, leaf: Array) -> list[str]:
-    """Returns a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
+    """Return a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
     names = [entry.key for entry in path]
     if "h" not in names:  # not stacked
         return ["/".join(names)]

@@ -7,7 +7,7 @@ from gpt2.errors import UserError
 
 
 def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the step, counted from 0.
+    """Return the learning rate as a function of the step, counted from 0.
 
     A linear warm-up reaches `learning_rate` after `optim.warmup_steps` and never returns 0
     (nanoGPT's form). What follows ends on step `num_steps`, where the run is longer than that.

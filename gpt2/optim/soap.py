@@ -30,7 +30,7 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Returns the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
+    """Return the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
     `parameters`, of `ParamInfo`, and the trees hold matrices only. The first step only computes the
     bases, as in the authors' code. Rounding chooses between bases where a gradient is nearly
@@ -90,7 +90,7 @@ def scale_by_soap(
 
 
 def _square(kernel: Kernel, x: Array, side: int) -> Array:
-    """Returns zeros in the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
+    """Return zeros in the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
     size = kernel.sides[side]
     return jnp.zeros((*kernel.counts, size, size), x.dtype)
 
@@ -98,7 +98,7 @@ def _square(kernel: Kernel, x: Array, side: int) -> Array:
 def _step(
     optim: OptimConfig, stacks: tuple[Array, ...], count: Array
 ) -> tuple[Array, ...]:
-    """Maps gradients and state, as in `SoapState`, to directions and the next state."""
+    """Map gradients and state, as in `SoapState`, to directions and the next state."""
     beta1 = optim.beta1
     beta2 = optim.beta2
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
@@ -141,7 +141,7 @@ def _step(
 
 
 def _eigenvectors(gram: Array, rank: int) -> Array:
-    """Returns the eigenvectors of one gradient's Gram matrix, those of large eigenvalues first.
+    """Return the eigenvectors of one gradient's Gram matrix, those of large eigenvalues first.
 
     Rounding would choose between bases of the null space; QR completes them in one way everywhere.
     """
@@ -154,7 +154,7 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Returns a basis nearer to the eigenvectors, by eigenvalue, and its order of the old one."""
+    """Return a basis nearer to the eigenvectors, by eigenvalue, and its order of the old one."""
     product = gram @ basis
     eigenvalues = jnp.sum(basis * product, axis=1)
     order = jnp.argsort(-eigenvalues, axis=1)
@@ -164,7 +164,7 @@ def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def _each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
-    """Decomposes each of `[k, ?, ?]` by itself, on a CPU one after the other.
+    """Decompose each of `[k, ?, ?]` by itself, on a CPU one after the other.
 
     There LAPACK shares a batch among all simulated devices' threads, which may wait for each other.
     """

@@ -38,7 +38,7 @@ class Kernel:
 
     @classmethod
     def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
-        """Returns how a parameter holds its matrices. Rows are the side named `embed`, if any."""
+        """Return how a parameter holds its matrices. Rows are the side named `embed`, if any."""
         inputs = tuple(axis + leaf.ndim for axis in info.inputs)
         outputs = tuple(axis + leaf.ndim for axis in info.outputs)
         reads_stream = "embed" in [info.axes[axis] for axis in inputs]
@@ -58,11 +58,11 @@ class Kernel:
         return self._sizes(self._counting)
 
     def to_matrices(self, x: Array) -> Array:
-        """Returns the kernel `x` as matrices `[k, rows, columns]`."""
+        """Return the kernel `x` as matrices `[k, rows, columns]`."""
         return x.transpose(self._order).reshape(-1, *self.sides)
 
     def from_matrices(self, matrices: Array) -> Array:
-        """Returns matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
+        """Return matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
         ordered = matrices.reshape(self._sizes(self._order))
         return ordered.transpose(np.argsort(self._order))
 
@@ -80,19 +80,19 @@ class Kernel:
 
 
 def matrices_of(parameters: Tree) -> Tree:
-    """Returns a tree of `ParamInfo` with all but matrices masked, as optax masks parameters."""
+    """Return a tree of `ParamInfo` with all but matrices masked, as optax masks parameters."""
     return jax.tree.map(
         lambda info: info if info.inputs else optax.MaskedNode(), parameters
     )
 
 
 def kernels(parameters: Tree, tree: Tree) -> Tree:
-    """Returns the `Kernel` of every leaf of a tree of matrices."""
+    """Return the `Kernel` of every leaf of a tree of matrices."""
     return jax.tree.map(Kernel.of, parameters, tree)
 
 
 def to_matrices(shapes: Tree, tree: Tree) -> Tree:
-    """Returns every kernel of a tree as matrices `[k, rows, columns]`."""
+    """Return every kernel of a tree as matrices `[k, rows, columns]`."""
     return jax.tree.map(Kernel.to_matrices, shapes, tree)
 
 
@@ -102,7 +102,7 @@ def map_stacks(
     trees: tuple[Tree, ...],
     *scalars: Array,
 ) -> tuple[Tree, ...]:
-    """Maps `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
+    """Map `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
     Those of equal shapes are one call, whose matrices devices share as `matrices` say.
     """

@@ -17,7 +17,7 @@ _SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
 
 
 def joint_norm(grads: Tree) -> Array:
-    """Returns the norm of all gradients together, of small ones by one kernel (for GPUs)."""
+    """Return the norm of all gradients together, of small ones by one kernel (for GPUs)."""
     leaves = jax.tree.leaves(grads)
     small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
     large = [leaf for leaf in leaves if leaf.size >= _SMALL]
@@ -28,7 +28,7 @@ def joint_norm(grads: Tree) -> Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.clip_by_global_norm` as a product: quotients are stored (XLA:CPU note 1).
+    """Return `optax.clip_by_global_norm` as a product: quotients are stored (XLA:CPU note 1).
 
     `update` takes the gradients' norm as `grad_norm` from a caller that has it.
     """
@@ -57,7 +57,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Drops what a direction does against the gradient (Liang et al. 2024, algorithm 1).
+    """Drop what a direction does against the gradient (Liang et al. 2024, algorithm 1).
 
     What is left of a tensor is divided by its share. Entries without a gradient count neither way.
     """
@@ -86,7 +86,7 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Decays where that does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
+    """Decay where that does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
 
     def choose(update: Array, decayed: Array, param: Array) -> Array:
         return jnp.where(update * param >= 0, decayed, update)
@@ -110,7 +110,7 @@ class AverageState(NamedTuple):
 def average_parameters(
     decay: float = 0, start: int = 0
 ) -> optax.GradientTransformation:
-    """Keeps an average of the parameters after each update. Last of a chain.
+    """Keep an average of the parameters after each update. Last of a chain.
 
     With a decay it is exponential (Tarvainen and Valpola 2017). Else it is the mean of those after
     the update `start`, until which it is the newest.
@@ -137,7 +137,7 @@ def average_parameters(
 
 
 def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
-    """Returns the parameters that are validated and exported: the optimizer's average, if any."""
+    """Return the parameters that are validated and exported: the optimizer's average, if any."""
     averaged = optax.tree.get(opt_state, "AverageState")
     if averaged:
         return averaged.average
@@ -149,7 +149,7 @@ def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
 
 
 def num_updates(opt_state: optax.OptState) -> Array | None:
-    """Returns how often the schedule has been asked for a rate, an int32 scalar.
+    """Return how often the schedule has been asked for a rate, an int32 scalar.
 
     That is fewer times than steps if some were skipped; None if the state has no schedule.
     """

@@ -20,15 +20,15 @@ class Guard(struct.PyTreeNode):
 
     @classmethod
     def create(cls, max_bad: int) -> "Guard":
-        """Returns the guard at the start of a run."""
+        """Return the guard at the start of a run."""
         return cls(jnp.int32(0), jnp.int32(0), max_bad)
 
     def capped(self) -> "Guard":
-        """Returns a restored guard with no more bad steps in a row than `max_bad`, now lower."""
+        """Return a restored guard with no more bad steps in a row than `max_bad`, now lower."""
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:
-        """Returns whether a step may change the state, a boolean scalar, and the next guard."""
+        """Return whether a step may change the state, a boolean scalar, and the next guard."""
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         keep = finite & (self.bad_in_a_row <= self.max_bad)
         in_a_row = jnp.where(keep, 0, self.bad_in_a_row + 1)

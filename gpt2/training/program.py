@@ -74,7 +74,7 @@ class Program:
         schedule: Callable = make_schedule,
         optimizer: Callable = make_optimizer,
     ) -> "Program":
-        """Returns the program of a config whose vocabulary is resolved."""
+        """Return the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
         gpt = model(config.gpt())
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
@@ -130,7 +130,7 @@ class Program:
         )
 
     def init(self, key: Array) -> TrainState:
-        """Returns the state before the first step, as a pure function of a key."""
+        """Return the state before the first step, as a pure function of a key."""
         # By formulas, as `from_config` has traced it.
         return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
@@ -140,7 +140,7 @@ class Program:
         return TrainState.create(params, self.optimizer, compute, skip_bad_steps)
 
     def init_state(self, params: Tree = None) -> TrainState:
-        """Returns the state before the first step. Each device draws its own part.
+        """Return the state before the first step. Each device draws its own part.
 
         Given `params`, in host memory, take the place of drawn ones.
         """
@@ -177,7 +177,7 @@ class Program:
         return num_params(self.state_shapes.params)
 
     def flops_per_token(self, shape: Shape) -> float:
-        """Returns the FLOPs that training must spend on a token of steps of a shape."""
+        """Return the FLOPs that training must spend on a token of steps of a shape."""
         return model_flops_per_token(self.model.config, shape)
 
     @property
@@ -197,7 +197,7 @@ class Program:
         return "by its formula" if name == "plain" else name
 
     def describe(self, batches: Batches, steps: Steps, start: int) -> str:
-        """Returns the run's first screen: what its options do not tell."""
+        """Return the run's first screen: what its options do not tell."""
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
         first = self.config.shapes.at(start + 1).tokens
@@ -219,12 +219,12 @@ class Program:
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
     def at(self, shape: Shape) -> "Program":
-        """Returns the program whose model sees as far back as a shape says."""
+        """Return the program whose model sees as far back as a shape says."""
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
     def compile_steps(self, state: TrainState, examples: Mapping[Shape, Tree]) -> Steps:
-        """Compiles the train step and the watch for a batch of each shape."""
+        """Compile the train step and the watch for a batch of each shape."""
         steps = Steps()
         for shape, batch in examples.items():
             program = self.at(shape)
@@ -235,14 +235,14 @@ class Program:
         return steps
 
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
-        """Compiles `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
+        """Compile `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
 
         Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
         return self.compile(self.backend.compile_train(self.train_step), state, batch)
 
     def compile(self, step: Tree, state: Tree, batch: Tree) -> CompiledStep:
-        """Compiles a jitted or pmapped step of two arguments with the options of the model."""
+        """Compile a jitted or pmapped step of two arguments with the options of the model."""
         cfg = self.model.config
         options = compiler_options(
             cfg.remat,
@@ -254,7 +254,7 @@ class Program:
     def compile_watch(
         self, state: TrainState, batch: Tree
     ) -> Callable[[int, TrainState, Tree], Metrics | None]:
-        """Compiles `(step, state, batch) -> norms`, None at a step that is not watched."""
+        """Compile `(step, state, batch) -> norms`, None at a step that is not watched."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
@@ -266,20 +266,20 @@ class Program:
         )
 
     def compile_eval(self, params: Tree, batch: Tree) -> CompiledStep:
-        """Compiles `(params, batch) -> {name: (sum, count)}`."""
+        """Compile `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # so that equal models share one trace
 def draw_params(model: GPT, key: Array) -> Tree:
-    """Returns parameters drawn from a key."""
+    """Return parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 
 def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
-    """Returns by what `fsdp_gather=auto` gathers parameters that may be gathered by layer."""
+    """Return by what `fsdp_gather=auto` gathers parameters that may be gathered by layer."""
     # It holds less, and sends no more: two gathers in 16 bits are one in 32.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"

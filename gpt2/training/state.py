@@ -21,11 +21,11 @@ class LossScale(struct.PyTreeNode):
 
     @classmethod
     def create(cls) -> "LossScale":
-        """Returns the scale at the start of training."""
+        """Return the scale at the start of training."""
         return cls(jnp.float32(2.0**12), jnp.int32(0))
 
     def update(self, finite: Array) -> "LossScale":
-        """Halves the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
+        """Halve the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
         scale = jnp.where(
             finite, jnp.where(grown, self.scale * 2, self.scale), self.scale / 2
@@ -51,7 +51,7 @@ class TrainState(struct.PyTreeNode):
         compute_dtype: str,
         skip_bad_steps: int = 0,
     ) -> "TrainState":
-        """Returns the state before the first step."""
+        """Return the state before the first step."""
         overflows = compute_dtype == "float16"
         return cls(
             step=jnp.int32(0),

@@ -17,14 +17,14 @@ from gpt2.utils.trees import Batch, Tree
 
 
 def by_name(params: Tree) -> dict[str, Array]:
-    """Returns parameters, or a tree like them, by names such as `h_3/attn/c_attn/kernel`."""
+    """Return parameters, or a tree like them, by names such as `h_3/attn/c_attn/kernel`."""
     return flatten_dict(in_layout(params, scanned=False), sep="/")
 
 
 def make_watch_step(
     update: UpdateFn,
 ) -> Callable[[TrainState, Batch, MapSum], Metrics]:
-    """Returns `watch_step(state, batch, map_sum=on_one_device) -> norms`, float32 scalars.
+    """Return `watch_step(state, batch, map_sum=on_one_device) -> norms`, float32 scalars.
 
     They are `param_norm/NAME` before the step, `grad_norm/NAME` before clipping, and
     `update_norm/NAME`.

@@ -34,12 +34,12 @@ Choose = Callable[[Array, Callable, Callable], Tree]
 
 
 def on_one_device(function: Callable) -> Callable:
-    """Maps as `map_sum` does, for a single device: all rows in one call, nothing to add."""
+    """Map as `map_sum` does, for a single device: all rows in one call, nothing to add."""
     return lambda params, batch: function(params, batch, 0)
 
 
 def means(sums: Sums, prefix: str) -> Metrics:
-    """Returns `{prefix + name: sum / count}`; where nothing was counted, the sum."""
+    """Return `{prefix + name: sum / count}`; where nothing was counted, the sum."""
     return {
         prefix + name: total / jnp.where(count > 0, count, 1.0)
         for name, (total, count) in sums.items()
@@ -68,7 +68,7 @@ def make_update(
     norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
 ) -> UpdateFn:
-    """Returns `update(state, batch, map_sum=on_one_device) -> Update`.
+    """Return `update(state, batch, map_sum=on_one_device) -> Update`.
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
@@ -129,7 +129,7 @@ def make_update(
 def make_train_step(
     update: UpdateFn,
 ) -> Callable[[TrainState, Batch, MapSum], tuple[TrainState, Metrics]]:
-    """Returns `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
+    """Return `train_step(state, batch, map_sum=on_one_device) -> (state, metrics)`.
 
     `update` is what `make_update` returned. Metrics are float32 scalars.
     """
@@ -145,7 +145,7 @@ def make_train_step(
 def _judge(
     state: TrainState, loss: Array, grad_norm: Array
 ) -> tuple[Array | None, TrainState, Metrics]:
-    """Returns whether to take a step, None for always, `state` that knows of it, and metrics."""
+    """Return whether to take a step, None for always, `state` that knows of it, and metrics."""
     if state.guard is None:
         return None, state, Metrics()
     keep, guard = state.guard.judge(loss, grad_norm)
@@ -165,7 +165,7 @@ def _judge(
 
 
 def compute_both(condition: Array, function: Callable, other: Callable) -> Tree:
-    """Does as `jax.lax.cond`, without a branch, for which a GPU would wait for the host."""
+    """Do as `jax.lax.cond`, without a branch, for which a GPU would wait for the host."""
     return _choose(condition, function(), other())
 
 
@@ -174,7 +174,7 @@ def _choose(condition: Tree, tree: Tree, other: Tree) -> Tree:
 
 
 def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
-    """Returns `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
+    """Return `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
 
     def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         def sums(params, rows, device):

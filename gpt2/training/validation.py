@@ -24,7 +24,7 @@ def validate(
     held_out: Mapping[str, tuple[float, Iterable[Batch]]],
     targets_per_byte: float | None = None,
 ) -> dict[str, float]:
-    """Scores every target of batches, which are on the devices already.
+    """Score every target of batches, which are on the devices already.
 
     `held_out` has each part of a mixture with its share, or all of it under an empty name. Returns
     `eval/NAME` for all that `eval_step` sums, `eval/loss` (nats per token) among it, over the

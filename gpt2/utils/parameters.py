@@ -42,7 +42,7 @@ class ParamInfo:
         return tuple(axis for axis in after if self.axes[axis] not in STACKING)
 
     def stack(self) -> "ParamInfo":
-        """Returns the info of this parameter of all layers, stacked along a first axis."""
+        """Return the info of this parameter of all layers, stacked along a first axis."""
         return dataclasses.replace(self, axes=("layers", *self.axes))
 
 
@@ -53,33 +53,33 @@ class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
     info: ParamInfo = struct.field(pytree_node=False)
 
     def unbox(self) -> Tree:
-        """Returns the parameter."""
+        """Return the parameter."""
         return self.value
 
     def replace_boxed(self, val: Tree) -> "DeclaredParam":
-        """Returns another parameter with the same info."""
+        """Return another parameter with the same info."""
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Returns the parameter after `nn.vmap` has added an axis."""
+        """Return the parameter after `nn.vmap` has added an axis."""
         axes = list(self.info.axes)
         axes.insert(index, params[nn.PARTITION_NAME])
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Returns the parameter within `nn.vmap`, which adds an axis."""
+        """Return the parameter within `nn.vmap`, which adds an axis."""
         axes = list(self.info.axes)
         del axes[index]
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
 
 def is_declared(node: Tree) -> bool:
-    """Returns whether a node of a tree is a parameter with its info."""
+    """Return whether a node of a tree is a parameter with its info."""
     return isinstance(node, DeclaredParam)
 
 
 def param_info(path: tuple, param: Tree) -> ParamInfo:
-    """Returns what the parameter at a path declares.
+    """Return what the parameter at a path declares.
 
     A parameter that declares too little would be whole on every device, or would never decay.
     """

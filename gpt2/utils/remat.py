@@ -33,7 +33,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 def remat(
     block: type[nn.Module], policy: str, *, static: Collection[str], looped: bool
 ) -> type[nn.Module]:
-    """Returns `block`, made to recompute its activations in the backward pass.
+    """Return `block`, made to recompute its activations in the backward pass.
 
     `static` names its arguments that are not arrays. `looped`: it is the body of a loop.
     """
@@ -53,7 +53,7 @@ def remat(
 
 
 def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
-    """Returns the options that keep XLA from undoing a policy; `platform` is that of the program.
+    """Return the options that keep XLA from undoing a policy; `platform` is that of the program.
 
     XLA:CPU drops all barriers before it merges equal expressions for the last time.
     """

@@ -155,7 +155,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
 
 
 def _cut(shards: Shards, num_first: int) -> tuple[Shards, Shards]:
-    """Divides shards after `num_first` tokens."""
+    """Divide shards after `num_first` tokens."""
     first = Shards()
     second = Shards()
     for file, skip, num_tokens in shards:

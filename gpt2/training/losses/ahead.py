@@ -27,7 +27,7 @@ class Ahead(LossTerm):
 
     @classmethod
     def is_wanted(cls, options: LossConfig) -> bool:
-        """Returns whether there are weights."""
+        """Return whether there are weights."""
         if options.ahead_fade and not options.ahead:
             raise UserError(
                 f"loss.ahead_fade={options.ahead_fade} has no effect without loss.ahead",
@@ -36,7 +36,7 @@ class Ahead(LossTerm):
         return bool(options.ahead)
 
     def arrays(self, batch: Batch) -> Batch:
-        """Returns the targets of each loss."""
+        """Return the targets of each loss."""
         targets = batch["targets"]
         length = targets.shape[1]
         if length <= len(self.weights):
@@ -53,7 +53,7 @@ class Ahead(LossTerm):
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array | float, Sums]:
-        """Returns the weighted sum of all losses, and each sum; nothing in validation."""
+        """Return the weighted sum of all losses, and each sum; nothing in validation."""
         objective: Array | float = 0.0
         sums = Sums()
         if step is None:
@@ -75,7 +75,7 @@ def _name(distance: int) -> str:
 
 
 def targets_ahead(targets: Array, segments: Array | None, distance: int) -> Array:
-    """Returns the targets `distance` positions later in the same segment, `[B, T]`; -1: none.
+    """Return the targets `distance` positions later in the same segment, `[B, T]`; -1: none.
 
     A position whose own target is -1 has none.
     """

@@ -31,7 +31,7 @@ LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
 
 
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
-    """Returns the loss of GPT-2: cross-entropy of the next token, in nats, and optional terms.
+    """Return the loss of GPT-2: cross-entropy of the next token, in nats, and optional terms.
 
     train.py may use another function of this signature instead.
     """
@@ -72,7 +72,7 @@ def apply_loss(
     key: Array | None = None,
     reads: Collection[str] = (),
 ) -> tuple[Array, Sums]:
-    """Returns the objective and the sums of a batch, from its logits and from what modules report.
+    """Return the objective and the sums of a batch, from its logits and from what modules report.
 
     Args:
         model: computes the logits.
@@ -113,7 +113,7 @@ def apply_loss(
 
 
 def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
-    """Returns the loss of validation: plain cross-entropy, without dropout, of float32 logits.
+    """Return the loss of validation: plain cross-entropy, without dropout, of float32 logits.
 
     It also returns the sums of the loss `others` that have other names than "loss".
     """

@@ -18,17 +18,17 @@ class LossTerm:
 
     @classmethod
     def is_wanted(cls, options: LossConfig) -> bool:
-        """Returns whether a run uses the term: whether its option differs from the default."""
+        """Return whether a run uses the term: whether its option differs from the default."""
         return getattr(options, cls.option) != getattr(DEFAULTS.loss, cls.option)
 
     def arrays(self, batch: Batch) -> Batch:
-        """Returns further arrays `[B, T]` that `sums` reads, computed from the whole batch."""
+        """Return further arrays `[B, T]` that `sums` reads, computed from the whole batch."""
         return {}
 
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array | float, Sums]:
-        """Returns the weighted term, summed over positions, and sums and counts to log, by name.
+        """Return the weighted term, summed over positions, and sums and counts to log, by name.
 
         `logits` are `[B, T, V]`, where those of padding are -1e9; `log_normaliser`, the log of
         softmax's normaliser, is `[B, T]`. The positions may be a part of the batch. `step` is None

@@ -18,6 +18,6 @@ class ZLoss(LossTerm):
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array, Sums]:
-        """Returns the weighted sum of squares, and the sum itself."""
+        """Return the weighted sum of squares, and the sum itself."""
         total, count = plain.sum_real(log_normaliser**2, batch["targets"])
         return self.options.z_loss * total, {"z_loss": (total, count)}
