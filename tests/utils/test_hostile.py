@@ -1,6 +1,6 @@
-"""Hostile files are refused in one line: no code of theirs runs, no size of theirs is believed.
+"""Hostile files end a command with one line: their code does not run, their sizes allocate nothing.
 
-Each file comes with the command that would read it. A pickle that ran would make `witness`.
+Each file stands next to the command that reads it. A pickle that is executed creates `witness`.
 """
 
 import io
@@ -22,13 +22,13 @@ from tests.forks import run_command
 from tests.helpers import TINY
 
 SECONDS = 15
-# Bytes beyond a program that only imports. The headers of files state gigabytes.
+# Bytes more than a program that only imports. The headers of the files declare gigabytes.
 MEMORY = 200 * 2**20
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
-    """A folder with a model of Hugging Face's form, a run of its weights, and a text."""
+    """Create a folder with a model in Hugging Face's format, a run of its weights, and a text."""
     pristine = tmp_path_factory.mktemp("pristine")
     peer.write_model(pristine / "hf", "tied")
     save_tokenizer(pristine / "hf", peer.characters(131), 96)
@@ -43,7 +43,7 @@ def folder(pristine, tmp_path):
 
 
 class Attack:
-    """Makes the file `witness` when it is unpickled."""
+    """An object that creates the file `witness` when it is unpickled."""
 
     def __reduce__(self):
         return os.system, ("touch witness",)
@@ -57,12 +57,12 @@ def torch_zip(pickled, compression=zipfile.ZIP_STORED):
 
 
 def safetensors(header, length=None):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text
+    return struct.pack("<Q", length or len(header)) + header
 
 
-def tensor(shape, *offsets):
-    return {"wte.weight": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}
+def tensor(size, start, stop):
+    entry = {"dtype": "F32", "shape": [size], "data_offsets": [start, stop]}
+    return safetensors(json.dumps({"wte.weight": entry}).encode())
 
 
 def shard(count, version=1):
@@ -71,8 +71,8 @@ def shard(count, version=1):
     return header.tobytes() + bytes(2000)
 
 
-def tokenizer(tokens, **more):
-    model = {"type": "BPE", "vocab": tokens} | more
+def tokenizer(tokens, merges=()):
+    model = {"type": "BPE", "vocab": tokens, "merges": merges}
     return json.dumps({"version": "1.0", "model": model}).encode()
 
 
@@ -81,9 +81,9 @@ def index(file):
 
 
 TOKENIZERS = {
-    "id of 2**31": tokenizer({"a": 2**31 - 1, "b": 0}, merges=[]),
-    "id of -1": tokenizer({"a": -1}, merges=[]),
-    "merges of nothing": tokenizer({"a": 0}, merges=[["x", "y"]] * 1000),
+    "id of 2**31": tokenizer({"a": 2**31 - 1, "b": 0}),
+    "id of -1": tokenizer({"a": -1}),
+    "merges of nothing": tokenizer({"a": 0}, [["x", "y"]] * 1000),
 }
 CODE = {
     "pickle": pickle.dumps({"wte.weight": Attack()}),
@@ -112,9 +112,9 @@ INDEX = "hf/model.safetensors.index.json"
 FILES = {
     "header of 2**63": (IMPORT, WEIGHTS, safetensors(b"{}", 2**63)),
     "header of 8 GiB": (IMPORT, WEIGHTS, safetensors(b"{}", 2**33)),
-    "tensor of 4 TiB": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 2**42))),
-    "tensor of 0 bytes": (IMPORT, WEIGHTS, safetensors(tensor([2**40], 0, 0))),
-    "tensor in the header": (IMPORT, WEIGHTS, safetensors(tensor([5], -20, 0))),
+    "tensor of 4 TiB": (IMPORT, WEIGHTS, tensor(2**40, 0, 2**42)),
+    "tensor of 0 bytes": (IMPORT, WEIGHTS, tensor(2**40, 0, 0)),
+    "tensor in the header": (IMPORT, WEIGHTS, tensor(5, -20, 0)),
     "index outside": (IMPORT, INDEX, index("../../../../etc/passwd")),
     "index, absolute": (IMPORT, INDEX, index("/etc/passwd")),
     "nested": (NAMED, "named.json", b"[" * 10**6),
@@ -130,7 +130,9 @@ for number in (2**31 - 1, -1, 0):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("command", "file", "data"), FILES.values(), ids=FILES)
-def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(folder, command, file, data):
+def test_a_hostile_file_ends_with_one_line_and_is_not_executed(
+    folder, command, file, data
+):
     path = folder / file
     if path.name.startswith("model.safetensors"):
         (folder / "hf" / "model.safetensors").unlink()
@@ -144,12 +146,19 @@ def test_a_hostile_file_is_a_line_and_nothing_of_it_runs(folder, command, file, 
     assert done.memory < MEMORY
 
 
+GREEDY = """
+def get_config():
+    x = bytearray(b"1") * 2**29
+    raise ValueError(len(x))
+"""
+
+
 @pytest.mark.thorough
 def test_the_marker_shows_execution_and_the_measure_shows_memory(folder, monkeypatch):
     monkeypatch.chdir(folder)
     pickle.loads(CODE["pickle"])
     assert (folder / "witness").exists()
-    text = "def get_config():\n    x = bytearray(b'1') * 2**29\n    raise ValueError(len(x))\n"
-    Path("greedy.py").write_text(text)
+    Path("greedy.py").write_text(GREEDY)
     done = run_command("train.py", "--config=greedy.py", cwd=folder)
-    assert done.code == 2 and done.memory > 2**28
+    assert done.code == 2
+    assert done.memory > 2**28
