@@ -1,4 +1,4 @@
-"""Muon and NorMuon: the momentum of each hidden matrix, orthogonalised."""
+"""Muon and NorMuon: the orthogonalised momentum of each hidden matrix."""
 
 from functools import partial
 from typing import NamedTuple
@@ -13,10 +13,11 @@ from gpt2.optim.stacks import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
-# `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial: one for all
-# (Jordan et al. 2024), or each the best for what the ones before it leave of singular values from
-# 1e-3 on (Amsel et al. 2025, arXiv 2505.16932). The latter are modded-nanogpt's, by the paper's
-# algorithm for five iterations with a cushion of 0.02 and a safety factor of 1.02 for rounding.
+# `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial. Newton-Schulz
+# uses the same polynomial five times (Jordan et al. 2024). Polar Express uses the best polynomial
+# after each earlier one, for singular values from 1e-3 on (Amsel et al. 2025, arXiv 2505.16932).
+# Its numbers are modded-nanogpt's: the paper's algorithm for five iterations with a cushion of
+# 0.02 and a safety factor of 1.02 for rounding.
 POLYNOMIALS = {
     "newton_schulz": 5 * ((3.4445, -4.7750, 2.0315),),
     "polar_express": (
@@ -28,8 +29,8 @@ POLYNOMIALS = {
     ),
 }
 
-# Root mean square of an update's entries, as AdamW's are, which makes AdamW's learning rates and
-# weight decay usable (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+# The root mean square of an update's entries. It is about that of AdamW's updates, so AdamW's
+# learning rates and weight decay can be used (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 UPDATE_RMS = 0.2
 
 
@@ -38,18 +39,18 @@ class MuonState(NamedTuple):
 
     count: Array  # type: ignore[assignment]  # updates so far, int32
     momentum: Tree  # running means of gradients, in the parameters' shapes and types
-    # Running means of the squares of each neuron's orthogonalised updates, float32 [..., outputs]
-    # behind the axes that count matrices. None for Muon.
+    # For NorMuon, running means of the squares of each neuron's orthogonalised updates: float32
+    # [..., outputs], after the axes that count matrices. For Muon, None.
     neurons: Tree
 
 
 def scale_by_muon(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Return the direction of Muon (Jordan et al. 2024), as torch.optim.Muon's match_rms_adamw.
+    """Return the direction of Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025, algorithm 1).
 
-    Or of NorMuon (Li et al. 2025, algorithm 1), which divides each output's update by the root of
-    its running mean square. `parameters`, of `ParamInfo`, and the trees hold matrices only.
+    Muon is scaled as torch.optim.Muon's match_rms_adamw. NorMuon divides each output's update by
+    its running root mean square. `parameters`, of `ParamInfo`, and the trees hold only matrices.
     """
     neurons = optim.name == "normuon"
     momentum = optax.constant_schedule(optim.momentum)
@@ -73,7 +74,7 @@ def scale_by_muon(
         mean = jax.tree.map(move, state.momentum, updates)
         look_ahead = partial(_lerp, weight=beta)
         ahead = jax.tree.map(look_ahead, updates, mean)
-        # bfloat16 where the hardware is made for it, as in the authors' code.
+        # GPUs and TPUs multiply in bfloat16, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         moved = ahead if optim.nesterov else mean
         operands = to_matrices(shapes, moved)
@@ -88,7 +89,8 @@ def scale_by_muon(
             running = jax.tree.map(mean_square, shapes, state.neurons, *squares)
             scaled = jax.tree.map(_normalize, shapes, orthogonal, running, *squares)
         else:
-            running = None  # orthogonal: root mean squares follow from the sides (lemma 1 there)
+            # The root mean square of an orthogonal matrix follows from its sides (lemma 1 there).
+            running = None
             scaled = jax.tree.map(
                 lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5),
                 shapes,
@@ -104,9 +106,10 @@ def scale_by_muon(
 def orthogonalized(matrices: Array, method: str) -> Array:
     """Move the singular values of matrices `[S, m, n]` to about 1.
 
-    Those from 0.0015 of the norm on end between 0.68 and 1.21, by polar express 0.85 and 1.15.
+    Singular values above 0.0015 of the norm end between 0.68 and 1.21 with Newton-Schulz, and
+    between 0.85 and 1.15 with Polar Express.
     """
-    if matrices.shape[1] > matrices.shape[2]:  # the smaller products
+    if matrices.shape[1] > matrices.shape[2]:  # use the smaller Gram matrix
         return orthogonalized(matrices.mT, method).mT
     dtype = matrices.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -120,7 +123,7 @@ def orthogonalized(matrices: Array, method: str) -> Array:
 
     x = matrices.astype(wide)
     norm = jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
-    x = x / jnp.maximum(norm, 1e-7)  # a matrix of zeros stays one
+    x = x / jnp.maximum(norm, 1e-7)  # a matrix of zeros remains 0
     for a, b, c in POLYNOMIALS[method]:
         gram = product(x, x.mT)
         linear = a * x
@@ -132,7 +135,7 @@ def orthogonalized(matrices: Array, method: str) -> Array:
 def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
     """Return matrices, and the mean squares of their rows [S, m, 1] and columns [S, 1, n].
 
-    XLA leaves out what is not used.
+    XLA does not compute the results that the caller ignores.
     """
     x = orthogonalized(*stacks, method)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -143,7 +146,7 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
 
 
 def _zeros(kernel: Kernel, x: Array) -> Array:
-    """Return the state of a kernel's neurons."""
+    """Return the first state of a kernel's neurons."""
     number = kernel.sides[kernel.outputs]
     shape = (*kernel.counts, number)
     return jnp.zeros(shape, x.dtype)
@@ -155,7 +158,7 @@ def _mean_square(
     *squares: Array,
     beta2: float,
 ) -> Array:
-    """Return running means of the squares of outputs, those of rows or those of columns."""
+    """Update the running mean squares of a kernel's outputs, which are its rows or columns."""
     square = squares[kernel.outputs]
     square = square.reshape(old.shape)
     return _lerp(old, square, 1 - beta2)
@@ -167,12 +170,12 @@ def _normalize(
     running: Array,
     *squares: Array,
 ) -> Array:
-    """Divide each neuron's update by its running root mean square, and sets the matrix's own.
+    """Divide each neuron's update by its running root mean square, and rescale the matrix.
 
-    Its mean squares follow from those of the update, so that no device needs all of a matrix.
+    The matrix's mean square follows from those of its neurons, so no device needs a whole matrix.
     """
     square = squares[kernel.outputs]
-    # As the authors' code; an unused neuron's update is 0.
+    # The epsilon of the authors' code. The update of an unused neuron is 0.
     divisor = jnp.sqrt(running).reshape(square.shape) + 1e-10
     relative = square / jnp.square(divisor)
     mean = jnp.mean(relative, axis=(1, 2), keepdims=True)

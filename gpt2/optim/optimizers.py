@@ -1,4 +1,4 @@
-"""Optimizers: a direction that `optim.name` names, in a chain that is the same for all.
+"""Optimizers: `optim.name` chooses a direction; the chain around it is the same for all.
 
 A direction is an optax transformation from gradients to updates that are neither negated nor
 multiplied by the learning rate, such as `optax.scale_by_adam`.
@@ -46,8 +46,8 @@ def make_optimizer(
         parameters: what each parameter declares (`GPT.parameters`), in the layout of the parameters
             that are trained.
         num_steps: of the run.
-        width_ratio: the model's width over the width for which its rates were tuned. As in
-            microsoft/mup, rate times `weight_decay` does not change: adam's decay grows first.
+        width_ratio: the model's width divided by the width for which its rates were tuned. As in
+            microsoft/mup, the product of rate and `weight_decay` stays the same in a wider model.
         matrices: where directions for whole matrices are computed.
     """
     direction = OPTIMIZERS[optim.name].direction(optim, num_steps, parameters, matrices)
@@ -74,8 +74,8 @@ def make_optimizer(
         parts.append(_layer_rates(optim))
     optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
     if optim.name == "schedule_free":
-        # Averages, in place of a momentum and a schedule (Defazio et al. 2024, algorithm 1), weigh
-        # steps by the square of the rate. optax counts from 1 here.
+        # An average replaces momentum and schedule (Defazio et al. 2024, algorithm 1). It weights
+        # each step by the square of its rate. Here optax counts steps from 1.
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
@@ -90,9 +90,9 @@ def _decay(
     optim: OptimConfig, schedule: optax.Schedule, parameters: Tree
 ) -> optax.GradientTransformation:
     amount: float | optax.Schedule = optim.weight_decay
-    # The rate, which multiplies it again, over its peak.
+    # The decay follows the schedule, and the chain multiplies it by the rate once more.
     if optim.scheduled_weight_decay:
-        peak = jnp.maximum(optim.learning_rate, 1e-30)  # where that is 0, no decay
+        peak = jnp.maximum(optim.learning_rate, 1e-30)  # a rate of 0 has no decay
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
     decays = jax.tree.map(lambda info: info.decays, parameters)
     decay = optax.add_decayed_weights(amount, decays)
@@ -112,7 +112,7 @@ def _width_factor(
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Multiply updates by the factor of the first pattern of `layer_rates` that matches."""
-    rates = (*optim.rates, ("", 1.0))  # the last one matches all
+    rates = (*optim.rates, ("", 1.0))  # the empty pattern matches every name
 
     def first_match(name: str) -> int:
         matches = [bool(re.search(pattern, name)) for pattern, _ in rates]
@@ -130,12 +130,13 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
         matches = jax.tree.map_with_path(first_matches, params)
         matched = {*jax.tree.leaves(matches)}
         for index, (pattern, _) in enumerate(optim.rates):
-            if index not in matched:  # a run would ignore it
+            if index not in matched:  # the run would ignore the pattern
                 names = jax.tree.map_with_path(_unrolled_names, params)
                 example = jax.tree.leaves(names)[0]
                 raise UserError(
-                    f"optim.layer_rates has {pattern!r}, which matches no parameter, or none that "
-                    f"a pattern before it leaves, of names such as {example}"
+                    f"optim.layer_rates has the pattern {pattern!r}, which matches no parameter "
+                    f"that an earlier pattern has not matched; names look like {example}",
+                    "Correct the pattern, or put it first",
                 )
         return optax.EmptyState()
 
@@ -189,9 +190,10 @@ def _lion(
 def _ademamix(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """AdEMAMix (Pagliardini et al. 2024), its slow average warming up over the whole run.
+    """AdEMAMix (Pagliardini et al. 2024), whose slow average warms up over the whole run.
 
-    Section 3.1: `alpha` rises linearly, `beta3` so that its half-life does, from that of `beta1`.
+    As in section 3.1, `alpha` rises linearly. `beta3` rises so that its half-life grows linearly
+    from the half-life of `beta1`.
     """
 
     def progress(count: Array) -> Array:
@@ -204,8 +206,8 @@ def _ademamix(
     def beta3(count: Array) -> Array:
         start = 1 / jnp.log(optim.beta1)  # -0 for a beta of 0
         end = 1 / jnp.log(optim.beta3)
-        share = progress(count)
-        inverse = (1 - share) * start + share * end
+        fraction = progress(count)
+        inverse = (1 - fraction) * start + fraction * end
         rising = jnp.exp(1 / inverse)
         return jnp.minimum(rising, optim.beta3)
 
@@ -221,7 +223,7 @@ def _ademamix(
 def _schedule_free(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Adam without its first moment, in whose place `make_optimizer` averages."""
+    """Adam without its first moment, which the average of `make_optimizer` replaces."""
     return optax.scale_by_rms(
         decay=optim.beta2,
         eps=optim.eps,
@@ -233,7 +235,7 @@ def _schedule_free(
 def _with_adam(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """A direction for matrices, next to Adam for all other parameters."""
+    """Muon, NorMuon or SOAP for matrices, and Adam for all other parameters."""
     scale_by_matrices = scale_by_soap if optim.name == "soap" else scale_by_muon
     kinds = jax.tree.map(lambda info: "hidden" if info.inputs else "adam", parameters)
     directions = {
@@ -244,14 +246,14 @@ def _with_adam(
 
 
 class Optimizer(NamedTuple):
-    """What `optim.name` names.
+    """One of the optimizers that `optim.name` chooses from.
 
     Attributes:
         direction: a function of the options, the number of steps of the run, what the parameters
             declare, and where matrices are computed.
-        width_power: of the width with which the largest singular value of a hidden kernel's update
-            grows (Yang et al. 2022, appendix B.3; of orthogonal ones Yang et al. 2023, condition
-            1); None: not known.
+        width_power: the largest singular value of a hidden kernel's update grows with the width
+            to this power (Yang et al. 2022, appendix B.3; for orthogonal updates Yang et al. 2023,
+            condition 1). None: not known.
     """
 
     direction: Callable[

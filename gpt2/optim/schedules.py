@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a warm-up, then the one that `optim.schedule` names."""
+"""Learning-rate schedules: a warm-up, followed by what `optim.schedule` chooses."""
 
 import optax
 
@@ -9,8 +9,8 @@ from gpt2.errors import UserError
 def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, counted from 0.
 
-    A linear warm-up reaches `learning_rate` after `optim.warmup_steps` and never returns 0
-    (nanoGPT's form). What follows ends on step `num_steps`, where the run is longer than that.
+    A linear warm-up reaches `learning_rate` after `optim.warmup_steps`. Its first rate is above 0,
+    as in nanoGPT. The schedule after it ends on step `num_steps`.
     """
     peak = optim.learning_rate
     warmup = optim.warmup_steps
@@ -25,7 +25,7 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
 
 
 def _cosine(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Half a cosine (Loshchilov and Hutter 2017)."""
+    """Half a period of a cosine (Loshchilov and Hutter 2017)."""
     end = optim.end_rate
     fraction = optax.cosine_decay_schedule(1.0, steps)
     return lambda count: end + (optim.learning_rate - end) * fraction(count)
@@ -40,7 +40,7 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Stable, then a linear decay over the last steps, at most all after the warm-up."""
+    """A constant rate, then a linear decay over the last steps, at most all after the warm-up."""
     decay = min(optim.decay_steps(num_steps), steps)
     return optax.linear_schedule(
         optim.learning_rate,
@@ -51,7 +51,7 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Constant shares of the peak, each from its step on."""
+    """Constant fractions of the peak rate, each from its step on."""
     peak = optim.learning_rate
     warmup = optim.warmup_steps
     starts = [step for step, _ in optim.pieces]
@@ -62,15 +62,15 @@ def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule
             "Move that step, or shorten --config.optim.warmup_steps",
         )
     rates = [
-        optax.constant_schedule(peak * share)
-        for share in (1.0, *dict(optim.pieces).values())
+        optax.constant_schedule(peak * fraction)
+        for fraction in (1.0, *dict(optim.pieces).values())
     ]
     return optax.join_schedules(rates, [step - warmup for step in starts])
 
 
-# `optim.schedule` -> what follows the warm-up: a function of the options, the steps after the
-# warm-up and all steps. The schedule counts from the warm-up's end; it is asked for counts below 0
-# too, whose answers are dropped.
+# `optim.schedule` -> the function that makes the schedule after the warm-up. Its arguments are the
+# options, the number of steps after the warm-up, and the number of all steps. The schedule counts
+# from the end of the warm-up. optax also calls it with counts below 0, and ignores the results.
 SCHEDULES = {
     "cosine": _cosine,
     "linear": _linear,

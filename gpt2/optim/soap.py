@@ -16,13 +16,13 @@ from gpt2.utils.trees import Tree
 
 
 class SoapState(NamedTuple):
-    """Trees with the parameters' paths; bases hold a vector in each column."""
+    """The state of `scale_by_soap`. Trees have the parameters' paths; columns are basis vectors."""
 
     count: Array  # type: ignore[assignment]  # steps done, int32
     mu: Tree  # running means of gradients, in the parameters' shapes
     nu: Tree  # running means of squared gradients in the eigenbasis, in the parameters' shapes
-    row_gram: Tree  # of G G^T, [..., rows, rows] behind the axes that count matrices
-    column_gram: Tree  # of G^T G, [..., columns, columns]
+    row_gram: Tree  # running means of G G^T, [..., rows, rows] after the axes that count matrices
+    column_gram: Tree  # running means of G^T G, [..., columns, columns]
     row_basis: Tree  # eigenvectors of `row_gram`, as of the last refresh
     column_basis: Tree  # eigenvectors of `column_gram`, as of the last refresh
 
@@ -32,9 +32,8 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Return the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
-    `parameters`, of `ParamInfo`, and the trees hold matrices only. The first step only computes the
-    bases, as in the authors' code. Rounding chooses between bases where a gradient is nearly
-    singular.
+    `parameters`, of `ParamInfo`, and the trees hold only matrices. The first step computes only the
+    bases, as in the authors' code. If a gradient is nearly singular, rounding decides the basis.
     """
 
     def init(params: Tree) -> SoapState:
@@ -63,10 +62,10 @@ def scale_by_soap(
         def stack(x: Array) -> Array:
             return x.reshape(-1, *x.shape[-2:])
 
-        beside = jax.tree.map(stack, state[3:])
+        bases = jax.tree.map(stack, state[3:])
         step = partial(_step, optim)
-        stacks = (*in_shape, *beside)
-        direction, mu, nu, *beside = map_stacks(
+        stacks = (*in_shape, *bases)
+        direction, mu, nu, *bases = map_stacks(
             matrices,
             step,
             stacks,
@@ -76,14 +75,14 @@ def scale_by_soap(
         direction = to_kernels(direction)
         mu = to_kernels(mu)
         nu = to_kernels(nu)
-        beside = jax.tree.map(
-            lambda x, old: x.reshape(old.shape), tuple(beside), state[3:]
+        bases = jax.tree.map(
+            lambda x, old: x.reshape(old.shape), tuple(bases), state[3:]
         )
         return direction, SoapState(
             optax.safe_increment(state.count),
             mu,
             nu,
-            *beside,
+            *bases,
         )
 
     return optax.GradientTransformation(init, update)
@@ -141,32 +140,32 @@ def _step(
 
 
 def _eigenvectors(gram: Array, rank: int) -> Array:
-    """Return the eigenvectors of one gradient's Gram matrix, those of large eigenvalues first.
+    """Return the eigenvectors of one gradient's Gram matrix, largest eigenvalues first.
 
-    Rounding would choose between bases of the null space; QR completes them in one way everywhere.
+    The basis of the null space is not unique. QR completes it in the same way on every device.
     """
-    vectors = _each(lambda x: jnp.linalg.eigh(x)[1], gram)
+    vectors = _decompose_each(lambda x: jnp.linalg.eigh(x)[1], gram)
     vectors = vectors[..., ::-1]
     if rank == gram.shape[-1]:
         return vectors
     known = vectors[..., :rank]
-    return _each(lambda x: jnp.linalg.qr(x, mode="complete")[0], known)
+    return _decompose_each(lambda x: jnp.linalg.qr(x, mode="complete")[0], known)
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Return a basis nearer to the eigenvectors, by eigenvalue, and its order of the old one."""
+    """Return a basis closer to the eigenvectors, largest first, and its permutation of `basis`."""
     product = gram @ basis
     eigenvalues = jnp.sum(basis * product, axis=1)
     order = jnp.argsort(-eigenvalues, axis=1)
     ordered = jnp.take_along_axis(product, order[:, None, :], axis=2)
-    nearer = _each(lambda x: jnp.linalg.qr(x)[0], ordered)
+    nearer = _decompose_each(lambda x: jnp.linalg.qr(x)[0], ordered)
     return nearer, order
 
 
-def _each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
-    """Decompose each of `[k, ?, ?]` by itself, on a CPU one after the other.
+def _decompose_each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
+    """Decompose each matrix of `[k, ?, ?]`; on a CPU, one after the other.
 
-    There LAPACK shares a batch among all simulated devices' threads, which may wait for each other.
+    LAPACK would divide a batch among the threads of all simulated devices, which can deadlock.
     """
     return jax.lax.platform_dependent(
         matrices, cpu=partial(jax.lax.map, decompose), default=jax.vmap(decompose)

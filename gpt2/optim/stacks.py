@@ -104,7 +104,7 @@ def map_stacks(
 ) -> tuple[Tree, ...]:
     """Map `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
-    Those of equal shapes are one call, whose matrices devices share as `matrices` say.
+    Matrices of equal shapes are stacked for one call. `matrices` says which device computes which.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

@@ -1,4 +1,4 @@
-"""What stands around an optimizer's direction: clipping, masks, decay, rates and averages."""
+"""The transformations around an optimizer's direction: clipping, masks, decay and averages."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,14 @@ from optax.contrib import schedule_free_eval_params
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
-# The least share of a tensor that a cautious update is scaled up from (the authors' code).
-_MIN_SHARE = 1e-3
-_SMALL = 2**17  # numbers: a copy of so few costs less than a kernel
+# The smallest fraction by which a cautious update is divided (the authors' code).
+_MIN_FRACTION = 1e-3
+# Copying a tensor of fewer elements costs less than a kernel launch.
+_SMALL = 2**17
 
 
 def joint_norm(grads: Tree) -> Array:
-    """Return the norm of all gradients together, of small ones by one kernel (for GPUs)."""
+    """Return the norm of all gradients; one kernel sums the small tensors (for GPUs)."""
     leaves = jax.tree.leaves(grads)
     small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
     large = [leaf for leaf in leaves if leaf.size >= _SMALL]
@@ -28,9 +29,10 @@ def joint_norm(grads: Tree) -> Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.clip_by_global_norm` as a product: quotients are stored (XLA:CPU note 1).
+    """Clip as `optax.clip_by_global_norm` does, by a product.
 
-    `update` takes the gradients' norm as `grad_norm` from a caller that has it.
+    XLA:CPU would store the quotients of optax's form (docs/performance.md, XLA:CPU note 1).
+    `update` takes the gradients' norm as `grad_norm` from a caller that has computed it.
     """
 
     def update_fn(
@@ -57,9 +59,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Drop what a direction does against the gradient (Liang et al. 2024, algorithm 1).
+    """Set updates that oppose the gradient to 0 (Liang et al. 2024, algorithm 1).
 
-    What is left of a tensor is divided by its share. Entries without a gradient count neither way.
+    The other updates of a tensor are divided by the fraction of entries that remain. Entries
+    whose gradient is 0 do not count.
     """
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
@@ -67,16 +70,16 @@ def cautious(
         # A stacked parameter is one tensor for each layer.
         first = int("layers" in info.axes)
         axes = tuple(range(first, update.ndim))
-        asked = jnp.sum(
+        has_gradient = jnp.sum(
             grad != 0,
             axes,
             keepdims=True,
             dtype=update.dtype,
         )
         agreed = jnp.sum(agrees, axes, keepdims=True)
-        share = agreed / jnp.maximum(asked, 1)
-        share = jnp.maximum(share, _MIN_SHARE)
-        return update * (agrees / share)
+        fraction = agreed / jnp.maximum(has_gradient, 1)
+        fraction = jnp.maximum(fraction, _MIN_FRACTION)
+        return update * (agrees / fraction)
 
     def update_fn(grads, state, params=None):
         updates, state = direction.update(grads, state, params)
@@ -86,7 +89,7 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Decay where that does not work against the update (Chen et al. 2025, arXiv 2510.12402)."""
+    """Decay only entries whose update does not oppose it (Chen et al. 2025, arXiv 2510.12402)."""
 
     def choose(update: Array, decayed: Array, param: Array) -> Array:
         return jnp.where(update * param >= 0, decayed, update)
@@ -103,29 +106,29 @@ class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
     count: Array  # type: ignore[assignment] # int32 scalar, updates so far
-    averaged: Array  # int32 scalar, of these those in the average
+    averaged: Array  # int32 scalar, the updates in the average
     average: Tree  # a tree like the parameters
 
 
 def average_parameters(
     decay: float = 0, start: int = 0
 ) -> optax.GradientTransformation:
-    """Keep an average of the parameters after each update. Last of a chain.
+    """Keep an average of the parameters, as the last transformation of a chain.
 
-    With a decay it is exponential (Tarvainen and Valpola 2017). Else it is the mean of those after
-    the update `start`, until which it is the newest.
+    With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise it is the
+    mean of the parameters after update `start`, and before that the newest parameters.
     """
 
     def init_fn(params: Tree) -> AverageState:
-        copy = jax.tree.map(jnp.copy, params)  # a buffer that may be donated
+        copy = jax.tree.map(jnp.copy, params)  # the state is donated: no shared buffers
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        # Fewer than so far, if the tail begins later than it did.
+        # The number falls if a longer run moves the start of the tail.
         averaged = jnp.clip(state.count + 1 - start, 0, state.averaged + 1)
-        kept = decay or 1 - 1 / jnp.maximum(averaged, 1)
+        weight = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(
-            lambda old, param, update: kept * old + (1 - kept) * (param + update),
+            lambda old, param, update: weight * old + (1 - weight) * (param + update),
             state.average,
             params,
             updates,
@@ -137,7 +140,7 @@ def average_parameters(
 
 
 def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
-    """Return the parameters that are validated and exported: the optimizer's average, if any."""
+    """Return the parameters to validate and export: the optimizer's average if it has one."""
     averaged = optax.tree.get(opt_state, "AverageState")
     if averaged:
         return averaged.average
@@ -149,12 +152,12 @@ def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
 
 
 def num_updates(opt_state: optax.OptState) -> Array | None:
-    """Return how often the schedule has been asked for a rate, an int32 scalar.
+    """Return the number of steps that were not skipped, an int32 scalar.
 
-    That is fewer times than steps if some were skipped; None if the state has no schedule.
+    It is the count of the schedule's state. None: the optimizer has no schedule.
     """
-    found = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
-    if not found:
+    states = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
+    if not states:
         return None
-    _, last = found[-1]
+    _, last = states[-1]
     return last.count

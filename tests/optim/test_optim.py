@@ -411,5 +411,5 @@ def test_a_pattern_that_no_parameter_needs_is_refused(scanned):
 
     init(r"h_1/=0.5,h_\d=2,ln_f/bias$=0")
     for patterns, unused in (("h_2/=1", "h_2/"), ("attn=1,c_attn=2", "c_attn")):
-        with pytest.raises(UserError, match=f"layer_rates has '{unused}'"):
+        with pytest.raises(UserError, match=f"layer_rates has the pattern '{unused}'"):
             init(patterns)

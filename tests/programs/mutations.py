@@ -89,8 +89,8 @@ weight decay on norms and biases: optim/optimizers.py, optim -k 'formulas and ad
     - jax.tree.map(lambda info: info.decays, parameters)
     + jax.tree.map(lambda info: True, parameters)
 the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
-    - (1 - kept) * (param + update)
-    + (1 - kept) * param
+    - (1 - weight) * (param + update)
+    + (1 - weight) * param
 the mean over the tail begins a step early: optim/transforms.py, optim -k 'formulas and tail'
     - state.count + 1 - start, 0
     + state.count + 2 - start, 0
@@ -185,7 +185,7 @@ GELU's derivative takes its gate for a constant: ops/linear.py, ops -k gelu
     - sigmoid + y * (1.0 - sigmoid) * slope_of_2u
     + sigmoid
 cautious updates are not scaled up: optim/transforms.py, optim -k formulas
-    - update * (agrees / share)
+    - update * (agrees / fraction)
     + update * agrees
 a question of CORE is among its own few-shot examples: evals/core.py, evals -k by_hand
     - self.examples[index + 1 :]
