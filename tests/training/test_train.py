@@ -39,43 +39,54 @@ from tests.helpers import (
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """A few documents of words, as an option of train.py."""
+    """Write a few documents, and return the options of train.py that read them."""
     pattern = write_words(tmp_path_factory.mktemp("corpus") / "texts", 20, 400)
     return [f"--config.data.corpus=text:{pattern}", "--config.data.val_fraction=0.1"]
 
 
 @pytest.fixture(scope="module")
 def finished(corpus, tmp_path_factory):
-    """A run that was never disturbed, and scores a task that others do not."""
+    """Train without interruption, and score the task text8."""
     workdir = tmp_path_factory.mktemp("runs") / "finished"
     (workdir.parent / "text8").write_text("the cat sat on the mat")
-    tasks = f"text8:{workdir.parent}"
-    every = "--config.train.eval_tasks_every=3"
-    options = [*TINY, *corpus, f"--config.train.eval_tasks={tasks}", every]
-    return workdir, succeed(workdir, *options)
+    options = [f"--config.train.eval_tasks=text8:{workdir.parent}"]
+    options += ["--config.train.eval_tasks_every=3"]
+    return workdir, succeed(workdir, *TINY, *corpus, *options)
 
 
 def test_a_run_leaves_every_file_of_its_workdir(finished):
     workdir, stdout = finished
-    names = "config.json data.json environment.jsonl tokenizer.json metrics.jsonl"
-    names += " loss.png samples.txt checkpoints tensorboard .lock"
-    assert {path.name for path in workdir.iterdir()} == {*names.split()}
+    names = """
+        .lock checkpoints config.json data.json environment.jsonl loss.png metrics.jsonl
+        samples.txt tensorboard tokenizer.json"""
+    assert sorted(path.name for path in workdir.iterdir()) == names.split()
     assert (workdir / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(
-        r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per b", stdout
-    )
+    summary = r"validation loss \d\.\d{4}, perplexity [\d.]+, \d\.\d{3} bits per b"
+    assert re.search(summary, stdout)
+
+
+def steps_of(lines, name="step"):
+    """Return the steps of the lines that have a metric."""
+    return [line["step"] for line in lines if name in line]
+
+
+def losses_by_tokens(workdir):
+    """Return the training loss after each number of tokens."""
+    return {line["tokens"]: line["train/loss"] for line in metrics_of(workdir)}
 
 
 def test_metrics_have_their_names_and_each_step_once(finished):
     lines = metrics_of(finished[0])
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    always = {"tokens", "train/loss", "train/grad_norm", "train/learning_rate"}
-    speed = {"perf/step_seconds", "perf/tokens_per_second", "perf/data_wait_seconds"}
-    scores = {"eval/loss", "eval/perplexity", "eval/bits_per_byte"}
+    assert steps_of(lines) == [*range(1, 9)]
+    for name in ("eval/loss", "eval/perplexity", "eval/bits_per_byte"):
+        assert steps_of(lines, name) == [4, 8]
+    assert steps_of(lines, "eval/text8/bits_per_byte") == [3, 6, 8]
+    every_step = """
+        tokens train/loss train/grad_norm train/learning_rate perf/step_seconds
+        perf/tokens_per_second perf/data_wait_seconds"""
+    for name in every_step.split():
+        assert steps_of(lines, name) == steps_of(lines)
     for line in lines:
-        assert always | speed <= line.keys()
-        assert (scores <= line.keys()) == (line["step"] in (4, 8))
-        assert ("eval/text8/bits_per_byte" in line) == (line["step"] in (3, 6, 8))
         assert line["tokens"] == line["step"] * 4 * 16
     assert lines[-1]["train/loss"] < lines[0]["train/loss"]
 
@@ -96,32 +107,36 @@ def test_eval_scores_the_checkpoint_as_training_did(finished):
     succeed(workdir, *options, "--checkpoint=8", script="eval.py")
     found = [figure["value"] for figure in json.loads(output.read_text())]
     last = metrics_of(workdir)[-1]
-    expected = last["eval/loss"], last["eval/text8/bits_per_byte"]
-    assert (found[0], found[-1]) == pytest.approx(expected, rel=1e-5)
+    assert found[0] == pytest.approx(last["eval/loss"], rel=1e-5)
+    assert found[-1] == pytest.approx(last["eval/text8/bits_per_byte"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "kill_at",
-    ["checkpoints/4", *map(thorough, (".lock", "config.json", "checkpoints/2"))],
+    [
+        "checkpoints/4",
+        thorough(".lock"),
+        thorough("config.json"),
+        thorough("checkpoints/2"),
+    ],
 )
 def test_killed_and_restarted_equals_never_killed(finished, corpus, tmp_path, kill_at):
     workdir = tmp_path / "killed"
-    at_once = struck(tmp_path, signal.SIGKILL, f"Path('killed/{kill_at}').exists()")
-    killed = run(workdir, *TINY, *corpus, script=at_once, cwd=tmp_path)
-    assert killed[0] == -signal.SIGKILL
+    script = struck(tmp_path, signal.SIGKILL, f"Path('killed/{kill_at}').exists()")
+    code, *_ = run(workdir, *TINY, *corpus, script=script, cwd=tmp_path)
+    assert code == -signal.SIGKILL
     assert not (workdir / "samples.txt").exists()
     saved = latest_step(workdir) or 0
     succeed(workdir, *TINY, *corpus)
     assert starts_of(workdir)[-1] == saved
-    assert (saved > 0) == kill_at.startswith("checkpoints")  # it resumed
+    resumes = kill_at.startswith("checkpoints")
+    assert (saved > 0) == resumes
     chex.assert_trees_all_equal(params_of(workdir), params_of(finished[0]))
-    lines = metrics_of(workdir)
-    undisturbed = metrics_of(finished[0])
-    assert [line["step"] for line in lines] == list(range(1, 9))
-    assert [m["train/loss"] for m in lines] == [m["train/loss"] for m in undisturbed]
+    assert steps_of(metrics_of(workdir)) == [*range(1, 9)]
+    assert losses_by_tokens(workdir) == losses_by_tokens(finished[0])
 
 
-# Steps, and the batch, the context and the window that each of them has.
+# The number of steps, and their batch size, context length and window.
 PIECES = ((2, 2, 8, 4), (4, 4, 16, 4), (2, 2, 16, 0))
 COUNTED = """
 import os, signal
@@ -140,18 +155,16 @@ train.Reporter.step = step
 
 def run_scheduled(workdir, *options, dies_at=0, devices=1):
     script = patched(workdir.parent, COUNTED.format(dies_at=dies_at))
-    given = (
-        "batch_schedule=0=2,2=4,6=2",
-        "context_schedule=0=8,2=16",
-        "window_schedule=0=4,6=0",
-    )
-    schedules = [f"--config.train.{each}" for each in given]
-    return run(workdir, *TINY, *schedules, *options, script=script, devices=devices)
+    schedules = """
+        --config.train.batch_schedule=0=2,2=4,6=2 --config.train.context_schedule=0=8,2=16
+        --config.train.window_schedule=0=4,6=0"""
+    options = [*TINY, *schedules.split(), *options]
+    return run(workdir, *options, script=script, devices=devices)
 
 
 @pytest.fixture(scope="module")
 def scheduled(corpus, tmp_path_factory):
-    """A run whose batch, context and window change."""
+    """Train with a batch size, a context length and a window that change."""
     workdir = tmp_path_factory.mktemp("scheduled") / "run"
     code, stdout, stderr = run_scheduled(workdir, *corpus)
     assert code == 0, stderr
@@ -166,55 +179,52 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(
     parts = prepare(config.data).parts
     rows = open_batches(parts, batch_size=1, context_length=16)
     first = [rows.batch(index) for index in range(1, 23)]
-    rows_of = {
-        name: np.concatenate([row[name][0] for row in first]) for name in first[0]
-    }
+    tokens = np.concatenate([row["tokens"][0] for row in first])
+    targets = np.concatenate([row["targets"][0] for row in first])
     schedule = make_schedule(config.optim, 8)
     parameters = GPT(config.gpt()).parameters()
     optimizer = make_optimizer(config.optim, schedule, parameters, num_steps=8)
     params = GPT(config.gpt()).init(init_key(0), np.zeros((1, 1), int))["params"]
     state = TrainState.create(params, optimizer, "float32")
-    place = 0
+    start = 0
     losses = {}
     for steps, size, length, window in PIECES:
-        loss = next_token_loss(GPT(dataclasses.replace(config.gpt(), window=window)))
+        model = GPT(dataclasses.replace(config.gpt(), window=window))
+        loss = next_token_loss(model)
         update = make_update(loss, optimizer, schedule, seed=0)
         step = jax.jit(make_train_step(update))
         for _ in range(steps):
-            part = slice(place, place + size * length)
-            place = part.stop
+            stop = start + size * length
             batch = {
-                name: rows[part].reshape(size, length) for name, rows in rows_of.items()
+                "tokens": tokens[start:stop].reshape(size, length),
+                "targets": targets[start:stop].reshape(size, length),
             }
             state, metrics = step(state, batch)
-            losses[place] = float(metrics["train/loss"])
-    told = {line["tokens"]: line["train/loss"] for line in metrics_of(scheduled)}
-    assert told == pytest.approx(losses, rel=1e-5)
+            losses[stop] = float(metrics["train/loss"])
+            start = stop
+    assert losses_by_tokens(scheduled) == pytest.approx(losses, rel=1e-5)
+    params = params_of(scheduled)
     for name, values in by_name(state.params).items():
-        np.testing.assert_allclose(
-            params_of(scheduled)[name], values, atol=1e-5, err_msg=name
-        )
+        np.testing.assert_allclose(params[name], values, atol=1e-5, err_msg=name)
+    workdir = tmp_path / "pmap"
     pmap = "--config.parallel.backend=pmap"
-    by_pmap = tmp_path / "pmap"
-    assert run_scheduled(by_pmap, *corpus, pmap, devices=2)[0] == 0
-    told = {line["tokens"]: line["train/loss"] for line in metrics_of(by_pmap)}
-    assert told == pytest.approx(losses, rel=1e-5)
+    code, *_ = run_scheduled(workdir, *corpus, pmap, devices=2)
+    assert code == 0
+    assert losses_by_tokens(workdir) == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.thorough
 def test_a_run_of_several_shapes_killed_twice_is_the_same(scheduled, corpus, tmp_path):
     again = tmp_path / "run"
     for dies_at in (3, 7):
-        assert run_scheduled(again, *corpus, dies_at=dies_at)[0] == -signal.SIGKILL
+        code, *_ = run_scheduled(again, *corpus, dies_at=dies_at)
+        assert code == -signal.SIGKILL
     code, stdout, _ = run_scheduled(again, *corpus)
-    assert code == 0 and stdout.count("compiles\n") < len(PIECES) + 1
-    for name, values in params_of(scheduled).items():
-        np.testing.assert_array_equal(params_of(again)[name], values, err_msg=name)
-    losses = []
-    for workdir in (scheduled, again):
-        lines = metrics_of(workdir)
-        losses.append([(line["tokens"], line["train/loss"]) for line in lines])
-    assert losses[0] == losses[1]
+    assert code == 0
+    assert stdout.count("compiles\n") < len(PIECES) + 1
+    chex.assert_trees_all_equal(params_of(again), params_of(scheduled))
+    assert steps_of(metrics_of(again)) == steps_of(metrics_of(scheduled))
+    assert losses_by_tokens(again) == losses_by_tokens(scheduled)
 
 
 @pytest.mark.parametrize(
@@ -225,21 +235,20 @@ def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
     options = ["--config.train.num_steps=100000", "--config.train.eval_every=0"]
     options += ["--config.train.checkpoint_every=0"]
     script = struck(tmp_path, number, "has_step(2)")
-    done = run(workdir, *TINY, *corpus, *options, script=script, cwd=tmp_path)
-    returncode, stdout, stderr = done
-    assert returncode == code, stderr
+    options = [*TINY, *corpus, *options]
+    ended, stdout, stderr = run(workdir, *options, script=script, cwd=tmp_path)
+    assert ended == code, stderr
     step = int(re.search(r"stopped by \w+ at step (\d+)", stdout)[1])
     assert (workdir / "checkpoints" / str(step)).is_dir()
     assert metrics_of(workdir)[-1]["step"] == step
 
 
-def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(
-    tmp_path,
-):
-    few = "matplotlib pandas pyarrow scipy tensorflow_datasets tensorboardX huggingface_hub torch"
-    lines = f"""
+COUNTS_MISSES = """
 import jax, os, sys
-print("imported", sorted({{*"{few} jax.experimental.pallas".split()}} & {{*sys.modules}}))
+RARE = '''
+    matplotlib pandas pyarrow scipy tensorflow_datasets tensorboardX huggingface_hub torch
+    jax.experimental.pallas'''
+print("imported", sorted({*RARE.split()} & {*sys.modules}))
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 
@@ -249,26 +258,32 @@ def stop(*_):  # once the first step has been dispatched
 
 train.Reporter.step = stop
 """
+
+
+def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(
+    tmp_path,
+):
     # The cache as users have it.
     variables = {k: v for k, v in environment().items() if "CACHE" not in k}
     variables["XDG_CACHE_HOME"] = str(tmp_path)
-    told = []
+    script = patched(tmp_path, COUNTS_MISSES)
+    misses = []
     for name in ("first", "second"):
-        flags = [f"--workdir={tmp_path / name}", *TINY]
-        command_line = [sys.executable, patched(tmp_path, lines), *flags]
-        output = subprocess.check_output(
-            command_line, text=True, cwd=ROOT, env=variables
-        )
+        command = [sys.executable, script, f"--workdir={tmp_path / name}", *TINY]
+        output = subprocess.check_output(command, text=True, cwd=ROOT, env=variables)
         assert "imported []" in output
-        told += re.findall(r"compiled (\d+)\n", output)
-    assert int(told[0]) > 3 and told[1] == "0"
+        found = re.search(r"compiled (\d+)\n", output)
+        misses.append(int(found[1]))
+    assert misses[0] > 3
+    assert misses[1] == 0
 
 
 def test_a_diverged_state_is_never_saved(corpus, tmp_path):
     options = ["--config.train.checkpoint_every=1", "--config.train.eval_every=0"]
     options += ["--config.optim.learning_rate=1e30", "--config.optim.warmup_steps=0"]
     code, _, stderr = run(tmp_path / "run", *TINY, *corpus, *options)
-    assert code == 3 and stderr.count("\n") == 1
+    assert code == 3
+    assert stderr.count("\n") == 1
     assert latest_step(tmp_path / "run") is None
 
 
@@ -318,35 +333,36 @@ def test_an_average_that_zero1_spreads_is_validated(tmp_path):
 @pytest.mark.thorough
 def test_a_finished_run_says_so_and_can_only_go_on(tmp_path):
     workdir = tmp_path / "run"
+    samples = workdir / "samples.txt"
     options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
-    options += ["--config.train.eval_batches=1"]  # whose share gives no bits per byte
+    # One batch of validation is too few for bits per byte.
+    options += ["--config.train.eval_batches=1"]
 
-    def again(*more):
-        code, stdout, stderr = run(workdir, *options, *more)
-        return code, stdout + stderr
+    def modified():
+        return {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
 
-    code, output = again()
-    assert code == 0 and "validation loss" in output and "per byte" not in output, (
-        output
-    )
-    before = {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()}
-    code, output = again()
-    assert code == 0 and f"{workdir} is finished at step 2" in output
+    output = succeed(workdir, *options)
+    assert "validation loss" in output
+    assert "per byte" not in output
+    before = modified()
+    output = succeed(workdir, *options)
+    assert f"{workdir} is finished at step 2" in output
     assert "compiled" not in output
-    assert {path.name: path.stat().st_mtime_ns for path in workdir.iterdir()} == before
+    assert modified() == before
 
-    code, output = again("--config.train.num_steps=1")
-    assert code == 2 and "holds a run of 2 steps, more than train.num_steps=1" in output
+    code, _, stderr = run(workdir, *options, "--config.train.num_steps=1")
+    assert code == 2
+    assert "holds a run of 2 steps, more than train.num_steps=1" in stderr
 
-    # Killed between its last checkpoint and its samples, a run makes up for them.
-    (workdir / "samples.txt").unlink()
-    code, output = again()
-    assert code == 0 and (workdir / "samples.txt").exists(), output
-    assert [line["step"] for line in metrics_of(workdir)] == [1, 2]
+    # A run that was killed between its last checkpoint and its samples writes them later.
+    samples.unlink()
+    succeed(workdir, *options)
+    assert samples.exists()
+    assert steps_of(metrics_of(workdir)) == [1, 2]
 
-    # Samples of an earlier end are not taken for those of the later.
-    (workdir / "samples.txt").write_text("of step 2")
-    code, output = again("--config.train.num_steps=3")
-    assert code == 0 and (workdir / "samples.txt").read_text() != "of step 2", output
-    assert [line["step"] for line in metrics_of(workdir)] == [1, 2, 3]
+    # The samples of an earlier end are replaced.
+    samples.write_text("of step 2")
+    succeed(workdir, *options, "--config.train.num_steps=3")
+    assert samples.read_text() != "of step 2"
+    assert steps_of(metrics_of(workdir)) == [1, 2, 3]
     assert starts_of(workdir) == [0, 2, 2]
