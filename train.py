@@ -1,4 +1,4 @@
-"""Trains GPT-2. This file tells the whole run in order, from its options to its loss curve.
+"""Train GPT-2. This file shows a whole run in order, from its options to its loss curve.
 
     python train.py --config=configs/gpt2_124m.py --workdir=runs/first --config.train.num_steps=1000
 
@@ -54,14 +54,14 @@ make_program = partial(
 
 
 class Hook(NamedTuple):
-    """What a run does besides training: `run(step, state)` after every `every` steps."""
+    """An action besides training: call `run(step, state)` after every `every` steps."""
 
     run: Callable[[int, TrainState], None]
     every: int  # 0: only after the last step
 
 
 class Run(NamedTuple):
-    """What a run is made of, beside its state."""
+    """The parts of a run, apart from its state."""
 
     program: Program
     batches: Batches
@@ -90,7 +90,7 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: prepared once and kept. A batch is a function of the seed and the step.
+    # Data: tokens are prepared once and stored. A batch is a function of the seed and the step.
     dataset = prepare(config.data)
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -99,7 +99,7 @@ def main() -> int:
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
-    # State: from the newest whole checkpoint, else from `train.init_from`, else from the seed.
+    # State: from the newest whole checkpoint, or from `train.init_from`, or drawn from the seed.
     start = folder.find_start(workdir)
     if folder.is_finished(workdir, config, start):
         with mirror:
@@ -111,7 +111,7 @@ def main() -> int:
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program)
     run = Run(program, batches, tasks, workdir, checkpointer, clock)
-    with mirror:  # which sends a URL what the run writes in its folder
+    with mirror:  # uploads what the run writes if the workdir is a URL
         return train(run, state, start)
 
 
@@ -152,8 +152,8 @@ def train(run: Run, state: TrainState, start: int) -> int:
         """Score the newest state, which is never saved if it has diverged."""
         reporter.catch_up()
         with clock.phase("validation"):
-            held_out = batches.validation(num_batches)
-            scores = validate(eval_step, state.eval_params, *held_out)
+            split = batches.validation(num_batches)
+            scores = validate(eval_step, state.eval_params, *split)
         if not math.isfinite(scores["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
         return scores
@@ -174,7 +174,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     if options.eval_tasks:
         hooks.append(Hook(score_tasks, every=options.eval_tasks_every))
 
-    # Loop: metrics are read a step late, so that the devices never wait for the host.
+    # Loop: metrics are fetched one step late, so that the devices never wait for the host.
     with recorder, stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             while step < options.num_steps and not stops:
@@ -217,7 +217,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
         log(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
         return 128 + stop.requested
 
-    # Finish: loss.png, samples.txt and the last lines, for a person.
+    # Finish: loss.png, samples.txt and the summary on the screen.
     params = gather_whole(state.eval_params, program.backend.mesh)
     folder.finish(workdir, program, params, batches.dataset.tokenizer, scores, clock)
     return 0

@@ -1,6 +1,6 @@
-"""Skips steps that would spoil a run: those with NaN or Inf.
+"""Skips the steps whose loss or gradients hold NaN or Inf.
 
-All is decided on the devices, so that the host need not wait for a loss.
+The devices decide, so the host does not wait for a loss.
 """
 
 import jax.numpy as jnp
@@ -9,12 +9,11 @@ from jax import Array
 
 
 class Guard(struct.PyTreeNode):
-    """What a run remembers to tell steps that it skips: they change no parameter and no moment."""
+    """Counts of skipped steps. A skipped step changes no parameter and no optimizer moment."""
 
-    skipped: Array  # int32 scalar, steps so far
-    # int32 scalar, steps up to now whose loss or gradients held NaN or Inf, but for overflows of
-    # float16. Once it is above `max_bad`, no step changes a parameter or a moment: the state is
-    # then looked at.
+    skipped: Array  # int32 scalar, skipped steps so far
+    # int32 scalar, the newest steps in a row that were skipped, without overflows of float16. Once
+    # it exceeds `max_bad`, all steps are skipped, so that the diagnosis finds the state unchanged.
     bad_in_a_row: Array
     max_bad: int = struct.field(pytree_node=False)  # train.skip_bad_steps
 
@@ -24,11 +23,11 @@ class Guard(struct.PyTreeNode):
         return cls(jnp.int32(0), jnp.int32(0), max_bad)
 
     def capped(self) -> "Guard":
-        """Return a restored guard with no more bad steps in a row than `max_bad`, now lower."""
+        """Return a restored guard with at most `max_bad` bad steps in a row."""
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:
-        """Return whether a step may change the state, a boolean scalar, and the next guard."""
+        """Return whether the step may change the state, a boolean scalar, and the next guard."""
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         keep = finite & (self.bad_in_a_row <= self.max_bad)
         in_a_row = jnp.where(keep, 0, self.bad_in_a_row + 1)

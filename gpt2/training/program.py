@@ -108,7 +108,7 @@ class Program:
             norm=joint_norm if is_one_gpu else optax.tree.norm,
             choose=jax.lax.cond if platform == "cpu" else compute_both,
         )
-        # Validation is cross-entropy; a loss of a person's own adds its other names.
+        # Validation computes cross-entropy. A user's loss adds its other quantities.
         others = None if loss is next_token_loss else own_loss
         return cls(
             config=config,
@@ -131,7 +131,7 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Return the state before the first step, as a pure function of a key."""
-        # By formulas, as `from_config` has traced it.
+        # Kernels may need a mesh, and drawing parameters does not.
         return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
     def _first_state(self, params: Tree) -> TrainState:
@@ -142,7 +142,7 @@ class Program:
     def init_state(self, params: Tree = None) -> TrainState:
         """Return the state before the first step. Each device draws its own part.
 
-        Given `params`, in host memory, take the place of drawn ones.
+        `params` in host memory replace the drawn parameters.
         """
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))
@@ -173,31 +173,31 @@ class Program:
 
     @property
     def num_params(self) -> int:
-        """How many parameters there are."""
+        """The number of parameters."""
         return num_params(self.state_shapes.params)
 
     def flops_per_token(self, shape: Shape) -> float:
-        """Return the FLOPs that training must spend on a token of steps of a shape."""
+        """Return the model FLOPs of one token, in training steps of a shape."""
         return model_flops_per_token(self.model.config, shape)
 
     @property
     def _device(self) -> jax.Device:
-        """One of those it is for, which are all of one kind."""
+        """The first device. All devices are of one kind."""
         return self.backend.mesh.devices.flat[0]
 
     @property
     def attention(self) -> str:
-        """How attention is computed, as text for people."""
+        """The implementation of attention, for the first screen."""
         cfg = self.model.config
         name, why = choose_attention(cfg, self._device, score_term_options(cfg))
         if why:
-            return f"by its formula: {why}"
+            return f"by the reference implementation: {why}"
         if self.config.model.dropout and name != "plain":
-            return f"{name} (by its formula in training, for its dropout)"
-        return "by its formula" if name == "plain" else name
+            return f"by {name} (with dropout, by the reference implementation)"
+        return "by the reference implementation" if name == "plain" else f"by {name}"
 
     def describe(self, batches: Batches, steps: Steps, start: int) -> str:
-        """Return the run's first screen: what its options do not tell."""
+        """Return the run's first screen: facts that follow from its options, data and devices."""
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
         first = self.config.shapes.at(start + 1).tokens
@@ -214,17 +214,17 @@ class Program:
         }
         if self.config.optim.warmup_steps >= num_steps:
             rows["warning"] = (
-                f"the rate only rises, as all {num_steps} steps are warm-up"
+                f"the learning rate only rises, because all {num_steps} steps are warm-up"
             )
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
     def at(self, shape: Shape) -> "Program":
-        """Return the program whose model sees as far back as a shape says."""
+        """Return the program whose attention window is that of a shape."""
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
     def compile_steps(self, state: TrainState, examples: Mapping[Shape, Tree]) -> Steps:
-        """Compile the train step and the watch for a batch of each shape."""
+        """Compile the train step and the norm-logging step for a batch of each shape."""
         steps = Steps()
         for shape, batch in examples.items():
             program = self.at(shape)
@@ -235,7 +235,7 @@ class Program:
         return steps
 
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
-        """Compile `(state, batch) -> (state, metrics)`; the new state takes the old one's memory.
+        """Compile `(state, batch) -> (state, metrics)`, which donates the old state's memory.
 
         Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
         """
@@ -254,7 +254,7 @@ class Program:
     def compile_watch(
         self, state: TrainState, batch: Tree
     ) -> Callable[[int, TrainState, Tree], Metrics | None]:
-        """Compile `(step, state, batch) -> norms`, None at a step that is not watched."""
+        """Compile `(step, state, batch) -> norms`, which returns None at steps without norms."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
@@ -279,11 +279,13 @@ def draw_params(model: GPT, key: Array) -> Tree:
 def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
-    """Return by what `fsdp_gather=auto` gathers parameters that may be gathered by layer."""
-    # It holds less, and sends no more: two gathers in 16 bits are one in 32.
+    """Return whether `fsdp_gather=auto` gathers parameters by `layer` or by `step`."""
+    # Gathering by layer needs less memory, and sends no more: two gathers in 16 bits are as many
+    # bytes as one in 32.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
-    # `step` sends less, and holds parameters and gradients, 8 bytes each.
+    # Gathering by step sends less, but needs whole parameters and gradients: 8 bytes for each
+    # parameter.
     chip = find_chip(devices[0].device_kind)
     if chip and 0 < 0.5e9 * chip.memory < 8 * num_params:
         return "layer"

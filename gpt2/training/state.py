@@ -1,4 +1,4 @@
-"""All that a training step reads and writes, as one pure value."""
+"""The state that a training step reads and writes, as one pure value."""
 
 import jax.numpy as jnp
 import optax
@@ -25,7 +25,7 @@ class LossScale(struct.PyTreeNode):
         return cls(jnp.float32(2.0**12), jnp.int32(0))
 
     def update(self, finite: Array) -> "LossScale":
-        """Halve the scale after an overflow, doubles it after `GROWTH_INTERVAL` good steps."""
+        """Halve the scale after an overflow, and double it after `GROWTH_INTERVAL` good steps."""
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
         scale = jnp.where(
             finite, jnp.where(grown, self.scale * 2, self.scale), self.scale / 2
@@ -40,7 +40,7 @@ class TrainState(struct.PyTreeNode):
     step: Array  # int32 scalar
     params: Tree  # plain nested dictionaries
     opt_state: optax.OptState
-    loss_scale: LossScale | None  # for float16, beside a guard
+    loss_scale: LossScale | None  # for float16, which also has a guard
     guard: Guard | None = None  # for `train.skip_bad_steps` and float16
 
     @classmethod
@@ -63,5 +63,5 @@ class TrainState(struct.PyTreeNode):
 
     @property
     def eval_params(self) -> Tree:
-        """What is validated, sampled and exported: `params`, or the optimizer's average of them."""
+        """The parameters to validate, sample and export: `params`, or the optimizer's average."""
         return averaged_params(self.opt_state, self.params)

@@ -1,7 +1,7 @@
 """Norms of every tensor in a step: parameters, gradients and updates.
 
-A program of its own computes a step again and keeps only these figures. The steps that train are
-therefore the same, to the bit, whether they are watched or not.
+A separate program computes the step again and returns only these norms. The training steps are
+therefore bit-identical with and without norms.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def make_watch_step(
 ) -> Callable[[TrainState, Batch, MapSum], Metrics]:
     """Return `watch_step(state, batch, map_sum=on_one_device) -> norms`, float32 scalars.
 
-    They are `param_norm/NAME` before the step, `grad_norm/NAME` before clipping, and
+    The norms are `param_norm/NAME` before the step, `grad_norm/NAME` before clipping, and
     `update_norm/NAME`.
     """
 

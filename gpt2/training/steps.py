@@ -1,13 +1,13 @@
 """One step of training and one of evaluation, as pure functions.
 
-A step knows of no device, mesh or file. It sums over the rows that it is given, through `map_sum`,
-which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
-`function(params, rows, device) -> (sums, grads)` for the rows of every device that splits the
-batch, and adds up the results once, across all devices. Both are trees of arrays.
+A step uses no device, mesh or file. It sums over the rows of its batch by `map_sum`, which a
+backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
+`function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up the
+results once, across all devices. Both results are trees of arrays.
 
-What is summed is what the loss returns: its objective, whose gradient is divided once by the count
-of `sums["loss"]`, and `sums`, `{name: (sum, count)}`. Each name is divided once, at the end, and
-becomes the metric `train/NAME` or `eval/NAME`.
+The sums are those that the loss returns, `{name: (sum, count)}`. At the end, each sum is divided
+once by its count, and becomes the metric `train/NAME` or `eval/NAME`. The gradient of the
+objective is divided once by the count of `sums["loss"]`.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Choose = Callable[[Array, Callable, Callable], Tree]
 
 
 def on_one_device(function: Callable) -> Callable:
-    """Map as `map_sum` does, for a single device: all rows in one call, nothing to add."""
+    """Map as `map_sum` does, on a single device: one call for all rows."""
     return lambda params, batch: function(params, batch, 0)
 
 

@@ -1,4 +1,4 @@
-"""Held-out text, in the three units people compare."""
+"""The loss of the validation split: nats per token, perplexity and bits per byte."""
 
 import math
 from collections import defaultdict
@@ -9,8 +9,8 @@ import jax
 from gpt2.errors import UserError
 from gpt2.utils.trees import Batch, Sums
 
-# Batches that the host may be ahead of the devices. Simulated devices that get further wait for
-# each other for ever, since XLA has one pool of threads for all of them.
+# The number of batches that the host may dispatch ahead of the devices. Beyond it, simulated
+# devices can wait for each other forever, because XLA gives all of them one pool of threads.
 MOST_AHEAD = 32
 
 
@@ -21,19 +21,19 @@ def _add_up(*values: float) -> float:
 def validate(
     eval_step: Callable[[Mapping, Batch], Sums],
     params: Mapping,
-    held_out: Mapping[str, tuple[float, Iterable[Batch]]],
+    parts: Mapping[str, tuple[float, Iterable[Batch]]],
     targets_per_byte: float | None = None,
 ) -> dict[str, float]:
-    """Score every target of batches, which are on the devices already.
+    """Score every target of the validation batches, which are on the devices.
 
-    `held_out` has each part of a mixture with its share, or all of it under an empty name. Returns
-    `eval/NAME` for all that `eval_step` sums, `eval/loss` (nats per token) among it, over the
-    mixture, `eval/loss_PART`, `eval/perplexity`, and `eval/bits_per_byte` if the tokens to predict
-    for each byte are known.
+    `parts` holds the weight and the batches of each part of a mixture; a single corpus has an empty
+    name. Returns `eval/NAME` for everything that `eval_step` sums, such as `eval/loss` in nats per
+    token, also `eval/loss_PART`, `eval/perplexity`, and `eval/bits_per_byte` if
+    `targets_per_byte`, the number of targets for each byte of text, is known.
     """
     scores: dict[str, float] = defaultdict(float)
-    for part, (share, batches) in held_out.items():
-        # Nothing is fetched before the last batch is dispatched.
+    for part, (weight, batches) in parts.items():
+        # Fetch nothing before the last batch is dispatched.
         sums = list[Sums]()
         for batch in batches:
             sums.append(eval_step(params, batch))
@@ -41,10 +41,13 @@ def validate(
                 jax.block_until_ready(sums[-MOST_AHEAD])
         sums = jax.device_get(sums)
         if not any(each["loss"][1] for each in sums):
-            raise UserError("the validation split has no token to predict")
+            raise UserError(
+                "The validation split has no token to predict",
+                "Choose a larger --config.data.val_fraction",
+            )
         for name, (total, count) in jax.tree.map(_add_up, *sums).items():
             mean = total / count if count else total
-            scores[f"eval/{name}"] += share * mean
+            scores[f"eval/{name}"] += weight * mean
             if part and name == "loss":
                 scores[f"eval/loss_{part}"] = mean
     loss = scores["eval/loss"]
