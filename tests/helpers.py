@@ -1,4 +1,4 @@
-"""What several test files share: a tiny run of train.py in a process of its own, and a mark."""
+"""Functions that several test files use: tiny runs of train.py, their files, parameters, git."""
 
 import functools
 import json
@@ -30,41 +30,45 @@ TINY = TINY.split()
 
 
 def thorough(*values, **options):
-    """Returns a case of a parametrized test that the default run leaves to CI."""
+    """Return a case of a parametrized test that only CI runs by default."""
     return pytest.param(*values, marks=pytest.mark.thorough, **options)
 
 
 def options_of(text):
-    """Reads options as a command line has them: `model.bias=False optim.eps=1e-4`."""
-    pairs = [setting.partition("=") for setting in text.split()]
-    return {name: read_option(name, value) for name, _, value in pairs}
+    """Parse options as on a command line: `model.bias=False optim.eps=1e-4`."""
+    options = {}
+    for setting in text.split():
+        name, _, value = setting.partition("=")
+        options[name] = read_option(name, value)
+    return options
 
 
 def configured(text="", group=""):
-    """The default config with options as a command line has them, all of one `group.` or any."""
+    """Return the default config with options as on a command line, each with a prefix `group.`."""
     options = [f"{group}{option}" for option in text.split()]
     return with_options(Config(), options_of(" ".join(options)))
 
 
 def tokens_of(dataset, split):
-    """All tokens of a split of a prepared corpus."""
+    """Return all tokens of a split of a prepared corpus."""
     stream = dataset.stream(split)
     return stream.read(0, len(stream))
 
 
 def documents_of(dataset, *splits):
-    """The texts of a prepared corpus of several documents, or of some of its splits."""
+    """Return the texts of the documents in some splits, or all, of a prepared corpus."""
     texts = []
     for split in splits or ("train", "validation"):
         tokens = tokens_of(dataset, split)
         (starts,) = np.nonzero(tokens == dataset.tokenizer.eot)
         assert starts[0] == 0
-        texts += [dataset.tokenizer.decode(d[1:]) for d in np.split(tokens, starts)[1:]]
+        for document in np.split(tokens, starts)[1:]:
+            texts.append(dataset.tokenizer.decode(document[1:]))
     return texts
 
 
 def patched(folder, lines):
-    """Writes a train.py that runs some lines of Python before its run, and returns its path."""
+    """Write a train.py that first executes some lines of Python, and return its path."""
     text = f"""
 from gpt2.utils import launch
 launch.prepare_process()
@@ -78,7 +82,7 @@ cli.run(train.main, cli.define_run)
 
 
 def struck(folder, number, condition):
-    """Writes a train.py that gets a signal once a condition of Python holds, from itself."""
+    """Write a train.py that sends itself a signal once a Python expression is true."""
     return patched(
         folder,
         f"""
@@ -100,14 +104,10 @@ threading.Thread(target=strike, daemon=True).start()
 
 
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
-    """Starts train.py, or another script, in a process of its own with so many CPU devices."""
+    """Start train.py, or another script, in a new process with a number of CPU devices."""
+    command = [sys.executable, ROOT / script, *arguments(workdir, options)]
     return subprocess.Popen(
-        [
-            sys.executable,
-            ROOT / script,
-            *([f"--workdir={workdir}"] if workdir else []),
-            *options,
-        ],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -116,36 +116,37 @@ def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
     )
 
 
-def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False):
-    """Runs train.py to its end, and returns exit code, standard output and standard error.
+def arguments(workdir, options):
+    """Return the arguments of a script, all of them as text."""
+    flags = [f"--workdir={workdir}"] if workdir else []
+    return [*flags, *map(str, options)]
 
-    `imports` says that the imports belong to the test. Else they are done already, which takes most
-    of a short run.
+
+def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False):
+    """Run train.py to its end, and return its exit code, standard output and standard error.
+
+    With `imports` the process imports everything itself. Otherwise it is a fork of a process that
+    has done the imports, which take most of a short run.
     """
     if imports:
-        return finish(
-            start(workdir, *options, script=script, cwd=cwd, devices=devices), SECONDS
-        )
-    command = [
-        str(script),
-        *([f"--workdir={workdir}"] if workdir else []),
-        *map(str, options),
-    ]
+        process = start(workdir, *options, script=script, cwd=cwd, devices=devices)
+        return finish(process, SECONDS)
+    command = [str(script), *arguments(workdir, options)]
     done = run_command(*command, cwd=cwd, seconds=SECONDS, devices=devices)
     if done.code == LATE:
         raise subprocess.TimeoutExpired(command, SECONDS, done.stdout, done.stderr)
     return done.code, done.stdout, done.stderr
 
 
-def succeed(workdir, *options, **how):
-    """Runs train.py, or another script, to an end without an error, and returns its output."""
-    code, stdout, stderr = run(workdir, *options, **how)
+def succeed(workdir, *options, **kwargs):
+    """Run train.py, or another script, which has to succeed, and return its standard output."""
+    code, stdout, stderr = run(workdir, *options, **kwargs)
     assert code == 0, stderr
     return stdout
 
 
 def finish(process, timeout):
-    """Waits for a process, which is killed if it takes longer, and returns what it leaves."""
+    """Wait for a process, killing it after `timeout` seconds; return as `run` does."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -156,12 +157,13 @@ def finish(process, timeout):
 
 
 def write_rows(path, rows):
-    """Writes JSON, a row on each line."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Write JSON, one row per line."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
 
 
 def write_words(folder, number, words):
-    """Writes documents of so many words, the same each time, and returns their pattern."""
+    """Write seeded documents of a number of words, and return a glob pattern of their paths."""
     folder.mkdir(parents=True)
     draw = random.Random(0)
     for index in range(number):
@@ -171,53 +173,66 @@ def write_words(folder, number, words):
 
 
 def starts_of(workdir):
-    """Returns the step from which each start of a run went on."""
+    """Return the step from which each start of a run continued."""
     path = workdir / "environment.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line)["step"] for line in lines]
+    if not path.exists():
+        return []
+    return [line["step"] for line in read_rows(path)]
+
+
+def read_rows(path):
+    """Read JSON, one row per line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics_of(workdir, speed=True):
-    """Returns the lines of a run's metrics.jsonl, or what of them does not hang on the clock."""
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [
-        {k: line[k] for k in line if speed or not k.startswith("perf/")}
-        for line in lines
-    ]
+    """Return the lines of metrics.jsonl, without the measured times unless `speed`."""
+    lines = read_rows(workdir / "metrics.jsonl")
+    if speed:
+        return lines
+    return [without_speed(line) for line in lines]
+
+
+def without_speed(line):
+    return {name: line[name] for name in line if not name.startswith("perf/")}
 
 
 def wait_for_step(process, workdir, step):
-    """Waits until metrics.jsonl tells of a step."""
+    """Wait until metrics.jsonl has a step, or a later one."""
     while process.poll() is None:
-        path = workdir / "metrics.jsonl"
-        if path.exists() and any(m["step"] >= step for m in metrics_of(workdir)):
-            return
+        if (workdir / "metrics.jsonl").exists():
+            steps = [line["step"] for line in metrics_of(workdir)]
+            if max(steps, default=0) >= step:
+                return
         time.sleep(0.02)
     raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
 
 
 def params_of(workdir, checkpoint="latest"):
-    """Returns the parameters of a run by name, as numpy."""
-    return by_name(load_params(workdir, checkpoint)[1])
+    """Return the parameters of a run by name, as numpy arrays."""
+    _, params = load_params(workdir, checkpoint)
+    return by_name(params)
 
 
 def by_name(tree):
-    """Returns the leaves of a tree as numpy, by names such as `h_0/mlp/c_fc/kernel`."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    return {name(path): np.asarray(leaf) for path, leaf in leaves}
+    """Return the leaves of a tree as numpy arrays, by names such as `h_0/mlp/c_fc/kernel`."""
+    leaves = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaves[name] = np.asarray(leaf)
+    return leaves
 
 
 @functools.cache
 def first_params(cfg):
-    """Returns a model's parameters as they are drawn."""
+    """Return the initial parameters of a model."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     return jax.jit(GPT(cfg).init)(jax.random.key(0), tokens)["params"]
 
 
 @functools.cache
 def random_params(cfg):
-    """Returns parameters away from 0 and 1, at which some gradients vanish."""
+    """Return random parameters; at values of 0 and 1 some gradients would vanish."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
     rng = np.random.default_rng(1)
@@ -231,34 +246,38 @@ def random_params(cfg):
 
 
 def batch_of(tokens):
-    """Returns a batch of rows of T + 1 tokens, each of which follows from those before."""
+    """Split tokens [B, T + 1] into the tokens and the targets [B, T] of a batch."""
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def in_float64(compute, params):
-    """Returns `compute(params)` in float64, and how far float32 may be from it.
+    """Return `compute(params)` in float64, and the tolerance for float32.
 
-    That is ten roundings of its inputs: a small change of these stands for all that a computation
-    rounds, and where sums cancel, it tells so, too. By (seeded) chance it is up to three times less
-    than what is rounded on the way.
+    The tolerance is ten times the effect of rounding the inputs once. That effect represents all
+    rounding in a computation, and it grows where sums cancel. By (seeded) chance it is up to three
+    times smaller than the rounding of intermediate values.
     """
     rng = np.random.default_rng(0)
     eps = np.finfo(np.float32).eps
     exact = jax.tree.map(np.float64, params)
-    other = jax.tree.map(lambda x: x * (1 + eps * rng.uniform(-1, 1, x.shape)), exact)
-    wanted = compute(exact)
-    return wanted, 10 * np.abs(compute(other) - wanted).max()
+
+    def perturb(x):
+        return x * (1 + eps * rng.uniform(-1, 1, x.shape))
+
+    expected = compute(exact)
+    perturbed = compute(jax.tree.map(perturb, exact))
+    return expected, 10 * np.abs(perturbed - expected).max()
 
 
 def assert_rounded(found, compute, params):
-    """Holds float32 to `compute(params)` in float64, and returns how far it may be from it."""
-    wanted, atol = in_float64(compute, params)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    """Compare float32 with `compute(params)` in float64, and return the tolerance."""
+    expected, atol = in_float64(compute, params)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     return atol
 
 
 def write_run(run, final, state="finished", error="", noise=None):
-    """Writes what train.py leaves, with a loss that falls to `final` in a straight line."""
+    """Write the files of a finished run, with a loss that falls linearly to `final`."""
     if noise is not None:
         final += 0.003 * noise.standard_normal()
     run.prepare()
@@ -266,35 +285,33 @@ def write_run(run, final, state="finished", error="", noise=None):
     (run.folder / "log.txt").write_text(log)
     run.workdir.mkdir(exist_ok=True)
     (run.workdir / "config.json").write_text(json.dumps(run.options()))
-    shares = np.arange(1, 11) / 10
-    steps = np.round(shares * run.config.train.num_steps)
-    losses = 8 + (final - 8) * shares
-    lines = [
-        {"step": int(step), "perf/step_seconds": 0.1, "eval/loss": loss}
-        for step, loss in zip(steps, losses, strict=True)
-    ]
+    lines = []
+    for fraction in np.arange(1, 11) / 10:
+        step = round(fraction * run.config.train.num_steps)
+        loss = 8 + (final - 8) * fraction
+        lines.append({"step": step, "perf/step_seconds": 0.1, "eval/loss": loss})
     write_rows(run.workdir / "metrics.jsonl", lines)
     outcome = {"state": state, "error": error}
     (run.folder / "outcome.json").write_text(json.dumps(outcome))
 
 
 def copy_project(project):
-    """Copies what trains to a directory."""
+    """Copy the code that trains to a directory."""
     for name in ("gpt2", "configs"):
         shutil.copytree(ROOT / name, project / name)
     shutil.copy(ROOT / "train.py", project)
 
 
 def git(project, *commands):
-    """Runs commands of git in a directory."""
-    author = "-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"
+    """Run git commands in a directory."""
+    author = "-c user.name=A -c user.email=a@b -c commit.gpgsign=false"
     for command in commands:
-        arguments = ["git", *author, *command.split()]
-        subprocess.run(arguments, cwd=project, check=True, capture_output=True)
+        words = f"git {author} {command}".split()
+        subprocess.run(words, cwd=project, check=True, capture_output=True)
 
 
 def make_repository(project, file, text):
-    """Makes a git repository of a directory, with a branch `my/idea` that changes a file."""
+    """Create a git repository in a directory, with a branch `my/idea` that changes a file."""
     git(project, "init", "add .", "commit -m first", "checkout -b my/idea")
     (project / file).write_text(text)
     git(project, "commit -am idea", "checkout -")
