@@ -20,9 +20,8 @@ T = TypeVar("T")
 
 # Seconds within which a launcher may forward a signal that the terminal has sent to us already.
 _SAME_PRESS = 0.3
-_exit_lock = (
-    threading.Lock()
-)  # held by the thread that prints the last line; never released
+# Held by the thread that prints the last line; never released.
+_exit_lock = threading.Lock()
 _is_watched = False  # whether a thread waits for signals
 _GRACE = 5.0  # seconds for which a validation may go on after a signal
 _next_command = ""  # what a person can do after an exit

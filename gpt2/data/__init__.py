@@ -1,4 +1,13 @@
-"""Documents -> tokens -> shards -> batch(seed, step)."""
+"""Text -> documents -> tokens on disk -> batches.
+
+datasets.py                 `prepare`: from the options of `data.` to a `Dataset`
+corpus.py                   the interfaces: `Corpus`, `Dataset`, `Source`
+readers/                    a corpus prefix each: where documents or tokens come from
+preparing/                  documents -> tokens in a folder, split, encoded once
+loading/packing.py          tokens -> rows
+loading/token_batches.py    rows -> `batch(step)`, a function of the seed and the step
+loading/user_batches.py     batches that a user's function returns
+"""
 
 from gpt2.data.corpus import Dataset
 from gpt2.data.datasets import prepare

@@ -12,7 +12,6 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data.datasets import prepare
-from gpt2.data.loading.packing import PACKINGS
 from gpt2.signals import exit_at_interrupt
 
 
@@ -30,19 +29,18 @@ def main() -> None:
                 f"{split.num_documents:,} documents"
             )
     if flags.FLAGS.inspect:
-        length = config.model.context_length
-        for _, part in dataset.parts.values():
-            rows = PACKINGS[data.packing](part, length, config.seed)
-            for number in range(min(3, rows.num_rows)):
-                print(f"\n===== row {number}, as training sees it")
-                print(dataset.tokenizer.decode(rows.read(number)))
+        config = config.with_vocabulary(dataset.tokenizer.vocab_size)
+        batch = dataset.open(config).batch(1, slice(0, 3))
+        for number, tokens in enumerate(batch["tokens"], 1):
+            print(f"\n===== row {number} of the first training step")
+            print(dataset.tokenizer.decode(tokens))
 
 
 def define_flags() -> None:
     """Define the flags of a config, and `--inspect`."""
     cli.define_config()
     flags.DEFINE_bool(
-        "inspect", False, "Show three rows as training would see them, too."
+        "inspect", False, "Also print the first three rows of the first training step."
     )
 
 

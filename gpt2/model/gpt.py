@@ -118,9 +118,9 @@ class GPT(nn.Module):
         context = context.replace(has_target=batch["targets"] >= 0)
         hidden = self._final_hidden(table, context)
 
-        def from_logits(logits: Array, batch: Batch) -> tuple[Array, Tree]:
+        def loss_of_logits(logits: Array, part: Batch) -> tuple[Array, Tree]:
             logits = self._change_logits(logits, context)
-            return logits_loss(plain.hide_padding(logits, cfg.vocab_size), batch)
+            return logits_loss(plain.hide_padding(logits, cfg.vocab_size), part)
 
         with jax.named_scope("head"):
             head_loss = ops.head_loss
@@ -131,7 +131,7 @@ class GPT(nn.Module):
                 head = ops.whole(head)
             head = ops.constrain(head, "vocab", "embed")
             return head_loss(
-                from_logits,
+                loss_of_logits,
                 hidden,
                 head,
                 batch,

@@ -41,13 +41,11 @@ class Scoring(NamedTuple):
     """How attention computes its weights from queries and keys."""
 
     scale: float  # factor of the products of queries and keys
-    window: int = (
-        0  # positions that a query sees, its own included; 0: all up to its own
-    )
+    # Positions that a query sees, its own included; 0: all up to its own.
+    window: int = 0
     terms: tuple[ScoreTerm, ...] = ()  # applied to the scores in this order
-    segments: Array | None = (
-        None  # [B, T] int32; a query sees only keys of its own segment
-    )
+    # [B, T] int32; a query sees only keys of its own segment.
+    segments: Array | None = None
     dropout: float = 0.0  # probability of dropping a weight
     dropout_key: Array | None = None
 

@@ -95,9 +95,8 @@ class Reporter(AbstractContextManager):
         step, metrics, norms = self._pending
         self._pending = None
         values = _fetch(metrics)
-        if (
-            norms is not None
-        ):  # written first, because they help if the step has diverged
+        if norms is not None:
+            # Written first, because they help if the step has diverged.
             self.write(step, _fetch(norms))
         self._check(step, values)
         self._clock.count_step(step)
@@ -175,9 +174,8 @@ class Watchdog(Writer):
     """
 
     EXIT_CODE = 4
-    FIRST_SECONDS = (
-        1800.0  # limit of the first step, while other processes may still compile
-    )
+    # Limit of the first step, while other processes may still compile.
+    FIRST_SECONDS = 1800.0
 
     def __init__(
         self,

@@ -41,9 +41,8 @@ def prepare_process() -> None:
     is_second = _STARTED_AGAIN in os.environ  # even if the settings got lost
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if (
-        "JPY_PARENT_PID" in os.environ
-    ):  # a notebook would show each update of a progress bar
+    if "JPY_PARENT_PID" in os.environ:
+        # A notebook would show each update of a progress bar.
         os.environ.setdefault("TTY_INTERACTIVE", "0")  # as rich calls it
 
     tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")

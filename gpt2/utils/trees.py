@@ -4,9 +4,8 @@ from typing import Any
 
 from jax import Array
 
-Tree = (
-    Any  # a pytree of arrays, shapes or shardings, such as nested dicts of parameters
-)
+# A pytree of arrays, shapes or shardings, such as nested dicts of parameters.
+Tree = Any
 
 Batch = dict[str, Array]  # arrays [B, T] by name: tokens, targets, maybe segments, ...
 Sums = dict[str, tuple[Array, Array]]  # a sum and a count by name, float32 scalars

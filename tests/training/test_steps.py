@@ -334,7 +334,7 @@ def with_its_sum(model):
 
 def test_a_module_may_not_report_what_the_loss_does():
     def intercept(next_method, args, kwargs, context):
-        if context.method_name == "_hidden":
+        if context.method_name == "_final_hidden":
             report(context.module, "loss", 1.0)
         return next_method(*args, **kwargs)
 

@@ -179,16 +179,14 @@ class ValidationLoader:
         document_mask: bool = False,
         num_batches: int = 0,
     ):
-        # Without documents, as a part of a mixture may be, all rows are of one segment.
         self._eot = tokens.tokenizer.eot if document_mask else None
         self._stream = tokens.stream("validation")
         self._batch_size = batch_size
         self._context_length = context_length
         whole = -(-(len(self._stream) - 1) // (batch_size * context_length))
         self._num_batches = min(num_batches or whole, whole)
-        self.is_whole = (
-            self._num_batches == whole
-        )  # whether the batches cover the split
+        # Whether the batches cover the split.
+        self.is_whole = self._num_batches == whole
 
     def __len__(self) -> int:
         return self._num_batches

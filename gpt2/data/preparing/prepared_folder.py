@@ -23,9 +23,8 @@ from gpt2.utils import files, stores
 
 FORMAT = 8  # of a folder. With another number, every corpus is prepared again
 FACTS = "prepared.json"  # is written last, and marks the folder as complete
-PROGRESS = (
-    "written.json"  # what a preparation has written so far, from which it continues
-)
+# What a preparation has written so far, from which it continues.
+PROGRESS = "written.json"
 
 # Files of up to this size in all are read at each start to notice damage; of larger ones, only
 # their sizes are compared.
@@ -36,9 +35,8 @@ _READ_BYTES = 1 << 28
 class StoredCorpus(Corpus):
     """A corpus that is prepared as a folder of tokens."""
 
-    fingerprint: (
-        str  # differs whenever the tokens may differ; computed without a network
-    )
+    # Differs whenever the tokens may differ; computed without a network.
+    fingerprint: str
     files: SourceFiles | None = None  # None: the text cannot change while it is read
 
     @abc.abstractmethod

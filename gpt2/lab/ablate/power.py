@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Numbers = float | Array
 
-LEVEL = (
-    0.05  # the probability of a false verdict among all arms and all interim analyses
-)
+# The probability of a false verdict among all arms and all interim analyses.
+LEVEL = 0.05
 POWER = 0.8  # with which `Verdict.detectable` is found, and of the futility rule
 _NUM_DRAWN = 20_000
 _OUTLYING = 10  # times the median variance: a noisier arm is not pooled

@@ -78,14 +78,12 @@ class Verdict:
     difference: float  # arm - baseline
     words: str  # better, worse, undecided: at most 0.0123, or why there is no verdict
     baseline: float  # the mean of the baseline's scores that was subtracted
-    low: float = (
-        math.nan
-    )  # the end of an interval that holds together with the other arms'
+    # The end of an interval that holds together with the other arms'.
+    low: float = math.nan
     high: float = math.nan
     p_value: float = math.nan  # adjusted for the number of arms
-    error: float = (
-        math.nan
-    )  # the difference's standard error, from the runs of both alone
+    # The difference's standard error, from the runs of both alone.
+    error: float = math.nan
     # The smallest true difference that such runs find with a power of 0.8.
     detectable: Callable[[], float] = field(
         default=lambda: math.nan, repr=False, compare=False

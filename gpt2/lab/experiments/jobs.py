@@ -132,9 +132,8 @@ class _Training:
         run.prepare()
         self._log = run.folder / "log.txt"
         self._log.touch()
-        self._log_start = (
-            self._log.stat().st_size
-        )  # earlier attempts wrote what is before
+        # Earlier attempts wrote what is before.
+        self._log_start = self._log.stat().st_size
         command = [
             str(run.source / "train.py"),
             f"--config={run.folder / 'config.json'}",

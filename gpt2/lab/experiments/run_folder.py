@@ -30,9 +30,8 @@ ENDED = ("finished", "diverged")  # the states of runs that are not trained agai
 class Outcome(NamedTuple):
     """How a run ended."""
 
-    state: (
-        str  # finished, diverged (NaN or Inf), failed, or waiting if it has not ended
-    )
+    # finished, diverged (NaN or Inf), failed, or waiting if it has not ended.
+    state: str
     error: str = ""  # the log line that says why
     attempt: str = ""  # a random id: two attempts may fail with the same error
 

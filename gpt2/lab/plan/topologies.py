@@ -33,9 +33,8 @@ def find_devices(name: str) -> list[jax.Device]:
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
     if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
-        number = (
-            0  # machines take part with all of their GPUs; TPU slices are powers of two
-        )
+        # Machines take part with all of their GPUs; TPU slices are powers of two.
+        number = 0
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))
     if kind in _TPUS:

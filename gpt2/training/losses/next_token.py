@@ -3,6 +3,10 @@
 `objective` is the scalar to differentiate, a sum over positions. `sums` are what is logged:
 `{name: (sum, count)}`. Steps add up both over micro-batches and devices, and divide once: the
 gradient by the count of `sums["loss"]`, each name by its own count.
+
+The way of a batch: `update` (training/steps.py) calls `loss`, which calls `GPT.loss` by
+`apply_loss`; the model's head calls `cross_entropy_and_terms` with the logits of a part of the
+positions at a time.
 """
 
 import dataclasses
@@ -47,19 +51,21 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         for term in terms:
             arrays |= term.arrays(batch)
 
-        def from_logits(logits: Array, batch: Batch) -> tuple[Array, Sums]:
-            targets = batch["targets"]
+        def cross_entropy_and_terms(logits: Array, part: Batch) -> tuple[Array, Sums]:
+            targets = part["targets"]
             log_normaliser = model.ops.log_sum_exp(logits)
             losses = log_normaliser - plain.pick(logits, targets)
             sums = {"loss": plain.sum_real(losses, targets)}
             objective = sums["loss"][0]
             for term in terms:
-                weighted, to_log = term.sums(logits, log_normaliser, batch, step)
+                weighted, to_log = term.sums(logits, log_normaliser, part, step)
                 objective += weighted
                 sums |= to_log
             return objective, sums
 
-        return apply_loss(model, params, batch | arrays, from_logits, key, arrays)
+        return apply_loss(
+            model, params, batch | arrays, cross_entropy_and_terms, key, reads=arrays
+        )
 
     return loss
 
@@ -115,7 +121,8 @@ def apply_loss(
 def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
     """Return the loss of validation: plain cross-entropy, without dropout, of float32 logits.
 
-    It also returns the sums of the loss `others` that have other names than "loss".
+    It also returns the sums of the loss `others` that have other names than "loss". The model runs
+    a second time for them.
     """
     config = dataclasses.replace(model.config, logits_dtype="float32")
     cross_entropy = next_token_loss(model.clone(config=config))
