@@ -1,4 +1,4 @@
-"""Checkpoints: what is restored, that they are complete or absent, and what damage does."""
+"""Checkpoints restore what was saved, are complete or absent, and damage is noticed."""
 
 import contextlib
 import dataclasses
@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,7 +47,7 @@ def state_at(step, params=None, optimizer=None):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run that kept its two newest checkpoints; every parameter is the step it was saved at."""
+    """Write a run with its two newest checkpoints, in which every parameter equals the step."""
     workdir = tmp_path_factory.mktemp("run")
     config = make_config("model.vocab_size=257")
     write_run(workdir, config)
@@ -55,15 +56,18 @@ def saved(tmp_path_factory):
     shapes = jax.eval_shape(GPT(config.gpt()).init, jax.random.key(0), tokens)["params"]
     with Checkpointer(workdir, keep=2) as checkpointer:
         for step, loss in LOSSES.items():
-            full = lambda leaf, step=step: jnp.full(leaf.shape, step, leaf.dtype)  # noqa: E731
-            state = state_at(step, jax.tree.map(full, shapes))
+            params = jax.tree.map(partial(jnp.full_like, fill_value=step), shapes)
+            state = state_at(step, params)
             checkpointer.save(state, step, loss and {"eval/loss": loss})
         checkpointer.wait()
         return workdir, config.gpt(), checkpointer.all_steps(), checkpointer.best()
 
 
 def steps_in(params):
-    return {float(value) for leaf in jax.tree.leaves(params) for value in leaf.ravel()}
+    steps = set()
+    for leaf in jax.tree.leaves(params):
+        steps |= {float(value) for value in leaf.ravel()}
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -73,9 +77,10 @@ def steps_in(params):
 def test_every_so_many_steps_a_checkpoint_is_kept_for_good(
     tmp_path, keep, keep_every, kept
 ):
-    for half in (list(LOSSES.items())[:3], list(LOSSES.items())[3:]):  # over a restart
+    losses = [*LOSSES.items()]
+    for part in (losses[:3], losses[3:]):  # with a restart between them
         with Checkpointer(tmp_path, keep, keep_every) as checkpointer:
-            for step, loss in half:
+            for step, loss in part:
                 checkpointer.save(state_at(step), step, loss and {"eval/loss": loss})
     assert saved_steps(tmp_path) == kept
 
@@ -85,7 +90,8 @@ def test_every_so_many_steps_a_checkpoint_is_kept_for_good(
     [("best", 20), ("latest", 60), thorough("50", 50), thorough(50, 50)],
 )
 def test_best_latest_and_a_step_load_what_was_saved_there(saved, which, step):
-    assert steps_in(load_model(saved[0], None, which)[1]) == {step}
+    _, params, *_ = load_model(saved[0], None, which)
+    assert steps_in(params) == {step}
 
 
 def test_loading_weights_logs_nothing_of_the_library(saved, caplog):
@@ -99,7 +105,7 @@ def test_a_run_starts_from_the_best_of_another_or_from_a_step_of_it(saved):
     workdir, cfg, steps, best = saved
     assert steps == saved_steps(workdir) == [20, 50, 60]
     assert best == (20, 2.0)
-    for suffix, step in ("", 20), ("@50", 50):
+    for suffix, step in (("", 20), ("@50", 50)):
         params = load_initial_params(f"run:{workdir}{suffix}", cfg, build("byte"))
         assert steps_in(params) == {step}
     with pytest.raises(UserError, match=r"checkpoint=30 is not one of 20, 50, 60"):
@@ -219,7 +225,7 @@ def test_a_run_that_averages_gives_its_average_and_continues_with_its_weights(
 
 
 def save_checkpoints(workdir, *steps):
-    """A run whose checkpoints are of a tiny model."""
+    """Write a run with checkpoints of a tiny model."""
     config = make_config()
     write_run(workdir, config)
     params = first_params(config.gpt())
@@ -255,7 +261,8 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     save_checkpoints(tmp_path, 2, 4)
     newest = tmp_path / "checkpoints" / "4"
     copy = tmp_path / "copy"
-    assert find_damage(tmp_path, 4) == "" and run_files.find_start(tmp_path) == 4
+    assert find_damage(tmp_path, 4) == ""
+    assert run_files.find_start(tmp_path) == 4
     shutil.copytree(newest, copy)
     # Orbax writes notes on the whole and, since 0.12.3, on its digests, which nothing reads.
     note = newest / "digests" / "commit_success.txt"
@@ -323,7 +330,8 @@ def test_a_save_on_a_read_only_disk_leaves_no_thread_that_waits(small_disk, caps
             assert not thread.is_alive(), thread
         checkpointer.save(state_at(3), 3)
         checkpointer.wait()
-        assert checkpointer.failure == "" and checkpointer.all_steps() == [3]
+        assert checkpointer.failure == ""
+        assert checkpointer.all_steps() == [3]
 
 
 def test_a_save_on_a_full_disk_prints_one_line_with_its_cause(small_disk, capfd):
@@ -351,4 +359,5 @@ def test_a_save_that_fails_prints_a_warning_and_the_next_is_tried(
         patched.undo()
         checkpointer.save(state_at(4), 4)
         checkpointer.wait()
-        assert checkpointer.failure == "" and checkpointer.all_steps() == [4]
+        assert checkpointer.failure == ""
+        assert checkpointer.all_steps() == [4]

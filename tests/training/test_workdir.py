@@ -1,9 +1,10 @@
-"""Whether a run can continue: its options, its text, its checkpoints, its lock."""
+"""Whether a run can continue: its options, texts, checkpoints and lock."""
 
 import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,14 +42,16 @@ TINY_MODEL = """
 
 
 def make_config(text="", **data):
-    """Returns the quickstart's options with a tiny model, options of a text and of `data`."""
+    """Return the quickstart's config with a tiny model, the options in `text`, and `data`."""
     config = Config.from_dict(quickstart.get_config())
-    given = {f"data.{name}": data[name] for name in data}
-    return with_options(config, options_of(f"{TINY_MODEL} {text}") | given)
+    options = options_of(f"{TINY_MODEL} {text}")
+    for name, value in data.items():
+        options[f"data.{name}"] = value
+    return with_options(config, options)
 
 
 def write_run(workdir, config, checkpoints=()):
-    """Writes the files of a run, with empty checkpoints."""
+    """Write the files of a run, with empty checkpoints."""
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(json.dumps(config.to_dict()))
     for step in checkpoints:
@@ -78,14 +81,15 @@ def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
     whole = (workdir / name).read_bytes()
     (workdir / name).write_text(content)
     run_files.check_data(workdir, prepared)
-    warns = "data.json is missing or damaged" in capsys.readouterr().err
+    warning = capsys.readouterr().err
+    warns = "data.json is missing or damaged" in warning
     assert warns == (name == "data.json")
     run_files.begin(workdir, make_config(), prepared, 2)
     assert (workdir / name).read_bytes() == whole
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "told"),
+    ("before", "now", "message"),
     [
         ("optim.name=lion", "", "optim.name=lion, not adamw"),
         (
@@ -112,25 +116,27 @@ def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
     ],
 )
 def test_a_run_continues_unless_what_it_trains_would_change(
-    tmp_path, before, now, told
+    tmp_path, before, now, message
 ):
     workdir = write_run(tmp_path, make_config(before))
-    if not told:
-        run_files.check_options(workdir, make_config(now))
+    config = make_config(now)
+    if not message:
+        run_files.check_options(workdir, config)
         return
-    with pytest.raises(UserError) as error:
-        run_files.check_options(workdir, make_config(now))
-    assert told in str(error.value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        run_files.check_options(workdir, config)
 
 
 def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp_path):
-    config = make_config(data_dir=str(tmp_path / "run" / "data"))
-    (tmp_path / "run" / "data").mkdir(parents=True)
-    (tmp_path / "run" / ".lock").touch()
-    run_files.check_options(tmp_path / "run", config)
-    (tmp_path / "run" / "thesis.tex").touch()
+    workdir = tmp_path / "run"
+    data_dir = workdir / "data"
+    config = make_config(data_dir=str(data_dir))
+    data_dir.mkdir(parents=True)
+    (workdir / ".lock").touch()
+    run_files.check_options(workdir, config)
+    (workdir / "thesis.tex").touch()
     with pytest.raises(UserError, match="contains thesis"):
-        run_files.check_options(tmp_path / "run", config)
+        run_files.check_options(workdir, config)
 
 
 def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
@@ -139,7 +145,7 @@ def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
     assert not run_files.is_finished(workdir, config, start=4)
     (workdir / "samples.txt").touch()
     assert run_files.is_finished(workdir, config, start=4)
-    # Where the last checkpoint is damaged, and with more steps to do.
+    # The last checkpoint is damaged, or more steps are left.
     assert not run_files.is_finished(workdir, config, start=2)
     longer = make_config("train.num_steps=6")
     assert not run_files.is_finished(workdir, longer, start=4)
@@ -149,19 +155,17 @@ DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]
 
 
 def data_at(directory, documents=DOCUMENTS, **options):
-    """Options that name a text of several documents, which is written."""
+    """Write a corpus of several documents, and return the options of it."""
     directory.mkdir()
     for number, text in enumerate(documents):
         (directory / f"{number:02}.txt").write_text(text)
-    return (
-        dict(corpus=f"text:{directory}/*.txt", tokenizer="byte", val_fraction=0.2)
-        | options
-    )
+    corpus = f"text:{directory}/*.txt"
+    return dict(corpus=corpus, tokenizer="byte", val_fraction=0.2) | options
 
 
 @pytest.fixture
 def begun(tmp_path, monkeypatch):
-    """Starts a run on data, and gives what continues it on other data."""
+    """Return a function that begins a run on data, and one that continues it on other data."""
     monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
 
     def begin(data):
@@ -180,47 +184,52 @@ def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
     begin(data_at(tmp_path / "here"))
     resume(data_at(tmp_path / "there"))
-    altered = [DOCUMENTS[0][:50] + "#" + DOCUMENTS[0][51:], *DOCUMENTS[1:]]
-    reordered = [*DOCUMENTS[3:], *DOCUMENTS[:3]]
-    for name, documents in (("altered", altered), ("reordered", reordered)):
-        with pytest.raises(UserError, match="is no longer what"):
-            resume(data_at(tmp_path / name, documents))
-    other = data_at(tmp_path / "other") | {"corpus": "pystdlib"}
+    first, *rest = DOCUMENTS
+    altered = data_at(tmp_path / "altered", [first.replace("0", "#", 1), *rest])
+    with pytest.raises(UserError, match="is no longer what"):
+        resume(altered)
+    reordered = data_at(tmp_path / "reordered", [*rest, first])
+    with pytest.raises(UserError, match="is no longer what"):
+        resume(reordered)
+    other = reordered | {"corpus": "pystdlib"}
     with pytest.raises(UserError, match=r"run with data\.corpus=.*, not pystdlib"):
         resume(other)
 
 
 def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     begin, resume = begun
-    characters = set("".join(DOCUMENTS))
-    for name, more in (("first", ""), ("2", "~")):
-        tokenizer = CharTokenizer("".join(sorted(characters.union(more))), True)
+    characters = sorted(set("".join(DOCUMENTS)))
+    for name, end in (("first", ""), ("moved", ""), ("other", "~")):
+        tokenizer = CharTokenizer("".join(characters) + end, True)
         tokenizer.save(tmp_path / f"{name}.json")
-    shutil.copy(tmp_path / "first.json", tmp_path / "moved.json")
     data = data_at(tmp_path / "here", tokenizer=f"{tmp_path}/first.json")
     begin(data)
     resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
     with pytest.raises(UserError, match="is no longer what"):
-        resume(data | {"tokenizer": f"{tmp_path}/2.json"})
+        resume(data | {"tokenizer": f"{tmp_path}/other.json"})
 
 
+DATA = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
 ENDLESS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]
 
 
 def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
     def contents():
-        return {
-            path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")
-        }
+        found = {}
+        for path in tmp_path.rglob("*"):
+            found[path] = path.read_bytes() if path.is_file() else None
+        return found
 
-    first = start(tmp_path / "run", *ENDLESS)
+    workdir = tmp_path / "run"
+    first = start(workdir, *ENDLESS)
     try:
-        wait_for_step(first, tmp_path / "run", 3)
+        wait_for_step(first, workdir, 3)
         first.send_signal(signal.SIGSTOP)
         os.waitpid(first.pid, os.WUNTRACED)
         before = contents()
-        code, _, stderr = run(tmp_path / "run", *ENDLESS)
-        assert code == 2 and "Another process is training in" in stderr
+        code, _, stderr = run(workdir, *ENDLESS)
+        assert code == 2
+        assert "Another process is training in" in stderr
         assert contents() == before
     finally:
         first.kill()
@@ -234,31 +243,33 @@ def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", flock)
     run_files.lock(tmp_path, start=0)
     monkeypatch.setattr(run_files, "newest_whole_step", lambda workdir, after: (4, []))
-    # Another process began and ended meanwhile.
+    # Another process has begun and ended in the meantime.
     with pytest.raises(UserError, match="Another process"):
         run_files.lock(tmp_path, start=0)
 
 
 def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
-    monkeypatch.setattr(code, "SOURCE", tmp_path)  # no checkout; see below for those
+    monkeypatch.setattr(code, "SOURCE", tmp_path)  # which is no checkout of git
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
-    data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     for step in (0, 20):
-        run_files.begin(tmp_path, make_config(), data, step)
+        run_files.begin(tmp_path, make_config(), DATA, step)
     new, continued = read_starts(tmp_path)
     assert new["step"] == 0
     assert continued["step"] == 20
     began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
     assert new["command"] == ["train.py", "--config.seed=3"]
-    assert new["gpt2"] == gpt2.__version__ and new["jax"] == version("jax")
-    assert new["commit"] is None and new["clean"] is None
-    assert new["devices"] == jax.device_count() and new["processes"] == 1
+    assert new["gpt2"] == gpt2.__version__
+    assert new["jax"] == version("jax")
+    assert new["commit"] is None
+    assert new["clean"] is None
+    assert new["devices"] == jax.device_count()
+    assert new["processes"] == 1
     assert new["code"] == continued["code"]
     monkeypatch.setattr(code, "hash_code", lambda: "c0de")
     # The checkpoint of step 20 was damaged.
-    run_files.begin(tmp_path, make_config(), data, 10)
+    run_files.begin(tmp_path, make_config(), DATA, 10)
     first, last = read_starts(tmp_path)
     assert first["step"] == 0
     assert first["code"] == new["code"]
@@ -267,35 +278,28 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
 
 
 def test_metrics_of_checkpoints_that_are_gone_are_set_aside(tmp_path, monkeypatch):
-    data = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
     with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as writer:
         writer.write(5, {"train/loss": 1.0})
     for _ in range(2):  # the second time there are none
-        run_files.begin(tmp_path, make_config(), data, 0)
+        run_files.begin(tmp_path, make_config(), DATA, 0)
         assert (tmp_path / "metrics.jsonl").read_text() == ""
     (aside,) = (tmp_path / "damaged").iterdir()
     assert json.loads(aside.read_text())["step"] == 5
 
 
-ROOMS = "config data model ops optim parallel training utils"  # that decide figures
+PACKAGES = (
+    "config data model ops optim parallel training utils"  # whose code changes results
+)
 
 
 @pytest.mark.parametrize(
     ("file", "text", "same"),
     [
-        (
-            "gpt2/model/block.py",
-            "def f(x):\n    # x\n    return (\n2 * x)",
-            True,
-        ),
+        ("gpt2/model/block.py", "def f(x): # x\n  return (\n2 * x)", True),
         ("gpt2/model/block.py", "def f(x):\n    return 3 * x", False),
-        (
-            "gpt2/model/block.py",
-            "def f(x):\n    return 2 *",
-            False,
-        ),  # it is being edited
-        *((f"gpt2/{room}/mine.py", "", False) for room in ROOMS.split()),
+        ("gpt2/model/block.py", "def f(x):\n    return 2 *", False),  # unfinished
+        *((f"gpt2/{name}/mine.py", "", False) for name in PACKAGES.split()),
         ("gpt2/model/.#block.py", "", True),
         ("gpt2/evals/tasks.py", "x = 1", True),
         ("gpt2/cli.py", "x = 1", True),
@@ -310,7 +314,8 @@ def test_the_hash_of_the_code_is_of_what_a_run_computes(tmp_path, file, text, sa
     block.write_text("def f(x):\n    return 2 * x\n")
     before = hash_code(tmp_path)
     (tmp_path / file).write_text(text)
-    assert (hash_code(tmp_path) == before) == same
+    after = hash_code(tmp_path)
+    assert (after == before) == same
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
@@ -325,20 +330,18 @@ def test_a_checkout_is_clean_until_its_code_changes(
         line = code.describe_start(0)
         return line["commit"], line["clean"]
 
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "ignored" / "gpt2").mkdir(parents=True)
-    for each in (tmp_path, tmp_path / "ignored"):
-        (each / "gpt2" / "__init__.py").write_text("")
+    for project in (tmp_path, tmp_path / "ignored"):
+        (project / "gpt2").mkdir(parents=True)
+        (project / "gpt2" / "__init__.py").touch()
     (tmp_path / ".gitignore").write_text("ignored/\n")
     make_repository(tmp_path, ".gitignore", "ignored/\n# of another branch")
-    commit = subprocess.check_output(
-        ["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True
-    ).strip()
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.check_output(command, cwd=tmp_path, text=True).strip()
     monkeypatch.setattr(code, "SOURCE", tmp_path)
     assert commit_and_clean() == (commit, True)
     (tmp_path / changed).write_text("x = 1")
     assert commit_and_clean() == (commit, clean)
-    # Code that is installed below a checkout is no part of it.
+    # Code that is installed below a checkout does not belong to it.
     monkeypatch.setattr(code, "SOURCE", tmp_path / "ignored")
     assert commit_and_clean() == (None, None)
 
