@@ -296,8 +296,6 @@ def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatc
     save_checkpoints(run_path, 2, 4)
     scores = run_path / "checkpoints/2/metrics/metrics"
     scores.write_text(scores.read_text().replace("8.0", "0.0"))
-    with pytest.raises(UserError, match=r"2 is damaged \(metrics/metrics"):
-        load_params(run_path)
     run_files.begin(run_path, make_config(), data, 4)
     assert {path.name[0] for path in (run_path / "damaged").iterdir()} == {"2"}
     with Checkpointer(run_path) as checkpointer:

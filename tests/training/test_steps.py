@@ -429,38 +429,6 @@ def test_validation_keeps_the_names_of_ones_own_loss_and_plain_cross_entropy():
         make_eval_step(evaluation_loss(model))(params, batch)
 
 
-def focal(model):
-    """Return a focal loss, as users write one: a function of the logits alone."""
-
-    def from_logits(logits, batch):
-        targets = batch["targets"]
-        nats = plain.log_sum_exp(logits) - plain.pick(logits, targets)
-        weights = (1 - jnp.exp(-nats)) ** 2
-        total, count = plain.sum_real(weights * nats, targets)
-        return total, {"loss": (total, count)}
-
-    def loss(params, batch, key=None, step=None):
-        return apply_loss(model, params, batch, from_logits, key)
-
-    return loss
-
-
-def test_a_loss_of_ones_own_trains_and_brings_what_modules_report():
-    batch = make_batch(0)
-    state, step = setup(loss=focal)
-    _, found = step(state, batch)
-    _, plain_step = setup()
-    _, cross_entropy = plain_step(state, batch)
-    assert found["train/grad_norm"] > 0.01
-    assert found["train/loss"] < cross_entropy["train/loss"]
-    _, step = setup.__wrapped__(loss=focal)
-    with at_each_mlp(partial(report_size, weight=30.0)):
-        _, reported = step(state, batch)
-    assert "train/h_0/mlp/size" in reported
-    assert reported["train/loss"] == found["train/loss"]
-    assert reported["train/grad_norm"] > found["train/grad_norm"] + 0.01
-
-
 @pytest.mark.parametrize("scan_layers", [True, thorough(False)])
 def test_what_is_only_logged_gives_no_gradient(scan_layers):
     def root(mlp, y):

@@ -30,7 +30,7 @@ from tests.helpers import (
 )
 from tests.telemetry.test_telemetry import events
 
-# Saves are slow, since digests are taken in the thread that saves.
+# Saves are slow, because the thread that saves computes the digests.
 SLOW_SAVES = """
 import sys, time
 from gpt2.training import checkpoint
@@ -44,7 +44,8 @@ ENDLESS = """
 ENDLESS = [*TINY, *ENDLESS.split()]
 
 
-PRESSES = (0.5, *[0.6] * 9)  # one that a busy process hears late may seem the same one
+# A busy process may handle a signal late, and takes two that are close for one press.
+PRESSES = (0.5, *[0.6] * 9)
 LOOP = "signals.exit_at_interrupt('it continues'); signal.signal(signal.SIGINT, lambda *_: 0)"
 FINISHING = "SIGINT: finishing the step, then saving; a second one exits at once\n"
 BLOCKED = """
@@ -77,7 +78,7 @@ finally:
             PRESSES,
             f"{FINISHING}stopped at once by a second SIGINT; it continues\n",
         ),
-        # A launcher has sent the same one several times.
+        # A launcher sends the signal of one press several times.
         ("signals._SAME_PRESS = 1000", (0.5, 0.0, 0.0), ""),
         (
             "signals.exit_at_interrupt('it continues')",
@@ -95,7 +96,9 @@ def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, tol
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=2)
         process.kill()
-    assert process.communicate(timeout=SECONDS) == ("", told)
+    stdout, stderr = process.communicate(timeout=SECONDS)
+    assert stdout == ""
+    assert stderr == told
     assert process.returncode == (130 if told else -signal.SIGKILL)
 
 
@@ -103,9 +106,11 @@ def test_ctrl_c_ends_a_process_whose_main_thread_hears_nothing(mode, pauses, tol
 def test_a_signal_stops_the_loop_after_its_step_and_its_handlers_go_with_it(number):
     before = signal.getsignal(number)
     with StopSignal() as stop:
-        assert not stop.reached(1) and stop.requested is None
+        assert not stop.reached(1)
+        assert stop.requested is None
         signal.raise_signal(number)
-        assert stop.reached(2) and stop.requested == number
+        assert stop.reached(2)
+        assert stop.requested == number
     assert signal.getsignal(number) == before
 
 
@@ -133,7 +138,9 @@ def test_a_second_signal_leaves_a_save_and_says_what_the_same_command_does(
     process = start(workdir, *ENDLESS, script=script)
     wait_for_step(process, workdir, 3)
     process.send_signal(number)
-    while process.poll() is None and not any((workdir / "checkpoints").glob("*tmp*")):
+    while process.poll() is None:
+        if list(workdir.glob("checkpoints/*tmp*")):
+            break
         time.sleep(0.1)
     time.sleep(1)
     process.send_signal(number)
@@ -191,27 +198,30 @@ def test_a_signal_ends_a_wait_for_text_and_the_state_is_saved(
     options += ["--config.train.eval_batches=0"]
     options += [f"--config.data.data_dir={tmp_path}"]
     condition = "Path('waits').exists()"
-    if saved:  # lines come two steps late
+    if saved:  # metrics.jsonl is two steps behind
         condition += f" and has_step({saved - 2})"
     script = struck(tmp_path, number, condition)
-    code, _, told = run(tmp_path / "run", *options, script=script, cwd=tmp_path)
-    assert code == 128 + number, told
-    assert latest_step(tmp_path / "run") == saved
+    workdir = tmp_path / "run"
+    code, stdout, stderr = run(workdir, *options, script=script, cwd=tmp_path)
+    assert code == 128 + number, stderr
+    assert latest_step(workdir) == saved
+    if saved:
+        assert f"stopped by {number.name} at step {saved}" in stdout
+        assert metrics_of(workdir)[-1]["step"] == saved
 
 
 def test_a_second_sigterm_leaves_at_once_behind_an_ampersand():
     mode = f"{LOOP}; signal.signal(signal.SIGTERM, lambda *_: 0)"
-    lines = BLOCKED.format(mode=mode, pauses=PRESSES).splitlines()
-    lines = [line for line in lines if "default_int_handler" not in line]
-    code = "\n".join(lines).replace(
-        "getpid(), signal.SIGINT", "getpid(), signal.SIGTERM"
-    )
+    code = BLOCKED.format(mode=mode, pauses=PRESSES)
+    code = code.replace("signal.signal(signal.SIGINT, signal.default_int_handler)", "")
+    code = code.replace("getpid(), signal.SIGINT", "getpid(), signal.SIGTERM")
     command = ["sh", "-c", '"$@" & wait $!', "sh", sys.executable, "-c", code]
-    how = dict(capture_output=True, text=True, timeout=SECONDS)
-    done = subprocess.run(command, cwd=ROOT, **how)
-    told = FINISHING.replace("SIGINT", "SIGTERM")
-    told += "stopped at once by a second SIGTERM; it continues\n"
-    assert (done.returncode, done.stderr) == (143, told)
+    pipes = dict(capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, cwd=ROOT, **pipes)
+    message = FINISHING.replace("SIGINT", "SIGTERM")
+    message += "stopped at once by a second SIGTERM; it continues\n"
+    assert done.returncode == 143
+    assert done.stderr == message
 
 
 ENDS = {
@@ -243,7 +253,8 @@ def test_a_command_runs_once_at_every_end_and_changes_no_exit_code(reason):
     main, code = ENDS[reason]
     command = [sys.executable, "-c", ENDING.format(main=main)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (code, f"{code} {reason}\n")
+    assert done.returncode == code
+    assert done.stdout == f"{code} {reason}\n"
     assert "returned non-zero exit status 7" in done.stderr
 
 
@@ -257,17 +268,19 @@ TokenBatches.batch = lambda self, *which: time.sleep(0.5) or batch(self, *which)
 
 
 def events_by_step(workdir):
-    """The scalars of TensorBoard's files, each once, as their START records have them read."""
-    found = {}
+    """Return the scalars that TensorBoard shows, by step and name.
+
+    A START record drops scalars of its step and later ones.
+    """
+    scalars = {}
     for event in events(workdir):
         if event.HasField("session_log"):
-            found = {key: each for key, each in found.items() if key[0] < event.step}
+            scalars = {key: scalars[key] for key in scalars if key[0] < event.step}
         for value in event.summary.value:
-            assert (event.step, value.tag) not in found
-            found[event.step, value.tag] = value.simple_value
-    return {
-        key: value for key, value in found.items() if not key[1].startswith("perf/")
-    }
+            key = (event.step, value.tag)
+            assert key not in scalars
+            scalars[key] = value.simple_value
+    return {key: scalars[key] for key in scalars if not key[1].startswith("perf/")}
 
 
 @pytest.mark.thorough
@@ -281,7 +294,7 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
     succeed(whole, *options)
     process = start(first, *options, script=patched(tmp_path, SLOW_STEPS))
     wait_for_step(process, first, 5)
-    process.kill()  # after the newest checkpoint, in whose place are metrics and events
+    process.kill()  # metrics and events reach beyond the newest checkpoint
     process.communicate()
     saved = latest_step(first)
     shutil.copytree(first, tmp_path / "copy")
@@ -296,13 +309,11 @@ def test_a_folder_that_is_copied_and_renamed_continues_as_if_never_stopped(tmp_p
     assert events_by_step(moved) == events_by_step(whole)
     for workdir in (moved, whole):
         with Checkpointer(workdir, read_only=True) as checkpointer:
-            losses = {
-                m["step"]: m["eval/loss"]
-                for m in metrics_of(workdir)
-                if "eval/loss" in m
-            }
+            losses = {}
+            for line in metrics_of(workdir):
+                if "eval/loss" in line:
+                    losses[line["step"]] = line["eval/loss"]
             best = min(losses, key=losses.get)
             assert checkpointer.best() == (best, losses[best])
             assert checkpointer.all_steps() == sorted({3, 6, best, 8})
     assert re.search(r"^time: [\d:]+; .*\d%", stdout, re.MULTILINE)
-    assert f"{moved} is finished at step 8; raise" in succeed(moved, *options)

@@ -227,22 +227,6 @@ def test_a_run_of_several_shapes_killed_twice_is_the_same(scheduled, corpus, tmp
     assert losses_by_tokens(again) == losses_by_tokens(scheduled)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), thorough(signal.SIGINT, 130)]
-)
-def test_a_signal_saves_the_step_and_says_so(corpus, tmp_path, number, code):
-    workdir = tmp_path / "stopped"
-    options = ["--config.train.num_steps=100000", "--config.train.eval_every=0"]
-    options += ["--config.train.checkpoint_every=0"]
-    script = struck(tmp_path, number, "has_step(2)")
-    options = [*TINY, *corpus, *options]
-    ended, stdout, stderr = run(workdir, *options, script=script, cwd=tmp_path)
-    assert ended == code, stderr
-    step = int(re.search(r"stopped by \w+ at step (\d+)", stdout)[1])
-    assert (workdir / "checkpoints" / str(step)).is_dir()
-    assert metrics_of(workdir)[-1]["step"] == step
-
-
 COUNTS_MISSES = """
 import jax, os, sys
 RARE = '''
