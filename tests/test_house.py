@@ -25,7 +25,7 @@ ROOMS = {
     "data": 15.8,
     "telemetry": 5.1,
     "config cli errors signals": 7.2,
-    "utils": 7.0,
+    "utils": 7.3,
     "evals": 5.5,
     "hf": 6.0,
     "generate": 0.6,
