@@ -1,11 +1,13 @@
-"""Runs, texts and weights at URLs: what a store holds is whole, and every place gives the same."""
+"""Runs, texts and weights at URLs: a store has whole files, and every URL yields the same data."""
 
 import contextlib
+import dataclasses
 import http.server
 import signal
 import threading
 import time
 
+import chex
 import fsspec
 import numpy as np
 import pyarrow
@@ -35,7 +37,7 @@ DIGESTS = "checkpoints/{}/digests/digests"
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A store in memory, and what makes this another machine; it begins as number 1."""
+    """Return a store in memory, and a function that turns this process into another machine."""
     memory = fsspec.filesystem("memory", use_listings_cache=False)
     memory.store.clear()
     monkeypatch.setattr(mirror_file, "PAUSE", 0.01)
@@ -48,18 +50,19 @@ def store(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def sent(place):
-    """A run's folder, of which the place is sent all."""
-    folder = stores.fetch(place)
-    with mirrored(place, folder):
+def sent(url):
+    """Yield the local folder of a run, which is mirrored to a URL."""
+    folder = stores.fetch(url)
+    with mirrored(url, folder):
         yield folder
 
 
 def save(folder, step, text="weights"):
-    """Leaves a checkpoint, as a run does; that before the last one goes."""
+    """Write the files of a checkpoint and a line of metrics, as a run does."""
     for name in ("params/array", "metrics/metrics", "digests/digests"):
-        (folder / f"checkpoints/{step}/{name}").parent.mkdir(parents=True)
-        (folder / f"checkpoints/{step}/{name}").write_text(f"{text} {step}")
+        path = folder / f"checkpoints/{step}/{name}"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{text} {step}")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f"{step}\n")
 
@@ -92,9 +95,8 @@ def test_another_machine_goes_on_with_what_was_sent_and_reads_weights_when_it_ne
     assert (folder / "metrics.jsonl").read_text() == "1\n"
     assert not (folder / "checkpoints/1/params").exists()
     stores.push("memory://run", folder)
-    assert "checkpoints/1/params/array" in names(
-        memory
-    )  # which is not here, and was not removed
+    # The weights were never fetched here, and stay in the store.
+    assert "checkpoints/1/params/array" in names(memory)
     stores.complete(folder, ["checkpoints/1/params/array", "checkpoints/1/params/none"])
     assert (folder / "checkpoints/1/params/array").read_text() == "weights 1"
 
@@ -106,8 +108,9 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
     for name in ("pipe_file", "rm_file"):
         act = getattr(memory, name)
 
-        def spy(path, *a, act=act):
-            return done.append(path.rpartition("/")[2]) or act(path, *a)
+        def spy(path, *rest, act=act):
+            done.append(path.rpartition("/")[2])
+            return act(path, *rest)
 
         monkeypatch.setattr(memory, name, spy)
     save(folder, 1)
@@ -117,9 +120,10 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
     save(folder, 2)
     stores.push("memory://run", folder)
     stores.shutil.rmtree(folder / "checkpoints/1")
-    del done[:]
+    done.clear()
     stores.push("memory://run", folder)
-    assert done[0] == "digests" and sorted(done) == ["array", "digests", "metrics"]
+    assert done[0] == "digests"
+    assert sorted(done) == ["array", "digests", "metrics"]
 
 
 def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(store):
@@ -237,16 +241,18 @@ def test_what_the_working_copy_has_lost_stays_in_the_store(store, lost):
 
 def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     memory = store[0]
-    told = []
-    monkeypatch.setattr(mirror_file, "warn", told.append)
+    warnings = []
+    monkeypatch.setattr(mirror_file, "warn", warnings.append)
     with sent("memory://run") as folder:
         with monkeypatch.context() as patch:
             patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
             save(folder, 1)
-            wait_until(lambda: told)
+            wait_until(lambda: warnings)
         wait_until(lambda: DIGESTS.format(1) in names(memory))
         (folder / "samples.txt").touch()
-    assert "samples.txt" in names(memory) and len(told) == 1 and "goes on" in told[0]
+    assert "samples.txt" in names(memory)
+    (warning,) = warnings
+    assert "goes on" in warning
     lost = pytest.raises(UserError, match=r"division by zero.*All files are in .*run")
     with monkeypatch.context() as patch, lost as caught, sent("memory://run"):
         patch.setattr(type(memory), "cat_file", lambda *_: 1 / 0)
@@ -274,19 +280,18 @@ def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
 
 def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
     memory, become = store
-    texts = [
-        f"{number}: some words, then {number**3} naïve 測試\n" * 20
-        for number in range(12)
-    ]
-    (tmp_path / "b").mkdir()
-    for number, text in enumerate(texts):
-        (tmp_path / f"b/{number:02}.txt").write_text(text)
-    write_rows(tmp_path / "b/all.jsonl", [{"text": text} for text in texts])
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": texts}), tmp_path / "b/all.parquet"
-    )
-    np.arange(5000, dtype=np.uint16).tofile(tmp_path / "b/all.bin")
-    memory.put(str(tmp_path / "b"), "/b", recursive=True)
+    folder = tmp_path / "b"
+    folder.mkdir()
+    texts = []
+    for number in range(12):
+        text = f"{number}: some words, then {number**3} naïve 測試\n" * 20
+        (folder / f"{number:02}.txt").write_text(text)
+        texts.append(text)
+    table = pyarrow.table({"text": texts})
+    write_rows(folder / "all.jsonl", table.to_pylist())
+    pyarrow.parquet.write_table(table, folder / "all.parquet")
+    np.arange(5000, dtype=np.uint16).tofile(folder / "all.bin")
+    memory.put(str(folder), "/b", recursive=True)
     kinds = {
         "text": "*.txt",
         "jsonl": "all.jsonl",
@@ -294,19 +299,16 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
         "tokens": "*.bin",
     }
     for kind, pattern in kinds.items():
-        options = dict(
-            tokenizer="gpt2" if kind == "tokens" else "byte", val_fraction=0.2
+        local = DataConfig(
+            corpus=f"{kind}:{folder}/{pattern}",
+            data_dir=str(tmp_path),
+            tokenizer="gpt2" if kind == "tokens" else "byte",
+            val_fraction=0.2,
         )
-        found = [
-            prepare(
-                DataConfig(corpus=f"{kind}:{place}/{pattern}", data_dir=data, **options)
-            )
-            for place, data in (
-                (tmp_path / "b", str(tmp_path)),
-                ("memory://b", "memory://data"),
-            )
-        ]
-        assert found[0].describe() == found[1].describe()
+        remote = dataclasses.replace(
+            local, corpus=f"{kind}:memory://b/{pattern}", data_dir="memory://data"
+        )
+        assert prepare(local).describe() == prepare(remote).describe()
         become(kind)
     with pytest.raises(UserError, match=r"no file matches 'memory://b/\*\.md'"):
         prepare(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
@@ -346,7 +348,7 @@ def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
 
 
 class Web(http.server.BaseHTTPRequestHandler):
-    """Tells of 60 bytes, and gives half of them, or fails as its path says."""
+    """A server that announces 60 bytes and sends half, or fails with the status in the path."""
 
     def do_HEAD(self):
         self.send_response(int(self.path[1:4]))
@@ -371,12 +373,8 @@ def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = "http://127.0.0.1:{}/{}/a.txt".format
         port = server.server_port
-        for status, reason in {
-            401: 401,
-            403: 403,
-            404: "404, message",
-            500: 500,
-        }.items():
+        reasons = {401: 401, 403: 403, 404: "404, message", 500: 500}
+        for status, reason in reasons.items():
             with pytest.raises(UserError, match=f"cannot be reached .*{reason}"):
                 stores.find(url(port, status))
         (half,) = stores.find(url(port, 200))
@@ -391,7 +389,7 @@ def test_what_the_web_does_not_give_whole_is_told(tmp_path, monkeypatch):
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """The file system of a real server's s3://bucket."""
+    """Return the file system of s3://bucket on a local server."""
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0)
     s3fs = pytest.importorskip("s3fs")
     server.start()
@@ -400,9 +398,9 @@ def bucket(monkeypatch):
     variables |= {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for name, value in variables.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    s3fs.S3FileSystem.clear_instance_cache()  # which hold another server's address
+    s3fs.S3FileSystem.clear_instance_cache()  # instances have the address of an earlier server
     bucket = s3fs.S3FileSystem(use_listings_cache=False)
-    if bucket.exists("bucket"):  # what moto holds outlives its server
+    if bucket.exists("bucket"):  # moto's data outlive its server
         bucket.rm("bucket", recursive=True)
     bucket.mkdir("bucket")
     yield bucket
@@ -416,30 +414,27 @@ def test_a_run_in_a_bucket_goes_on_on_an_empty_machine(bucket, tmp_path, monkeyp
     succeed(tmp_path / "whole", *options)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
     killed = start("s3://bucket/run", *options)
-    wait_until(
-        lambda: any("digests/digests" in name for name in bucket.find("bucket/run"))
-    )
+    wait_until(lambda: "digests/digests" in " ".join(bucket.find("bucket/run")))
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=SECONDS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
     succeed("s3://bucket/run", *options)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "third"))
     folder = stores.fetch("s3://bucket/run")
-    begun = starts_of(folder)
-    assert len(begun) == 2 and begun[1] > 0
-    assert [m["train/loss"] for m in metrics_of(folder)] == [
-        m["train/loss"] for m in metrics_of(tmp_path / "whole")
-    ]
-    one = params_of(folder)
-    other = params_of(tmp_path / "whole")
-    assert all(np.array_equal(one[name], other[name]) for name in one)
+    _, start_step = starts_of(folder)
+    assert start_step > 0
+    whole = metrics_of(tmp_path / "whole")
+    for line, expected in zip(metrics_of(folder), whole, strict=True):
+        assert line["train/loss"] == expected["train/loss"]
+    chex.assert_trees_all_equal(params_of(folder), params_of(tmp_path / "whole"))
 
 
 @pytest.mark.thorough
 def test_processes_without_a_common_disk_go_on_from_a_bucket(bucket, tmp_path):
     options = ["--config.train.num_steps=30", "--config.train.eval_every=2"]
     spread = [*options, "--workdir=s3://bucket/run", "--config.parallel.fsdp=8"]
-    own, other = (f"XDG_CACHE_HOME={tmp_path}/disk-{{{which}}}" for which in (0, 1))
+    own = f"XDG_CACHE_HOME={tmp_path}/disk-{{0}}"
+    other = f"XDG_CACHE_HOME={tmp_path}/disk-{{1}}"
     with Pair(tmp_path / "pair", *spread, variables=own):
         wait_until(lambda: bucket.exists("bucket/run/" + DIGESTS.format(5)))
     with Pair(tmp_path / "pair", *spread, variables=other) as pair:
