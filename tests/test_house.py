@@ -39,7 +39,7 @@ DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 
 PAIRS = 10  # assignments of a tuple to a tuple
 TESTS = 135_500
 TESTS_DENSITY = 12.8
-WORDS = 22_500
+WORDS = 26_000
 TRAIN_LINES = 230
 
 LAYOUT = {
