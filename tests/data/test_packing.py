@@ -214,25 +214,23 @@ def test_a_document_changes_no_other_under_bos_and_document_mask(model, tmp_path
         63, 62 - documents[18][1:]
     )  # two others follow it in its row
     options = dict(batch_size=12, context_length=32, packing="bos", document_mask=mask)
-    batches = [
-        open_batches(
-            single(stored(tmp_path / name, np.concatenate(each), eot=63)),
-            seed=0,
-            **options,
-        ).batch(1)
-        for name, each in (("one", documents), ("other", changed))
-    ]
-    logits = [
-        gpt.apply({"params": params}, b["tokens"], segments=b.get("segments"))
-        for b in batches
-    ]
+    batches = []
+    logits = []
+    for name, texts in (("one", documents), ("other", changed)):
+        dataset = stored(tmp_path / name, np.concatenate(texts), eot=63)
+        loader = open_batches(single(dataset), seed=0, **options)
+        batch = loader.batch(1)
+        batches.append(batch)
+        segments = batch.get("segments")
+        logits.append(gpt.apply({"params": params}, batch["tokens"], segments=segments))
     moved = np.abs(logits[0] - logits[1]).max(axis=-1)
     number = np.cumsum(batches[0]["tokens"] == 63, axis=1)
-    differs = np.where(batches[0]["tokens"] != batches[1]["tokens"], number, 0).max(
-        axis=1
-    )
-    is_other = number != differs[:, None]
-    assert moved[~is_other].max() > 1e-2 and (moved[is_other].max() == 0) == mask
+    is_changed = batches[0]["tokens"] != batches[1]["tokens"]
+    changed_number = np.where(is_changed, number, 0).max(axis=1)
+    is_other = number != changed_number[:, None]
+    assert moved[~is_other].max() > 1e-2
+    is_isolated = moved[is_other].max() == 0
+    assert is_isolated == mask
 
 
 class Stateful:
@@ -328,7 +326,10 @@ def test_own_batches_that_cannot_be_meant_are_refused(change, message):
         if split == "validation" and message == r"shape \(2, 16\)":
             continue  # a short last batch
         with pytest.raises(UserError, match=message):
-            own.batch(1, ALL) if split == "train" else next(validation_of(own))
+            if split == "train":
+                own.batch(1, ALL)
+            else:
+                next(validation_of(own))
 
 
 def test_own_batches_of_every_kind_of_number_are_taken_as_they_are():
@@ -397,7 +398,8 @@ def test_batches_that_keep_no_place_begin_anew_and_say_so(capsys):
     batch = {"tokens": ROWS, "targets": ROWS}
     for first in (1, 7):
         own_batches([batch]).batch(first, ALL)
-        assert ("step 7 reads its first" in capsys.readouterr().err) == (first == 7)
+        is_reported = "step 7 reads its first" in capsys.readouterr().err
+        assert is_reported == (first == 7)
 
 
 def test_a_function_of_a_seed_is_given_that_of_the_run():
