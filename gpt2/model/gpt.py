@@ -62,6 +62,7 @@ class GPT(nn.Module):
         )
         self.wte = table()
         self.lm_head = self.wte if cfg.tie_embeddings else table()
+        self.head = Head(cfg, self.ops)
 
     def __call__(
         self,
@@ -124,7 +125,7 @@ class GPT(nn.Module):
 
         with jax.named_scope("head"):
             head_loss = ops.head_loss
-            if any(each.acts_at("logits") for each in ingredients_of(cfg)):
+            if self._changes_logits:
                 # A kernel scans over chunks of positions. Within a scan, an ingredient could
                 # neither read its parameters nor report scalars.
                 head_loss = plain.head_loss
@@ -224,9 +225,14 @@ class GPT(nn.Module):
     def _change_logits(self, logits: Array, context: Context) -> Array:
         if self.config.logit_softcap:
             logits = SoftCap(self.config.logit_softcap)(logits)
-        for ingredient in ingredients_of(self.config):
-            logits = ingredient.logits(self, logits, context)
+        if self._changes_logits:
+            logits = self.head(logits, context)
         return logits
+
+    @property
+    def _changes_logits(self) -> bool:
+        """Whether an ingredient acts at the seam `logits`."""
+        return any(each.acts_at("logits") for each in ingredients_of(self.config))
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
@@ -262,6 +268,20 @@ class GPT(nn.Module):
     def logical_axes(self) -> Tree:
         """Return the names of every parameter's axes, a PartitionSpec for each leaf."""
         return jax.tree.map(lambda info: PartitionSpec(*info.axes), self.parameters())
+
+
+class Head(nn.Module):
+    """What ingredients change of the logits, with their parameters."""
+
+    config: GPTConfig
+    ops: Ops
+
+    @nn.compact
+    def __call__(self, logits: Array, context: Context) -> Array:
+        """Change the float32 logits `[B, T, V or more]`."""
+        for ingredient in ingredients_of(self.config):
+            logits = ingredient.logits(self, logits, context)
+        return logits
 
 
 def make_context(

@@ -21,8 +21,9 @@ from gpt2.model.seams import Ingredient
 from gpt2.ops import Ops, plain
 from gpt2.ops import head_loss as head_loss_module
 from gpt2.ops.head_loss import look_up_padded, pad_vocab
+from gpt2.training.losses import next_token_loss
 from gpt2.training.program import Program
-from gpt2.utils.scan import METRICS
+from gpt2.utils.scan import METRICS, report
 from tests import plain as in_numpy
 from tests.helpers import (
     assert_rounded,
@@ -292,6 +293,45 @@ def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(use_ingredi
     )
     assert jnp.abs(expected[1]["h_1"]["attn"]["parity"]).min() > 1e-6
     chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+class Factor(Ingredient):
+    """A learned factor of the logits, which is reported."""
+
+    option = "attention_sink"
+
+    def logits(self, head, logits, context):
+        init = nn.initializers.constant(2.0)
+        factor = named_param(head, "factor", init, (1,), ("mix",))
+        report(head, "factor", factor[0])
+        return factor * logits
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_a_change_of_the_logits_may_have_a_parameter_and_report_it(
+    use_ingredient, by_kernels
+):
+    use_ingredient(Factor)
+    model = GPT(replaced(attention_sink=True))
+    tokens = tokens_of(1)
+    batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+    if by_kernels:
+        model = with_kernels(model)
+    loss = jax.jit(jax.value_and_grad(next_token_loss(model), has_aux=True))
+    (objective, sums), grads = loss(params, batch)
+    without = GPT(replaced())
+
+    def by_hand(params):
+        logits = without.apply({"params": params}, tokens)
+        logits = params["head"]["factor"] * logits
+        return plain.cross_entropy(logits, batch)[0]
+
+    expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(params)
+    np.testing.assert_allclose(objective, expected, rtol=1e-6)
+    chex.assert_trees_all_close(grads, expected_grads, atol=1e-4)
+    assert jnp.abs(grads["head"]["factor"]).min() > 0.1
+    assert sums["head/factor"] == (2.0, 1.0)
 
 
 SEAMS = [name for name, value in vars(Ingredient).items() if inspect.isfunction(value)]
