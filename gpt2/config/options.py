@@ -159,7 +159,9 @@ def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> N
             continue
         actual = values[needed]
         if wanted:
-            has_effect = str(actual) in wanted.split("|")
+            # An argument may follow a colon, as in `piecewise:1000=0.5`.
+            choice = str(actual).partition(":")[0]
+            has_effect = choice in wanted.split("|")
         else:
             has_effect = actual != options[needed].default
         if not has_effect:

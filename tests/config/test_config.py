@@ -9,7 +9,7 @@ import pytest
 
 import configs.default
 from gpt2.config import DEFAULTS, Config, GPTConfig, OptimConfig, flatten
-from gpt2.config.options import OPTIONS, Option
+from gpt2.config.options import OPTIONS, Option, check_effects
 from gpt2.config.run import read_options
 from gpt2.errors import UserError
 from gpt2.ops.plain import ACTIVATIONS
@@ -269,3 +269,14 @@ def test_a_command_in_a_record_is_never_run_and_none_is_recorded(tmp_path, capsy
     file = tmp_path / "mine.py"
     file.write_text("def get_config():\n    return {'logging.on_exit': 'true'}\n")
     assert Config.from_dict(read_options(str(file))).logging.on_exit == "true"
+
+
+def test_an_option_may_need_a_choice_whatever_argument_follows_it():
+    needs = "schedule=piecewise"
+    options = {
+        "schedule": Option(str),
+        "rate": Option(float, default=0.0, needs=needs),
+    }
+    check_effects({"schedule": "piecewise:10=0.5", "rate": 0.5}, options)
+    with pytest.raises(UserError, match="has no effect with schedule=cosine"):
+        check_effects({"schedule": "cosine", "rate": 0.5}, options)

@@ -110,7 +110,7 @@ layer_rates takes the last pattern that matches: optim/optimizers.py, optim -k l
     - (*optim.rates, ("", 1.0))
     + (*reversed(optim.rates), ("", 1.0))
 an option that the optimizer does not read passes: config/options.py, config -k 'sgd and refused'
-    - has_effect = str(actual) in wanted.split("|")
+    - has_effect = choice in wanted.split("|")
     + has_effect = True
 the mask hides the token itself: ops/plain.py, switch_values -k gelu
     - visible = query >= key

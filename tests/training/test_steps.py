@@ -370,6 +370,14 @@ def weighted_batch():
     return batch
 
 
+def test_a_batch_without_an_array_that_the_loss_reads_is_refused():
+    batch = weighted_batch()
+    del batch["weights"]
+    state, step = setup(loss=weighted_loss)
+    with pytest.raises(UserError, match=r"reads the arrays \['weights'\]"):
+        step(state, batch)
+
+
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -90,6 +90,12 @@ def apply_loss(
         key: of dropout; None: no dropout.
         reads: names of the batch's arrays that `from_logits` reads in addition to `targets`.
     """
+    missing = {*reads} - batch.keys()
+    if missing:
+        raise UserError(
+            f"The loss reads the arrays {sorted(missing)}, which the batch does not have",
+            "Return them with your batches",
+        )
     unread = batch.keys() - NEXT_TOKEN_ARRAYS - {*reads}
     if unread:
         raise UserError(
