@@ -96,7 +96,8 @@ def mounted(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", path], check=True)
+        # Lazily, because a thread of Orbax may still close a file.
+        subprocess.run(["umount", "--lazy", path], check=True)
 
 
 @contextlib.contextmanager
