@@ -26,26 +26,32 @@ from tests.programs.layouts import (
 )
 
 # Every layout, and between them every switch in both positions.
+PMAP = Case("pmap x 8", accumulate=4)
+DATA = Case("data 8", accumulate=4)
+DATA_REMAT = Case("data 8", remat="attention")
+FSDP = Case("fsdp 8", remat="full")
+TENSOR = Case("data 2 x tensor 4", remat="dots", scanned=True)
+MIXED = Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True)
+BY_LAYER = Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True)
+ZERO1 = Case("zero1 x 8", accumulate=4)
+MEGATRON = Case("data 2 x megatron x 4", remat="full", scanned=True)
+UNROLLED = dataclasses.replace(BY_LAYER, accumulate=1, unroll=MODEL.num_layers)
 CASES = [
-    Case("pmap x 8", accumulate=4),
-    Case("data 8", accumulate=4),
-    Case("data 8", remat="attention"),
-    Case("fsdp 8", remat="full"),
-    Case("data 2 x tensor 4", remat="dots", scanned=True),
-    Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True),
-    Case("fsdp 8 by layer", accumulate=4, remat="full", scanned=True),
-    Case("data 2 x fsdp 2 x tensor 2", remat="mlp"),
-    Case("zero1 x 8", accumulate=4),
-    Case("data 2 x megatron x 4", remat="full", scanned=True),
-    Case("fsdp 2 x megatron x 4", accumulate=4),
-    Case("fsdp 4 x tensor 2 by other rules", scanned=True),
-    Case("fsdp 8 by layer", remat="full", scanned=True, unroll=MODEL.num_layers),
-    Case("data 2 x fsdp 2 x tensor 2", scanned=True, unroll=MODEL.num_layers),
+    PMAP,
+    MIXED,
+    BY_LAYER,
+    thorough(DATA),
+    thorough(DATA_REMAT),
+    thorough(FSDP),
+    thorough(TENSOR),
+    thorough(Case("data 2 x fsdp 2 x tensor 2", remat="mlp")),
+    thorough(ZERO1),
+    thorough(MEGATRON),
+    thorough(Case("fsdp 2 x megatron x 4", accumulate=4)),
+    thorough(Case("fsdp 4 x tensor 2 by other rules", scanned=True)),
+    thorough(UNROLLED),
+    thorough(dataclasses.replace(UNROLLED, layout=MIXED.layout, remat="none")),
 ]
-# Those that the default run leaves to CI: what they have, others have too.
-LONG = {1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 13}
-marked = [thorough(c) if i in LONG else c for i, c in enumerate(CASES)]
-each_case = pytest.mark.parametrize("case", marked, ids=str)
 SCALARS = 512  # bytes: losses, counts, and the norm of each gradient
 
 
@@ -55,46 +61,56 @@ def reference():
 
 
 def sent(case):
-    """Returns the collectives of a case's compiled step."""
+    """Return the collectives of a case's compiled step."""
     return collectives(setup(case).compiled.text())
 
 
 def moved(case):
-    """Returns the bytes of a step's collectives by kind."""
-    each = (collections.Counter({c.kind: c.bytes * c.times}) for c in sent(case))
-    return sum(each, collections.Counter())
+    """Return the bytes of a step's collectives by kind."""
+    traffic = collections.Counter()
+    for collective in sent(case):
+        traffic[collective.kind] += collective.bytes * collective.times
+    return traffic
 
 
-def unsharded_share(params):
-    leaves = jax.tree.leaves(params)
-    whole = sum(leaf.size for leaf in leaves if leaf.sharding.is_fully_replicated)
-    return whole / sum(leaf.size for leaf in leaves)
+def unsharded_fraction(params):
+    """Return the fraction of the parameters that every device holds."""
+    total = 0
+    unsharded = 0
+    for leaf in jax.tree.leaves(params):
+        total += leaf.size
+        unsharded += leaf.size * leaf.sharding.is_fully_replicated
+    return unsharded / total
 
 
 def param_bytes(case):
-    """Returns the bytes of all parameters, and of those that are split."""
+    """Return the bytes of all parameters, and of those that are split."""
     params = setup(case).shapes.params
-    return 4 * num_params(params), 4 * num_params(params) * (
-        1 - unsharded_share(params)
-    )
+    whole = 4 * num_params(params)
+    return whole, whole * (1 - unsharded_fraction(params))
 
 
-@each_case
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_layout_gives_the_losses_and_parameters_of_one_device(case, reference):
-    assert difference(setup(case).train(), reference) < TOLERANCE
+    result = setup(case).train()
+    assert difference(result, reference) < TOLERANCE
 
 
-@each_case
+def program(case):
+    """Return the text of a step as it is before compilation."""
+    this = setup(case)
+    step = this.backend.compile_train(this.program.train_step)
+    return str(jax.make_jaxpr(step)(this.shapes, this.batch(0)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_switch_changes_the_program(case):
-    assert len(jax.tree.leaves(setup(case).shapes)[0].sharding.device_set) == 8
-    assert sent(case) and not sent(REFERENCE)
-
-    def program(each):
-        step = each.backend.compile_train(each.program.train_step)
-        return str(jax.make_jaxpr(step)(each.shapes, each.batch(0)))
-
-    before = program(setup(REFERENCE))
-    after = program(setup(case))
+    leaf, *_ = jax.tree.leaves(setup(case).shapes)
+    assert len(leaf.sharding.device_set) == 8
+    assert sent(case)
+    assert not sent(REFERENCE)
+    before = program(REFERENCE)
+    after = program(case)
 
     def changed(pattern):
         return len(re.findall(pattern, before)) != len(re.findall(pattern, after))
@@ -105,23 +121,24 @@ def test_every_switch_changes_the_program(case):
     assert changed(r"length=4\b") == (case.accumulate == 4)
 
 
-@pytest.mark.parametrize("case", [marked[0], *marked[1:3]], ids=str)
+@pytest.mark.parametrize("case", [PMAP, thorough(DATA), thorough(DATA_REMAT)], ids=str)
 def test_data_parallel_sends_the_gradients_once_a_step(case):
-    large = [c for c in sent(case) if c.bytes > SCALARS]
-    assert [(c.kind, c.times, c.group) for c in large] == [
-        ("all-reduce", 1, tuple(range(8)))
-    ]
-    assert 0 <= large[0].bytes - param_bytes(case)[0] <= SCALARS
-    assert {c.kind for c in sent(case)} == {"all-reduce"}
+    assert moved(case).keys() == {"all-reduce"}
+    (gradients,) = [large for large in sent(case) if large.bytes > SCALARS]
+    assert gradients.times == 1
+    assert gradients.group == tuple(range(8))
+    whole, _ = param_bytes(case)
+    assert 0 <= gradients.bytes - whole <= SCALARS
 
 
 @pytest.mark.thorough
 def test_fsdp_gathers_parameters_and_scatters_gradients_once_a_step():
-    case = Case("fsdp 8", remat="full")
-    (whole, split), found = param_bytes(case), moved(case)
-    assert found.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert found["all-gather"] == found["reduce-scatter"] == pytest.approx(split)
-    assert found["all-reduce"] <= whole - split + SCALARS
+    whole, split = param_bytes(FSDP)
+    traffic = moved(FSDP)
+    assert traffic.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert traffic["all-gather"] == pytest.approx(split)
+    assert traffic["reduce-scatter"] == traffic["all-gather"]
+    assert traffic["all-reduce"] <= whole - split + SCALARS
 
 
 @pytest.mark.parametrize("remat", ["full", thorough("dots")])
@@ -129,63 +146,67 @@ def test_fsdp_by_layer_gathers_kernels_twice_a_micro_batch_and_scatters_them_onc
     remat,
 ):
     # A policy that kept gathered kernels would gather them once.
-    case = Case("fsdp 8 by layer", accumulate=4, remat=remat, scanned=True)
+    case = dataclasses.replace(BY_LAYER, remat=remat)
     params = setup(case).shapes.params
-    kernels = 4 * num_params(
-        [leaf for leaf in jax.tree.leaves(params["h"]) if leaf.ndim > 2]
-    )
-    kernels -= 4 * params["h"]["attn"]["c_attn"]["bias"].size
+    layers = jax.tree.leaves(params["h"])
+    matrices = [leaf for leaf in layers if leaf.ndim > 2]
+    bias = params["h"]["attn"]["c_attn"]["bias"]  # which has three axes too
+    kernels = 4 * (num_params(matrices) - bias.size)
     tables = 4 * num_params([params["wte"], params["wpe"]])
-    (whole, split), found = param_bytes(case), moved(case)
+    whole, split = param_bytes(case)
     vectors = split - kernels - tables
-    tokens = (
-        4 * 32 // 4 * MODEL.context_length
-    )  # of a micro-batch, whose vectors are looked up
-    assert found["all-gather"] == pytest.approx(
-        4 * (2 * kernels + tables + tokens) + vectors
-    )
-    assert found["reduce-scatter"] == pytest.approx(4 * (kernels + tables) + vectors)
-    assert (
-        found["all-to-all"] == 4 * 2 * tokens * MODEL.embed_dim // 8
-    )  # forward and backward
-    assert found["all-reduce"] <= whole - split + SCALARS
-    by_step = setup(dataclasses.replace(case, layout="fsdp 8")).compiled.peak_bytes
-    assert setup(case).compiled.peak_bytes < by_step
+    # Tokens of a micro-batch, whose vectors are looked up.
+    tokens = 4 * 32 // 4 * MODEL.context_length
+    activations = tokens * MODEL.embed_dim // 8
+    traffic = moved(case)
+    gathered = 4 * (2 * kernels + tables + tokens) + vectors
+    assert traffic["all-gather"] == pytest.approx(gathered)
+    scattered = 4 * (kernels + tables) + vectors
+    assert traffic["reduce-scatter"] == pytest.approx(scattered)
+    assert traffic["all-to-all"] == 4 * 2 * activations  # forward and backward
+    assert traffic["all-reduce"] <= whole - split + SCALARS
+    by_step = dataclasses.replace(case, layout="fsdp 8")
+    assert setup(case).compiled.peak_bytes < setup(by_step).compiled.peak_bytes
 
 
 @pytest.mark.thorough
 def test_zero1_sends_what_fsdp_sends_and_splits_the_optimizer_alone():
-    case = Case("zero1 x 8", accumulate=4)
-    fsdp = Case("fsdp 8", remat="full")
-    shapes = setup(case).shapes
-    spread = setup(fsdp).shapes
-    assert unsharded_share(shapes.params) == 1.0
-    assert bytes_per_device(shapes.opt_state) == bytes_per_device(spread.opt_state)
-    for kind in ("all-gather", "reduce-scatter"):
-        assert moved(case)[kind] == pytest.approx(param_bytes(fsdp)[1])
+    state = setup(ZERO1).shapes
+    fsdp_state = setup(FSDP).shapes
+    assert unsharded_fraction(state.params) == 1.0
+    optimizer_bytes = bytes_per_device(fsdp_state.opt_state)
+    assert bytes_per_device(state.opt_state) == optimizer_bytes
+    _, split = param_bytes(FSDP)
+    traffic = moved(ZERO1)
+    assert traffic["all-gather"] == pytest.approx(split)
+    assert traffic["reduce-scatter"] == pytest.approx(split)
 
 
 @pytest.mark.thorough
 def test_megatron_holds_parts_of_the_sequence_between_layers():
-    case = Case("data 2 x megatron x 4", remat="full", scanned=True)
-    whole = dataclasses.replace(case, layout="data 2 x tensor 4")
-    saved = setup(whole).compiled.peak_bytes - setup(case).compiled.peak_bytes
-    stream = (
-        4 * 16 * MODEL.context_length * MODEL.embed_dim
-    )  # of a layer, on half of the rows
+    whole = dataclasses.replace(MEGATRON, layout="data 2 x tensor 4")
+    peak_bytes = setup(MEGATRON).compiled.peak_bytes
+    saved = setup(whole).compiled.peak_bytes - peak_bytes
+    # Bytes of the residual stream of a layer, on half of the rows.
+    stream = 4 * 16 * MODEL.context_length * MODEL.embed_dim
     assert saved > 0.5 * MODEL.num_layers * stream * (1 - 1 / 4)
 
 
 # Top-2 of four experts, with a capacity that drops.
-EXPERTS = dict(num_experts=4, experts_per_token=2, expert_capacity=1.0)
-EXPERTS |= dict(activation="swiglu", mlp_dim=64)
+EXPERTS = {
+    "num_experts": 4,
+    "experts_per_token": 2,
+    "expert_capacity": 1.0,
+    "activation": "swiglu",
+    "mlp_dim": 64,
+}
 EXPERT_CASES = [
-    Case("fsdp 8 by layer", accumulate=4, remat="dots", scanned=True),
-    thorough(Case("pmap x 8", accumulate=4)),
+    dataclasses.replace(BY_LAYER, remat="dots"),
+    thorough(PMAP),
     thorough(Case("fsdp 8 by layer")),
     thorough(Case("zero1 x 8", remat="mlp")),
     thorough(Case("fsdp 2 x megatron x 4", scanned=True)),
-    thorough(Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full")),
+    thorough(dataclasses.replace(MIXED, scanned=False)),
     thorough(Case("data 2 x fsdp 2 x experts 2", remat="dots")),
     thorough(Case("data 2 x fsdp 2 x experts 2", scanned=True)),
 ]
@@ -195,26 +216,29 @@ EXPERT_CASES = [
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_experts_train_in_any_layout_as_on_one_device(case, reference):
     model = dataclasses.replace(MODEL, **EXPERTS)
-    wanted = setup(Case(model=model)).train()
-    assert abs(wanted.losses / reference.losses - 1).max() > 10 * TOLERANCE
+    expected = setup(Case(model=model)).train()
+    changes = abs(expected.losses / reference.losses - 1)
+    assert changes.max() > 10 * TOLERANCE
     case = dataclasses.replace(case, model=model)
-    assert difference(setup(case).train(), wanted) < TOLERANCE
+    assert difference(setup(case).train(), expected) < TOLERANCE
     layers = setup(case).shapes.params
-    experts = layers["h" if case.scanned else "h_0"]["mlp"]["experts"]
-    over_experts = "tensor" in experts["c_fc"]["kernel"].sharding.spec[:-2]
-    assert over_experts == ("experts" in case.layout)
+    layer = layers["h" if case.scanned else "h_0"]
+    kernel = layer["mlp"]["experts"]["c_fc"]["kernel"]
+    splits_experts = "tensor" in kernel.sharding.spec[:-2]
+    assert splits_experts == ("experts" in case.layout)
 
 
 @pytest.mark.thorough
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
     model = dataclasses.replace(MODEL, dropout=0.1)
-    layouts = ("fsdp 8", "fsdp 8 by layer", "zero1 x 8")
-    step, *others = (
-        setup(Case(layout, accumulate=4, model=model)).train() for layout in layouts
-    )
-    assert difference(step, reference) > 50 * TOLERANCE
-    for result in others:
-        assert difference(result, step) < TOLERANCE
+
+    def train(layout):
+        return setup(Case(layout, accumulate=4, model=model)).train()
+
+    by_step = train("fsdp 8")
+    assert difference(by_step, reference) > 50 * TOLERANCE
+    assert difference(train("fsdp 8 by layer"), by_step) < TOLERANCE
+    assert difference(train("zero1 x 8"), by_step) < TOLERANCE
 
 
 @pytest.mark.thorough
@@ -223,24 +247,32 @@ def test_the_variants_of_other_platforms_train_alike_in_shards(
     monkeypatch, reference, platform
 ):
     monkeypatch.setattr("gpt2.parallel.kernels.platform_of", lambda _: platform)
-    for layout in ("data 2 x fsdp 2 x tensor 2", "fsdp 8 by layer"):
-        result = Setup(Case(layout, remat="full", scanned=True)).train()
+    for case in (MIXED, BY_LAYER):
+        case = dataclasses.replace(case, accumulate=1)
+        result = Setup(case).train()
         assert difference(result, reference) < TOLERANCE
 
 
 def test_accumulation_changes_nothing_that_crosses_the_data_axis():
     """Only what `tensor` sends, activations, may be sent once per micro-batch."""
-    case = Case("data 2 x fsdp 2 x tensor 2", accumulate=4, remat="full", scanned=True)
-    assert {c.times for c in sent(case) if set(c.group) - {0, 1}} == {1}
+    tensor_group = {0, 1}
+    crossing = [c for c in sent(MIXED) if set(c.group) - tensor_group]
+    assert {collective.times for collective in crossing} == {1}
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_of_any_layout_continues_in_any_other(reference, tmp_path):
-    for saved, others in (
-        (CASES[0], CASES[3:6]),
-        (CASES[5], [REFERENCE, *CASES[:2], CASES[12]]),
-    ):
-        results = continued(saved, others, tmp_path / saved.layout)
-        for result in results.values():
-            assert len(result.losses) == 3
-            assert difference(result, reference) < TOLERANCE
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        (PMAP, [FSDP, TENSOR, MIXED]),
+        (MIXED, [REFERENCE, PMAP, DATA, UNROLLED]),
+    ],
+    ids=["pmap", "mixed"],
+)
+def test_a_checkpoint_of_any_layout_continues_in_any_other(
+    reference, tmp_path, saved, others
+):
+    results = continued(saved, others, tmp_path / "run")
+    for result in results.values():
+        assert len(result.losses) == 3
+        assert difference(result, reference) < TOLERANCE

@@ -32,48 +32,55 @@ FLAGS = """
 
 
 def losses(workdir):
-    rows = metrics_of(workdir) if (workdir / "metrics.jsonl").exists() else []
-    return {row["step"]: row["train/loss"] for row in rows}
+    if not (workdir / "metrics.jsonl").exists():
+        return {}
+    return {line["step"]: line["train/loss"] for line in metrics_of(workdir)}
 
 
-# What a place tells process {0} of two on this machine, in place of flags.
+# Variables that a launcher sets for process {0} of two on this machine, instead of flags.
 LAUNCHERS = {
     "slurm": "SLURM_JOB_ID=7 SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2 SLURM_PROCID={0} "
     "SLURM_LOCALID={0}",
     "ompi": "OMPI_MCA_orte_hnp_uri=4096.0;tcp://127.0.0.1:1 OMPI_COMM_WORLD_SIZE=2 "
     "OMPI_COMM_WORLD_RANK={0} OMPI_COMM_WORLD_LOCAL_RANK={0}",
 }
+COORDINATOR = "--coordinator=localhost:{0} --num_processes=2 --process_index={1}"
 
 
 class Pair:
-    """Two processes of train.py, each with four simulated devices."""
+    """Two processes of train.py, each with four simulated devices.
+
+    `variables` are environment variables, in which {0} is the index of a process and {1} the index
+    of the other.
+    """
 
     def __init__(self, workdir, *flags, launcher=None, variables=""):
         self.workdir = workdir
+        self.flags = [f"--workdir={workdir}", *TINY, *FLAGS.split(), *flags]
+        self.launcher = launcher
+        self.variables = variables
         with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
-        command = [
-            sys.executable,
-            "train.py",
-            f"--workdir={workdir}",
-            *TINY,
-            *FLAGS.split(),
-        ]
-        told = f"--coordinator=localhost:{port} --num_processes=2 --process_index={{0}}"
+            _, self.port = server.getsockname()
         self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(2)]
-        self.processes = []
-        for index, log in enumerate(self.logs):
-            own = [*command, *flags, *([] if launcher else told.format(index).split())]
-            given = f"{LAUNCHERS.get(launcher, '')} {variables}".format(
-                index, 1 - index
-            ).split()
-            own_variables = environment(4) | dict(each.split("=", 1) for each in given)
-            own_variables["JAX_COORDINATOR_PORT"] = str(port)
-            with log.open("w") as out:
-                place = dict(
-                    cwd=ROOT, env=own_variables, stdout=out, stderr=subprocess.STDOUT
-                )
-                self.processes.append(subprocess.Popen(own, **place))
+        self.processes = [self.start(index) for index in range(2)]
+
+    def start(self, index):
+        flags = self.flags
+        variables = environment(4)
+        variables["JAX_COORDINATOR_PORT"] = str(self.port)
+        settings = self.variables
+        if self.launcher:
+            settings += " " + LAUNCHERS[self.launcher]
+        else:
+            flags = flags + COORDINATOR.format(self.port, index).split()
+        for setting in settings.format(index, 1 - index).split():
+            name, _, value = setting.partition("=")
+            variables[name] = value
+        command = [sys.executable, "train.py", *flags]
+        with self.logs[index].open("w") as log:
+            return subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def __enter__(self):
         return self
@@ -84,26 +91,26 @@ class Pair:
             process.wait()
 
     def run_until(self, step, checkpoint):
-        """Waits for a step to be logged and a checkpoint to be whole."""
+        """Wait for a step to be logged and a checkpoint to be whole."""
         deadline = time.monotonic() + SECONDS
         saved = self.workdir / "checkpoints" / str(checkpoint)
-        while not (saved.exists() and max(losses(self.workdir), default=0) >= step):
-            assert all(process.poll() is None for process in self.processes), (
-                self.output()
-            )
+        while not saved.exists() or max(losses(self.workdir), default=0) < step:
+            for process in self.processes:
+                assert process.poll() is None, self.output()
             assert time.monotonic() < deadline, self.output()
             time.sleep(0.1)
 
     def ends(self):
-        """Returns the exit codes of both."""
+        """Return the exit codes of both."""
         deadline = time.monotonic() + SECONDS
-        return [
-            process.wait(max(deadline - time.monotonic(), 0))
-            for process in self.processes
-        ]
+        codes = []
+        for process in self.processes:
+            seconds = max(deadline - time.monotonic(), 0)
+            codes.append(process.wait(seconds))
+        return codes
 
     def output(self):
-        """Returns what both processes printed."""
+        """Return what both processes printed."""
         return "\n".join(log.read_text() for log in self.logs)
 
 
@@ -119,48 +126,61 @@ class Pair:
 )
 def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout, launcher):
     (tmp_path / "text8").write_text("the cat sat on the mat")
-    same = ["--config.train.num_steps=5", f"--config.train.eval_tasks=text8:{tmp_path}"]
-    spread = (f"--config.parallel.{each}" for each in layout.split())
-    with Pair(tmp_path / "two", *same, *spread, launcher=launcher) as pair:
+    flags = [
+        "--config.train.num_steps=5",
+        f"--config.train.eval_tasks=text8:{tmp_path}",
+    ]
+    split = [f"--config.parallel.{option}" for option in layout.split()]
+    one = tmp_path / "one"
+    two = tmp_path / "two"
+    with Pair(two, *flags, *split, launcher=launcher) as pair:
         assert pair.ends() == [0, 0], pair.output()
-    succeed(tmp_path / "one", *TINY, *FLAGS.split(), *same)
-    assert len(losses(tmp_path / "two")) == 5
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    one, two = (metrics_of(tmp_path / name)[-1] for name in ("one", "two"))
+    succeed(one, *TINY, *FLAGS.split(), *flags)
+    assert len(losses(two)) == 5
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
     name = "eval/text8/bits_per_byte"
-    assert two[name] == pytest.approx(one[name], rel=1e-5)
+    expected = metrics_of(one)[-1][name]
+    assert metrics_of(two)[-1][name] == pytest.approx(expected, rel=1e-5)
 
 
-GKE = {"TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_HOSTNAMES": "a,b"}
-ONE_HOST = GKE | {"TPU_WORKER_HOSTNAMES": "localhost"}
+@pytest.fixture
+def find_launcher(monkeypatch):
+    """A function that returns the launcher of a TPU host with some environment variables."""
+    launchers = {cluster.name for cluster in ClusterEnv._cluster_types}
 
+    def exists(path):
+        return str(path) == "/dev/vfio/0"
 
-@pytest.mark.parametrize(
-    ("variables", "launcher"),
-    [
-        ({}, "gcetpu"),
-        (GKE, "gketpu"),
-        (ONE_HOST, None),
-        (ONE_HOST | {"MEGASCALE_NUM_SLICES": "2"}, "gketpu"),
-        ({"TPU_PROCESS_ADDRESSES": "local"}, None),  # Kaggle
-        ({"TPU_SKIP_MDS_QUERY": "1"}, None),
-        (GKE | {"SLURM_NTASKS": "8"}, "gketpu"),  # of sbatch, without srun
-        ({"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "a[1-8]"}, "slurm"),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://a:1"},
-            "ompi",
-        ),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "SLURM_NTASKS": "1"}, "mpi4py"),
-    ],
-)
-def test_a_place_that_tells_of_neighbours_is_known(monkeypatch, variables, launcher):
-    monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(
-        distributed.Path, "exists", lambda path: str(path) == "/dev/vfio/0"
-    )
+    def find(**variables):
+        monkeypatch.setattr(os, "environ", variables)
+        launcher = distributed._find_launcher()
+        assert launcher is None or launcher in launchers
+        return launcher
+
+    monkeypatch.setattr(distributed.Path, "exists", exists)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
-    assert distributed._find_launcher() == launcher
-    assert launcher in {each.name for each in ClusterEnv._cluster_types} | {None}
+    return find
+
+
+def test_hosts_of_a_tpu_pod_are_several_processes(find_launcher):
+    pod = {"TPU_SKIP_MDS_QUERY": "true", "TPU_WORKER_HOSTNAMES": "a,b"}
+    assert find_launcher() == "gcetpu"
+    assert find_launcher(**pod) == "gketpu"
+    assert find_launcher(**pod, SLURM_NTASKS="8") == "gketpu"  # of sbatch, without srun
+    one_host = pod | {"TPU_WORKER_HOSTNAMES": "localhost"}
+    assert find_launcher(**one_host) is None
+    assert find_launcher(**one_host, MEGASCALE_NUM_SLICES="2") == "gketpu"
+    assert find_launcher(TPU_PROCESS_ADDRESSES="local") is None  # Kaggle
+    assert find_launcher(TPU_SKIP_MDS_QUERY="1") is None
+
+
+def test_slurm_and_open_mpi_start_several_processes(find_launcher):
+    slurm = {"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "a[1-8]"}
+    assert find_launcher(**slurm) == "slurm"
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2"}
+    uri = "1.0;tcp://a:1"
+    assert find_launcher(**mpi, OMPI_MCA_orte_hnp_uri=uri) == "ompi"
+    assert find_launcher(**mpi, SLURM_NTASKS="1") == "mpi4py"
 
 
 @pytest.mark.thorough
@@ -172,7 +192,8 @@ def test_a_signal_to_one_process_stops_both_after_the_same_step(tmp_path):
         pair.processes[1].send_signal(signal.SIGTERM)
         assert pair.ends() == [143, 143]
     first, second = re.findall(r"stopped by SIGTERM at step (\d+)", pair.output())
-    assert first == second and (workdir / "checkpoints" / first).is_dir()
+    assert first == second
+    assert (workdir / "checkpoints" / first).is_dir()
 
 
 @pytest.mark.thorough
@@ -181,29 +202,19 @@ def test_a_save_that_fails_in_one_process_ends_both(tmp_path, index):
     with Pair(tmp_path / "run") as pair:
         pair.run_until(step=8, checkpoint=5)
         # No file of this process may grow beyond 64 KiB, as on a full disk of its own.
-        resource.prlimit(
-            pair.processes[index].pid, resource.RLIMIT_FSIZE, (2**16, 2**16)
-        )
+        limits = (2**16, 2**16)
+        pid = pair.processes[index].pid
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
         codes = pair.ends()
-    assert codes[index] == 5 and codes[1 - index] != 0, pair.output()
-    told = pair.logs[index].read_text()
+    assert codes[index] == 5, pair.output()
+    assert codes[1 - index] != 0, pair.output()
     # Not at the start of a line, where gloo may have begun one of its own.
-    assert re.search(
-        r"error: The state of step \d+ is not saved in .*File too large", told
-    )
+    message = r"error: The state of step \d+ is not saved in .*File too large"
+    assert re.search(message, pair.logs[index].read_text())
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "told"),
-    [
-        ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
-        thorough("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
-        thorough(
-            "RuntimeError('INTERNAL: Gloo')", 1, "error: Another process of this run"
-        ),
-    ],
-)
-def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, told):
+def end(error, stderr):
+    """Return how a process of several ends after an error."""
     program = f"""
 import jax
 from gpt2.errors import UserError
@@ -213,12 +224,22 @@ with distributed.ends_together():
     raise {error}
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
-    )
-    assert (done.returncode, done.stderr[: len(told)]) == (code, told)
-    with open("/dev/full", "w") as full:  # it ends also if it can say nothing
-        assert (
-            subprocess.run(command, cwd=ROOT, stderr=full, timeout=SECONDS).returncode
-            == code
-        )
+    return subprocess.run(command, cwd=ROOT, stderr=stderr, text=True, timeout=SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        ("UserError('a', 'b', exit_code=5)", 5, "error: a. b.\n"),
+        thorough("KeyboardInterrupt()", 130, "stopped by SIGINT\n"),
+        thorough(
+            "RuntimeError('INTERNAL: Gloo')", 1, "error: Another process of this run"
+        ),
+    ],
+)
+def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, message):
+    done = end(error, subprocess.PIPE)
+    assert done.returncode == code
+    assert done.stderr.startswith(message)
+    with open("/dev/full", "w") as full:  # it ends also if it can print nothing
+        assert end(error, full).returncode == code
