@@ -162,6 +162,8 @@ class Model:
     logit_softcap: float = option(
         0.0, "c in c * tanh(logits / c) before the loss (Gemma 2); 0: off"
     )
+    # Ingredients (gpt2/model/ingredients) act in the order of their options in this class. Another
+    # order would change the models that combine several of them.
     value_residual: bool = option(
         False,
         "mixes the first layer's values into those of the others (Zhou et al. 2024, arXiv "

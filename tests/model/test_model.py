@@ -223,9 +223,9 @@ class OwnMLP(Ingredient):
         return branch._replace(layer=lambda x: self.mlp(block)(x))
 
 
-def trained_by_muon(devices, options):
-    """Returns the MLP's parameters before and after a step of Muon."""
-    # The norm: centered rows would have a rank less.
+def train_a_step(devices, options):
+    """Return the parameters before and after a step, by default of Muon, and its metrics."""
+    # RMSNorm, because centered rows would have a lower rank.
     config = configured(f"""
         model.vocab_size=64 model.context_length=16 model.num_layers=2 model.num_heads=2
         model.embed_dim=32 model.attention_sink=True model.norm=rmsnorm
@@ -236,8 +236,8 @@ def trained_by_muon(devices, options):
     tokens = np.random.default_rng(0).integers(64, size=(8, 17), dtype=np.int32)
     batch = program.backend.put_batch(batch_of(tokens))
     step = program.compile_train(state, batch)
-    state, _ = step(state, batch)
-    return first["h_0"]["mlp"], jax.device_get(state.params)["h_0"]["mlp"]
+    state, metrics = step(state, batch)
+    return first, jax.device_get(state.params), jax.device_get(metrics)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", thorough("float32")])
@@ -247,15 +247,18 @@ def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
     use_ingredient(OwnMLP)
     options = f"precision.compute={compute}"
     sharded = f"{options} parallel.strategy=zero3 parallel.fsdp_gather=layer"
-    first, found = trained_by_muon(jax.devices(), sharded)
+    first, last, _ = train_a_step(jax.devices(), sharded)
+    mlp = last["h_0"]["mlp"]
     for name in ("up", "down"):
-        # Newton-Schulz leaves singular values between 0.68 and 1.21; Adam's would differ by far.
-        values = np.linalg.svd(found[name] - first[name], compute_uv=False)
-        assert values.shape == (2, 32) and values.max() < 2 * values.min()
+        # Newton-Schulz leaves singular values between 0.68 and 1.21. Adam's would differ by far.
+        update = mlp[name] - first["h_0"]["mlp"][name]
+        values = np.linalg.svd(update, compute_uv=False)
+        assert values.shape == (2, 32)
+        assert values.max() < 2 * values.min()
     if compute == "float32":
-        _, wanted = trained_by_muon(jax.devices()[:1], options)
+        _, expected, _ = train_a_step(jax.devices()[:1], options)
         # Rounding, times the largest singular value over the least.
-        chex.assert_trees_all_close(found, wanted, atol=1e-5)
+        chex.assert_trees_all_close(mlp, expected["h_0"]["mlp"], atol=1e-5)
 
 
 def test_a_matrix_without_a_role_is_an_error(use_ingredient):
@@ -296,19 +299,33 @@ def test_a_term_of_the_scores_of_ones_own_is_the_formulas_in_kernels(use_ingredi
 
 
 class Factor(Ingredient):
-    """A learned factor of the logits, which is reported."""
+    """A learned factor of each token's logits, and an auxiliary loss of their squares."""
 
     option = "attention_sink"
 
     def logits(self, head, logits, context):
+        vocab_size = self.config.vocab_size
         init = nn.initializers.constant(2.0)
-        factor = named_param(head, "factor", init, (1,), ("mix",))
+        # An axis that devices split, and that is gathered by layer.
+        factor = named_param(head, "factor", init, (vocab_size,), ("table",))
         report(head, "factor", factor[0])
-        return factor * logits
+        padding = logits.shape[-1] - vocab_size
+        logits = jnp.pad(factor, (0, padding)) * logits
+        squares = first_squares(logits)
+        report(head, "square", squares.sum(), squares.size, weight=SQUARE_WEIGHT)
+        return logits
+
+
+SQUARE_WEIGHT = 0.25
+
+
+def first_squares(logits):
+    """Return the squares of the first token's logits. The last logits may be padding."""
+    return jnp.square(logits[..., 0])
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
-def test_a_change_of_the_logits_may_have_a_parameter_and_report_it(
+def test_a_change_of_the_logits_may_have_a_parameter_and_report(
     use_ingredient, by_kernels
 ):
     use_ingredient(Factor)
@@ -325,13 +342,82 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report_it(
     def by_hand(params):
         logits = without.apply({"params": params}, tokens)
         logits = params["head"]["factor"] * logits
-        return plain.cross_entropy(logits, batch)[0]
+        squares = first_squares(logits).sum()
+        objective = plain.cross_entropy(logits, batch)[0] + SQUARE_WEIGHT * squares
+        return objective, squares
 
-    expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(params)
+    step = jax.jit(jax.value_and_grad(by_hand, has_aux=True))
+    (expected, squares), expected_grads = step(params)
     np.testing.assert_allclose(objective, expected, rtol=1e-6)
-    chex.assert_trees_all_close(grads, expected_grads, atol=1e-4)
-    assert jnp.abs(grads["head"]["factor"]).min() > 0.1
+    chex.assert_trees_all_close(grads, expected_grads, atol=1e-5)
+    assert jnp.abs(grads["head"]["factor"]).max() > 0.1
     assert sums["head/factor"] == (2.0, 1.0)
+    # The sum is logged without its weight, and is no part of the logged loss.
+    total, count = sums["head/square"]
+    assert count == tokens.size
+    np.testing.assert_allclose(total, squares, rtol=1e-5)
+    np.testing.assert_allclose(
+        objective, sums["loss"][0] + SQUARE_WEIGHT * total, rtol=1e-6
+    )
+
+
+def test_a_change_of_the_logits_trains_in_shards_gathered_by_layer(use_ingredient):
+    use_ingredient(Factor)
+    sharded = "parallel.strategy=zero3 parallel.fsdp_gather=layer"
+    optimizer = "optim.name=sgd optim.learning_rate=1.0 optim.schedule=constant"
+    first, last, metrics = train_a_step(jax.devices(), f"{optimizer} {sharded}")
+    _, expected, expected_metrics = train_a_step(jax.devices()[:1], optimizer)
+    assert metrics["train/head/factor"] == 2.0
+    for name in ("train/loss", "train/head/square"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
+    movement = expected["head"]["factor"] - first["head"]["factor"]
+    assert np.abs(movement).max() > 0.01
+    chex.assert_trees_all_close(last, expected, atol=1e-6)
+
+
+class OnlySelf(Ingredient):
+    """In one layer, each position attends to nothing but itself."""
+
+    option = "attention_sink"
+    biased_layer = 1
+
+    def score_terms(self, attention, terms, context):
+        penalty = jnp.where(context.layer == self.biased_layer, 1e4, 0.0)
+
+        def term(scores, query, key):
+            return scores - penalty * (query - key)
+
+        return (*terms, term)
+
+    def attention_output(self, attention, y, context):
+        difference = y - context.heads.v  # 0 if a position attends only to itself
+        report(attention, "difference", jnp.abs(difference).sum())
+        return y
+
+
+class Unbiased(OnlySelf):
+    biased_layer = None
+
+
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_a_bias_on_the_scores_of_one_layer_changes_no_other(
+    use_ingredient, scan_layers
+):
+    config = replaced(attention_sink=True, scan_layers=scan_layers)
+    params = first_params(replaced(scan_layers=scan_layers))
+    tokens = tokens_of(1)
+    batch = {"tokens": tokens, "targets": tokens}
+
+    def differences(kind):
+        use_ingredient(kind)
+        loss = next_token_loss(with_kernels(GPT(config)))
+        _, sums = jax.jit(loss)(params, batch)
+        return [float(sums[f"h_{layer}/attn/difference"][0]) for layer in (0, 1)]
+
+    before = differences(Unbiased)
+    after = differences(OnlySelf)
+    assert min(before) > 1
+    assert after == [before[0], 0.0]
 
 
 SEAMS = [name for name, value in vars(Ingredient).items() if inspect.isfunction(value)]

@@ -1,11 +1,14 @@
-"""Deletes each ingredient with its row and its option, and shows that other tests mind nothing.
+"""Delete each ingredient with its options, and check that the rest works without it.
 
-    python -m tests.programs.deletions [OPTION ...]
+    python -m tests.programs.deletions [FILE ...]
 
-takes half a minute for each. What needs the ingredient, such as a family of Hugging Face's models,
-goes with it in truth; tests of those are not run.
+deletes the ingredients of the named files, for example `experts`, or each ingredient and each term
+of the loss in turn. It takes about a minute for each. Tests of what needs an ingredient, such as a
+family of Hugging Face models, would be deleted with it, and are not run.
 """
 
+import ast
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gpt2.config.options import OPTIONS
 from gpt2.model.ingredients import INGREDIENTS
 from gpt2.training.losses import LOSS_TERMS
 
@@ -21,73 +25,90 @@ CHECKS = (
     ["-m", "pytest", "-n0", "tests/model/test_switches.py", "-k", "llama or modded"],
     ["-c", "from gpt2.training import Program"],
 )
-# Values of options that the core has too.
-# Options that go with another.
-MORE = {
-    "rope_scaling": ("rope_factor", "rope_context"),
-    "ahead": ("ahead_fade",),
-    "num_experts": (
-        "experts_per_token",
-        "expert_capacity",
-        "expert_balance_loss",
-        "expert_z_loss",
-    ),
-}
-VALUES = {"alibi": '"alibi", '}
 
 
-def copy(place):
-    """Copies the files that git knows."""
+def copy_project(folder):
+    """Copy the files that git tracks."""
     names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
     for name in names.splitlines():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, place / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
 
 
-def delete(place, kind):
-    """Deletes a class's file, its row and its option."""
-    module = Path(*kind.__module__.split(".")).with_suffix(".py")
-    (place / module).unlink()
-    line = f"from {kind.__module__} import {kind.__name__}\n"
-    for table in (place / module.parent).glob("*.py"):
-        text = table.read_text()
-        if line in text:
-            text = text.replace(line, "")
-            table.write_text(re.sub(rf"\b{kind.__name__},? ?\n?", "", text))
-    options = place / "configs/default.py"
-    text = options.read_text()
-    if module.stem in VALUES:
-        assert VALUES[module.stem] in text
-        text = text.replace(VALUES[module.stem], "")
-    else:
-        for option in (kind.option, *MORE.get(kind.option, ())):
-            # Up to the next field, class or blank line.
-            field = rf"    {option}: .*\n(?:     .*\n|    [\])].*\n)*"
-            text, times = re.subn(field, "", text, count=1)
-            assert times == 1, option
-    options.write_text(text)
+def delete(folder, kind):
+    """Delete the file of a class, and its options."""
+    file = Path(*kind.__module__.split(".")).with_suffix(".py")
+    (folder / file).unlink()
+    if kind in LOSS_TERMS:
+        # Ingredients are found by their files, but the core names the terms of the loss in a tuple.
+        # `*()` stands there for nothing, and leaves a tuple of the others.
+        core = folder / file.parent / "next_token.py"
+        text = core.read_text()
+        text = text.replace(f"from {kind.__module__} import {kind.__name__}\n", "")
+        core.write_text(re.sub(rf"\b{kind.__name__}\b", "*()", text))
+    group = "loss" if kind in LOSS_TERMS else "model"
+    delete_options(folder / "configs/default.py", f"{group}.{kind.option}", file.stem)
 
 
-def main(names):
-    wrong = []
-    for kind in (*INGREDIENTS, *LOSS_TERMS):
-        name = kind.__module__.rpartition(".")[2]
-        if names and name not in names:
+def delete_options(path, name, value):
+    """Delete an option and those that need it, or one of its values, from configs/default.py."""
+    text = path.read_text()
+    if value in OPTIONS[name].choices:
+        start, choice, end = text.partition(f'"{value}", ')
+        assert choice
+        path.write_text(start + end)
+        return
+    names = {name}
+    for other, option in OPTIONS.items():
+        if option.needs.partition("=")[0] == name:
+            names.add(other)
+    lines = text.splitlines(keepends=True)
+    for group in ast.parse(text).body:
+        if not isinstance(group, ast.ClassDef):
             continue
-        with tempfile.TemporaryDirectory() as place:
-            copy(Path(place))
-            delete(Path(place), kind)
-            done = [
-                subprocess.run([sys.executable, *check], cwd=place, capture_output=True)
-                for check in CHECKS
-            ]
-        is_fine = not any(each.returncode for each in done)
-        print("fine" if is_fine else "WRONG", name, flush=True)
-        if not is_fine:
-            wrong.append(name)
-            print(done[0].stdout[-1500:].decode(), done[1].stdout[-1500:].decode())
-    if wrong:
-        raise SystemExit(f"missed: {', '.join(wrong)}")
+        for field in group.body:
+            if not isinstance(field, ast.AnnAssign):
+                continue
+            option = f"{group.name.lower()}.{field.target.id}"
+            if option in names:
+                names.remove(option)
+                size = field.end_lineno - field.lineno + 1
+                lines[field.lineno - 1 : field.end_lineno] = [""] * size
+    assert not names
+    path.write_text("".join(lines))
+
+
+def works_without(kind):
+    """Return whether all checks pass in a copy without an ingredient; print what fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_project(Path(folder))
+        delete(Path(folder), kind)
+        for check in CHECKS:
+            done = subprocess.run(
+                [sys.executable, *check],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": folder},
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                print(done.stdout[-1500:], done.stderr[-1500:])
+                return False
+    return True
+
+
+def main(files):
+    kinds = {}
+    for kind in (*INGREDIENTS, *LOSS_TERMS):
+        kinds[kind.__module__.rpartition(".")[2]] = kind
+    failed = []
+    for file in files or kinds:
+        works = works_without(kinds[file])
+        print("fine " if works else "WRONG", file, flush=True)
+        if not works:
+            failed.append(file)
+    if failed:
+        raise SystemExit(f"The rest needs {', '.join(failed)}")
 
 
 if __name__ == "__main__":
