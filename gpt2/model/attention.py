@@ -1,4 +1,4 @@
-"""Causal self-attention: projections, positions, scores, the cache of keys and values.
+"""Causal self-attention: projections, rotary positions, scores, and the cache of keys and values.
 
 gpt2/model/gpt.py explains the letters of dimensions.
 """
@@ -30,8 +30,8 @@ from gpt2.utils.scan import for_layer
 class Attention(nn.Module):
     """Causal self-attention: each position attends to itself and the positions before it.
 
-    In cached decoding, the collection `cache` holds the keys and values of earlier positions
-    (gpt2/model/cache.py).
+    In cached decoding, the collection `cache` holds the keys and values of earlier positions, as
+    gpt2/model/cache.py describes.
     """
 
     config: GPTConfig
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         ]
 
     def _attend(self, heads: Heads, context: Context) -> Array:
-        """Return the weighted sums of values, `[B, T, N, H]`."""
+        """Return the sums of values, weighted by the softmax of the scores, `[B, T, N, H]`."""
         cfg = self.config
         q, k, v = heads
         # Under muP, products grow with H, not with its root (Yang et al. 2022, section 4). Both
@@ -134,10 +134,10 @@ class Attention(nn.Module):
 
 
 def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
-    """Return what rotates queries and keys at positions `[B or 1, T]`, see `plain.rotation`.
+    """Return the cosines and sines that `plain.rope` reads, for positions `[B or 1, T]` int32.
 
-    `model.rope_scaling` divides frequencies that turn a few times in `model.rope_context` tokens by
-    `model.rope_factor`, and leaves high frequencies as they are.
+    With `model.rope_scaling`, frequencies that complete few turns in `model.rope_context` tokens
+    are divided by `model.rope_factor`, and high frequencies do not change.
     """
     frequencies = rope_frequencies(cfg.rope_size, cfg.rope_base)
     length = 1.0
@@ -145,13 +145,13 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
         kept = _kept_fraction(cfg, frequencies)
         frequencies = kept * frequencies + (1 - kept) * frequencies / cfg.rope_factor
     if cfg.rope_scaling == "yarn":
-        # Longer vectors, so that the softmax over more tokens stays as sharp.
+        # Longer queries and keys keep the softmax as sharp when it covers more tokens.
         length = 0.1 * math.log(cfg.rope_factor) + 1
     return rotation(positions, frequencies, length)
 
 
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
-    """Return how much of each frequency remains, from 0 for few turns to 1 for many."""
+    """Return the unscaled fraction of each frequency, from 0 for few turns to 1 for many turns."""
     half = len(frequencies)
     context = cfg.rope_context
     if (

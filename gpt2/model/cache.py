@@ -1,4 +1,7 @@
-"""Sequences that grow by a token or many at a time, with the keys and values of those before."""
+"""Cached decoding: append one or more tokens to sequences whose keys and values are stored.
+
+gpt2/model/gpt.py explains the letters of dimensions.
+"""
 
 import chex
 import jax
@@ -13,14 +16,14 @@ from gpt2.utils.trees import Tree
 
 
 class KVCache(struct.PyTreeNode):
-    """Keys and values of the tokens so far, and the last tokens.
+    """The keys and values of all tokens so far, and the last token of each sequence.
 
     Attributes:
-        layers: the collection `cache` of a model: keys and values for each layer, `[B, K, S, H]` in
-            the compute type. They are separate and heads come first, so that a step writes them in
-            place and multiplies them as they are stored.
-        length: `[B]` int32, tokens written per sequence.
-        last: `[B]` int32, the last token; any where there is none.
+        layers: the model's collection `cache`, which holds the keys and the values of each layer,
+            `[B, K, S, H]` in the compute dtype. They are separate arrays in which heads come
+            first, so that a step updates them in place and multiplies them without a transpose.
+        length: `[B]` int32, the number of tokens in the cache of each sequence.
+        last: `[B]` int32, the last token of each sequence; an arbitrary token if it is empty.
     """
 
     layers: Tree
@@ -29,7 +32,10 @@ class KVCache(struct.PyTreeNode):
 
     @classmethod
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
-        """Returns an empty cache for sequences of up to `max_length` tokens."""
+        """Return an empty cache for `batch_size` sequences of at most `max_length` tokens.
+
+        Raises a ValueError if learned positions end before `max_length`.
+        """
         if config.position == "learned" and max_length > config.context_length:
             raise ValueError(f"there are positions for {config.context_length} tokens")
         shape = (batch_size, config.kv_heads, max_length, config.head_size)
@@ -45,18 +51,18 @@ class KVCache(struct.PyTreeNode):
 def extend(
     model: GPT, params: Params, tokens: Array, num_new: Array, cache: KVCache
 ) -> tuple[Array, KVCache]:
-    """Appends tokens to cached sequences: many at once for a prompt, one at a time after.
+    """Append tokens to cached sequences: a whole prompt at once, then one token at a time.
 
     Args:
-        model: a model, or one of a class of your own.
-        params: its weights.
-        tokens: [B, T] int32, padded on the right.
-        num_new: [B] int32, how many of the T are real, at least 1.
-        cache: what came before, with room for T more.
+        model: a `GPT`, or an instance of a subclass.
+        params: the parameters of the model.
+        tokens: `[B, T]` int32, padded on the right.
+        num_new: `[B]` int32, the number of tokens in each row that are not padding, at least 1.
+        cache: the sequences so far, with room for T more tokens each.
 
     Returns:
-        The logits [B, V] after each sequence's last real token, NaN where there was no room, and
-        the longer cache.
+        The float32 logits `[B, V]` of the token after each sequence, NaN for a sequence whose cache
+        had no room, and the extended cache.
     """
     chex.assert_shape([num_new, cache.length], (tokens.shape[0],))
     capacity = jax.tree.leaves(cache.layers)[0].shape[-2]

@@ -1,7 +1,8 @@
-"""Continues texts, with a cache of keys and values.
+"""Sample continuations of texts, with a cache of keys and values.
 
-Prompts of any lengths are padded on the right to one of a few lengths and read in one pass. The
-loop that samples is one compiled program, which stops when every sequence has ended.
+Prompts of different lengths are padded on the right to a common length, one of a few, and processed
+in a single pass. The sampling loop is one compiled program, which stops when every sequence has
+ended.
 """
 
 import dataclasses
@@ -27,13 +28,13 @@ from gpt2.utils.scan import in_layout
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn from the logits.
+    """The distribution from which the next token is drawn, as a function of the logits.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw among the k most likely tokens; 0: all.
-        top_p: draw among the most likely tokens that together reach this probability (Holtzman et
-            al. 2019, section 3.1); 1: all.
+        temperature: the number that divides the logits; 0: always the most likely token.
+        top_k: sample from the k most likely tokens; 0: from all.
+        top_p: sample from the smallest set of most likely tokens whose probabilities sum to at
+            least this (Holtzman et al. 2019, section 3.1); 1: from all.
     """
 
     temperature: float = 1.0
@@ -49,7 +50,7 @@ class Sampling:
             raise UserError(f"{given} draws no token", how)
 
     def __call__(self, logits: Array, keys: Array) -> Array:
-        """Draws tokens [B] int32 from `logits` [B, V] float32 with `keys` [B]."""
+        """Draw tokens `[B]` int32 from `logits` `[B, V]` float32, with `keys` `[B]`."""
         chex.assert_rank(logits, 2)
         chex.assert_type(logits, float)
         chex.assert_shape(keys, logits.shape[:1])
@@ -72,7 +73,10 @@ class Sampling:
 
 
 def bucket(length: int, limit: int) -> int:
-    """Returns the smallest 32 * 2^i that holds `length`, at most `limit`: few programs compile."""
+    """Return the smallest `32 * 2^i` that is at least `length`, but at most `limit`.
+
+    Few different lengths mean few compilations.
+    """
     size = 32
     while size < length:
         size *= 2
@@ -90,19 +94,22 @@ def generate(
     eot: int | None = None,
     vocab_size: int = 0,
 ) -> list[list[int]]:
-    """Continues each prompt, and returns the new tokens of each.
+    """Continue each prompt, and return the new tokens of each.
 
-    Sequence i of seed s is drawn with its own random numbers, whatever else is in the batch. A text
-    that has filled the model's context goes on from its last three quarters.
+    Sequence number i has random numbers of its own, which depend on `seed` and i but not on the
+    rest of the batch. When a text fills the model's context, sampling continues from the last three
+    quarters of the text.
 
     Args:
-        model, params: a model, or one of a class of your own, and its weights.
-        prompts: tokens, at least one each, of any lengths.
-        max_new_tokens: at most this many per prompt.
-        sampling: how tokens are drawn.
-        seed: of the random numbers.
-        eot: ends a sequence, and is not part of the result; None: nothing does.
-        vocab_size: tokens that may be drawn; 0: all. Padding of the vocabulary lies beyond.
+        model: a `GPT`, or an instance of a subclass.
+        params: the parameters of the model.
+        prompts: the tokens of each prompt, at least one; lengths may differ.
+        max_new_tokens: the largest number of new tokens per prompt.
+        sampling: the distribution of the next token.
+        seed: the seed of the random numbers.
+        eot: the token that ends a sequence, which is not returned; None: no token does.
+        vocab_size: only tokens below this number are drawn, because the others pad the vocabulary;
+            0: all tokens of the model.
     """
     if not all(len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty")
@@ -150,12 +157,12 @@ def generate(
 
 
 class _State(struct.PyTreeNode):
-    """What the sampling loop carries."""
+    """The state of the sampling loop."""
 
-    step: Array  # int32 scalar, tokens drawn so far for each sequence
-    tokens: Array  # [B, S] int32, those tokens
+    step: Array  # int32 scalar, the number of tokens drawn for each sequence
+    tokens: Array  # [B, S] int32, the tokens drawn
     ended: Array  # [B] bool
-    keys: Array  # [B], one stream of random numbers a sequence
+    keys: Array  # [B], a random key for each sequence
     cache: KVCache
 
 
@@ -174,9 +181,9 @@ def _generate(
     cache_length: int,
     vocab_size: int,
 ) -> Array:
-    """Reads texts [B, T] of `lengths` [B] and draws `limit` tokens for each: [B, S] int32.
+    """Draw `limit` tokens after each of the texts `[B, T]` of `lengths` `[B]`; `[B, S]` int32.
 
-    Of each text, `done` tokens were drawn before. One that has ended stays at its end.
+    Earlier calls drew `done` tokens of each sequence. All tokens after its end are `end`.
     """
     B = tokens.shape[0]
 

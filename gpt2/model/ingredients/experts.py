@@ -1,12 +1,15 @@
 """Mixture of experts: several MLPs in each layer, of which a router chooses some for each token.
 
-Shazeer et al. 2017, arXiv 1701.06538. A token's one expert is weighted by the router's probability
-(Switch Transformer, Fedus et al. 2021, arXiv 2101.03961), several by their shares of what they have
-together (GShard, arXiv 2006.16668; Mixtral, arXiv 2401.04088). Kernels are `[E, D, F]`.
+Shazeer et al. 2017, arXiv 1701.06538. With one expert per token, its output is multiplied by the
+router's probability (Switch Transformer, Fedus et al. 2021, arXiv 2101.03961). With several, the
+weights are their probabilities, divided by the sum of these (GShard, arXiv 2006.16668; Mixtral,
+arXiv 2401.04088).
+Kernels have the shape `[E, D, F]`, where E is the number of experts.
 
-Capacity and the balance loss look at each row of the batch by itself, and a token takes its place
-in an expert after those before it: no layout and no later token changes anything. As in DeepSeek-V2
-(arXiv 2405.04434, section 2.2), only training drops tokens.
+Capacity and the balance loss are computed for each row of the batch separately, so the layout of
+devices does not affect them. Earlier tokens of a row fill an expert first, so later tokens have no
+effect on earlier ones. As in DeepSeek-V2 (arXiv 2405.04434, section 2.2), only training drops
+tokens.
 """
 
 import dataclasses
@@ -31,7 +34,7 @@ class Experts(Ingredient):
     option = "num_experts"
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Replace the MLP by several."""
+        """Replace the MLP by a mixture of experts."""
         if context.branch != "mlp":
             return branch
 
@@ -41,14 +44,14 @@ class Experts(Ingredient):
         return branch._replace(layer=mixture)
 
     def active_fraction(self, axes: Names) -> float:
-        """Return the fraction of the experts that compute a token."""
+        """Return the fraction of experts that process a token; 1 for other parameters."""
         if "experts" not in axes:
             return 1.0
         return self.config.experts_per_token / self.config.num_experts
 
 
 class Mixture(nn.Module):
-    """The experts of a layer, and their router."""
+    """The experts of a layer, and the router that selects some of them for each token."""
 
     config: GPTConfig
     ops: Ops
@@ -76,12 +79,14 @@ class Mixture(nn.Module):
         self._report_losses(logits, shares, is_chosen, counts)
 
         capacity = T
+        # An expert's slots are filled in the order of the tokens.
         before = jnp.cumsum(is_chosen, axis=1) - is_chosen
         place = jnp.take_along_axis(before, chosen, axis=2).astype(jnp.int32)
         if not context.deterministic and cfg.expert_capacity:
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
             dropped = counts * (place >= capacity)
             report(self, "dropped", dropped.sum(), counts.sum() * K)
+        # Dropped choices get the index after the last slot, which JAX ignores with mode="drop".
         nowhere = E * capacity
         slots = jnp.where(place < capacity, chosen * capacity + place, nowhere)
 
@@ -112,11 +117,12 @@ class Mixture(nn.Module):
     def _report_losses(
         self, logits: Array, shares: Array, is_chosen: Array, counts: Array
     ) -> None:
-        """Adds the losses of the router, sums over the tokens that count: `counts` `[B, T, 1]`.
+        """Report the auxiliary losses of the router, summed over tokens.
 
-        The balance loss, Switch Transformer's equation 4, is 1 if all experts are chosen alike, or
-        all are as probable. The z-loss keeps logits small: ST-MoE, Zoph et al. 2022, arXiv
-        2202.08906, equation 5.
+        Tokens whose entry in `counts` `[B, T, 1]` is 0 are padding and do not count. The balance
+        loss (Switch Transformer, equation 4) is 1 if all experts are chosen equally often, or if
+        all have the same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv 2202.08906,
+        equation 5) keeps logits small.
         """
         cfg = self.config
         sizes = counts.sum(1)  # of rows, [B, 1]
