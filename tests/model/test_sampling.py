@@ -1,6 +1,7 @@
+"""Sampling: equal to uncached decoding, reproducible, and limited to what its options allow."""
+
 import dataclasses
 import functools
-import itertools
 from types import SimpleNamespace
 
 import chex
@@ -24,12 +25,13 @@ from tests.helpers import first_params, thorough
 CFG = GPTConfig(
     vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32
 )
+EOT = 60
 PROMPTS = [[1, 2, 3], [5] * 17, [7, 8] * 15]
 GREEDY = Sampling(temperature=0.0)
 
 
 def make_params(cfg=CFG):
-    """Weights large enough that the model has strong and varied opinions."""
+    """Return parameters so large that the next token depends strongly on those before."""
     return jax.tree.map(lambda x: x * 8, first_params(cfg))
 
 
@@ -42,12 +44,22 @@ def sample(prompts=PROMPTS, count=20, **options):
     return generate(GPT(CFG), make_params(), prompts, max_new_tokens=count, **options)
 
 
-def likeliest_without_cache(params, cfg, prompt, num_new):
+def greedy(model, prompts=PROMPTS, count=20, **options):
+    params = make_params(model.config)
+    options["max_new_tokens"] = count
+    return generate(model, params, prompts, sampling=GREEDY, **options)
+
+
+def most_likely(cfg, prompt, num_new):
+    """Return the most likely continuation, computed without a cache."""
+    params = make_params(cfg)
+    start = len(prompt)
     row = np.zeros((1, cfg.context_length), np.int32)
-    row[0, : len(prompt)] = prompt
-    for position in range(len(prompt), len(prompt) + num_new):
-        row[0, position] = logits_of(cfg, params, row)[0, position - 1].argmax()
-    return row[0, len(prompt) : len(prompt) + num_new].tolist()
+    row[0, :start] = prompt
+    for position in range(start, start + num_new):
+        logits = logits_of(cfg, params, row)
+        row[0, position] = logits[0, position - 1].argmax()
+    return row[0, start : start + num_new].tolist()
 
 
 @pytest.mark.parametrize(
@@ -61,190 +73,221 @@ def likeliest_without_cache(params, cfg, prompt, num_new):
 )
 def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
     cfg = dataclasses.replace(CFG, **options)
-    params = make_params(cfg)
-    generated = generate(GPT(cfg), params, PROMPTS, max_new_tokens=24, sampling=GREEDY)
-    for prompt, tokens in zip(PROMPTS, generated, strict=True):
-        assert tokens == likeliest_without_cache(params, cfg, prompt, 24)
+    generated = greedy(GPT(cfg), count=24)
+    expected = [most_likely(cfg, prompt, 24) for prompt in PROMPTS]
+    assert generated == expected
 
 
 def test_a_text_that_fills_the_context_goes_on_from_its_last_three_quarters():
-    params = make_params()
     prompts = [[1, 2, 3], [7, 8] * 25, [9] * 70]
-    generated = generate(
-        GPT(CFG), params, prompts, max_new_tokens=70, sampling=GREEDY, eot=60
-    )
+    generated = greedy(GPT(CFG), prompts, 70, eot=EOT)
     for prompt, tokens in zip(prompts, generated, strict=True):
         text = list(prompt)
         expected = []
-        while 60 not in expected and len(expected) < 70:
-            text = text if len(text) < 64 else text[-48:]
-            expected += likeliest_without_cache(params, CFG, text, 1)
-            text = [*text, expected[-1]]
-        assert tokens == [token for token in expected if token != 60]
-    drawn = sample([[1, 2, 3]], 100, seed=5)[0]  # with other keys than before
-    assert len(drawn) == 100 and drawn[:61] != drawn[-61:]
+        for _ in range(70):
+            if len(text) >= 64:
+                text = text[-48:]
+            (token,) = most_likely(CFG, text, 1)
+            if token == EOT:
+                break
+            expected.append(token)
+            text.append(token)
+        assert tokens == expected
+    # After the context has been filled, the keys are other ones than at the start.
+    (drawn,) = sample([[1, 2, 3]], 100, seed=5)
+    assert len(drawn) == 100
+    assert drawn[:61] != drawn[-61:]
 
 
-class Halved(GPT):
-    """A model of one's own, which likes other tokens."""
+class Negated(GPT):
+    """A user's model, whose most likely token is the least likely of GPT's."""
 
     def _logits(self, hidden, head, context):
         return -super()._logits(hidden, head, context)
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_a_sequence_that_outgrows_its_cache_gets_no_number(scanned):
+def test_logits_of_a_sequence_that_outgrows_its_cache_are_nan(scanned):
     config = dataclasses.replace(CFG, scan_layers=scanned)
-    model = GPT(config)
     params = make_params(config)
     cache = KVCache.create(config, 2, max_length=9)
-    append = jax.jit(functools.partial(extend, model, params))
-    lengths = jnp.array([8, 5])
-    for fits in (True, True), (True, True), (False, True):
-        width = 8 if cache.length[0] == 0 else 1
-        tokens = jnp.ones((2, width), jnp.int32)
-        logits, cache = append(tokens, jnp.minimum(lengths, width), cache)
-        assert tuple(np.isfinite(logits).all(axis=1)) == fits
+    append = jax.jit(functools.partial(extend, GPT(config), params))
+    prompts = jnp.ones((2, 8), jnp.int32)
+    logits, cache = append(prompts, jnp.array([8, 5]), cache)
+    assert np.isfinite(logits).all()
+    tokens = jnp.ones((2, 1), jnp.int32)
+    one_each = jnp.ones(2, jnp.int32)
+    for fits in [True, True], [False, True]:
+        logits, cache = append(tokens, one_each, cache)
+        assert np.isfinite(logits).all(axis=1).tolist() == fits
     with pytest.raises(ValueError, match="positions for 64 tokens"):
         KVCache.create(config, 2, max_length=65)
 
 
-def test_a_model_of_ones_own_is_what_is_sampled():
-    cfg = dataclasses.replace(CFG, scan_layers=True)  # it samples an unrolled copy
-    (tokens,) = generate(
-        Halved(cfg), make_params(cfg), PROMPTS[:1], max_new_tokens=1, sampling=GREEDY
-    )
-    logits = GPT(cfg).apply({"params": make_params(cfg)}, jnp.array(PROMPTS[:1]))
-    assert tokens == [int(logits[0, -1].argmin())]
+def test_a_users_model_is_sampled_itself():
+    cfg = dataclasses.replace(CFG, scan_layers=True)  # sampling unrolls a copy
+    prompt = PROMPTS[0]
+    (tokens,) = greedy(Negated(cfg), [prompt], 1)
+    logits = logits_of(cfg, make_params(cfg), jnp.array([prompt]))
+    assert tokens == [logits[0, -1].argmin()]
 
 
 class Words:
-    """A tokenizer whose decoder strips the space that begins a text."""
+    """A tokenizer whose decoder strips the space at the start of a text."""
 
     vocab_size = 61
-    eot = 60
+    eot = EOT
 
     def encode(self, text):
-        return np.array([int(word) for word in text.split()])
+        return np.array(text.split(), int)
 
     def decode(self, tokens):
-        return "".join(f" {token}" for token in tokens)[1:]
+        return " ".join(map(str, tokens))
 
 
 def test_a_prompt_and_its_continuation_are_decoded_together(monkeypatch, capsys):
-    model = CFG, make_params(), Words()
+    model = (CFG, make_params(), Words())
     monkeypatch.setattr(command, "load_model", lambda *_: model)
-    options = dict(workdir="", hf="", checkpoint="", top_k=0, top_p=1.0, num_samples=1)
-    options |= dict(prompt="1 2 3", temperature=0.0, seed=0, max_new_tokens=5)
-    monkeypatch.setattr(command.flags, "FLAGS", SimpleNamespace(**options))
+    options = SimpleNamespace(
+        workdir="",
+        hf="",
+        checkpoint="",
+        prompt="1 2 3",
+        max_new_tokens=5,
+        num_samples=1,
+        temperature=0.0,
+        top_k=0,
+        top_p=1.0,
+        seed=0,
+    )
+    monkeypatch.setattr(command.flags, "FLAGS", options)
     command.main()
-    (tokens,) = sample(PROMPTS[:1], 5, sampling=GREEDY, eot=60)
-    assert capsys.readouterr().out == " ".join(map(str, [1, 2, 3, *tokens])) + "\n"
+    (tokens,) = greedy(GPT(CFG), [[1, 2, 3]], 5, eot=EOT)
+    text = " ".join(map(str, tokens))
+    assert capsys.readouterr().out == f"1 2 3 {text}\n"
 
 
 @pytest.mark.parametrize("seed", [3, 2**31, 2**32 - 1])
 def test_a_sequence_is_drawn_with_its_own_key_of_the_samples(seed):
-    logits = GPT(CFG).apply({"params": make_params()}, jnp.array([PROMPTS[0]]))[0, -1]
-    keys = [jax.random.fold_in(sample_key(seed), sequence) for sequence in range(8)]
-    expected = [
-        int(jax.random.categorical(jax.random.fold_in(key, 0), logits)) for key in keys
-    ]
-    assert sample(PROMPTS[:1] * 8, 1, seed=seed) == [[token] for token in expected]
-    assert len(set(expected)) > 1
+    prompt = PROMPTS[0]
+    logits = logits_of(CFG, make_params(), jnp.array([prompt]))[0, -1]
+    expected = []
+    for sequence in range(8):
+        key = jax.random.fold_in(sample_key(seed), sequence)
+        key = jax.random.fold_in(key, 0)
+        expected.append([jax.random.categorical(key, logits)])
+    assert sample([prompt] * 8, 1, seed=seed) == expected
+    assert expected != [expected[0]] * 8
 
 
-def test_a_sequence_is_the_same_whatever_comes_with_it():
-    assert sample(seed=1)[:1] == sample(PROMPTS[:1], seed=1)
-    # Also where either has filled the context, and the other has not.
-    together = sample([[7] * 60, [1, 2, 3]], 100, seed=1)
-    assert together[:1] == sample([[7] * 60], 100, seed=1)
+def test_a_sequence_does_not_depend_on_the_others():
+    alone = sample(PROMPTS[:1], seed=1)
+    assert sample(seed=1)[:1] == alone
+    # Also when one of them has filled the context and the other has not.
+    long = [7] * 60
+    alone = sample([long], 100, seed=1)
+    together = sample([long, [1, 2, 3]], 100, seed=1)
+    assert together[:1] == alone
 
 
 def test_generation_stops_at_end_of_text():
-    (free,) = sample(PROMPTS[:1], sampling=GREEDY)
-    (ended,) = sample(PROMPTS[:1], sampling=GREEDY, eot=free[5])
-    assert ended == free[: free.index(free[5])]
+    (free,) = greedy(GPT(CFG), PROMPTS[:1])
+    end = free[5]
+    (ended,) = greedy(GPT(CFG), PROMPTS[:1], eot=end)
+    assert ended == free[: free.index(end)]
 
 
 def test_other_prompts_and_lengths_in_the_same_buckets_compile_nothing():
-    size = sampling_module._generate._cache_size
-    sample([[1] * 5] * 7, 10)  # as many as no other test has
-    before = size()
+    num_compiled = sampling_module._generate._cache_size
+    sample([[1] * 5] * 7, 10)  # 7 sequences, as in no other test
+    before = num_compiled()
     sample([[2] * 20] * 7, 12, seed=9)
-    assert size() == before
+    assert num_compiled() == before
     sample([[2] * 40] * 7, 12)
-    assert size() == before + 1
+    assert num_compiled() == before + 1
 
 
-def draw(sampling, logits, num=2000):
-    keys = jax.random.split(jax.random.key(0), num)
-    return np.asarray(
-        sampling(jnp.broadcast_to(jnp.asarray(logits), (num, len(logits))), keys)
-    )
+PROBABILITIES = np.array([0.5, 0.3, 0.15, 0.05])
+
+
+def frequencies(sampling):
+    """Return how often each of four tokens is drawn, as a fraction of 2000 draws."""
+    keys = jax.random.split(jax.random.key(0), 2000)
+    logits = jnp.tile(jnp.log(PROBABILITIES), (2000, 1))
+    drawn = sampling(logits, keys)
+    return np.bincount(drawn, minlength=4) / 2000
 
 
 def test_sampling_follows_the_distribution():
-    probs = np.array([0.5, 0.3, 0.15, 0.05])
-    drawn = np.bincount(draw(Sampling(), np.log(probs)), minlength=4) / 2000
-    np.testing.assert_allclose(drawn, probs, atol=0.04)
-    sharper = probs**2 / (probs**2).sum()
-    drawn = (
-        np.bincount(draw(Sampling(temperature=0.5), np.log(probs)), minlength=4) / 2000
-    )
-    np.testing.assert_allclose(drawn, sharper, atol=0.04)
+    drawn = frequencies(Sampling())
+    np.testing.assert_allclose(drawn, PROBABILITIES, atol=0.04)
+    drawn = frequencies(Sampling(temperature=0.5))
+    squares = PROBABILITIES**2
+    np.testing.assert_allclose(drawn, squares / squares.sum(), atol=0.04)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "allowed"),
+    ("sampling", "num_allowed"),
     [
-        (Sampling(top_k=1), {0}),
-        (Sampling(top_k=2), {0, 1}),
-        (Sampling(top_k=9), {0, 1, 2, 3}),
-        (Sampling(top_p=0.4), {0}),
-        (Sampling(top_p=0.6), {0, 1}),
-        (Sampling(top_p=0.9), {0, 1, 2}),
-        (Sampling(top_k=2, top_p=0.95), {0, 1}),
-        (Sampling(temperature=0.0), {0}),
+        (Sampling(top_k=1), 1),
+        (Sampling(top_k=2), 2),
+        (Sampling(top_k=9), 4),
+        (Sampling(top_p=0.4), 1),
+        (Sampling(top_p=0.6), 2),
+        (Sampling(top_p=0.9), 3),
+        (Sampling(top_k=2, top_p=0.95), 2),
+        (Sampling(temperature=0.0), 1),
     ],
     ids=str,
 )
 def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(
-    sampling, allowed
+    sampling, num_allowed
 ):
-    assert set(draw(sampling, np.log([0.5, 0.3, 0.15, 0.05])).tolist()) == allowed
+    (drawn,) = np.nonzero(frequencies(sampling))
+    assert drawn.tolist() == [*range(num_allowed)]
 
 
 def with_head(head):
-    """A model whose logits are those of ones everywhere: its last norm has scale 0 and bias 1."""
+    """Return a model whose final hidden states are 1: its last norm has scale 0 and bias 1."""
     cfg = dataclasses.replace(CFG, tie_embeddings=False)
-    ln_f = {"scale": jnp.zeros(32), "bias": jnp.ones(32)}
-    return cfg, make_params(cfg) | {"ln_f": ln_f, "lm_head": {"embedding": head}}
+    params = dict(make_params(cfg))
+    params["ln_f"] = {"scale": jnp.zeros(32), "bias": jnp.ones(32)}
+    params["lm_head"] = {"embedding": head}
+    return cfg, params
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("temperature", [0.0, 100.0])
 def test_tokens_that_the_tokenizer_lacks_are_never_drawn(temperature):
-    """The model likes its last ten tokens best: left alone it draws them, limited it does not."""
-    cfg, params = with_head(jnp.zeros((61, 32)).at[51:].set(20.0))
-    kwargs = dict(max_new_tokens=60, sampling=Sampling(temperature=temperature))
-    free = set(itertools.chain(*generate(GPT(cfg), params, [[1]] * 16, **kwargs)))
-    assert free & set(range(51, 61))
-    limited = set(
-        itertools.chain(
-            *generate(GPT(cfg), params, [[1]] * 16, vocab_size=51, **kwargs)
+    head = jnp.zeros((61, 32)).at[51:].set(20.0)  # the last ten are most likely
+    cfg, params = with_head(head)
+
+    def drawn(vocab_size):
+        rows = generate(
+            GPT(cfg),
+            params,
+            [[1]] * 16,
+            max_new_tokens=60,
+            sampling=Sampling(temperature=temperature),
+            vocab_size=vocab_size,
         )
-    )
-    assert limited == ({0} if temperature == 0.0 else set(range(51)))
+        return set(np.ravel(rows).tolist())
+
+    assert max(drawn(0)) > 50
+    allowed = 1 if temperature == 0.0 else 51
+    assert drawn(51) == {*range(allowed)}
 
 
 def test_no_padding_of_the_vocabulary_is_ever_a_logit():
-    """In a tensor layout the head is padded with zeros, which beat logits that are negative."""
+    # A tensor layout pads the head with zeros, whose logits would exceed negative ones.
     cfg, params = with_head(-jnp.ones((61, 32)))
     parallel = ParallelConfig(data=4, tensor=2)
     mesh = make_mesh(parallel)
-    model = GPT(cfg, make_ops(cfg, mesh, {}, Rules.from_config(parallel)))
+    rules = Rules.from_config(parallel)
+    model = GPT(cfg, make_ops(cfg, mesh, {}, rules))
+    tokens = jnp.zeros((4, 8), jnp.int32)
     with jax.set_mesh(mesh):
-        logits = jax.jit(model.apply)({"params": params}, jnp.zeros((4, 8), jnp.int32))
+        logits = jax.jit(model.apply)({"params": params}, tokens)
     chex.assert_shape(logits, (4, 8, 61))
     assert logits.max() < -31
 
@@ -252,14 +295,15 @@ def test_no_padding_of_the_vocabulary_is_ever_a_logit():
 @pytest.mark.parametrize(
     "options",
     [
-        dict(temperature=-1.0),
-        dict(temperature=float("nan")),
-        dict(temperature=1e-40),
-        dict(top_k=-1),
-        dict(top_p=0),
-        dict(top_p=1e-46),
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"temperature": 1e-40},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1e-46},
     ],
+    ids=str,
 )
-def test_what_draws_no_token_is_refused(options):
+def test_options_that_draw_no_token_are_refused(options):
     with pytest.raises(UserError, match="draws no token"):
         Sampling(**options)
