@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -24,19 +25,21 @@ from gpt2.errors import UserError
 from gpt2.lab.ablate.__main__ import describe_runs
 from gpt2.lab.ablate.judge import grow, judge
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
-from gpt2.lab.ablate.sweep_report import write_report
+from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
 from gpt2.lab.ablate.sweep_tables import (
     amount_to_reach,
     describe_fractions,
     reach_table,
 )
+from gpt2.lab.experiments import jobs
 from gpt2.lab.experiments.arms import Arm, make_arms, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import _Training, make_slots
 from gpt2.lab.experiments.results import read_curve
-from gpt2.lab.experiments.run_folder import defaults_of
+from gpt2.lab.experiments.run_folder import Run, defaults_of
 from gpt2.lab.experiments.step_time import equalize, make_measuring_run, measure
 from gpt2.lab.experiments.terms import (
+    LOSS,
     choose_score,
     flops,
     with_length,
@@ -821,6 +824,37 @@ def test_runs_at_once_share_the_cores(monkeypatch):
         make_slots(1000)
 
 
+def test_the_table_on_the_screen_has_at_most_80_columns(capsys):
+    name = "optim.learning_rate=0.001," * 8
+    verdict = {"arm": name, "difference": "-0.0300", "interval": "(-0.0400 to -0.0200)"}
+    print_verdicts(pd.DataFrame([verdict | {"verdict": "undecided: at most 0.03"}]))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line.split()[0] for line in lines[1:]) == name
+    assert all(text in "\n".join(lines) for text in ("-0.0300", verdict["interval"]))
+
+
+def test_each_process_tries_a_failed_run_once_whatever_the_clock(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.signal, "signal", lambda *_: None)
+    source = tmp_path / "project"
+    shutil.copytree(ROOT / "configs", source / "configs")
+    tries = tmp_path / "tries"
+    # It fails with the same error each time. If it were tried forever, the third try would succeed.
+    (source / "train.py").write_text(
+        f"file = open({str(tries)!r}, 'a+')\n"
+        "file.write('x')\n"
+        "if file.tell() < 3: raise SystemExit('error: broken')\n"
+    )
+    failing = Run("failing", BASE, tmp_path / "run", source=source)
+    for number in (1, 2):
+        monkeypatch.setattr(jobs, "_first_outcomes", {})  # as in a new process
+        jobs.train_all([failing], make_slots(1), LOSS)
+        assert tries.read_text() == number * "x"
+    os.utime(failing.folder / "outcome.json", (0, 0))  # a file server's clock is behind
+    jobs.train_all([failing], make_slots(1), LOSS)
+    assert tries.read_text() == "xx"
+
+
 # Real runs
 
 
@@ -841,6 +875,13 @@ def ablate(*options, code=0, cwd=ROOT):
     said, _ = process.communicate(timeout=10 * SECONDS)
     assert process.returncode == code, said
     return said
+
+
+def test_nothing_to_compare_is_refused(tmp_path):
+    missing = "--config.data.corpus=text:missing"
+    said = ablate(missing, f"--workdir={tmp_path}", code=2)
+    assert said.startswith("error: --vary is missing")
+    assert list(tmp_path.iterdir()) == []
 
 
 def rows_of(root, without=()):

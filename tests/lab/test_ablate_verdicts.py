@@ -219,6 +219,7 @@ def test_one_arm_has_the_wider_of_students_and_welchs_intervals():
 FINE = sample([3.0, 3.1, 3.2])
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("baseline", "arm", "words"),
     [

@@ -3,7 +3,11 @@
 import json
 
 import matplotlib.image
+import numpy as np
+from matplotlib.figure import Figure
 
+from gpt2.lab.experiments.curve_plot import plot_curves
+from gpt2.lab.experiments.results import Curve
 from gpt2.utils.files import seal, write_json
 from tests.helpers import run, write_rows
 from tests.training.test_workdir import make_config
@@ -92,3 +96,16 @@ def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_tol
         assert option in told
     assert f"data.corpus={longest}" in "".join(told.split())
     assert "train.num_steps=9" in told
+
+
+def test_names_are_plotted_as_they_are(tmp_path, monkeypatch):
+    """Matplotlib hides labels that begin with `_`, and reads text between two `$` as a formula."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, _: figures.append(figure))
+    names = ["_first", "a$b_{c$", "$5 and $6"]
+    amounts = np.arange(2.0)
+    curve = Curve(amounts, amounts, amounts, scores=amounts)
+    plot_curves(tmp_path / "c.png", {name: [curve] for name in names}, "nats per token")
+    labels = figures[0].legends[0].get_texts()
+    assert [label.get_text().lstrip("\u200b") for label in labels] == names
+    assert not any(label.get_parse_math() for label in labels)

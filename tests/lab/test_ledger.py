@@ -19,7 +19,7 @@ from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm
-from gpt2.lab.experiments.checkouts import check_out, snapshot
+from gpt2.lab.experiments.checkouts import check_out, find_commit, snapshot
 from gpt2.lab.experiments.run_folder import Run
 from gpt2.lab.ledger import __main__ as command
 from gpt2.lab.ledger.evidence import (
@@ -388,9 +388,16 @@ def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
     assert read_ledger(ideas.root).ideas[1].pairs == pairs and len(pairs) == 3
 
 
+def edited(line):
+    return line.replace(b'"keep"', b'"discard"')
+
+
 DAMAGES = {  # the lines of a ledger of an idea -> damaged ones, and the first that is
     "a list": (lambda lines: [*lines[:2], b"[]\n"], 3),
     "the start is lost": (lambda lines: lines[1:], 1),
+    "a line is lost": (lambda lines: [*lines[:2], *lines[3:]], 3),
+    "two lines are swapped": (lambda lines: [lines[0], *lines[2:0:-1], *lines[3:]], 2),
+    "an answer is edited": (lambda lines: [*lines[:-1], edited(lines[-1])], 6),
 }
 
 
@@ -437,6 +444,22 @@ def test_the_working_tree_is_an_idea_as_it_is(tmp_path, monkeypatch):
     source = check_out(tmp_path, edited.commit)
     (tmp_path / "project" / "train.py").write_text("4")
     assert (source / "train.py").read_text() == "3"
+
+
+def test_git_that_refuses_the_checkout_of_another_user_is_an_error(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "train.py").write_text("1")
+    make_repository(tmp_path, "train.py", "2")
+    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path)
+    for variable in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(variable, os.devnull)
+    assert find_commit("HEAD") == snapshot() != ""
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(UserError, match=r"another user.*--add safe\.directory /"):
+        find_commit("HEAD")
+    with pytest.raises(UserError, match="another user"):
+        snapshot()
 
 
 # Code as an idea

@@ -110,7 +110,9 @@ def compare(
             # A test replaces these words if the scores differ.
             words = "the same score for every seed: no verdict"
         verdicts[name] = Verdict(arm.mean - baseline.mean, words, baseline.mean)
-    return verdicts | _test(baseline, judged, level)
+    if judged:
+        verdicts |= _test(baseline, judged, level)
+    return verdicts
 
 
 def _obstacle(baseline: Sample, arm: Sample) -> str:
