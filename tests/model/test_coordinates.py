@@ -1,4 +1,4 @@
-"""muP: in a few steps activations move alike at every width, and only under muP.
+"""muP: in a few steps, activations move equally far at every width, but only with muP.
 
 Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1.
 """
@@ -6,6 +6,7 @@ Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1.
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,22 +26,21 @@ HEAD_SIZE = 16
 
 
 def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Array]:
-    """Returns what each branch of each layer adds, and the logits."""
+    """Return what each branch of each layer adds to the residual stream, and the logits."""
     logits, captured = model.apply(
         {"params": params},
         tokens,
         capture_intermediates=lambda module, _: module.name in ("attn", "mlp"),
     )
-    found = {"logits": logits}
-    for layer, modules in captured["intermediates"].items():
-        for branch, outputs in modules.items():
-            out = outputs["__call__"][0]
-            found[f"{layer}/{branch}"] = out[0] if isinstance(out, tuple) else out
-    return found
+    outputs = {"logits": logits}
+    for layer, branches in captured["intermediates"].items():
+        for branch, calls in branches.items():
+            (outputs[f"{layer}/{branch}"],) = calls["__call__"]
+    return outputs
 
 
 def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
-    """Returns the mean absolute change of every activation after `STEPS` steps."""
+    """Return the mean absolute change of every activation after `STEPS` steps."""
     changes = f"""
         model.embed_dim={width} model.num_heads={width // HEAD_SIZE}
         model.context_length={LENGTH} model.mup_base_width={BASE if is_mup else 0}
@@ -49,35 +49,38 @@ def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
     config = config_of("default", changes)
     program = Program.from_config(config, jax.devices()[:1])
     state = program.init_state()
-    tokens = (
-        np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
-    )
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
     batch = program.backend.put_batch(batch_of(tokens))
-    look = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
-    before = jax.device_get(look(state.params))
+    run = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
+    before = run(state.params)
     step = program.compile_train(state, batch)
     for _ in range(STEPS):
         state, _ = step(state, batch)
-    after = jax.device_get(look(state.params))
-    return {name: float(np.abs(after[name] - before[name]).mean()) for name in before}
+    after = run(state.params)
+    return jax.tree.map(lambda x, y: float(jnp.abs(y - x).mean()), before, after)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_activations_of_every_width_move_alike_under_mup_and_grow_without(optimizer):
-    def powers(is_mup):  # of the width, with which each activation's movement grows
-        moved = [movement(width, is_mup, optimizer) for width in WIDTHS]
-        logs = {name: [math.log(each[name]) for each in moved] for name in moved[0]}
-        return {
-            name: np.polyfit(np.log(WIDTHS), log, 1)[0] for name, log in logs.items()
-        }
+    def powers(is_mup):
+        """Return the powers of the width with which activations' movements grow."""
+        movements = [movement(width, is_mup, optimizer) for width in WIDTHS]
+        powers = {}
+        for name in movements[0]:
+            logs = [math.log(by_activation[name]) for by_activation in movements]
+            powers[name], _ = np.polyfit(np.log(WIDTHS), logs, 1)
+        return powers
 
-    wide = powers(True)
-    plain = powers(False)
-    branches = [name for name in wide if name != "logits"]
-    assert len(branches) == 4
-    assert all(abs(power) < 0.4 for power in wide.values()), wide
-    # Adam's updates line up with their inputs; Muon's grow by the root of the width, and the
-    # products of two such kernels in a branch by the width.
+    mup = powers(is_mup=True)
+    assert len(mup) == 5
+    for name, power in mup.items():
+        assert abs(power) < 0.4, name
+    plain = powers(is_mup=False)
+    del plain["logits"]
+    # Adam's updates are aligned with their inputs. Muon's updates grow with the root of the width,
+    # and the product of two such kernels in a branch grows with the width.
     least = 1.0 if optimizer == "adamw" else 0.7
-    assert all(plain[name] > least for name in branches), plain
+    for name, power in plain.items():
+        assert power > least, name

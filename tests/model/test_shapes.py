@@ -1,4 +1,4 @@
-"""Shapes and types at every border, at OpenAI's sizes; a wrong one raises. Almost nothing runs."""
+"""Shapes and types: known ones at OpenAI's sizes, and errors for wrong ones. Little is computed."""
 
 import dataclasses
 from functools import partial
@@ -14,7 +14,8 @@ import pytest
 from gpt2.config import SIZES
 from gpt2.model import KVCache, extend, layers, num_params
 from gpt2.model.attention import Attention
-from gpt2.model.seams import Context, Heads, Ingredient
+from gpt2.model.gpt import make_context
+from gpt2.model.seams import Heads, Ingredient
 from gpt2.ops import Ops, plain
 from gpt2.ops.head_loss import head_loss
 from gpt2.ops.linear import linear
@@ -24,9 +25,7 @@ from gpt2.parallel.kernels import get_attention
 from gpt2.training.program import Program
 from tests.helpers import configured, thorough
 
-TOTALS = dict(
-    zip(SIZES, (124_439_808, 354_823_168, 774_030_080, 1_557_611_200), strict=True)
-)
+TOTALS = {"gpt2-124m": 124_439_808, "gpt2-1558m": 1_557_611_200}
 T = 1024
 V = 50257
 IMPLEMENTATIONS = ("plain", "blocked", "splash")
@@ -39,13 +38,12 @@ each_model = pytest.mark.parametrize(
 )
 
 
-def array(dtype, *shape):
-    return jax.ShapeDtypeStruct(shape, dtype)
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, "int32")
 
 
-ints, floats, halves = (
-    partial(array, dtype) for dtype in ("int32", "float32", "bfloat16")
-)
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 def assert_same(actual, expected):
@@ -54,22 +52,26 @@ def assert_same(actual, expected):
 
 def known_parameters(size, scanned):
     L, N, D = SIZES[size]
-    (H, F), ln = (D // N, 4 * D), {"scale": floats(D), "bias": floats(D)}
-    qkv = {"kernel": floats(D, 3, N, H), "bias": floats(3, N, H)}
-    out = {"kernel": floats(N, H, D), "bias": floats(D)}
-    widen = {"kernel": floats(D, F), "bias": floats(F)}
-    narrow = {"kernel": floats(F, D), "bias": floats(D)}
-    attn = {"c_attn": qkv, "c_proj": out}
-    mlp = {"c_fc": widen, "c_proj": narrow}
+    H = D // N
+    F = 4 * D
+
+    def linear(*kernel, bias):
+        return {"kernel": floats(*kernel), "bias": floats(*bias)}
+
+    ln = {"scale": floats(D), "bias": floats(D)}
+    qkv = linear(D, 3, N, H, bias=(3, N, H))
+    attn = {"c_attn": qkv, "c_proj": linear(N, H, D, bias=(D,))}
+    mlp = {"c_fc": linear(D, F, bias=(F,)), "c_proj": linear(F, D, bias=(D,))}
     layer = {"ln_1": ln, "attn": attn, "ln_2": ln, "mlp": mlp}
-    rest = {
-        "wte": {"embedding": floats(V, D)},
-        "wpe": {"embedding": floats(T, D)},
-        "ln_f": ln,
-    }
+    params = {"ln_f": ln}
+    params["wte"] = {"embedding": floats(V, D)}
+    params["wpe"] = {"embedding": floats(T, D)}
     if scanned:
-        return rest | {"h": jax.tree.map(lambda x: floats(L, *x.shape), layer)}
-    return rest | {f"h_{i}": layer for i in range(L)}
+        params["h"] = jax.tree.map(lambda x: floats(L, *x.shape), layer)
+        return params
+    for number in range(L):
+        params[f"h_{number}"] = layer
+    return params
 
 
 @each_model
@@ -88,28 +90,29 @@ def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_n
     assert_same(state.params, known_parameters(size, scanned))
     for moment in ("mu", "nu"):
         assert_same(optax.tree.get(state.opt_state, moment), state.params)
-    assert all(len(x.sharding.spec) == x.ndim for x in jax.tree.leaves(state.params))
-    assert state.step.dtype == "int32" and not state.step.shape
+    for leaf in jax.tree.leaves(state.params):
+        assert len(leaf.sharding.spec) == leaf.ndim
+    assert_same(state.step, ints())
     assert state.loss_scale is None
 
 
 def attend(name):
-    """Returns attention of queries, keys and values that an ingredient gives."""
+    """Return a function that applies attention to queries, keys and values."""
+    module = Attention(CONFIG, Ops(attention=get_attention(name, "cpu")))
+    x = jnp.zeros((2, 128, 32))
+    context = make_context(jnp.zeros((2, 128), int))
 
     def attended(q, k, v):
-        extra = Ingredient(CONFIG)
-        extra.heads = lambda *_: Heads(q, k, v)
-        ops = Ops(attention=get_attention(name, "cpu"))
-        context = Context(jnp.zeros((2, 128), int), jnp.arange(128)[None])
-        with mock.patch("gpt2.model.attention.ingredients_of", lambda _: (extra,)):
-            make = Attention(CONFIG, ops).init_with_output
-            return make(jax.random.key(0), jnp.zeros((2, 128, 32)), context)[0]
+        ingredient = Ingredient(CONFIG)
+        ingredient.heads = lambda *_: Heads(q, k, v)
+        with mock.patch("gpt2.model.attention.ingredients_of", lambda _: [ingredient]):
+            return module.init_with_output(jax.random.key(0), x, context)
 
     return attended
 
 
 def small(accumulate_steps=1):
-    """The program of a small model: B 2, T 8 of 16, D 32, N 2, H 16, V 300."""
+    """Return the program of a small model: B 2, T 8 of 16, D 32, N 2, H 16, V 300."""
     config = configured(f"""
         model.vocab_size=300 model.context_length=16 model.num_layers=2
         model.num_heads=2 model.embed_dim=32 data.batch_size=2
@@ -128,21 +131,23 @@ def cache_of(batch_size, **changes):
     return jax.eval_shape(partial(KVCache.create, config, batch_size, 16))
 
 
-def module(kind, *fields):
-    made = kind(CONFIG, Ops(), *fields)
-    return lambda *args: made.init_with_output(jax.random.key(0), *args)[0]
+def apply_mlp(x):
+    return layers.MLP(CONFIG, Ops()).init_with_output(jax.random.key(0), x)
 
 
 CPU = VARIANTS["cpu"]
+apply_linear = partial(linear, dtype="float32", variants=CPU)
+apply_norm = partial(norm, dtype="float32", variants=CPU)
 
 
 def score(hidden, table):
     def loss(logits, rows):
         return plain.cross_entropy(plain.hide_padding(logits, 11), rows)
 
-    how = dict(dtype="float32", variants=CPU, num_rows=512)
     rows = {"targets": jnp.zeros((2, 8), jnp.int32)}
-    return head_loss(loss, hidden, table, rows, **how)
+    return head_loss(
+        loss, hidden, table, rows, dtype="float32", variants=CPU, num_rows=512
+    )
 
 
 def loss_of_model(params, tokens, targets):
@@ -159,106 +164,107 @@ def on_batch(step):
     return lambda state, *arrays: step(state, dict(zip(names, arrays, strict=True)))
 
 
-def all_of(make, *others):
-    return [make(*shape) for shape in others]
+BORDERS = {}  # by name: a function, its arguments, and wrong arguments by index
+
+
+def border(name, function, *arguments, **wrong):
+    """Add a border. `wrong` are lists of wrong arguments, by the position of an argument."""
+    BORDERS[name] = function, arguments, wrong
 
 
 X = floats(2, 8, 32)
 ROWS = ints(2, 8)
 LENGTHS = ints(2)
 Q = floats(2, 128, 2, 16)
-W = floats(32, 3, 5)
-WB = floats(3, 5)
+KERNEL = floats(32, 3, 5)
+BIAS = floats(3, 5)
 VECTOR = floats(32)
 TABLE = floats(12, 32)
-# What is wrong in the place of each: first whatever broadcasts.
-NOT_X = all_of(floats, (2, 8, 1), (2, 8, 31))
-NOT_ROWS = [*all_of(ints, (1, 8), (2, 1), (8,), (2, 8, 1)), floats(2, 8)]
+CACHE = cache_of(2)
+# Wrong arguments. The first ones of each list would broadcast.
+NOT_X = [floats(2, 8, 1), floats(2, 8, 31)]
+NOT_ROWS = [ints(1, 8), ints(2, 1), ints(8), ints(2, 8, 1), floats(2, 8)]
 NOT_TOKENS = [ints(8), ints(2, 8, 1), ints(2, 17), floats(2, 8)]
-NOT_LENGTHS = all_of(ints, (1,), (2, 1))
-NOT_Q = all_of(floats, (1, 128, 2, 16), (2, 1, 2, 16), (2, 128, 2, 1))
-NOT_Q += [floats(2, 128, 32), halves(2, 128, 2, 16)]
+NOT_LENGTHS = [ints(1), ints(2, 1)]
+NOT_Q = [floats(1, 128, 2, 16), floats(2, 1, 2, 16), floats(2, 128, 2, 1)]
+NOT_Q.append(floats(2, 128, 32))
+NOT_Q.append(jax.ShapeDtypeStruct(Q.shape, "bfloat16"))
 NOT_K = [*NOT_Q, floats(2, 128, 1, 16), floats(2, 128, 3, 16)]
-NOT_CACHE = [cache_of(1), cache_of(2).replace(length=ints(1))]
-NOT_CACHE += [cache_of(2, num_heads=4), cache_of(2, compute_dtype="bfloat16")]
-NOT_VECTOR = all_of(floats, (), (1,), (8, 32))
-NOT_BIAS = all_of(floats, (), (5,), (8, 3, 5))
-NOT_W = [floats(1, 3, 5), floats(5, 32)]
-NOT_TABLE = all_of(floats, (10, 32), (12, 1), (32, 12))
-EXTEND = (STATE.params, ROWS, LENGTHS, cache_of(2))
-NOT_BATCH = NOT_ROWS, NOT_ROWS, NOT_ROWS
-BORDERS = {
-    "apply": (MODEL.apply, (PARAMS, ROWS), (), NOT_TOKENS),
-    "loss": (
-        loss_of_model,
-        (PARAMS, ROWS, ROWS),
-        (),
-        NOT_ROWS,
-        NOT_ROWS,
-    ),
-    "extend": (
-        partial(extend, MODEL),
-        EXTEND,
-        (),
-        NOT_TOKENS,
-        NOT_LENGTHS,
-        NOT_CACHE,
-    ),
-    "MLP": (module(layers.MLP), (X,), [*NOT_X, floats(8, 32)]),
-    "segments": (in_segments, (PARAMS, ROWS, ROWS), (), NOT_TOKENS, NOT_ROWS),
-    "linear": (
-        partial(linear, dtype="float32", variants=CPU),
-        (X, W, WB),
-        NOT_X,
-        NOT_W,
-        NOT_BIAS,
-    ),
-    "norm": (
-        partial(norm, dtype="float32", variants=CPU),
-        (X, VECTOR, VECTOR),
-        [*NOT_X, ints(2, 32)],
-        NOT_VECTOR,
-        NOT_VECTOR,
-    ),
-    "head_loss": (
-        score,
-        (X, TABLE),
-        [*NOT_X, floats(8, 32)],
-        NOT_TABLE,
-    ),
-    "train": (on_batch(small().train_step), (STATE, ROWS, ROWS, ROWS), (), *NOT_BATCH),
-    "train 2": (
-        on_batch(small(2).train_step),
-        (STATE, ROWS, ROWS, ROWS),
-        (),
-        *NOT_BATCH,
-    ),
-    "eval": (
-        on_batch(small().eval_step),
-        (STATE.params, ROWS, ROWS, ROWS),
-        (),
-        *NOT_BATCH,
-    ),
+NOT_CACHE = [cache_of(1), CACHE.replace(length=ints(1))]
+NOT_CACHE.append(cache_of(2, num_heads=4))
+NOT_CACHE.append(cache_of(2, compute_dtype="bfloat16"))
+NOT_VECTOR = [floats(), floats(1), floats(8, 32)]
+NOT_BIAS = [floats(), floats(5), floats(8, 3, 5)]
+NOT_KERNEL = [floats(1, 3, 5), floats(5, 32)]
+NOT_TABLE = [floats(10, 32), floats(12, 1), floats(32, 12)]
+
+border("apply", MODEL.apply, PARAMS, ROWS, second=NOT_TOKENS)
+border("loss", loss_of_model, PARAMS, ROWS, ROWS, second=NOT_ROWS, third=NOT_ROWS)
+border(
+    "extend",
+    partial(extend, MODEL),
+    STATE.params,
+    ROWS,
+    LENGTHS,
+    CACHE,
+    second=NOT_TOKENS,
+    third=NOT_LENGTHS,
+    fourth=NOT_CACHE,
+)
+border("MLP", apply_mlp, X, first=[*NOT_X, floats(8, 32)])
+border("segments", in_segments, PARAMS, ROWS, ROWS, second=NOT_TOKENS, third=NOT_ROWS)
+border(
+    "linear",
+    apply_linear,
+    X,
+    KERNEL,
+    BIAS,
+    first=NOT_X,
+    second=NOT_KERNEL,
+    third=NOT_BIAS,
+)
+border(
+    "norm",
+    apply_norm,
+    X,
+    VECTOR,
+    VECTOR,
+    first=[*NOT_X, ints(2, 32)],
+    second=NOT_VECTOR,
+    third=NOT_VECTOR,
+)
+border("head_loss", score, X, TABLE, first=[*NOT_X, floats(8, 32)], second=NOT_TABLE)
+STEPS = {
+    "train": (small().train_step, STATE),
+    "train 2": (small(accumulate_steps=2).train_step, STATE),
+    "eval": (small().eval_step, STATE.params),
 }
-for name in IMPLEMENTATIONS:
-    BORDERS[name] = (
-        attend(name),
-        (Q, Q, Q),
-        NOT_Q,
-        NOT_K,
-        NOT_K,
+for name, (step, state) in STEPS.items():
+    border(
+        name,
+        on_batch(step),
+        state,
+        ROWS,
+        ROWS,
+        ROWS,
+        second=NOT_ROWS,
+        third=NOT_ROWS,
+        fourth=NOT_ROWS,
     )
+for name in IMPLEMENTATIONS:
+    border(name, attend(name), Q, Q, Q, first=NOT_Q, second=NOT_K, third=NOT_K)
+
+POSITIONS = ("first", "second", "third", "fourth")
 
 
 @pytest.mark.parametrize("name", BORDERS)
 def test_a_wrong_shape_or_type_is_refused_where_the_right_one_passes(name):
-    function, right, *wrong = BORDERS[name]
+    function, right, wrong = BORDERS[name]
     jax.eval_shape(function, *right)
-    for index, others in enumerate(wrong):
+    for position, others in wrong.items():
         for other in others:
-            arguments = (*right[:index], other, *right[index + 1 :])
+            arguments = [*right]
+            arguments[POSITIONS.index(position)] = other
             with pytest.raises(WRONG):
-                taken = jax.eval_shape(function, *arguments)
-                pytest.fail(
-                    f"{name} takes {other} as argument {index} and gives {taken}"
-                )
+                result = jax.eval_shape(function, *arguments)
+                pytest.fail(f"{name} accepts {other} as {position} argument: {result}")
