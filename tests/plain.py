@@ -1,6 +1,6 @@
-"""The model with all of its switches in plain numpy and float64, after the papers.
+"""The model with all of its switches, written after the papers in plain numpy and float64.
 
-It shares no code with the project: one position, head and layer after another.
+It shares no code with the project, and computes one position, head and layer at a time.
 """
 
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Existing:
-    """A config in which options that there are not are None: an ingredient may be deleted."""
+    """A config whose options that do not exist are None, so that ingredients can be deleted."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -19,16 +19,17 @@ class Existing:
 
 
 def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
-    """Returns the logits [T, V] of one sequence.
+    """Return the logits `[T, V]` of one sequence.
 
     Args:
-        cfg: a `GPTConfig`, read for its options alone.
-        params: layers unrolled, numpy arrays.
-        tokens: [T] integers.
-        factors: what dropout multiplies by, 0 or 1 / (1 - p), in the order of GPT-2's code: of the
-            embedding [T, D], and in each layer of the weights [N, T, T] and of both branches.
-        drops: whether experts have a capacity.
-        routed: a list that gets each layer's `routing`.
+        cfg: a `GPTConfig`, of which only options are read.
+        params: numpy arrays, of unrolled layers.
+        tokens: `[T]` integers.
+        factors: the factors of dropout, 0 or 1 / (1 - p), in the order of GPT-2's code: of the
+            embedding `[T, D]`, and in each layer of the attention weights `[N, T, T]` and of the
+            outputs of both branches, `[T, D]`.
+        drops: whether experts have a capacity, and so may drop tokens.
+        routed: a list to which each layer's `routing` is appended.
     """
     cfg = Existing(cfg)
     T = len(tokens)
@@ -41,10 +42,10 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
     def second_branch(params, x):
         if not cfg.num_experts:
             return mlp(cfg, params, x)
-        found = routing(cfg, params, x, drops)
+        routing = route(cfg, params, x, drops)
         if routed is not None:
-            routed.append(found)
-        return mixture(cfg, params, x, found)
+            routed.append(routing)
+        return mixture(cfg, params, x, routing)
 
     embeddings = params["wte"]["embedding"][tokens]
     x = embeddings.copy()
@@ -55,22 +56,21 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
     if cfg.bigram_embeddings:
         for t in range(T):
             before = int(tokens[t - 1]) if t else cfg.vocab_size
-            row = (
-                (36313 * int(tokens[t]) ^ 27191 * before)
-                % 2**32
-                % cfg.bigram_embeddings
-            )
+            mixed = 36313 * int(tokens[t]) ^ 27191 * before
+            row = mixed % 2**32 % cfg.bigram_embeddings
             x[t] += params["bigram"]["embedding"][row]
     if cfg.position == "learned":
         x = x + params["wpe"]["embedding"][:T]
     x = drop(x)
-    x = np.array([x] * cfg.hyper_connections) if cfg.hyper_connections else x
+    if cfg.hyper_connections:
+        x = np.array([x] * cfg.hyper_connections)
     embedded = x
     first_values = None
     middle = None
     for layer in range(cfg.num_layers):
         block = params[f"h_{layer}"]
-        middle = x if layer == cfg.num_layers // 2 else middle
+        if layer == cfg.num_layers // 2:
+            middle = x
         if cfg.embedding_skip:
             own, skip = block["embedding_skip"]["weights"]
             x = own * x + skip * embedded
@@ -81,7 +81,8 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
             )
             x = norm(cfg, block["ln_1"], add(drop(y)))
             before, add = connect(cfg, block, "connect_2", x)
-            x = norm(cfg, block["ln_2"], add(drop(second_branch(block["mlp"], before))))
+            y = second_branch(block["mlp"], before)
+            x = norm(cfg, block["ln_2"], add(drop(y)))
             continue
         y = norm(cfg, block["ln_1"], before)
         y, first_values = attention(
@@ -92,7 +93,8 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
         x = add(drop(y))
         between, add = connect(cfg, block, "connect_2", x)
         read = before if cfg.parallel_block else between
-        y = second_branch(block["mlp"], norm(cfg, block["ln_2"], read))
+        y = norm(cfg, block["ln_2"], read)
+        y = second_branch(block["mlp"], y)
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_2_post"], y)
         x = add(drop(y))
@@ -102,99 +104,106 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
         x = x.mean(0)
     if cfg.norm_position != "post":
         x = norm(cfg, params["ln_f"], x)
-    head = params["wte" if cfg.tie_embeddings else "lm_head"]["embedding"]
+    head = params["wte"] if cfg.tie_embeddings else params["lm_head"]
     if cfg.mup_base_width:  # Yang et al. 2022, table 8
         x = x * cfg.mup_base_width / D
-    return cap(x @ head.T, cfg.logit_softcap)
+    logits = x @ head["embedding"].T
+    return cap(logits, cfg.logit_softcap)
 
 
 def connect(cfg, block, name, x):
-    """Returns what a branch reads of streams [n, T, D], and what adds its output to them.
+    """Return the input of a branch, and a function that adds its output to the streams.
 
-    Zhu et al. 2024, equations 10 to 13; without hyper-connections the residual stream [T, D].
+    Streams are `[n, T, D]`: Zhu et al. 2024, equations 10 to 13. Without hyper-connections there is
+    one residual stream `[T, D]`.
     """
     n = cfg.hyper_connections
     if not n:
         return x, lambda y: x + y
     params = block[name]
-    shape = x.shape
-    read = np.zeros(shape[1:])
-    mixed = np.zeros(shape)
-    written = np.zeros((*shape[:2], 1))
-    for t in range(shape[1]):
-        moved = np.tanh(
-            norm(cfg, params["norm"], x[:, t]) @ params["by_stream"]
-        )  # [n, n + 2]
-        reading = params["weights"][0] + params["scales"][0] * moved[:, 0]
-        mixing = params["weights"][1:-1].T + params["scales"][0] * moved[:, 1:-1]
-        written[:, t, 0] = params["weights"][-1] + params["scales"][1] * moved[:, -1]
+    for_input, *for_mix, for_output = params["weights"]
+    for_mix = np.transpose(for_mix)
+    scale, output_scale = params["scales"]
+    _, T, D = x.shape
+    read = np.zeros((T, D))
+    mixed = np.zeros((n, T, D))
+    written = np.zeros((n, T, 1))
+    for t in range(T):
+        normalized = norm(cfg, params["norm"], x[:, t])
+        dynamic = np.tanh(normalized @ params["by_stream"])  # [n, n + 2]
+        reading = for_input + scale * dynamic[:, 0]
+        mixing = for_mix + scale * dynamic[:, 1:-1]
+        written[:, t, 0] = for_output + output_scale * dynamic[:, -1]
         read[t] = reading @ x[:, t]
         mixed[:, t] = mixing.T @ x[:, t]
     return read, lambda y: mixed + written * y
 
 
 def norm(cfg, params, x, kind=None):
-    """LayerNorm or RMSNorm of the last axis."""
+    """Apply LayerNorm or RMSNorm to the last axis."""
     kind = kind or cfg.norm
     if kind == "layernorm":
         x = x - x.mean(-1, keepdims=True)
-    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.norm_eps) * params["scale"]
-    return x + params["bias"] if "bias" in params else x
+    mean_square = (x * x).mean(-1, keepdims=True)
+    x = x / np.sqrt(mean_square + cfg.norm_eps)
+    return x * params["scale"] + params.get("bias", 0.0)
 
 
 def linear(params, x, num_contract=1):
     y = np.tensordot(x, params["kernel"], num_contract)
-    return y + params["bias"] if "bias" in params else y
+    return y + params.get("bias", 0.0)
 
 
 def attention(cfg, params, x, tokens, layer, first_values, factors):
     T = len(x)
     N = cfg.num_heads
     H = cfg.head_dim or cfg.embed_dim // cfg.num_heads
-    kept = next(factors, np.ones((N, T, T)))
+    factor = next(factors, np.ones((N, T, T)))
     if "c_attn" in params:
         q, k, v = np.moveaxis(linear(params["c_attn"], x), 1, 0)
     else:
-        q, (k, v) = (
-            linear(params["c_q"], x),
-            np.moveaxis(linear(params["c_kv"], x), 1, 0),
-        )
+        q = linear(params["c_q"], x)
+        k, v = np.moveaxis(linear(params["c_kv"], x), 1, 0)
     if cfg.value_residual:
-        first_values = v if first_values is None else first_values
+        if first_values is None:
+            first_values = v
         own, first = params["value_residual"]["weights"]
         v = own * v + first * first_values
     if cfg.value_embeddings:
         own, other = params["value_mix"]["weights"]
-        v = own * v + other * params["value_embedding"]["embedding"][tokens].reshape(
-            v.shape
-        )
+        rows = params["value_embedding"]["embedding"][tokens]
+        v = own * v + other * rows.reshape(v.shape)
     if cfg.qk_norm:
         q = norm(cfg, params["q_norm"], q, "rmsnorm")
         k = norm(cfg, params["k_norm"], k, "rmsnorm")
     if cfg.position == "rope":
-        q, k = rotate(cfg, q), rotate(cfg, k)
+        q = rotate(cfg, q)
+        k = rotate(cfg, k)
+    scale = 8 / H if cfg.mup_base_width else 1 / math.sqrt(H)
     letters = cfg.window_pattern * cfg.num_layers
     window = cfg.window if cfg.window and letters[layer] == "S" else T
     out = np.zeros((T, N, H))
     for n in range(N):
-        kv = n * k.shape[1] // N  # which head of keys and values
+        kv = n * k.shape[1] // N  # the head of keys and values
         for t in range(T):
-            first = max(0, t - window + 1)
-            scale = 8 / H if cfg.mup_base_width else 1 / math.sqrt(H)
-            scores = cap(k[first : t + 1, kv] @ q[t, n] * scale, cfg.attention_softcap)
+            seen = np.arange(max(0, t - window + 1), t + 1)
+            scores = k[seen, kv] @ q[t, n] * scale
+            scores = cap(scores, cfg.attention_softcap)
             if cfg.position == "alibi":
-                scores = scores + ALIBI[N][n] * (np.arange(first, t + 1) - t)
+                scores = scores + ALIBI[N][n] * (seen - t)
             weights = np.exp(scores - scores.max())
-            total = 0.0
+            total = weights.sum()
             if cfg.attention_sink:
-                total = np.exp(params["sinks"][n] - scores.max())
-            weights = weights / (weights.sum() + total) * kept[n, t, first : t + 1]
-            out[t, n] = weights @ v[first : t + 1, kv]
+                total += np.exp(params["sinks"][n] - scores.max())
+            weights = weights / total * factor[n, t, seen]
+            y = weights @ v[seen, kv]
             if cfg.exclusive_attention:  # Zhai 2026, section 3
                 own = v[t, kv] / np.linalg.norm(v[t, kv])
-                out[t, n] -= (out[t, n] @ own) * own
+                y = y - (y @ own) * own
+            out[t, n] = y
     if cfg.attention_gate:  # Qiu et al. 2025, equation 5
-        out = out * sigmoid(linear(params["c_gate"], x))[..., None]
+        gate = sigmoid(linear(params["c_gate"], x))
+        out = out * gate[..., None]
     return linear(params["c_proj"], out, num_contract=2), first_values
 
 
@@ -202,30 +211,32 @@ def attention(cfg, params, x, tokens, layer, first_values, factors):
 ALIBI = {
     4: [2**-2, 2**-4, 2**-6, 2**-8],
     8: [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8],
-    # The paper's code, for a number that is no power of two: those of 4, then every second of 8.
+    # As in the paper's code for a number that is not a power of two: the slopes of 4 heads, and
+    # then every second slope of 8 heads.
     6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
 }
 
 
 def rotate(cfg, x):
-    """Su et al. 2021, equation 34, with the first R dimensions paired as halves (GPT-NeoX)."""
+    """Rotate the first R dimensions in pairs of i and i + R / 2 (Su et al. 2021, equation 34)."""
     T = len(x)
     R = int(cfg.rope_share * x.shape[-1])
     y = x.copy()
     for t in range(T):
         for i in range(R // 2):
             angle = t * frequency(cfg, i, R)
-            a = x[t, :, i]
-            b = x[t, :, i + R // 2]
-            y[t, :, i] = a * math.cos(angle) - b * math.sin(angle)
-            y[t, :, i + R // 2] = b * math.cos(angle) + a * math.sin(angle)
+            cos = math.cos(angle)
+            sin = math.sin(angle)
+            j = i + R // 2
+            y[t, :, i] = x[t, :, i] * cos - x[t, :, j] * sin
+            y[t, :, j] = x[t, :, j] * cos + x[t, :, i] * sin
     if cfg.rope_scaling == "yarn":  # Peng et al. 2023, equation 22: 1 / sqrt(t)
         y[..., :R] *= 0.1 * math.log(cfg.rope_factor) + 1
     return y
 
 
 def frequency(cfg, i, R):
-    """The angle per token of pair i, scaled as the code of Llama 3.1 and of YaRN have it."""
+    """Return the angle per token of pair i, scaled as in the code of Llama 3.1 or of YaRN."""
     f = cfg.rope_base ** (-2 * i / R)
     wavelength = 2 * math.pi / f
     factor = cfg.rope_factor
@@ -233,11 +244,8 @@ def frequency(cfg, i, R):
     if cfg.rope_scaling == "yarn":  # `find_correction_range` and `linear_ramp_mask`
 
         def dimension(turns):
-            return (
-                R
-                * math.log(context / (turns * 2 * math.pi))
-                / (2 * math.log(cfg.rope_base))
-            )
+            tokens = context / (2 * math.pi * turns)
+            return R / 2 * math.log(tokens, cfg.rope_base)
 
         low = max(math.floor(dimension(32)), 0)
         high = min(math.ceil(dimension(1)), R - 1)
@@ -252,19 +260,22 @@ def frequency(cfg, i, R):
 
 
 def mlp(cfg, params, x):
-    value = linear(params["c_fc"], x)
+    activation = ACTIVATIONS[cfg.activation]
+    hidden = linear(params["c_fc"], x)
     if "c_gate" in params:  # Shazeer 2020, equation 6
         gate = linear(params["c_gate"], x)
-        return linear(params["c_proj"], ACTIVATIONS[cfg.activation](gate) * value)
-    return linear(params["c_proj"], ACTIVATIONS[cfg.activation](value))
+        hidden = activation(gate) * hidden
+    else:
+        hidden = activation(hidden)
+    return linear(params["c_proj"], hidden)
 
 
-def routing(cfg, params, x, drops):
-    """Returns the router's logits [T, E], and for each token what it asks of which expert.
+def route(cfg, params, x, drops):
+    """Return the router's logits `[T, E]`, and for each token the weights of its experts.
 
-    A token asks the K likeliest experts, and those give nothing that have their share of tokens
-    already: as many as there would be for each, times the capacity. Fedus et al. 2021, equations
-    2 and 3; of several, weights are shares of what they have together.
+    A token selects the K most likely experts (Fedus et al. 2021, equations 2 and 3). If K is above
+    1, their weights are divided by the sum. The weight of an expert is 0 if it has no room: each
+    has room for an equal part of all choices, times the capacity.
     """
     T = len(x)
     E = cfg.num_experts
@@ -273,41 +284,52 @@ def routing(cfg, params, x, drops):
     room = np.full(E, T)
     if drops and cfg.expert_capacity:
         room[:] = min(T, math.ceil(cfg.expert_capacity * T * K / E))
-    asked = []
+    weights_by_token = []
     for t in range(T):
-        probabilities = np.exp(logits[t]) / np.exp(logits[t]).sum()
-        chosen = sorted(range(E), key=lambda e: -logits[t, e])[:K]
-        whole = probabilities[chosen].sum() if K > 1 else 1.0
-        each = {}
-        for e in chosen:
-            each[e] = probabilities[e] / whole if room[e] else 0.0
-            room[e] -= room[e] > 0
-        asked.append(each)
-    return logits, asked
+        probabilities = softmax(logits[t])
+        chosen = np.argsort(-logits[t], kind="stable")[:K]
+        total = probabilities[chosen].sum() if K > 1 else 1.0
+        weights = {}
+        for e in chosen.tolist():
+            weights[e] = 0.0
+            if room[e]:
+                weights[e] = probabilities[e] / total
+                room[e] -= 1
+        weights_by_token.append(weights)
+    return logits, weights_by_token
 
 
-def mixture(cfg, params, x, routed):
-    """Returns the weighted sum of what its experts make of each token."""
+def mixture(cfg, params, x, routing):
+    """Return the weighted sum of the outputs of each token's experts, `[T, D]`."""
+    _, weights_by_token = routing
     out = np.zeros(x.shape)
-    for t, each in enumerate(routed[1]):
-        for e, weight in each.items():
-            own = {
-                name: {leaf: values[e] for leaf, values in linear.items()}
-                for name, linear in params["experts"].items()
-            }
-            out[t] += weight * mlp(cfg, own, x[t])
+    for t, weights in enumerate(weights_by_token):
+        for e, weight in weights.items():
+            expert = {}
+            for name, stacked in params["experts"].items():
+                expert[name] = {leaf: values[e] for leaf, values in stacked.items()}
+            out[t] += weight * mlp(cfg, expert, x[t])
     return out
 
 
-def router_losses(routed):
-    """Returns a row's balance loss (Fedus et al. 2021, equation 4) and mean z-loss."""
-    logits, asked = routed
-    E = logits.shape[1]
-    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    choices = [e for each in asked for e in each]
-    shares = np.array([choices.count(e) for e in range(E)]) / len(choices)
-    balance = E * shares @ probabilities.mean(0)
-    return balance, np.mean(np.log(np.exp(logits).sum(1)) ** 2)
+def router_losses(routing):
+    """Return a row's balance loss (Fedus et al. 2021, equation 4) and its mean z-loss."""
+    logits, weights_by_token = routing
+    T, E = logits.shape
+    probabilities = np.zeros(E)
+    choices = np.zeros(E)
+    z_loss = 0.0
+    for t in range(T):
+        probabilities += softmax(logits[t]) / T
+        for e in weights_by_token[t]:
+            choices[e] += 1
+        z_loss += np.log(np.exp(logits[t]).sum()) ** 2 / T
+    balance = E * (choices / choices.sum()) @ probabilities
+    return balance, z_loss
+
+
+def softmax(x):
+    return np.exp(x) / np.exp(x).sum()
 
 
 def sigmoid(x):
@@ -315,16 +337,29 @@ def sigmoid(x):
 
 
 def gelu_tanh(x):
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return 0.5 * x * (1 + np.tanh(inner))
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def silu(x):
+    return x * sigmoid(x)
 
 
 ACTIVATIONS = {
     "gelu_tanh": gelu_tanh,
-    "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
-    "relu": lambda x: np.where(x > 0, x, 0),
-    "relu_squared": lambda x: np.where(x > 0, x, 0) ** 2,
-    "silu": lambda x: x * sigmoid(x),
-    "swiglu": lambda x: x * sigmoid(x),
+    "gelu": gelu,
+    "relu": relu,
+    "relu_squared": lambda x: relu(x) ** 2,
+    "silu": silu,
+    "swiglu": silu,
     "geglu": gelu_tanh,
 }
 
@@ -334,28 +369,35 @@ def cap(x, limit):
 
 
 def ahead_weights(options, step):
-    """Returns the weights of the tokens 2, 3, ... on, which fade on a line."""
+    """Return the weights of the losses of the tokens 2, 3, ... ahead, which fade linearly."""
     options = Existing(options)
-    left = max(0.0, 1 - step / options.ahead_fade) if options.ahead_fade else 1.0
-    return [
-        left * float(weight) for weight in (options.ahead or "").split(",") if weight
-    ]
+    if not options.ahead:
+        return []
+    remaining = 1.0
+    if options.ahead_fade:
+        remaining = max(0.0, 1 - step / options.ahead_fade)
+    return [remaining * float(weight) for weight in options.ahead.split(",")]
 
 
 def losses_ahead(logits, targets, options, segments=None):
-    """Returns the summed losses of one sequence by how far on the token is that is predicted."""
-    options = Existing(options)
+    """Return the summed losses of one sequence, by the distance of the predicted token."""
+    z_loss = Existing(options).z_loss or 0.0
+    T = len(targets)
+    if segments is None:
+        segments = np.zeros(T)
     sums = np.zeros(1 + len(ahead_weights(options, step=0)))
-    for t in range(len(targets)):
-        for k in range(min(len(sums), len(targets) - t)):
-            same = segments is None or segments[t + k] == segments[t]
-            if targets[t] >= 0 and targets[t + k] >= 0 and same:
-                z_loss = options.z_loss if k == 0 else 0.0  # of a position
-                sums[k] += loss(logits[t], targets[t + k], z_loss or 0.0)
+    for distance in range(len(sums)):
+        for t in range(T - distance):
+            target = targets[t + distance]
+            is_same = segments[t + distance] == segments[t]
+            if targets[t] >= 0 and target >= 0 and is_same:
+                sums[distance] += loss(logits[t], target, z_loss)
+        z_loss = 0.0  # counts once for each position
     return sums
 
 
 def loss(logits, target, z_loss=0.0):
-    """Returns the loss of one position: cross-entropy and z-loss."""
-    log_normaliser = math.log(np.exp(logits - logits.max()).sum()) + logits.max()
+    """Return the loss of one position: cross-entropy and z-loss."""
+    largest = logits.max()
+    log_normaliser = math.log(np.exp(logits - largest).sum()) + largest
     return log_normaliser - logits[target] + z_loss * log_normaliser**2
