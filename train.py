@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 @distributed.ends_together()
 def main() -> int:
-    """Run one training run, phase by phase, and returns the exit code of the program."""
+    """Run one training run, phase by phase, and return the exit code of the program."""
     # Options: checked before any work begins.
     config = cli.parse_config()
     options = config.train
@@ -124,7 +124,7 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
 
 
 def train(run: Run, state: TrainState, start: int) -> int:
-    """Run the steps after `start`, writes the run's files and returns the exit code."""
+    """Run the steps after `start`, write the run's files and return the exit code."""
     program, batches, tasks, workdir, checkpointer, clock = run
     config = program.config
     options = program.config.train
@@ -149,7 +149,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Score the newest state, which is never saved if it has diverged."""
+        """Validate the newest state. A state that has diverged is never saved."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)

@@ -62,7 +62,7 @@ class GPT(nn.Module):
         )
         self.wte = table()
         self.lm_head = self.wte if cfg.tie_embeddings else table()
-        self.head = Head(cfg, self.ops)
+        self.logits_seam = LogitsSeam(cfg, self.ops)
 
     def __call__(
         self,
@@ -226,7 +226,7 @@ class GPT(nn.Module):
         if self.config.logit_softcap:
             logits = SoftCap(self.config.logit_softcap)(logits)
         if self._changes_logits:
-            logits = self.head(logits, context)
+            logits = self.logits_seam(logits, context)
         return logits
 
     @property
@@ -270,8 +270,8 @@ class GPT(nn.Module):
         return jax.tree.map(lambda info: PartitionSpec(*info.axes), self.parameters())
 
 
-class Head(nn.Module):
-    """What ingredients change of the logits, with their parameters."""
+class LogitsSeam(nn.Module):
+    """The seam `logits`, as a module that holds the parameters of its ingredients."""
 
     config: GPTConfig
     ops: Ops

@@ -129,7 +129,7 @@ class Ingredient:
         """Change the output `[B, T, N, H]` of attention, before its projection."""
         return y
 
-    def logits(self, head: nn.Module, logits: Array, context: Context) -> Array:
+    def logits(self, seam: nn.Module, logits: Array, context: Context) -> Array:
         """Change the float32 logits `[B, T, V or more]`, whose last columns may be padding.
 
         In `context`, `tokens` and `has_target` belong to the same rows. Training computes the

@@ -20,7 +20,7 @@ _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 _ATTENTION = (ATTENTION_LINEAR, CORE_ATTENTION, _CUDNN_ATTENTION)
 
-# `memory.remat` -> what it keeps of a block beside the block's input, if the backward pass reads
+# `memory.remat` -> what it stores of a block in addition to its input, if the backward pass reads
 # it. `none` is not here: it computes nothing again.
 KEPT: dict[str, tuple[str, ...]] = {
     "full": (),

@@ -316,16 +316,16 @@ class Factor(Ingredient):
 
     option = "attention_sink"
 
-    def logits(self, head, logits, context):
+    def logits(self, seam, logits, context):
         vocab_size = self.config.vocab_size
         init = nn.initializers.constant(2.0)
         # An axis that devices split, and that is gathered by layer.
-        factor = named_param(head, "factor", init, (vocab_size,), ("table",))
-        report(head, "factor", factor[0])
+        factor = named_param(seam, "factor", init, (vocab_size,), ("table",))
+        report(seam, "factor", factor[0])
         padding = logits.shape[-1] - vocab_size
         logits = jnp.pad(factor, (0, padding)) * logits
         squares = first_squares(logits)
-        report(head, "square", squares.sum(), squares.size, weight=SQUARE_WEIGHT)
+        report(seam, "square", squares.sum(), squares.size, weight=SQUARE_WEIGHT)
         return logits
 
 
@@ -354,7 +354,7 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report(
 
     def by_hand(params):
         logits = without.apply({"params": params}, tokens)
-        logits = params["head"]["factor"] * logits
+        logits = params["logits_seam"]["factor"] * logits
         squares = first_squares(logits).sum()
         loss, _ = plain.cross_entropy(logits, batch)
         return loss + SQUARE_WEIGHT * squares, squares
@@ -363,10 +363,10 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report(
     (expected, squares), expected_grads = step(params)
     np.testing.assert_allclose(objective, expected, rtol=1e-6)
     chex.assert_trees_all_close(grads, expected_grads, atol=1e-5)
-    assert jnp.abs(grads["head"]["factor"]).max() > 0.1
-    assert sums["head/factor"] == (2.0, 1.0)
+    assert jnp.abs(grads["logits_seam"]["factor"]).max() > 0.1
+    assert sums["logits_seam/factor"] == (2.0, 1.0)
     # The sum is logged without its weight, and is no part of the logged loss.
-    total, count = sums["head/square"]
+    total, count = sums["logits_seam/square"]
     assert count == tokens.size
     np.testing.assert_allclose(total, squares, rtol=1e-5)
     loss, _ = sums["loss"]
@@ -379,10 +379,10 @@ def test_a_change_of_the_logits_trains_in_shards_gathered_by_layer(use_ingredien
     optimizer = "optim.name=sgd optim.learning_rate=1.0 optim.schedule=constant"
     first, last, metrics = train_a_step(jax.devices(), f"{optimizer} {sharded}")
     _, expected, expected_metrics = train_a_step(jax.devices()[:1], optimizer)
-    assert metrics["train/head/factor"] == 2.0
-    for name in ("train/loss", "train/head/square"):
+    assert metrics["train/logits_seam/factor"] == 2.0
+    for name in ("train/loss", "train/logits_seam/square"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
-    movement = expected["head"]["factor"] - first["head"]["factor"]
+    movement = expected["logits_seam"]["factor"] - first["logits_seam"]["factor"]
     assert np.abs(movement).max() > 0.01
     chex.assert_trees_all_close(last, expected, atol=1e-6)
 
