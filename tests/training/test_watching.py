@@ -97,7 +97,7 @@ def test_a_hang_ends_the_run_with_its_stacks_and_a_pause_does_not(tmp_path):
     assert code == 4
     assert re.search(r"Thread .*\n  File .*patched.py\", line \d+ in plant", stderr)
     assert re.search(r'File ".*train.py", line \d+ in train', stderr)
-    assert stderr.splitlines()[-1].startswith("error: the run hangs")
+    assert stderr.splitlines()[-1].startswith("error: The run hangs")
 
 
 @pytest.mark.thorough
