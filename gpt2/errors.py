@@ -1,4 +1,4 @@
-"""User errors, how exceptions end a command, and messages on the screen."""
+"""User errors, exit messages and exit codes of commands, and messages on the screen."""
 
 import contextlib
 import difflib
@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
-_on_exit = ""  # a shell command
+_on_exit = ""  # the shell command of `logging.on_exit`; empty: none
 
 
 class UserError(Exception):
-    """A mistake that a person can correct: `what` is wrong, and the `remedy`, in one line."""
+    """A mistake that the user can correct.
+
+    The message is one line: `what` is wrong, then the `remedy`.
+    """
 
     def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
         self.exit_code = exit_code
@@ -22,14 +25,17 @@ class UserError(Exception):
         message = f"{self.what}. {remedy}".rstrip(". ")
         if not message.endswith("?"):
             message += "."
-        # Names of files and flags may contain any character.
+        # File names and flags may contain control characters, which would garble the terminal.
         super().__init__(
             "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
         )
 
 
 class DivergedError(ArithmeticError):
-    """`what` is NaN or Inf at a step, computed from the state `before` the step or after it."""
+    """An error for NaN or Inf in training: `what` is not finite at `step`.
+
+    `before` says whether `what` was computed from the state before the step or from the one after.
+    """
 
     def __init__(self, step: int, what: str, *, before: bool):
         self.step = step
@@ -39,10 +45,10 @@ class DivergedError(ArithmeticError):
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a UserError in the body into one line and an exit code. It is a decorator too.
+    """Turn a UserError in the body into a one-line message and an exit code.
 
-    Ctrl-C exits with 130. If the reader of a pipe has ended, such as `head`, the code is 141,
-    without a message.
+    Ctrl-C exits with 130. If the program that reads the output has ended, such as `head`, the exit
+    code is 141, without a message. The function is also a decorator.
     """
     try:
         yield
@@ -64,7 +70,7 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def exit_process(message: str, code: int) -> NoReturn:
-    """Print a message and ends the process, without waiting for threads or other processes."""
+    """Print a message and end the process, without waiting for threads or other processes."""
     log(message)
     run_on_exit(code, message)
     with ignore_failed_output(sys.stdout):
@@ -79,7 +85,10 @@ def set_on_exit(command: str) -> None:
 
 
 def run_on_exit(code: int, reason: str) -> None:
-    """Run `logging.on_exit`, once. If it fails, a warning is printed; the exit code stays."""
+    """Run the command of `logging.on_exit`, at most once.
+
+    If the command fails, print a warning. The process still exits with `code`.
+    """
     command = _on_exit
     set_on_exit("")
     if not command:
@@ -90,10 +99,10 @@ def run_on_exit(code: int, reason: str) -> None:
             command, shell=True, env=os.environ | variables, check=True, timeout=60
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        warn(f"logging.on_exit: {error}")
+        warn(f"the command of logging.on_exit failed: {error}")
 
 
-# Errors of the operating system that concern a disk, a path or a port chosen by a person.
+# Errors of the operating system that concern a disk or a path that the user chose.
 _CAUSED_BY_USER = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -109,9 +118,9 @@ _CAUSED_BY_USER = (
 
 
 def describe_exit(error: BaseException) -> tuple[str, int] | None:
-    """Return the message and the exit code of a command that an exception ends.
+    """Return the message and the exit code of a command that ends with an exception.
 
-    None means that the exception is an error of the program, whose traceback should be printed.
+    Return None if the exception is a bug, whose traceback should be printed.
     """
     if isinstance(error, OSError) and error.errno in _CAUSED_BY_USER:
         message = str(error.strerror)
@@ -128,12 +137,12 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
 
 
 def warn(message: str) -> None:
-    """Print a warning to stderr, in one line."""
+    """Print a one-line warning to stderr."""
     log(f"warning: {message}")
 
 
 def log(message: str, stream: TextIO | None = None) -> None:
-    """Print a line at once, to stderr by default. Nothing happens if it cannot be written."""
+    """Print a line without buffering, to stderr by default. Ignore a failure to write it."""
     stream = stream or sys.stderr
     with ignore_failed_output(stream):
         print(message, file=stream, flush=True)
@@ -141,7 +150,10 @@ def log(message: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def ignore_failed_output(stream: TextIO) -> Iterator[None]:
-    """Discard what the body cannot print: the disk is full, or Ctrl-C has ended `tee` too."""
+    """Discard the output of the body that cannot be written.
+
+    For example, the disk may be full, or Ctrl-C may have ended the `tee` that reads the output.
+    """
     try:
         yield
     except OSError:
@@ -149,13 +161,13 @@ def ignore_failed_output(stream: TextIO) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard what a stream has buffered, which Python would fail to flush at exit."""
+    """Discard the buffered output of a stream, which Python would fail to flush at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a UserError unless `value` is one of `choices`, and suggests the nearest."""
+    """Raise a UserError that suggests the nearest choice, unless `value` is one of `choices`."""
     if value not in choices:
         near = difflib.get_close_matches(str(value), choices, n=1)
         remedy = f"Did you mean {near[0]}?" if near else ""

@@ -1,4 +1,4 @@
-"""Continue a text.
+"""Print continuations of a text.
 
 python -m gpt2.generate --workdir=DIR --prompt=TEXT
 """
@@ -22,21 +22,23 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "max_new_tokens",
         200,
-        "Maximal number of tokens. Beyond the context, the model reads the last tokens only.",
+        "Largest number of new tokens. If the text is longer than the model's context, the model "
+        "reads only its last tokens.",
         lower_bound=1,
     )
     flags.DEFINE_float(
         "temperature",
         1.0,
-        "Divide the logits by this number; 0: always take the likeliest token.",
+        "Number that divides the logits; 0: always choose the most likely token.",
     )
     flags.DEFINE_integer(
-        "top_k", 0, "Sample from the k likeliest tokens; 0: from all tokens."
+        "top_k", 0, "Sample from the k most likely tokens; 0: from all tokens."
     )
     flags.DEFINE_float(
         "top_p",
         1.0,
-        "Sample from the likeliest tokens that have this probability together.",
+        "Sample from the smallest set of most likely tokens whose probabilities sum to at least "
+        "this; 1: from all tokens.",
     )
     flags.DEFINE_integer("num_samples", 1, "Number of continuations.", lower_bound=1)
     flags.DEFINE_integer(
@@ -53,7 +55,8 @@ def main() -> None:
     prompt = tokenizer.encode(args.prompt).tolist()
     start = prompt
     if not prompt and tokenizer.eot is not None:
-        start = [tokenizer.eot]  # It is not printed.
+        # A model needs at least one token. This one is not printed.
+        start = [tokenizer.eot]
     samples = generate(
         GPT(cfg),
         params,
@@ -67,8 +70,8 @@ def main() -> None:
     for index, tokens in enumerate(samples, start=1):
         if args.num_samples > 1:
             print(f"--- sample {index}")
-        # Prompt and sample are decoded together, because some tokenizers strip the space at the
-        # beginning of a text.
+        # The prompt and the sample are decoded together, because some tokenizers strip the space at
+        # the beginning of a text.
         print(tokenizer.decode([*prompt, *tokens]))
 
 

@@ -1,8 +1,8 @@
 """Ctrl-C and SIGTERM: a message instead of a traceback, and runs that stop after a step.
 
-During imports, and during work that leaves nothing unfinished, Ctrl-C ends the process at once.
-Elsewhere the first signal raises KeyboardInterrupt or stops the training loop after its step, and a
-second one ends the process at once, even if the main thread cannot run a handler.
+During imports, and during work that can be interrupted safely, Ctrl-C ends the process immediately.
+At other times the first signal raises KeyboardInterrupt or stops the training loop after its step.
+A second signal ends the process immediately, even if the main thread cannot run a handler.
 """
 
 import math
@@ -18,14 +18,15 @@ from gpt2.errors import log, run_on_exit
 
 T = TypeVar("T")
 
-# Seconds within which a launcher may forward a signal that the terminal has sent to us already.
+# Seconds within which a second signal counts as the first one, because a launcher may forward a
+# signal that the terminal has also sent to this process.
 _SAME_PRESS = 0.3
-# Held by the thread that prints the last line; never released.
+# The thread that prints the last line acquires this lock and never releases it.
 _exit_lock = threading.Lock()
-_is_watched = False  # whether a thread waits for signals
-_GRACE = 5.0  # seconds for which a validation may go on after a signal
-_next_command = ""  # what a person can do after an exit
-_loop_stop: "StopSignal | None" = None  # of the current training loop
+_is_watched = False  # whether the thread of `_watch` is running
+_GRACE = 5.0  # seconds for which a validation may continue after a signal
+_next_command = ""  # how to continue after an exit; part of the last message
+_loop_stop: "StopSignal | None" = None  # the StopSignal of the current training loop
 
 
 def begin_process() -> None:
@@ -35,9 +36,9 @@ def begin_process() -> None:
 
 
 def raise_at_interrupt() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again, and a second one end the process at once.
+    """Make Ctrl-C raise KeyboardInterrupt again, and a second Ctrl-C end the process immediately.
 
-    A thread does the latter, because the main thread runs handlers only between Python bytecodes.
+    A thread ends the process, because the main thread runs handlers only between Python bytecodes.
     """
     global _is_watched
     handler = signal.getsignal(signal.SIGINT)
@@ -50,14 +51,14 @@ def raise_at_interrupt() -> None:
     # A forked child must not write to this pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
-    if handler is _exit_by_interrupt:  # jobs of a script's `&` ignore SIGINT
+    if handler is _exit_by_interrupt:  # background jobs of a script ignore SIGINT
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exit_at_interrupt(next_command: str = "") -> None:
     """Make Ctrl-C end the process with a message, which may name the next command.
 
-    An exception could get lost in a callback of JAX.
+    KeyboardInterrupt is not enough here, because a callback of JAX could swallow the exception.
     """
     global _next_command
     _next_command = next_command
@@ -66,14 +67,14 @@ def exit_at_interrupt(next_command: str = "") -> None:
 
 
 class Stopped(Exception):
-    """A signal has stopped the run while it waited for data. StopSignal suppresses it."""
+    """Raised when a signal stops the run while it waits for data. StopSignal suppresses it."""
 
 
 def get_unless_stopped(ready: queue.Queue[T]) -> T:
-    """Return the next item of a queue, or raises Stopped if a signal stops the run before.
+    """Return the next item of a queue. Raise Stopped if a signal stops the run first.
 
-    A validation that has begun may go on for a few seconds. If there are several processes, it
-    keeps waiting, because the others wait for this process.
+    A validation that has begun may continue for a few seconds. In a run of several processes the
+    signal is ignored here, because the other processes wait for this one.
     """
     while True:
         stop = _loop_stop
@@ -88,28 +89,29 @@ def get_unless_stopped(ready: queue.Queue[T]) -> T:
 
 
 class StopSignal:
-    """Make SIGTERM and SIGINT end the loop after a step, which is the same in every process.
+    """A context in which SIGTERM and SIGINT end the training loop after a step.
 
-    A signal to any process stops all of them: JAX's runtime listens for SIGTERM, and chooses a step
-    that no process has passed yet.
+    All processes stop after the same step. A signal to any process stops all of them: JAX's runtime
+    listens for SIGTERM, and chooses a step that no process has passed yet.
 
     Attributes:
         has_peers: whether other processes train in the same run.
-        requested: the signal received, here or by another process; None before.
-        is_agreed: whether all processes are going to stop.
+        requested: the signal that this or another process received; None if there was none.
+        is_agreed: whether all processes have agreed to stop.
     """
 
     def __init__(self) -> None:
-        # Imported here, because this module is loaded before the process is ready for JAX.
+        # JAX is imported here, because this module is loaded before the process is ready for JAX.
         import jax
 
         self.requested: signal.Signals | None = None
-        self.deadline = math.inf  # when reading ends, by time.monotonic
+        # The time at which waiting for data ends, by time.monotonic.
+        self.deadline = math.inf
         self.has_peers = jax.distributed.is_initialized()
         self.is_agreed = not self.has_peers
 
     def reached(self, step: int) -> bool:
-        """Return whether to stop after `step`. Call it after every step."""
+        """Return whether the loop stops after `step`. The loop calls this after every step."""
         if not self.has_peers:
             return self.requested is not None
         from jax.experimental import multihost_utils
@@ -126,7 +128,7 @@ class StopSignal:
         self._handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) == signal.SIG_IGN:
-                log(f"{number.name} is ignored, as in jobs of a script's `&`")
+                log(f"{number.name} is ignored, as in every background job of a script")
             elif number == signal.SIGINT or not self.has_peers:
                 self._handlers[number] = signal.signal(number, self._on_signal)
         return self
@@ -148,9 +150,9 @@ class StopSignal:
 
 
 def _watch(reader: int) -> None:
-    """Read signals from a pipe, and ends the process at the second one.
+    """Read signals from a pipe, and end the process at the second signal.
 
-    It ends at the first SIGINT if that has no handler that saves something.
+    If no handler of SIGINT would save anything, end the process at the first SIGINT.
     """
     first = 0.0  # time of the first signal
     while number := os.read(reader, 1):
@@ -158,11 +160,11 @@ def _watch(reader: int) -> None:
         if signum not in (signal.SIGINT, signal.SIGTERM):
             continue
         if signal.getsignal(signum) is _exit_by_interrupt:
-            # The main thread may be unable to run it.
+            # The main thread may be unable to run its handler.
             _exit_by_interrupt(signum, None)
         if not first:
             first = time.monotonic()
-            if _next_command:  # the step of a run may take long
+            if _next_command:  # this is a run, whose step may take long
                 log(
                     f"{signum.name}: finishing the step, then saving; a second one exits at once"
                 )

@@ -1,6 +1,6 @@
 """Causal self-attention: projections, rotary positions, scores, and the cache of keys and values.
 
-gpt2/model/gpt.py explains the letters of dimensions.
+gpt2/model/gpt.py explains the dimension letters.
 """
 
 import math
@@ -87,11 +87,11 @@ class Attention(nn.Module):
         ]
 
     def _attend(self, heads: Heads, context: Context) -> Array:
-        """Return the sums of values, weighted by the softmax of the scores, `[B, T, N, H]`."""
+        """Return the values `[B, T, N, H]`, summed with the softmax of the scores as weights."""
         cfg = self.config
         q, k, v = heads
-        # Under muP, products grow with H, not with its root (Yang et al. 2022, section 4). Both
-        # scales are equal at heads of 64.
+        # Under muP, products of queries and keys grow with H, not with its square root (Yang et al.
+        # 2022, section 4). At a head size of 64, both scales are equal.
         scale = 8.0 / cfg.head_size if cfg.mup_base_width else cfg.head_size**-0.5
         terms: tuple[ScoreTerm, ...] = ()
         if cfg.attention_softcap:
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return for_layer(attend, cfg.windows, context.layer)
 
     def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
-        """Write keys and values `[B, T, K, H]` at each row's `start` `[B]`; return the cache."""
+        """Write keys and values `[B, T, K, H]` from position `start` `[B]` on; return the cache."""
 
         def write(old: Array, x: Array, first: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(
@@ -136,8 +136,8 @@ class Attention(nn.Module):
 def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
     """Return the cosines and sines that `plain.rope` reads, for positions `[B or 1, T]` int32.
 
-    With `model.rope_scaling`, frequencies that complete few turns in `model.rope_context` tokens
-    are divided by `model.rope_factor`, and high frequencies do not change.
+    With `model.rope_scaling`, low frequencies, which complete few turns in `model.rope_context`
+    tokens, are divided by `model.rope_factor`. High frequencies do not change.
     """
     frequencies = rope_frequencies(cfg.rope_size, cfg.rope_base)
     length = 1.0
@@ -145,21 +145,25 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
         kept = _kept_fraction(cfg, frequencies)
         frequencies = kept * frequencies + (1 - kept) * frequencies / cfg.rope_factor
     if cfg.rope_scaling == "yarn":
-        # Longer queries and keys keep the softmax as sharp when it covers more tokens.
+        # Longer queries and keys make the softmax as sharp over many tokens as it was over few.
         length = 0.1 * math.log(cfg.rope_factor) + 1
     return rotation(positions, frequencies, length)
 
 
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
-    """Return the unscaled fraction of each frequency, from 0 for few turns to 1 for many turns."""
+    """Return the fraction of each frequency `[R / 2]` that `model.rope_scaling` does not scale.
+
+    It rises from 0 for frequencies of few turns to 1 for frequencies of many turns.
+    """
     half = len(frequencies)
     context = cfg.rope_context
     if (
         cfg.rope_scaling == "llama3"
-    ):  # from 1 turn to 4; arXiv 2407.21783, and Meta's code
+    ):  # 0 at 1 turn, 1 at 4 turns; arXiv 2407.21783, and Meta's code
         fraction = (context * frequencies / (2 * math.pi) - 1) / (4 - 1)
         return jnp.clip(fraction, 0, 1)
-    # YaRN, arXiv 2309.00071: from 32 turns to 1, and linear in the dimension, as in its code.
+    # YaRN, arXiv 2309.00071: the fraction is 1 at 32 turns and 0 at 1 turn. Between them it is
+    # linear in the dimension, as in the authors' code.
     many = half * math.log(context / (2 * math.pi * 32), cfg.rope_base)
     one = half * math.log(context / (2 * math.pi), cfg.rope_base)
     first = max(math.floor(many), 0)

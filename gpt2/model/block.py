@@ -1,6 +1,6 @@
 """One block of GPT-2: attention and an MLP.
 
-gpt2/model/gpt.py explains the letters of dimensions.
+gpt2/model/gpt.py explains the dimension letters.
 """
 
 import flax.linen as nn
@@ -27,7 +27,7 @@ class Block(nn.Module):
     def __call__(
         self, stream: Stream, layer: int | Array, context: Context
     ) -> tuple[Stream, None]:
-        """Return the residual stream after the layer, and None, as a scan's body does."""
+        """Return the stream after the layer, and None: the carry and output of a scan's body."""
         cfg, ops = self.config, self.ops
         x, carried = stream
         context = context.replace(layer=layer, carried=dict(carried))
@@ -54,7 +54,7 @@ class Block(nn.Module):
     def _add_branch(
         self, x: Array, layer: Layer, dropout: Layer, context: Context
     ) -> Array:
-        """Return `x + dropout(layer(norm(x)))`, `[B, T, D]`, for attention or the MLP."""
+        """Add the attention or MLP branch: return `x + dropout(layer(norm(x)))`, `[B, T, D]`."""
         cfg = self.config
         name = "ln_1" if context.branch == "attention" else "ln_2"
         norm = Norm(cfg, self.ops, name=name)

@@ -1,6 +1,6 @@
 """Cached decoding: append one or more tokens to sequences whose keys and values are stored.
 
-gpt2/model/gpt.py explains the letters of dimensions.
+gpt2/model/gpt.py explains the dimension letters.
 """
 
 import chex
@@ -20,10 +20,10 @@ class KVCache(struct.PyTreeNode):
 
     Attributes:
         layers: the model's collection `cache`, which holds the keys and the values of each layer,
-            `[B, K, S, H]` in the compute dtype. They are separate arrays in which heads come
+            `[B, K, S, H]` in the compute dtype. Keys and values are separate arrays with heads
             first, so that a step updates them in place and multiplies them without a transpose.
         length: `[B]` int32, the number of tokens in the cache of each sequence.
-        last: `[B]` int32, the last token of each sequence; an arbitrary token if it is empty.
+        last: `[B]` int32, the last token of each sequence; any token if the sequence is empty.
     """
 
     layers: Tree
@@ -34,10 +34,12 @@ class KVCache(struct.PyTreeNode):
     def create(cls, config: GPTConfig, batch_size: int, max_length: int) -> "KVCache":
         """Return an empty cache for `batch_size` sequences of at most `max_length` tokens.
 
-        Raises a ValueError if learned positions end before `max_length`.
+        Raise a ValueError if `max_length` exceeds the number of learned positions.
         """
         if config.position == "learned" and max_length > config.context_length:
-            raise ValueError(f"there are positions for {config.context_length} tokens")
+            raise ValueError(
+                f"max_length={max_length} exceeds the {config.context_length} learned positions"
+            )
         shape = (batch_size, config.kv_heads, max_length, config.head_size)
         layers = {}
         for layer in range(config.num_layers):
@@ -51,18 +53,20 @@ class KVCache(struct.PyTreeNode):
 def extend(
     model: GPT, params: Params, tokens: Array, num_new: Array, cache: KVCache
 ) -> tuple[Array, KVCache]:
-    """Append tokens to cached sequences: a whole prompt at once, then one token at a time.
+    """Append tokens to cached sequences, and return the logits of the next tokens.
+
+    A caller appends a complete prompt first, and then one token at a time.
 
     Args:
         model: a `GPT`, or an instance of a subclass.
         params: the parameters of the model.
         tokens: `[B, T]` int32, padded on the right.
         num_new: `[B]` int32, the number of tokens in each row that are not padding, at least 1.
-        cache: the sequences so far, with room for T more tokens each.
+        cache: the sequences so far, with room for T more tokens in each.
 
     Returns:
-        The float32 logits `[B, V]` of the token after each sequence, NaN for a sequence whose cache
-        had no room, and the extended cache.
+        The float32 logits `[B, V]` of the token after each sequence, and the extended cache. The
+        logits of a sequence whose cache had no room are NaN.
     """
     chex.assert_shape([num_new, cache.length], (tokens.shape[0],))
     capacity = jax.tree.leaves(cache.layers)[0].shape[-2]

@@ -1,4 +1,4 @@
-"""The FLOPs that a model must spend, from the shapes of its parameters."""
+"""The FLOPs that a model needs for a token, computed from the shapes of its parameters."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from gpt2.utils.parameters import is_declared
 
 @functools.cache
 def count_compute_parameters(cfg: GPTConfig) -> int:
-    """Count the parameters with which a token is computed.
+    """Count the parameters that take part in the matrix products of a token.
 
-    Excludes tables whose rows are looked up, which have an axis `table`, and experts that are not
-    chosen. The output head counts, also if it is the token embedding.
+    The count excludes tables whose rows are looked up, which have an axis `table`, and experts that
+    the token does not use. It includes the output head, even if that is the token embedding.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     model = GPT(cfg)
@@ -37,10 +37,10 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
 
 
 def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
-    """Return the FLOPs of training per token: `6 N + 12 L D T`, for N parameters that compute it.
+    """Return the training FLOPs per token: `6 N + 12 L D T`, N = `count_compute_parameters(cfg)`.
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the
-    diagonal count, and recomputation does not. T is a layer's window if it has one, and D the width
+    diagonal count, but recomputation does not. T is a layer's window if it has one, and D the width
     of all heads together. A `shape` replaces the model's context length and window.
     """
     T = cfg.context_length

@@ -1,16 +1,16 @@
 """GPT-2 in Flax Linen: `init` and `apply` are pure functions of parameters and tokens.
 
-Dimensions, here and in every comment of the project:
+Dimension letters, here and in all docstrings and comments of the project:
     B batch   T time   S cache length   D embed   N heads   H head size   F hidden   V vocabulary
     L layers   K heads of keys and values
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Details follow OpenAI's
-code: biases in all linear maps and norms, GELU in its tanh form, LayerNorm before each branch and
-after the last one, and an output head that is the token embedding.
+The model is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+Details follow OpenAI's code: biases in all linear maps and norms, GELU in its tanh form, LayerNorm
+before each branch and after the last one, and an output head that is the token embedding.
 
 A model computes with the functions in `ops`: the reference implementations of gpt2/ops/plain.py, or
-kernels that a backend puts in their place. Variations of GPT-2 that few models have are files in
-gpt2/model/ingredients, which act at the seams of gpt2/model/seams.py.
+kernels that a backend puts in their place. Each variation of GPT-2 that few models have is a file
+in gpt2/model/ingredients. It acts at hooks of the model, the seams of gpt2/model/seams.py.
 """
 
 import dataclasses
@@ -36,19 +36,19 @@ from gpt2.utils.remat import remat
 from gpt2.utils.scan import in_layout, scan_layers
 from gpt2.utils.trees import Batch, Tree
 
-Params = dict[str, Tree]  # nested, by the names of modules
+Params = dict[str, Tree]  # nested dictionaries whose keys are the names of modules
 
 
 class GPT(nn.Module):
-    """The language model.
+    """The GPT-2 language model.
 
     `init` returns parameters as nested dictionaries. Their values do not depend on whether layers
-    are scanned or unrolled. `parameters` returns what each of them declares.
+    are scanned or unrolled. `parameters` returns the `ParamInfo` of each parameter.
 
     Methods take `tokens` `[B, T]` int32, where T is at most `context_length` if positions are
-    learned. With `segments` `[B, T]` int32, a token attends only to tokens of its own segment,
-    which are adjacent, and positions count from its start. With `deterministic=False` there is
-    dropout, with the key `rngs={"dropout": key}`.
+    learned. With `segments` `[B, T]` int32, a token attends only to tokens of its own segment, and
+    positions count from the start of the segment. The tokens of a segment must be adjacent. With
+    `deterministic=False` there is dropout, which uses the key `rngs={"dropout": key}`.
     """
 
     config: GPTConfig
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         segments: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Return the logits `[B, T, V]`, float32, of the token after each one."""
+        """Return the float32 logits `[B, T, V]` of the token after each position."""
         hidden = self.hidden(tokens, segments=segments, deterministic=deterministic)
         return self.logits(hidden, tokens)
 
@@ -87,9 +87,9 @@ class GPT(nn.Module):
         return self._final_hidden(self.wte.table(), context)
 
     def logits(self, hidden: Array, tokens: Array) -> Array:
-        """Return the logits `[B, T, V]`, float32, of final hidden states `[B, T, D]`.
+        """Return the float32 logits `[B, T, V]` for final hidden states `[B, T, D]`.
 
-        `tokens` `[B, T]` are the inputs at the same positions.
+        `tokens` `[B, T]` are the input tokens at the same positions.
         """
         head = self.ops.whole(self.ops.pad_vocab(self.lm_head.table()))
         head = self.ops.constrain(head, "vocab", "embed")
@@ -104,15 +104,17 @@ class GPT(nn.Module):
     ) -> tuple[Array, Tree]:
         """Return `logits_loss(logits, batch)`, by default the sum of cross-entropies in nats.
 
-        `batch` holds arrays `[B, T]`: `tokens` and `targets` int32 (-1: none), maybe `segments`,
-        and others that `logits_loss` reads. It may be called with a part of the positions at a
-        time; logits after the vocabulary's are padding, about -1e9.
+        `batch` holds arrays `[B, T]`: `tokens` and `targets` int32 (-1: no target), optionally
+        `segments`, and other arrays that `logits_loss` reads. `logits_loss` may be called with a
+        part of the positions at a time. Its logits may have more than V columns; the columns after
+        the vocabulary are padding, with logits of about -1e9.
         """
         cfg = self.config
         ops = self.ops
-        chex.assert_equal_shape(list(batch.values()))  # others would broadcast
+        chex.assert_equal_shape(list(batch.values()))  # unequal shapes would broadcast
         chex.assert_type(batch["targets"], int)
-        # Tokens are looked up in the padded head, so that both gradients add up in one array.
+        # Tokens are looked up in the padded head, so that the gradients of the embedding and of the
+        # head are accumulated in one array.
         head = ops.pad_vocab(self.lm_head.table())
         table = head if cfg.tie_embeddings else self.wte.table()
         context = make_context(batch["tokens"], batch.get("segments"), deterministic)
@@ -145,8 +147,9 @@ class GPT(nn.Module):
     ) -> Array:
         """Return the logits `[B, V]` after the last of `num_new` `[B]` new tokens `[B, T]`.
 
-        The collection `cache` holds the keys and values of the `length` `[B]` tokens before, and
-        `last` `[B]` is the last of these (gpt2/model/cache.py). The new ones are appended.
+        The collection `cache` holds the keys and values of the previous tokens, `length` `[B]` in
+        number, and `last` `[B]` is the last previous token (gpt2/model/cache.py). The keys and
+        values of the new tokens are appended to the cache.
         """
         context = make_context(tokens)
         positions = context.positions + length[:, None]
@@ -155,7 +158,7 @@ class GPT(nn.Module):
         newest = (num_new - 1)[:, None]
         hidden = jnp.take_along_axis(hidden, newest[..., None], axis=1)
         context = make_context(jnp.take_along_axis(tokens, newest, axis=1))
-        # The head is not padded here: a copy of it would be made for every token.
+        # The head is not padded here, because padding would copy it for every token.
         return self._logits(hidden, self.lm_head.table(), context)[:, 0]
 
     @nn.compact
@@ -189,7 +192,7 @@ class GPT(nn.Module):
         """Add learned position embeddings to `x` `[B, T, D]`."""
         cfg = self.config
         chex.assert_axis_dimension_lteq(x, 1, cfg.context_length)
-        # Half the deviation of tokens, 0.01, as in OpenAI's code.
+        # 0.01 by default: half the standard deviation of token embeddings, as in OpenAI's code.
         stddev = cfg.init_std / 2
         axes = ("position", "table")
         wpe = Embedding(cfg, self.ops, cfg.context_length, axes, stddev, name="wpe")
@@ -236,7 +239,7 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Return unrolled parameters, boxed with what they declare."""
+        """Return unrolled parameters, each in a `DeclaredParam` box with its `ParamInfo`."""
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
@@ -245,16 +248,17 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
-        """Return `{"params": ...}` drawn with the key `rngs`, for `tokens` of this shape.
+        """Return `{"params": ...}`, drawn with the key `rngs`.
 
-        Further arguments, which `nn.tabulate` passes, are ignored.
+        Of `tokens`, only the shape matters. Further arguments, which `nn.tabulate` passes, are
+        ignored.
         """
         params = nn.unbox(self.draw(rngs, tokens))
         return {"params": in_layout(params, scanned=self.config.scan_layers)}
 
     @nn.nowrap
     def parameters(self) -> Tree:
-        """Return what every parameter declares, a `ParamInfo` for each leaf."""
+        """Return a tree like the parameters, with the `ParamInfo` of each parameter."""
         tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         declared = jax.eval_shape(self.draw, jax.random.key(0), tokens)
         infos = jax.tree.map_with_path(param_info, declared, is_leaf=is_declared)
@@ -266,7 +270,7 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def logical_axes(self) -> Tree:
-        """Return the names of every parameter's axes, a PartitionSpec for each leaf."""
+        """Return a tree like the parameters, with the axis names of each as a PartitionSpec."""
         return jax.tree.map(lambda info: PartitionSpec(*info.axes), self.parameters())
 
 
@@ -287,7 +291,7 @@ class LogitsSeam(nn.Module):
 def make_context(
     tokens: Array, segments: Array | None = None, deterministic: bool = True
 ) -> Context:
-    """Return the context of tokens `[B, T]` int32, whose positions begin at 0."""
+    """Return the context of tokens `[B, T]` int32, whose positions start at 0."""
     chex.assert_rank(tokens, 2)
     chex.assert_type(tokens, int)
     positions = jnp.arange(tokens.shape[1])[None]

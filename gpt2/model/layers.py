@@ -1,6 +1,6 @@
 """The parts of a block other than attention: linear maps, norms, embeddings, the MLP.
 
-gpt2/model/gpt.py explains the letters of dimensions.
+gpt2/model/gpt.py explains the dimension letters.
 """
 
 import math
@@ -27,10 +27,10 @@ def named_param(
     inputs: tuple[int, ...] = (),
     decays: bool = False,
 ) -> Array:
-    """Return a parameter of a module with `config` and `ops`, gathered if devices hold shards.
+    """Return a parameter of a module that has `ops`, gathered if devices hold shards of it.
 
-    The names of its axes determine how `parallel.rules` shard it between steps. A matrix `[D, F]`
-    has `inputs=(-2,)`, for Muon, and `decays=True`: see `ParamInfo`.
+    The names in `axes` determine how `parallel.rules` shard the parameter between steps. A matrix
+    `[D, F]` passes `inputs=(-2,)`, for Muon, and `decays=True`: see `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -40,7 +40,7 @@ class Linear(nn.Module):
     """A linear map from the last axes of its input to new ones.
 
     Attributes:
-        config: the model; it determines the dtypes, and whether there is a bias.
+        config: the model's config, which determines the dtypes and whether there is a bias.
         ops: the table of operations.
         shape: shape of the kernel: contracted axes, then new axes.
         axes: names of the kernel's axes.
@@ -58,7 +58,7 @@ class Linear(nn.Module):
     activation: Activation | None = None
 
     def setup(self):
-        """Create the kernel, which operations gather if devices hold shards of it, and the bias."""
+        """Create the kernel and the bias. `ops.linear` gathers a kernel that devices shard."""
         cfg = self.config
         rank = len(self.axes)
         inputs = tuple(range(-rank, self.num_contract - rank))
@@ -90,7 +90,7 @@ class Linear(nn.Module):
 
     @property
     def _result(self) -> str:
-        """The name by which rematerialisation knows the result: see gpt2/utils/remat.py."""
+        """The checkpoint name of the result, which gpt2/utils/remat.py uses."""
         return ATTENTION_LINEAR if "attn" in self.path else MLP_LINEAR
 
     @nn.nowrap
@@ -109,19 +109,19 @@ def kernel_stddev(cfg: GPTConfig, fan_in: int, *, is_projection: bool) -> float:
         stddev = fan_in**-0.5
     stddev /= cfg.width_ratio**0.5  # muP, Yang et al. 2022, table 8
     if is_projection:
-        # Two branches in each layer add to the residual stream. The root of their number keeps the
-        # variance of the sum (GPT-2, section 2.3).
+        # Two branches in each layer add to the residual stream. Division by the square root of
+        # their number makes the variance of the sum independent of the depth (GPT-2, section 2.3).
         stddev /= math.sqrt(2 * cfg.num_layers)
     return stddev
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm; statistics in float32.
+    """LayerNorm or RMSNorm, with statistics in float32.
 
     Attributes:
-        config: the model; it determines the kind, and the dtypes.
+        config: the model's config, which determines the dtypes and the default `kind`.
         ops: the table of operations.
-        kind: `layernorm` or `rmsnorm`; empty: the kind of `config`.
+        kind: `layernorm` or `rmsnorm`; empty: `config.norm`.
         axis: name of the parameters' axis.
     """
 
@@ -150,7 +150,7 @@ class Embedding(nn.Module):
     """A table of vectors, looked up by integers.
 
     Attributes:
-        config: the model; it determines the dtypes.
+        config: the model's config, which determines the dtypes.
         ops: the table of operations.
         num_rows: number of vectors.
         axes: names of the table's axes.
@@ -174,16 +174,19 @@ class Embedding(nn.Module):
         self.embedding = self.ops.param(self, "embedding", normal, shape, info)
 
     def __call__(self, indices: Array) -> Array:
-        """Return the rows of `indices` `[B, T]`, int32, as `[B, T, D]` in the compute dtype."""
+        """Return the rows at int32 `indices` `[B, T]`, as `[B, T, D]` in the compute dtype."""
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
 
     def table(self) -> Array:
-        """Return the table, `[V, D]`. The diagnosis of NaN observes calls of this method."""
+        """Return the table `[V, D]`. The diagnosis of NaN intercepts calls of this method."""
         return self.embedding
 
 
 class MLP(nn.Module):
-    """Two linear maps with an activation between them; gated MLPs have a third (Shazeer 2020)."""
+    """An MLP: two linear maps with an activation between them.
+
+    A gated MLP has a third linear map, the gate (Shazeer 2020).
+    """
 
     config: GPTConfig
     ops: Ops

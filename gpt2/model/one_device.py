@@ -22,7 +22,7 @@ def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
     return model.clone(ops=ops)
 
 
-@functools.cache  # so that programs of equal models are compiled once
+@functools.cache  # a new table for an equal model would make JAX compile its programs again
 def ops_for(config: GPTConfig, device: jax.Device) -> Ops:
     """Return the table of operations of a model on one device."""
     mesh = Mesh(np.array([device]), ("data",))

@@ -1,8 +1,8 @@
 """Sample continuations of texts, with a cache of keys and values.
 
-Prompts of different lengths are padded on the right to a common length, one of a few, and processed
-in a single pass. The sampling loop is one compiled program, which stops when every sequence has
-ended.
+Prompts of different lengths are padded on the right to a common length and processed in a single
+pass. Few different lengths are used, so that few programs are compiled. The sampling loop is one
+compiled program, which stops when every sequence has ended.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Sampling:
 
     Attributes:
         temperature: the number that divides the logits; 0: always the most likely token.
-        top_k: sample from the k most likely tokens; 0: from all.
+        top_k: sample from the k most likely tokens; 0: from all tokens.
         top_p: sample from the smallest set of most likely tokens whose probabilities sum to at
-            least this (Holtzman et al. 2019, section 3.1); 1: from all.
+            least this (Holtzman et al. 2019, section 3.1); 1: from all tokens.
     """
 
     temperature: float = 1.0
@@ -42,15 +42,19 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        # Smaller numbers would overflow, or be 0, in float32.
+        # In float32, a smaller temperature would make logits overflow, and a smaller top_p could
+        # round to 0.
         is_warm = self.temperature == 0 or 1e-6 <= self.temperature < math.inf
         if not is_warm or self.top_k < 0 or not 1e-6 <= self.top_p <= 1:
             given = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
-            how = "Give 0, or 1e-6 or more, and top_p from 1e-6 to 1"
-            raise UserError(f"{given} draws no token", how)
+            how = (
+                "Use a finite temperature that is 0 or at least 1e-6, a top_k of at least 0, and a "
+                "top_p from 1e-6 to 1"
+            )
+            raise UserError(f"{given} is not allowed", how)
 
     def __call__(self, logits: Array, keys: Array) -> Array:
-        """Draw tokens `[B]` int32 from `logits` `[B, V]` float32, with `keys` `[B]`."""
+        """Draw int32 tokens `[B]` from float32 `logits` `[B, V]`, with the random keys `[B]`."""
         chex.assert_rank(logits, 2)
         chex.assert_type(logits, float)
         chex.assert_shape(keys, logits.shape[:1])
@@ -75,7 +79,7 @@ class Sampling:
 def bucket(length: int, limit: int) -> int:
     """Return the smallest `32 * 2^i` that is at least `length`, but at most `limit`.
 
-    Few different lengths mean few compilations.
+    Each different length is compiled separately, so few different lengths save compilations.
     """
     size = 32
     while size < length:
@@ -96,25 +100,24 @@ def generate(
 ) -> list[list[int]]:
     """Continue each prompt, and return the new tokens of each.
 
-    Sequence number i has random numbers of its own, which depend on `seed` and i but not on the
-    rest of the batch. When a text fills the model's context, sampling continues from the last three
-    quarters of the text.
+    The random numbers of sequence i depend on `seed` and i, but not on the rest of the batch. When
+    a text fills the model's context, sampling continues from the last three quarters of the text.
 
     Args:
         model: a `GPT`, or an instance of a subclass.
         params: the parameters of the model.
-        prompts: the tokens of each prompt, at least one; lengths may differ.
+        prompts: the tokens of each prompt, at least one per prompt; lengths may differ.
         max_new_tokens: the largest number of new tokens per prompt.
         sampling: the distribution of the next token.
         seed: the seed of the random numbers.
-        eot: the token that ends a sequence, which is not returned; None: no token does.
-        vocab_size: only tokens below this number are drawn, because the others pad the vocabulary;
-            0: all tokens of the model.
+        eot: the token that ends a sequence, which is not returned; None: no token ends a sequence.
+        vocab_size: only tokens below this number are drawn, because larger ones are padding of the
+            vocabulary; 0: all tokens of the model may be drawn.
     """
     if not all(len(prompt) for prompt in prompts):
-        raise UserError("a prompt is empty")
+        raise UserError("A prompt is empty", "Give each prompt at least one token")
     cfg = model.config
-    if cfg.scan_layers:  # a scan would copy the whole cache at every token
+    if cfg.scan_layers:  # a scan would copy the cache of all layers for every token
         cfg = dataclasses.replace(cfg, scan_layers=False, scan_unroll=1)
         params = in_layout(params, scanned=False)
     model = with_kernels(model.clone(config=cfg))
@@ -181,9 +184,11 @@ def _generate(
     cache_length: int,
     vocab_size: int,
 ) -> Array:
-    """Draw `limit` tokens after each of the texts `[B, T]` of `lengths` `[B]`; `[B, S]` int32.
+    """Draw up to `limit` tokens after each text, and return them as int32 `[B, S]`.
 
-    Earlier calls drew `done` tokens of each sequence. All tokens after its end are `end`.
+    S is `cache_length`. `tokens` `[B, T]` holds the padded texts, and `lengths` `[B]` the number of
+    tokens in each. Earlier calls drew `done` tokens of each sequence. After a sequence has drawn
+    the token `end`, the rest of its row is `end`.
     """
     B = tokens.shape[0]
 

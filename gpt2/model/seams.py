@@ -1,6 +1,7 @@
-"""The eight seams of the model, at which an ingredient acts, and what passes through them.
+"""The eight seams of the model, and the values that pass through them.
 
-gpt2/model/gpt.py explains the letters of dimensions.
+A seam is a hook: a point in the model at which an ingredient may change a value.
+gpt2/model/gpt.py explains the dimension letters.
 """
 
 from collections.abc import Callable
@@ -17,23 +18,24 @@ Layer = Callable[[Array], Array]  # from [B, T, D] to [B, T, D]
 
 
 class Context(struct.PyTreeNode):
-    """What every module and every seam can read in addition to its own input.
+    """The values that every module and every seam can read in addition to its own input.
 
     Attributes:
         tokens: `[B, T]` int32.
         positions: `[B or 1, T]` int32.
-        segments: `[B, T]` int32, or None. A position sees only its own segment.
-        has_target: `[B, T]` bool, the positions that a loss counts, or None for all.
+        segments: `[B, T]` int32, or None. A position attends only to positions of its own segment.
+        has_target: `[B, T]` bool, the positions that have a target in the loss, or None for all.
         rotation: cosines and sines for `model.position=rope`, see `plain.rotation`, or None.
-        last_token: `[B]` int32, the token before the first one in cached decoding, or None.
-        layer: the number of the layer, from 0 on; an int32 scalar if layers are scanned.
-        branch: `attention` or `mlp`, in seam `branch`.
-        block_input: the residual stream `[B, T, D]` that entered the block, in a block.
-        attention_input: `[B, T, D]`, what attention was applied to, in attention.
-        heads: the queries, keys and values of attention, in seam `attention_output`.
-        shared: arrays that seam `layers` stores for all layers, by ingredient.
-        carried: arrays that go from layer to layer, by ingredient. Seam `layers` stores the first
-            ones, and every layer may replace them by arrays of the same shapes and dtypes.
+        last_token: `[B]` int32 in cached decoding, the token before the first input; else None.
+        layer: the index of the layer, from 0; an int32 array if layers are scanned.
+        branch: `attention` or `mlp`, in the seam `branch`.
+        block_input: `[B, T, D]` in a block, the residual stream that entered the block.
+        attention_input: `[B, T, D]` in attention, the input of attention.
+        heads: the queries, keys and values of attention, in the seam `attention_output`.
+        shared: arrays that the seam `layers` stores for all layers; the keys name ingredients.
+        carried: arrays that are passed from layer to layer; the keys name ingredients. The seam
+            `layers` stores the first arrays, and every layer may replace them with arrays of the
+            same shapes and dtypes.
         deterministic: whether dropout is off.
     """
 
@@ -71,12 +73,12 @@ class Heads(NamedTuple):
 
 
 class Ingredient:
-    """Something that GPT-2 does not have, switched on by an option of `model.`.
+    """Something that GPT-2 does not have, turned on by an option of `model.`.
 
-    Each method below is a seam. It takes the module that calls it, a value, and the context, and
-    returns the value, changed or not. The module has `config` and `ops`. A seam reads parameters of
-    its own from it by `named_param`, or creates modules with a `name`, and may `report` scalars. It
-    stores arrays in the dictionaries `context.shared` and `context.carried` in place.
+    Most methods below are seams. A seam takes the module that calls it, a value, and the context,
+    and returns the value, changed or not. The module has `config` and `ops`. A seam creates its own
+    parameters in that module with `named_param`, or creates submodules with a `name`. It may
+    `report` scalars, and may store arrays in `context.shared` and `context.carried`.
     """
 
     option: ClassVar[str]
@@ -86,12 +88,12 @@ class Ingredient:
 
     @classmethod
     def is_wanted(cls, config: GPTConfig) -> bool:
-        """Return whether a model has it, which is if its option differs from the default."""
+        """Return whether a model has the ingredient: whether its option is not the default."""
         return getattr(config, cls.option) != getattr(DEFAULTS.model, cls.option)
 
     @classmethod
     def acts_at(cls, seam: str) -> bool:
-        """Return whether the class overrides a seam."""
+        """Return whether the ingredient overrides the method of this seam."""
         return getattr(cls, seam) is not getattr(Ingredient, seam)
 
     def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:
@@ -99,7 +101,7 @@ class Ingredient:
         return x
 
     def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
-        """Change the function that applies all layers, by wrapping it."""
+        """Wrap the function that applies all layers."""
         return layers
 
     def block_input(self, block: nn.Module, x: Array, context: Context) -> Array:
@@ -107,11 +109,11 @@ class Ingredient:
         return x
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Change what a residual branch reads and computes, or what it is added to."""
+        """Change the input or the layer of a residual branch, or the stream it is added to."""
         return branch
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
-        """Change queries, keys and values, which are normalized and rotated already."""
+        """Change the queries, keys and values, which have been normalized and rotated."""
         return heads
 
     def score_terms(
@@ -119,7 +121,7 @@ class Ingredient:
     ) -> tuple[ScoreTerm, ...]:
         """Append to the functions that change attention's scores, see `plain.ScoreTerm`.
 
-        No kernel knows these functions: attention is computed by its reference implementation.
+        Kernels do not support these functions, so attention uses its reference implementation.
         """
         return terms
 
@@ -132,11 +134,14 @@ class Ingredient:
     def logits(self, seam: nn.Module, logits: Array, context: Context) -> Array:
         """Change the float32 logits `[B, T, V or more]`, whose last columns may be padding.
 
-        In `context`, `tokens` and `has_target` belong to the same rows. Training computes the
-        logits of all positions at once if an ingredient changes them, not a chunk at a time.
+        `context.tokens` and `context.has_target` have the same positions as the logits. If an
+        ingredient changes the logits, training computes all positions at once, not in chunks.
         """
         return logits
 
     def active_fraction(self, axes: Names) -> float:
-        """Return the fraction of a parameter with these axes that computes a token, for FLOPs."""
+        """Return the fraction of a parameter that a token uses, to count FLOPs.
+
+        `axes` are the names of the parameter's axes.
+        """
         return 1.0

@@ -1,9 +1,9 @@
-"""The operations of a model: reference formulas, kernels that replace them, and their table.
+"""The operations of a model: reference formulas, kernels that replace them, and a table of both.
 
-`plain.py` holds each operation as its formula. `table.py` lists the operations that a model calls.
-`variants.py` says how kernels are written for each platform, and `fsdp.py` gathers the parameters
-that they read. Every other file holds one kernel; its docstring says what the kernel computes, on
-which platform it is faster, and by how much.
+`plain.py` holds the reference formula of each operation. `table.py` lists the operations that a
+model calls. `variants.py` defines the platform-specific forms of kernels, and `fsdp.py` gathers
+sharded parameters. Every other file holds kernels for one or two operations. Its docstring says
+what they compute, on which platform they are faster, and by how much.
 """
 
 from gpt2.ops.plain import Scoring

@@ -1,12 +1,12 @@
 """Causal attention for CPUs, one block of queries at a time.
 
-A block of queries reads the keys up to its own end. Its matrix products are large enough for all
-threads (docs/performance.md, XLA:CPU note 7), and heads are processed in groups, so that a group's
-scores fit the caches. Softmax still works on whole rows. The backward pass recomputes the scores,
-as FlashAttention does (Dao et al. 2022, algorithm 4). The formula takes a quarter of a 124M step
-on two cores, and spends half of that time on scores above the diagonal, which are masked.
+A block of queries reads only the keys up to the end of the block. A block is large enough for its
+matrix products to use all threads (docs/performance.md, XLA:CPU note 7), and heads are processed in
+groups, so that a group's scores fit in the caches. The backward pass recomputes the scores, as
+FlashAttention does (Dao et al. 2022, algorithm 4). The reference formula takes a quarter of a 124M
+step on two cores, and spends half of that time on scores above the diagonal, which are masked.
 
-Inside this file arrays are `[groups, g, T, H]`, with g heads in a group.
+Arrays in this file are `[groups, g, T, H]`, with g heads in a group.
 """
 
 from functools import partial
@@ -22,11 +22,11 @@ from gpt2.ops.plain import Scoring
 from gpt2.ops.table import Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
-# Queries per block, as long as that makes 2 to 8 blocks. A layer of 124M takes 44.5 ms with 256,
-# and 51 ms with 128.
+# Queries per block, if a sequence then has 2 to 8 blocks. A layer of the 124M model takes 44.5 ms
+# with 256 queries, and 51 ms with 128.
 BLOCK = 256
-# Scores of a group of heads, unless one head alone has more. In float32 these are 2 MB, which the
-# second-level caches of two cores hold.
+# The largest number of scores in a group of several heads. In float32 they take 2 MB, which the
+# second-level caches of two cores can hold.
 MAX_SCORES = 2**19
 MASKED = -1e30  # the score of a masked pair; finite, because -inf minus -inf is NaN
 
@@ -39,10 +39,10 @@ def blocked_attention(
     *,
     spread: Spread | None = None,
 ) -> Array:
-    """Compute `plain.attention` in blocks.
+    """Compute `plain.attention` in blocks of queries.
 
-    Dropout, and terms of the scores other than a soft cap, are left to the formula. `spread` turns
-    a kernel into one that runs on each device's own heads.
+    With dropout, or with terms of the scores other than a soft cap, call the reference formula.
+    `spread` turns a kernel into one that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
@@ -58,14 +58,14 @@ def blocked_attention(
 
 
 class _Options(NamedTuple):
-    """The static part of a `Scoring`. A `softcap` of 0 means that there is none."""
+    """The static part of a `Scoring`. A `softcap` of 0 means no soft cap."""
 
     scale: float
     window: int
     softcap: float
 
     def scores(self, products: Array) -> Array:
-        """Scale products of queries and keys, and cap them if there is a soft cap."""
+        """Scale products of queries and keys, and apply the soft cap if there is one."""
         scores = products * self.scale
         if self.softcap:
             scores = self.softcap * jnp.tanh(scores / self.softcap)
@@ -118,12 +118,13 @@ def _num_blocks(T):
 
 
 def _split(x):
-    """Reshape `[B, T, N, H]` to `[groups, g, T, H]`, with T padded to whole blocks."""
+    """Reshape `[B, T, N, H]` to `[groups, g, T, H]`, with T padded to a multiple of the blocks."""
     num_blocks = _num_blocks(x.shape[1])
     missing = -x.shape[1] % num_blocks
     x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
     B, T, N, H = x.shape
-    per_head = T * T // num_blocks  # the last block has the most scores
+    # The number of scores of one head in the last block, which has the most.
+    per_head = T * T // num_blocks
     group = max(1, min(MAX_SCORES // per_head, B * N))
     while B * N % group:
         group -= 1
@@ -132,7 +133,7 @@ def _split(x):
 
 
 def _join(x, like):
-    """Invert `_split`, and drop the padding. `like` has the shape `[B, T, N, H]`."""
+    """Undo `_split`, and remove the padding. `like` has the shape of the result, `[B, T, N, H]`."""
     B, T, N, H = like.shape
     by_head = x.reshape(B, N, -1, H)
     real = by_head[:, :, :T]
@@ -140,7 +141,7 @@ def _join(x, like):
 
 
 def _sequences(groups, like):
-    """Return the index of the sequence that each head belongs to, `[groups, g]`."""
+    """Return the index of the sequence to which each head belongs, `[groups, g]`."""
     B, _, N, _ = like.shape
     sequences = jnp.arange(B * N) // N
     return sequences.reshape(groups.shape[:2])
@@ -174,7 +175,8 @@ def _backward(groups, sequences, *, blocks, options):
     q, k, k_transposed, v, out, dout, log_normaliser = groups
     dtype = dout.dtype
     log_normaliser = jnp.swapaxes(log_normaliser, -1, -2)
-    # The row sums of dweights * weights, without either matrix (Dao et al. 2022, appendix B).
+    # The row sums of dweights * weights, computed without these matrices (Dao et al. 2022,
+    # appendix B).
     delta = (dout.astype(jnp.float32) * out).sum(axis=-1)[:, None]
     dqs = []
     dk = jnp.zeros(k.shape, jnp.float32)
@@ -199,14 +201,15 @@ def _backward(groups, sequences, *, blocks, options):
 
 
 def _blocks(T, segments, window, transposed):
-    """List the slices of queries and keys of each block, and its mask."""
+    """Return a list with the slice of queries, the slice of keys, and the mask of each block."""
     block = T // _num_blocks(T)
     if segments is not None:
         missing = T - segments.shape[1]
         segments = jnp.pad(segments, ((0, 0), (0, missing)))
 
     def pairs(x, queries, keys):
-        # These broadcast to `[..., queries, keys]`, or to the transpose.
+        # The results broadcast to `[..., queries, keys]`, or with `transposed` to
+        # `[..., keys, queries]`.
         query = x[..., queries]
         key = x[..., keys]
         if transposed:

@@ -1,7 +1,7 @@
 """FSDP by layer: gather a sharded parameter where it is used, and scatter its gradient.
 
-These functions run in the trace of one device, inside a `shard_map` over `fsdp` (Zhao et al. 2023,
-"PyTorch FSDP", section 3.2).
+These functions run on one device's shards, inside a `shard_map` over the mesh axis `fsdp` (Zhao et
+al. 2023, "PyTorch FSDP", section 3.2).
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ class Shards:
 
     Attributes:
         axis: the axis that is split.
-        stages: factors of the number of shards: the sides of the torus of chips that the group
-            fills, outermost first, or the number itself as the only factor.
+        stages: factors of the number of shards. If the group's chips fill a torus, these are the
+            torus's sides, outermost first; otherwise, the number itself is the only factor.
         forget: whether the backward pass needs a barrier. Without a scan or rematerialisation, XLA
             would store the gathered array from the forward pass to the backward pass.
     """
@@ -40,21 +40,21 @@ class Shards:
 
     @property
     def number(self) -> int:
-        """The number of shards."""
+        """Number of shards."""
         return math.prod(self.stages)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a shard of an array of this shape."""
+        """Return the shape of a shard, for the shape of the whole array."""
         axis = self.axis
         return (*shape[:axis], shape[axis] // self.number, *shape[axis + 1 :])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of an array whose shards have this shape."""
+        """Return the shape of the whole array, for the shape of a shard."""
         axis = self.axis
         return (*shape[:axis], shape[axis] * self.number, *shape[axis + 1 :])
 
     def gather(self, shard: Array) -> Array:
-        """Return the whole array."""
+        """Return the whole array, from this device's shard of it."""
         shards = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
         return shards.reshape(self.whole_shape(shard.shape))
 
@@ -62,7 +62,7 @@ class Shards:
         """Return this device's shard of the sum of all devices' whole gradients."""
         # The shards are moved to the outermost axis, because TPU compilers turn a reduce-scatter of
         # the last axis into an all-reduce if a shard does not fill the 128 lanes. They also do so
-        # for a reduce-scatter over several axes of a torus at once, so each axis has its own.
+        # for a single reduce-scatter over several axes of a torus, so there is one for each axis.
         shape = gradient.shape
         shards = gradient.reshape(
             *shape[: self.axis], self.number, -1, *shape[self.axis + 1 :]
@@ -70,7 +70,7 @@ class Shards:
         shards = jnp.moveaxis(shards, self.axis, 0)
         shard_shape = shards.shape[1:]
         stride = self.number
-        # With only three axes, a compiler finds no layout in which shards are not the outermost.
+        # With only three axes, a compiler has to choose a layout in which shards are outermost.
         shards = shards.reshape(*self.stages, -1, shard_shape[-1])
         for size in self.stages:
             stride //= size
@@ -91,7 +91,10 @@ class Shard(NamedTuple):
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
-    """Return the sides of the torus that devices `[N]` fill in order; without a torus, `(N,)`."""
+    """Return the sides of the torus that devices `[N]` fill in order.
+
+    Return `(N,)` if the devices do not fill a torus in order.
+    """
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(positions)) for positions in zip(*coords, strict=True))
     number = len(coords)
@@ -102,9 +105,9 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def gather(parameter: Array | Shard, dtype: DTypeLike) -> Array:
-    """Return a whole parameter, rounded to `dtype`, the type that crosses the network.
+    """Return a whole parameter. Shards are sent over the network in `dtype`.
 
-    The result and its gradient have the parameter's own type.
+    The result is rounded to `dtype`, but the result and its gradient have the parameter's dtype.
     """
     if not isinstance(parameter, Shard):
         return parameter
@@ -123,10 +126,10 @@ _gather.defvjp(
 
 
 def gathering(function: Callable) -> Callable:
-    """Return `function(x, parameter, *others, dtype=...)` that accepts a `Shard` as parameter.
+    """Return `function(x, parameter, *others, dtype=...)`, made to accept a `Shard` as parameter.
 
-    The parameter is gathered once in the forward pass and again in the backward pass, instead of
-    being stored between them. Arrays have to be passed by position.
+    The parameter is gathered in the forward pass and again in the backward pass, and is not stored
+    between them. Arrays must be passed by position.
     """
 
     def apply(
@@ -167,8 +170,8 @@ def gathering(function: Callable) -> Callable:
 def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:
     """Compute `plain.look_up` from shards `[V, D / devices]` of a table `[V, D]`.
 
-    Tokens and vectors cross the network instead of the table, which is larger. The gradient of a
-    device's columns is then already the sum over all devices.
+    Indices and vectors are sent over the network instead of the table, which is larger. The
+    gradient of a device's columns is then already the sum over all devices.
     """
     if not isinstance(table, Shard):
         return plain.look_up(table, indices, dtype)

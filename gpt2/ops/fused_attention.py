@@ -1,9 +1,9 @@
-"""Attention by library kernels: cuDNN's on GPUs, and Pallas' splash attention on TPUs.
+"""Attention with library kernels: cuDNN's on GPUs, and Pallas' splash attention on TPUs.
 
 Both compute `plain.attention` without dropout and without terms of the scores; splash also supports
-a soft cap. The formula computes everything else. cuDNN takes 8.8 of the 63 ms of a 124M step on an
-H200; with scores stored in memory, the step would move 122 GB instead of 33. Splash is 1.7 times
-as fast as attention that stores its scores.
+a soft cap. All other cases use the reference formula. cuDNN takes 8.8 ms of a 124M step of 63 ms on
+an H200; with scores stored in memory, the step would move 122 GB instead of 33 GB. Splash is 1.7
+times as fast as attention that stores its scores.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from gpt2.utils.remat import CORE_ATTENTION
 def cudnn_attention(
     q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Compute `plain.attention` on GPUs, for an even number of positions.
+    """Compute `plain.attention` on GPUs, with cuDNN if the number of positions is even.
 
     `spread` turns a kernel into one that runs on each device's own heads, because XLA's partitioner
-    cannot split cuDNN's.
+    cannot split cuDNN's kernel.
     """
     is_odd = q.shape[1] % 2 == 1  # cuDNN has no derivative for odd lengths
     if scoring.terms or scoring.dropout or is_odd:
@@ -42,8 +42,8 @@ def _cudnn(q, k, v, segments, scoring):
     mask = None
     if segments is not None:
         mask = segments[:, None, :, None] == segments[:, None, None, :]
-    # No `checkpoint_name`: JAX names this output itself, and with two names a remat policy would
-    # store it twice.
+    # There is no `checkpoint_name` here, because JAX names this output itself. With two names, a
+    # remat policy would store the output twice.
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -65,10 +65,10 @@ def splash_attention(
     interpret: bool,
     spread: Spread | None = None,
 ) -> Array:
-    """Compute `plain.attention` on TPUs, for a multiple of 128 positions.
+    """Compute `plain.attention` on TPUs, with splash attention if T is a multiple of 128.
 
-    `interpret` runs the kernel in Pallas' interpreter, so that tests can run on CPUs. `spread` is
-    that of `cudnn_attention`.
+    `interpret` runs the kernel in Pallas' interpreter, so that tests can run on CPUs. `spread` has
+    the same meaning as in `cudnn_attention`.
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)
@@ -82,8 +82,8 @@ def splash_attention(
 
 
 def _splash(q, k, v, segments, scoring, interpret):
-    """Apply splash attention, which expects one example, heads first, and scaled queries."""
-    # This import is slow, and only TPUs need it.
+    """Apply splash attention, whose kernel takes one example, heads first, and scaled queries."""
+    # This import is here because it is slow, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     T, N, _ = q.shape[1:]
@@ -92,8 +92,8 @@ def _splash(q, k, v, segments, scoring, interpret):
     for field in dataclasses.fields(splash.BlockSizes):
         if field.name.startswith("block_"):
             sizes[field.name] = block
-    # The last axis fills the 128 lanes of a TPU. Heads of 64 dimensions would leave half of them
-    # empty, so positions are last (2 % of a step on a v5e).
+    # The last axis fills the 128 lanes of a TPU. Heads of 64 dimensions would leave half of the
+    # lanes empty, so positions are the last axis, which saves 2 % of a step on a v5e.
     sizes["k_layout"] = sizes["v_layout"] = splash.QKVLayout.SEQ_MINOR
     mask: splash.Mask = splash.CausalMask((T, T))
     if scoring.window:

@@ -1,8 +1,8 @@
-"""The output head and a loss of its logits as one operation, one chunk of positions at a time.
+"""The output head and the loss as one operation, computed for one chunk of positions at a time.
 
 The logits `[B, T, V]` are the largest array of a training step. Here they only exist for one chunk
 of positions, and the gradients of a chunk are computed in the same pass. Thirty sequences of 1,024
-tokens take 1.0 GB on a GPU instead of 6.2 GB; without chunks, a 124M step on two cores takes a
+tokens need 1.0 GB on a GPU instead of 6.2 GB. Without chunks, a 124M step on two cores takes a
 quarter longer.
 """
 
@@ -21,13 +21,13 @@ from gpt2.ops.table import LookUp
 from gpt2.ops.variants import Variants
 from gpt2.utils.trees import Batch, Tree
 
-# Bytes of float32 logits of a chunk: 42,000 tokens with GPT-2's vocabulary. With four chunks, a
-# step of 32,768 tokens takes 1.03 times as long on an H200, and needs 6.7 GiB less.
+# Bytes of a chunk's float32 logits: 42,000 tokens with GPT-2's vocabulary. With four chunks, a step
+# of 32,768 tokens takes 1.03 times as long on an H200 as with one, and needs 6.7 GiB less.
 LOGITS_BYTES = 8 * 2**30
-SCARCE_LOGITS_BYTES = 2**29  # memory is scarce if parameters are gathered by layer
-CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits their caches
-# Fewest rows of a chunk on CPUs, because every chunk adds to the gradient of the whole table. A
-# table that no cache holds takes longer to add to, and gets larger chunks.
+SCARCE_LOGITS_BYTES = 2**29  # memory is scarce with FSDP by layer
+CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits in their caches
+# Smallest number of rows of a chunk on CPUs, because every chunk adds to the gradient of the whole
+# table. The addition takes longer if the table does not fit in a cache, so chunks are then larger.
 CPU_ROWS = 512
 LARGE_TABLE_BYTES = 2**25
 LARGE_TABLE_ROWS = 2048
@@ -49,7 +49,8 @@ def head_loss(
     chunk = _choose_chunk(T, max(1, num_rows // B))
     logits = jax.ShapeDtypeStruct((B, chunk, len(table)), jnp.float32)
     example = jax.eval_shape(partial(jax.tree.map, lambda x: x[:, :chunk]), rows)
-    # Learned parameters that the loss closes over become arguments, so that they get a gradient.
+    # Learned parameters that the loss closes over become arguments, so that JAX computes their
+    # gradients.
     loss, closed_over = jax.closure_convert(loss, logits, example)
     sums = jax.eval_shape(loss, logits, example, *closed_over)
     zeros = jax.tree.map(jnp.zeros_like, sums)
@@ -59,9 +60,9 @@ def head_loss(
 
 
 def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
-    """Return the number of tokens whose logits exist at a time, for a table `[V, D]`.
+    """Return the number of tokens whose logits exist at a time.
 
-    `is_scarce` says that memory is scarce.
+    `table` is the shape `[V, D]` of the head's table, and `is_scarce` says that memory is scarce.
     """
     V, D = table
     if platform == "cpu":
@@ -71,9 +72,9 @@ def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int
 
 
 def _choose_chunk(length: int, fitting: int) -> int:
-    """Return the largest divisor of a length that is at most `fitting`.
+    """Return the largest divisor of `length` that is at most `fitting`.
 
-    If that is tiny, as for a prime length, return the smallest divisor that is larger.
+    If that divisor is tiny, as for a prime `length`, return the smallest divisor above `fitting`.
     """
     divisors = [size for size in range(1, length + 1) if length % size == 0]
     chunk = max(size for size in divisors if size <= fitting)
@@ -87,20 +88,20 @@ class _Head(NamedTuple):
 
     loss: Callable[
         ..., tuple[Array, Tree]
-    ]  # takes logits, rows and what it closed over
-    dtype: jnp.dtype  # of the operands of products
+    ]  # of logits, rows, and the arrays that it closed over
+    dtype: jnp.dtype  # dtype of the operands of products
     logits_dtype: jnp.dtype
     variants: Variants
     chunk: int  # positions of each sequence whose logits exist at a time
 
     def cast(self, table: Array) -> Array:
-        """Return a table in the type of operands."""
+        """Return the table in the dtype of the products' operands."""
         # Without the barrier, XLA:TPU would repeat the cast in each product (v5e 5 %).
         return jax.lax.optimization_barrier(table.astype(self.dtype))
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of the gradients of logits, which would underflow in float16."""
+        """Factor of the gradients of logits, so that they do not underflow in float16."""
         return 1024.0 if self.dtype == jnp.float16 else 1.0
 
     def logits(self, hidden: Array, table: Array) -> Array:
@@ -131,7 +132,7 @@ def _loss(
 def _loss_fwd(hidden, stored, rows, closed_over, zeros, head):
     table = head.cast(stored)
     result = head.dtype if head.variants.narrow_results else jnp.float32
-    # XLA:CPU has no such product for 16-bit operands.
+    # XLA:CPU cannot compute the transposed product of 16-bit operands.
     is_transposed = head.variants.transposed_head_gradient and head.dtype == jnp.float32
 
     def add_chunk(sums, chunk):
@@ -155,7 +156,8 @@ def _loss_fwd(hidden, stored, rows, closed_over, zeros, head):
     sums = (zeros, jnp.zeros(shape, jnp.float32), dclosed)
     sums, dhidden = _scan(add_chunk, sums, (hidden, rows), head.chunk)
     losses, dtable, dclosed = sums
-    # Without the barrier, XLA would transpose both factors if there is a single chunk (note 9).
+    # Without the barrier, XLA would transpose both factors if there is a single chunk
+    # (docs/performance.md, XLA:CPU note 9).
     if is_transposed:
         dtable = jax.lax.optimization_barrier(dtable).T
     dtable = (dtable / head.gradient_scale).astype(stored.dtype)
@@ -177,8 +179,8 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 def _scan(add_chunk, sums, positions, chunk):
     """Scan `add_chunk` over chunks of `positions`, a tree of arrays `[B, T, ...]`.
 
-    Return the sums, and the other outputs joined to `[B, T, ...]`. A scan adds up sums as they
-    come; XLA:CPU would store all terms of an unrolled loop (docs/performance.md, XLA:CPU note 5).
+    Return the sums, and the other outputs joined to `[B, T, ...]`. A scan adds up terms as they are
+    computed. XLA:CPU would store all terms of an unrolled loop (docs/performance.md, note 5).
     """
 
     def split(x):
@@ -199,7 +201,7 @@ def _scan(add_chunk, sums, positions, chunk):
 def one_pass_log_sum_exp(logits: Array) -> Array:
     """Compute `plain.log_sum_exp` in one pass, rescaling the sum whenever the maximum grows.
 
-    The method is that of Milakov and Gimelshein 2018, arXiv 1805.02867.
+    See Milakov and Gimelshein 2018, arXiv 1805.02867.
     """
     return _one_pass_fwd(logits)[0]
 
@@ -208,7 +210,8 @@ def _one_pass_fwd(logits):
     def join(one, other):
         top, total = one
         top_2, total_2 = other
-        scale = jnp.exp(-jnp.abs(top - top_2))  # for the sum with the lower maximum
+        # The sum with the lower maximum is multiplied by this factor.
+        scale = jnp.exp(-jnp.abs(top - top_2))
         sums = jnp.where(top > top_2, total + scale * total_2, scale * total + total_2)
         return jnp.maximum(top, top_2), sums
 
@@ -231,14 +234,15 @@ one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -> Array:
     """Return a table `[V, D]` with rows of zeros added, so that V is a multiple of `multiple`.
 
-    A program that looks up tokens and computes logits uses the same padded array for both. The two
-    gradients then add up in the padded table without a copy.
+    The lookup of tokens and the output head use the same padded array. Their gradients are then
+    accumulated in the padded table without a copy.
     """
     padding = -len(table) % multiple
-    # The table is padded even if no rows are missing. Otherwise XLA:CPU would sum the squares of a
-    # gradient that comes straight from a product in windows, which takes ten times as long.
+    # `jnp.pad` is called even if there is no padding. Otherwise the gradient would come directly
+    # from a product, and XLA:CPU would sum its squares in windows, which takes ten times as long.
     padded = _pad_with_barrier(table, padding) if padding else _pad(table, padding)
-    return constrain(padded, "rows", "table")  # split by columns, as it is stored
+    # The padded table is sharded by columns, as the table is stored.
+    return constrain(padded, "rows", "table")
 
 
 def look_up_padded(
@@ -251,7 +255,7 @@ def look_up_padded(
 ) -> Array:
     """Look up tokens in a table that `pad_vocab` returned.
 
-    Tokens that the table without padding lacks yield NaN, as in `plain.look_up`.
+    A token outside of the vocabulary without padding yields NaN, as in `plain.look_up`.
     """
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)
     missing = jnp.iinfo(tokens.dtype).max
@@ -262,8 +266,8 @@ def _pad(table, padding):
     return jnp.pad(table, ((0, padding), (0, 0)))
 
 
-# The barrier makes XLA cut off the padding where the gradient is read. Without it, XLA would cut
-# each term that is added to the gradient, and copy all of them.
+# The barrier makes XLA remove the padding where the gradient is read. Otherwise XLA would remove
+# the padding from each term of the gradient, and copy all terms.
 _pad_with_barrier = jax.custom_vjp(_pad, nondiff_argnums=(1,))
 _pad_with_barrier.defvjp(
     lambda table, padding: (_pad(table, padding), None),

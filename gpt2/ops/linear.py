@@ -1,8 +1,9 @@
 """Linear maps, and the activation before them, with hand-written backward rules.
 
-y = x w, dx = dy w^T and dw = x^T dy are direct products, so that every result has the layout in
-which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU note 3). JAX's
-derived rules transpose one of the gradients, which takes a third of a 124M step on two cores.
+y = x w, dx = dy w^T and dw = x^T dy are computed by direct products. Every result then has the
+layout in which it is stored, and nothing is transposed in memory (docs/performance.md, XLA:CPU
+note 3). JAX's own backward rules transpose one of the gradients, which takes a third of a 124M step
+on two cores.
 """
 
 import math
@@ -21,8 +22,8 @@ from gpt2.ops.variants import Variants
 
 Axes = Sequence[int]
 
-# Partial sums of `sum_rows`. XLA:GPU would add up 32 or more in a separate kernel, and a smaller
-# number would leave some of its processors idle.
+# Number of partial sums in `sum_rows`. XLA:GPU would add up 32 or more in a separate kernel, and a
+# smaller number would leave some processors of the GPU idle.
 _NUM_PARTIAL_SUMS = 16
 
 
@@ -36,7 +37,7 @@ def linear(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Compute `plain.linear`; the gradient of a float32 kernel stays in float32."""
+    """Compute `plain.linear`. The gradient of a float32 kernel is in float32."""
     if activation is plain.gelu_tanh:
         activation = gelu_tanh
     spec = _LinearMap(num_contract, activation, jnp.dtype(dtype), variants)
@@ -51,7 +52,7 @@ def linear_separately(
     dtype: DTypeLike,
     variants: Variants,
 ) -> list[Array]:
-    """Compute `plain.linear_parts` by one product per part, so that no part has to be copied."""
+    """Compute `plain.linear_parts` with one product per part, so that no part has to be copied."""
     spec = _LinearMap(1, None, jnp.dtype(dtype), variants)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
     return _parts(x.astype(dtype), kernels, bias, spec)
@@ -64,8 +65,8 @@ def add_rows(x: Array, table: Array) -> Array:
     batch innermost, and transpose it for every linear map (11 % of a 124M step on an H200).
     """
     rows = table[: x.shape[1]].astype(x.dtype)
-    # GPUs would round float32 operands to TF32. In 16 bits nothing is lost, and with "highest" XLA
-    # would turn the product back into a sum.
+    # By default, GPUs would round float32 operands to TF32. 16-bit operands are not rounded, and
+    # with "highest" XLA would turn their product back into a sum.
     precision = "highest" if x.dtype == jnp.float32 else None
     ones = jnp.ones(len(x), x.dtype)
     return x + jnp.einsum("b,td->btd", ones, rows, precision=precision)
@@ -93,13 +94,16 @@ class _LinearMap(NamedTuple):
     def activate(self, x: Array) -> Array:
         """Apply the activation to `x`, if there is one."""
         if self.is_fused:
-            # XLA recognises this formula, on a matrix. cuBLAS computes it in float32.
+            # XLA recognises this formula if `x` is a matrix. cuBLAS computes it in float32.
             rows = x.reshape(-1, x.shape[-1])
             return jax.nn.gelu(rows, approximate=True).reshape(x.shape)
         return self.activation(x) if self.activation else x
 
     def flatten(self, x: Array, kernel: Array) -> tuple[Array, Array, int]:
-        """Return `x`, a kernel and the number of axes to contract; as matrices by `as_matrices`."""
+        """Return `x`, the kernel, and the number of axes to contract.
+
+        With the variant `as_matrices`, both are reshaped to matrices and one axis is contracted.
+        """
         if not self.variants.as_matrices:
             return x, kernel, self.num_contract
         contracted = math.prod(kernel.shape[: self.num_contract])
@@ -108,7 +112,7 @@ class _LinearMap(NamedTuple):
         return x, kernel, 1
 
     def product(self, x: Array, kernel: Array, bias: Array | None) -> Array:
-        """Return `x @ kernel + bias` in the compute type."""
+        """Return `x @ kernel + bias` in the compute dtype."""
         kernel = kernel.astype(self.dtype)
         shape = (
             x.shape[: x.ndim - self.num_contract] + kernel.shape[self.num_contract :]
@@ -133,7 +137,7 @@ def _linear(x: Array, kernel: Array, bias: Array | None, spec: _LinearMap) -> Ar
 
 def _linear_fwd(x, kernel, bias, spec):
     activated = spec.activate(x)
-    # The value of a fused activation is stored for the backward pass, and not recomputed.
+    # The backward pass reads the stored value of a fused activation, and does not recompute it.
     stored = activated if spec.is_fused else None
     return spec.product(activated, kernel, bias), (x, stored, kernel, bias)
 
@@ -149,8 +153,8 @@ def _linear_bwd(spec, residuals, dy):
     dy = dy.reshape(*x.shape[: len(rows)], *kernel.shape[contracted:])
     outputs = range(len(rows), dy.ndim)
     if spec.activation and stored is None:
-        # The barrier makes XLA recompute the activation (docs/performance.md, XLA:CPU note 4). It
-        # stands before the product, so that XLA:TPU can fuse the derivative into the product.
+        # The barrier makes XLA recompute the activation (docs/performance.md, XLA:CPU note 4). The
+        # barrier is before the product, so that XLA:TPU can fuse the derivative into the product.
         x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dot(dy, kernel, outputs, range(contracted, kernel.ndim), spec.result)
     dx = dx.astype(spec.dtype)
@@ -176,7 +180,7 @@ def _parts(
 ) -> list[Array]:
     if bias is None:
         return [spec.product(x, kernel, None) for kernel in kernels]
-    # Cast before the biases are separated, or XLA:GPU launches a kernel for each cast.
+    # The cast comes before the biases are separated. Otherwise XLA:GPU launches a kernel for each.
     biases = bias.astype(spec.result)
     return [
         spec.product(x, kernel, b) for kernel, b in zip(kernels, biases, strict=True)
@@ -188,7 +192,7 @@ def _parts_fwd(x, kernels, bias, spec):
 
 
 def _parts_bwd(spec, residuals, dys):
-    """Accumulate the gradient of `x` in the products, as cuBLAS can do."""
+    """Compute all gradients. The gradient of `x` is accumulated in the products, as cuBLAS can."""
     x, kernels, bias = residuals
     dx = None
     dkernels = []
@@ -215,7 +219,7 @@ def dot(
 ) -> Array:
     """Contract axes of `a` with axes of `b`, accumulating in float32.
 
-    The result has the other axes of `a`, then those of `b`, and the type `dtype`.
+    The result has the remaining axes of `a`, then the remaining axes of `b`, and the given dtype.
     """
     dimensions = ((tuple(axes_a), tuple(axes_b)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
@@ -224,8 +228,9 @@ def dot(
 def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
     """Return the float32 sum over the first `num_rows` axes.
 
-    XLA:GPU needs two kernels for such a sum. With `two_stage_sums`, the first stage leaves 16
-    partial sums, often fused with what computes the rows; the second is fused into its reader.
+    XLA:GPU needs two kernels for such a sum. With `two_stage_sums`, the first stage computes 16
+    partial sums, and is often fused with the operation that computes the rows. The second stage is
+    fused into the operation that reads the sum.
     """
     rows = math.prod(x.shape[:num_rows])
     if not variants.two_stage_sums or rows % _NUM_PARTIAL_SUMS:
@@ -240,7 +245,7 @@ def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
 
 
 def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
-    """Return the gradient of a bias, from the gradient of a linear map's result."""
+    """Return the gradient of a bias: the sum of `dy` over its first `num_rows` axes."""
     rounds = dy.dtype == jnp.float32 and variants.rounds_float32
     if not variants.bias_gradient_by_product or rounds:
         return sum_rows(dy, num_rows, variants)
@@ -250,14 +255,14 @@ def bias_gradient(dy: Array, num_rows: int, variants: Variants) -> Array:
 
 
 # GELU's tanh form (Hendrycks and Gimpel 2016, section 2): x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
-# with u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule reads the quotient y again, so that
-# XLA:CPU stores it instead of recomputing it at each use (docs/performance.md, XLA:CPU note 2).
+# with u = sqrt(2 / pi) (x + 0.044715 x^3). The backward rule reads the quotient y again, so XLA:CPU
+# stores y instead of recomputing it at each use (docs/performance.md, XLA:CPU note 2).
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 
 
 def _exp_minus_2u(x):
-    # This overflows to infinity for x far below 0, where x divided by it is -0 as it should be.
+    # For x far below 0 this overflows to infinity, and x divided by infinity is -0, as required.
     return jnp.exp(-_SLOPE * (x + _CUBIC * x**3))
 
 
@@ -273,14 +278,15 @@ def _gelu_bwd(residuals, dy):
     x32 = x.astype(jnp.float32)
     sigmoid = 1.0 / (1.0 + _exp_minus_2u(x32))
     slope_of_2u = _SLOPE * (1.0 + 3.0 * _CUBIC * x32**2)
-    # In this order y (1 - sigmoid) becomes 0 before a large slope can make the product infinite.
+    # The order of the factors matters: y (1 - sigmoid) becomes 0 before a large slope can make the
+    # product infinite.
     dx = dy.astype(jnp.float32) * (sigmoid + y * (1.0 - sigmoid) * slope_of_2u)
     return (dx.astype(x.dtype),)
 
 
 @jax.custom_vjp
 def gelu_tanh(x: Array) -> Array:
-    """Compute `plain.gelu_tanh`."""
+    """Compute `plain.gelu_tanh` with a hand-written backward rule."""
     return _gelu_fwd(x)[0]
 
 

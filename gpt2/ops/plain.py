@@ -1,9 +1,9 @@
-"""GPT-2's operations as formulas: arrays in, arrays out, and JAX derives the gradients.
+"""The reference formulas of GPT-2's operations. JAX derives their gradients.
 
-`GPT(config)` computes with these. A backend replaces them by faster functions with the same
-signatures (gpt2/ops/table.py), which tests compare with the formulas. gpt2/model/gpt.py explains
-the letters of dimensions. Products of 16-bit operands accumulate in float32. Softmax, statistics of
-rows and losses are computed in float32.
+`GPT(config)` computes with these functions. A backend replaces them with faster functions of the
+same signatures (gpt2/ops/table.py), which tests compare with the formulas. gpt2/model/gpt.py
+explains the dimension letters. Products of 16-bit operands accumulate in float32. Softmax,
+statistics of rows and losses are computed in float32.
 """
 
 import dataclasses
@@ -22,26 +22,27 @@ from gpt2.utils.parameters import DeclaredParam, ParamInfo
 from gpt2.utils.remat import CORE_ATTENTION
 from gpt2.utils.trees import Batch, Tree
 
-# The logit of a padding token. Its exponential is 0, and it is finite, so that 0 times it is 0.
+# The logit of a padding token. Its exponential is 0. It is finite, because 0 times infinity is NaN.
 IMPOSSIBLE = -1e9
 
 Activation = Callable[[Array], Array]
 # A function of scores [B, N, T, S], positions of queries [T, 1] and positions of keys [S] that
-# returns new scores. They have to be finite for keys after the query too, which are masked later.
-# It may append columns: keys that take weight in the softmax and have no value.
+# returns new scores. The new scores must be finite even for keys after the query, which are masked
+# later. The function may append columns to the scores: keys that get attention weight but have no
+# value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
 # A function of logits [B, T, V] and a batch of the same positions. It returns the objective, a
-# scalar to be differentiated, and a tree of float32 sums to log. All are sums over positions, so
-# that the results of chunks add up to the result of all positions. Neither the batch nor the logged
-# sums have a derivative.
+# scalar to differentiate, and a tree of float32 sums to log. All results are sums over positions,
+# so that the results of chunks add up to the result of all positions. No gradient flows through the
+# batch or the logged sums.
 LogitsLoss = Callable[[Array, Batch], tuple[Array, Tree]]
 
 
 class Scoring(NamedTuple):
-    """How attention computes its weights from queries and keys."""
+    """The parameters with which attention computes its weights from queries and keys."""
 
     scale: float  # factor of the products of queries and keys
-    # Positions that a query sees, its own included; 0: all up to its own.
+    # Number of positions that a query sees, including its own; 0: all positions up to its own.
     window: int = 0
     terms: tuple[ScoreTerm, ...] = ()  # applied to the scores in this order
     # [B, T] int32; a query sees only keys of its own segment.
@@ -57,7 +58,7 @@ class Scoring(NamedTuple):
         first, *others = self.terms
         if others or not isinstance(first, SoftCap):
             return None
-        # A learned cap is an array. Kernels would compute no gradient for it.
+        # A learned cap is an array, for which kernels would not compute a gradient.
         return first.cap if isinstance(first.cap, float | int) else None
 
 
@@ -81,10 +82,10 @@ def linear(
     activation: Activation | None = None,
     dtype: DTypeLike,
 ) -> Array:
-    """Multiply `activation(x)` `[..., C1, .., Cn]` by a kernel, and add a bias.
+    """Multiply `activation(x)` by a kernel, and add a bias.
 
-    `kernel` is `[C1, .., Cn, O1, .., Om]` with n = `num_contract`, and `bias` is `[O1, .., Om]`.
-    The result is `[..., O1, .., Om]` in `dtype`.
+    `x` is `[..., C1, .., Cn]` with n = `num_contract`, `kernel` is `[C1, .., Cn, O1, .., Om]`, and
+    `bias` is `[O1, .., Om]`. The result is `[..., O1, .., Om]` in `dtype`.
     """
     x = x.astype(dtype)
     if activation:
@@ -105,9 +106,10 @@ def linear_parts(
     dtype: DTypeLike,
     linear: Callable = linear,
 ) -> list[Array]:
-    """Multiply `[..., C]` by a kernel `[C, P, O1, .., Om]`: P results `[..., O1, .., Om]`.
+    """Apply P linear maps to `x` `[..., C]`, and return P results `[..., O1, .., Om]`.
 
-    One call of `linear`, the formula or a function that replaces it, computes all of them.
+    `kernel` is `[C, P, O1, .., Om]`, and `bias` is `[P, O1, .., Om]`. One call of `linear`, the
+    formula or a function that replaces it, computes all results.
     """
     y = linear(x, kernel, bias, dtype=dtype)
     return [*jnp.unstack(y, axis=x.ndim - 1)]
@@ -122,10 +124,11 @@ def norm(
     eps: float = 1e-5,
     dtype: DTypeLike,
 ) -> Array:
-    """Divide rows `[..., D]` by their root mean square, times `scale` `[D]`, plus `bias` `[D]`.
+    """Apply LayerNorm or RMSNorm to rows `x` `[..., D]`, and return the result in `dtype`.
 
-    With `center` the mean is subtracted first, which is LayerNorm (Ba et al. 2016). Without it this
-    is RMSNorm (Zhang and Sennrich 2019). `eps` is added to the mean square.
+    RMSNorm (Zhang and Sennrich 2019) divides a row by the root of its mean square plus `eps`, then
+    multiplies by `scale` `[D]` and adds `bias` `[D]`. LayerNorm (Ba et al. 2016), with `center`,
+    subtracts the mean of the row first.
     """
     y = x.astype(jnp.float32)
     if center:
@@ -139,25 +142,26 @@ def norm(
 
 
 def gelu_tanh(x: Array) -> Array:
-    """Return GELU in its tanh form (Hendrycks and Gimpel 2016, section 2), as OpenAI's GPT-2 does.
+    """Apply GELU in its tanh form (Hendrycks and Gimpel 2016, section 2), as OpenAI's GPT-2 does.
 
-    It is computed in float32, and returned in the type of `x`.
+    GELU is computed in float32. The result has the dtype of `x`.
     """
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 def gelu_erf(x: Array) -> Array:
-    """Return GELU in its exact form, by the error function."""
+    """Apply GELU in its exact form, with the error function."""
     return jax.nn.gelu(x, approximate=False)
 
 
 def relu_squared(x: Array) -> Array:
-    """Return the square of ReLU (So et al. 2021)."""
+    """Apply the square of ReLU (So et al. 2021)."""
     return jnp.square(jnp.maximum(x, 0))
 
 
-# By `model.activation`: the function between the MLP's two linear maps. For names that end in glu,
-# it is applied to a third map, the gate, which multiplies the result of the first (Shazeer 2020).
+# The functions that `model.activation` names. One is applied between the MLP's two linear maps. For
+# names that end in "glu", it is applied to the result of a third map, the gate, which multiplies
+# the result of the first map (Shazeer 2020).
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": gelu_tanh,
     "gelu": gelu_erf,
@@ -172,8 +176,8 @@ ACTIVATIONS: dict[str, Activation] = {
 def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     """Apply causal attention, `softmax(scale q k^T) v`.
 
-    `q` and the result are `[B, T, N, H]`, of one type. `k` and `v` are `[B, T, K, H]`; query head n
-    reads key head n // (N / K).
+    `q` and the result are `[B, T, N, H]`, `k` and `v` are `[B, T, K, H]`, all of one dtype. Query
+    head n reads key head n // (N / K).
     """
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
@@ -190,8 +194,8 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
         keep_rate = 1.0 - scoring.dropout
         keep = jax.random.bernoulli(scoring.dropout_key, keep_rate, weights.shape)
         weights = jnp.where(keep, weights / keep_rate, 0.0)
-    # This product accumulates in float32 as well. With a float32 result its derivatives would be
-    # float32 too, and a GPU would move a fifth more bytes in a 124M step.
+    # This product also accumulates in float32. Its result is not float32, because its derivatives
+    # would then be float32 too, and a GPU would move a fifth more bytes in a 124M step.
     out = jnp.einsum("bnts,bsnh->btnh", weights, v)
     return checkpoint_name(out, CORE_ATTENTION)  # for rematerialisation
 
@@ -206,7 +210,7 @@ def attention_cached(
     """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
-    first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # where the new positions start
+    first = jnp.reshape(length, (-1, 1, 1, 1)) - T  # the first new position
     query = first + jnp.arange(T)[:, None]
     key = jnp.arange(S)
     # The queries of a group are rows of one product, because XLA:CPU cannot multiply 16-bit arrays
@@ -218,7 +222,7 @@ def attention_cached(
     )
     scores = scores.reshape(B, N, T, S) * scoring.scale
     for term in scoring.terms:
-        # A term reads positions [T, 1] of one sequence, and here each sequence has its own.
+        # A term takes positions [T, 1] that all sequences share. Here each sequence has its own.
         def apply_term(scores: Array, query: Array, term: ScoreTerm = term) -> Array:
             return term(scores[None], query, key)[0]
 
@@ -234,15 +238,18 @@ def attention_cached(
 
 
 def sees(query: Array, key: Array, window: int) -> Array:
-    """Return the boolean mask of the keys that queries see, from positions that broadcast."""
+    """Return the boolean mask of the keys that queries see.
+
+    `query` and `key` are positions, whose shapes broadcast to the shape of the mask.
+    """
     visible = query >= key
     return visible & (query - key < window) if window else visible
 
 
 def masked_softmax(scores: Array, visible: Array) -> Array:
-    """Return the softmax over `visible` keys, `[B, N, T, S]`.
+    """Return the softmax of the scores over `visible` keys, `[B, N, T, S]`.
 
-    Columns that a term appended to the scores take weight, and are dropped from the result.
+    Columns that a term appended to the scores are part of the softmax, but not of the result.
     """
     S = visible.shape[-1]
     masked = jnp.where(visible, scores[..., :S], -jnp.inf)
@@ -253,7 +260,10 @@ def masked_softmax(scores: Array, visible: Array) -> Array:
 
 
 def rope_frequencies(size: int, base: float) -> Array:
-    """Return the angle per position of each pair of dimensions, `[size / 2]` (Su et al. 2021)."""
+    """Return the rotation per position of each pair of dimensions, `[size / 2]`, in radians.
+
+    See Su et al. 2021.
+    """
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
 
@@ -261,9 +271,10 @@ def rope_frequencies(size: int, base: float) -> Array:
 def rotation(
     positions: Array, frequencies: Array, length: float = 1.0
 ) -> tuple[Array, Array]:
-    """Return cosines and sines of position times frequency, `[B or 1, T, 1, R / 2]`, for `rope`.
+    """Return the cosines and sines that `rope` reads, both `[B or 1, T, 1, R / 2]`.
 
-    `positions` are int32 `[B or 1, T]`. Rotated vectors become `length` times as long.
+    The angles are `positions`, int32 `[B or 1, T]`, times `frequencies` `[R / 2]`. Rotated vectors
+    become `length` times as long.
     """
     angles = positions[:, :, None, None] * frequencies
     return length * jnp.cos(angles), length * jnp.sin(angles)
@@ -292,7 +303,7 @@ def head_loss(
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Tree]:
-    """Return `loss(logits, batch)` of the logits `hidden table^T`.
+    """Return `loss(logits, batch)`, where the logits are `hidden table^T`.
 
     `hidden` is `[B, T, D]` and `table` is `[V, D]`; the operands of their product have `dtype`. A
     kernel may store logits in `logits_dtype`.
@@ -310,27 +321,31 @@ def log_sum_exp(logits: Array) -> Array:
 def pick(logits: Array, targets: Array) -> Array:
     """Return the logits `[B, T]` of the targets, and 0 where a target is -1.
 
-    A comparison, unlike a gather, is fused with other passes over the logits, and splits over V.
+    XLA can fuse a comparison, unlike a gather, with other passes over the logits, and can split it
+    over V.
     """
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     return jnp.where(is_target, logits, 0.0).sum(-1)
 
 
 def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
-    """Return the sum of losses `[B, T]` where targets are not -1, and the number of these."""
+    """Return the sum of losses `[B, T]` where targets are not -1, and the number of these targets.
+
+    Both are float32 scalars.
+    """
     chex.assert_equal_shape([losses, targets])  # other shapes would broadcast silently
     is_real = targets >= 0
     return jnp.where(is_real, losses, 0.0).sum(), is_real.sum(dtype=jnp.float32)
 
 
 def cross_entropy(logits: Array, batch: Batch) -> tuple[Array, Tree]:
-    """Sum `-log softmax(logits)` at the targets, in nats."""
+    """Return the sum of `-log softmax(logits)` at the targets in nats, and no sums to log."""
     losses = log_sum_exp(logits) - pick(logits, batch["targets"])
     return sum_real(losses, batch["targets"])[0], ()
 
 
 def hide_padding(logits: Array, vocab_size: int) -> Array:
-    """Set the logits of padding, from index `vocab_size` on, to `IMPOSSIBLE`."""
+    """Set the logits of padding tokens, from index `vocab_size` on, to `IMPOSSIBLE`."""
     chex.assert_axis_dimension_gteq(logits, -1, vocab_size)
     tokens = jnp.arange(logits.shape[-1])
     if vocab_size == tokens.size:
@@ -348,7 +363,7 @@ def compute_logits(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
 def look_up(table: Array, indices: Array, dtype: DTypeLike) -> Array:
     """Return the rows `[B, T, D]` of a table `[V, D]` at int32 indices `[B, T]`.
 
-    An index that the table lacks yields NaN.
+    An index outside of the table yields NaN.
     """
     return jnp.take(table, indices, axis=0).astype(dtype)
 
@@ -358,9 +373,10 @@ def add_rows(x: Array, table: Array) -> Array:
     return x + table[: x.shape[1]].astype(x.dtype)
 
 
-# Operations on arrays that may be sharded over devices. On one device they do nothing.
+# The operations below concern arrays that may be sharded over devices. On one device they do
+# nothing.
 
-Init = Callable[..., Array]  # takes a key, a shape and a type
+Init = Callable[..., Array]  # a function of a key, a shape and a dtype
 Shape = tuple[int, ...]
 Names = tuple[str, ...]  # logical names of axes
 
@@ -368,7 +384,7 @@ Names = tuple[str, ...]  # logical names of axes
 def param(
     module: nn.Module, name: str, init: Init, shape: Shape, info: ParamInfo
 ) -> Array:
-    """Return a float32 parameter of a module, which declares its axes and roles."""
+    """Return a float32 parameter of a module. `info` declares its axes and roles."""
 
     def declare(*arguments: Array | Shape | DTypeLike) -> Tree:  # Flax unboxes it
         return DeclaredParam(init(*arguments), info)
@@ -377,12 +393,12 @@ def param(
 
 
 def whole(parameter: Array) -> Array:
-    """Return the whole parameter, on every device, for what `param` returned."""
+    """Return a whole parameter on every device. `parameter` is a result of `param`."""
     return parameter
 
 
 def pad_vocab(table: Array) -> Array:
-    """Return a table `[V, D]` with enough rows for the product of the output head."""
+    """Return a table `[V, D]`, padded with the rows that the output head's product needs."""
     return table
 
 
@@ -392,5 +408,5 @@ def constrain(x: Array, *names: str) -> Array:
 
 
 def isolate(loss: Callable) -> Callable:
-    """Return `loss(params, micro_batch, ...)`, isolated from the losses of other micro-batches."""
+    """Return a `loss(params, micro_batch, ...)` that XLA cannot merge with other micro-batches."""
     return loss

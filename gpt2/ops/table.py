@@ -1,8 +1,8 @@
-"""The table of operations that a model calls: the formulas, or faster functions for them.
+"""The table of operations that a model calls: the reference formulas, or faster kernels.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py), and passes
-it to the model. Removing a kernel from the table makes a run slower and changes nothing else. The
-functions that FSDP by layer puts in (gpt2/parallel/shards.py) only work together.
+the table to the model. Removing a kernel from it makes a run slower and changes nothing else. The
+functions that FSDP by layer puts in the table (gpt2/parallel/shards.py) only work together.
 """
 
 import dataclasses
@@ -86,14 +86,14 @@ class Norm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """The operations that a model calls. Each one is documented at its formula in plain.py.
+    """The operations that a model calls. gpt2/ops/plain.py documents each of them.
 
     Attributes:
-        param: reads a parameter. Only `whole`, `linear`, `linear_parts`, `look_up`,
-            `look_up_tokens`, `add_rows`, `pad_vocab` and `head_loss` of the same table may use the
-            result, because a device may hold a shard of it.
-        look_up_tokens: looks up tokens in an embedding table, with or without rows that
-            `pad_vocab` added.
+        param: returns a parameter, of which a device may hold only a shard. Only `whole`, `linear`,
+            `linear_parts`, `look_up`, `look_up_tokens`, `add_rows`, `pad_vocab` and `head_loss` of
+            the same table may therefore use the result.
+        look_up_tokens: looks up tokens in an embedding table, with or without the rows that
+            `pad_vocab` adds.
     """
 
     param: Param = plain.param

@@ -1,8 +1,8 @@
-"""Variants of kernels for each platform: the results are equal, the compiled programs are not.
+"""Platform-specific variants of kernels, which compute the same with different programs.
 
-XLA's compilers for CPUs, GPUs and TPUs optimise different patterns. The numbers in brackets say how
-much longer a 124M step takes without a variant: measured on an H200, or estimated by the compiler
-for a TPU v5e.
+XLA's compilers for CPUs, GPUs and TPUs optimise different patterns. The numbers in parentheses say
+how much longer a 124M step takes without a variant: measured on an H200, or estimated by the
+compiler for a TPU v5e.
 """
 
 import dataclasses
@@ -10,36 +10,37 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Variants:
-    """How kernels are written for one platform."""
+    """The variants of kernels for one platform."""
 
-    # Products of 16-bit operands return 16 bits, although they add up in float32. Less memory
-    # traffic (H200 8 %, v5e 2 %).
+    # Products of 16-bit operands return 16 bits, although they accumulate in float32. This reduces
+    # memory traffic (H200 8 %, v5e 2 %).
     narrow_results: bool = False
     # Linear maps are reshaped to products of two matrices, so that the bias is fused into the
     # product (H200 3 %).
     as_matrices: bool = False
-    # Queries, keys and values are computed by one product each, so that none of them has to be
+    # Queries, keys and values are computed by separate products, so that they do not have to be
     # copied out of a common result (v5e 17 %, H200 2 %).
     separate_qkv: bool = False
     # A bias gradient is a product with two rows of ones. XLA:TPU would fuse a sum, or a product
-    # with a single row, with operations that should be fused into the product before (v5e 6 %).
+    # with a single row, with operations that should be fused into an earlier product (v5e 6 %).
     bias_gradient_by_product: bool = False
     # The gradient of the head's table is accumulated as [D, V]. Transposing it once costs less than
     # transposing the logits of every chunk (Zen 3, two layers in float32: 6 %).
     transposed_head_gradient: bool = False
-    # GELU is fused into the product before it, and its value is stored for the backward pass (H200
-    # 1 %; by the compiler for an H100, a step moves 32.4 GB, and 1.2 GB more without).
+    # GELU is fused into the product that computes its operand, and its value is stored for the
+    # backward pass (H200 1 %; for an H100, the compiler estimates that a step moves 32.4 GB with
+    # this variant, and 1.2 GB more without it).
     fuse_activation: bool = False
-    # The statistics of a row, in softmax and norms, take one pass over it (H200 2 %).
+    # The statistics of a row, in softmax and norms, are computed in one pass over it (H200 2 %).
     one_pass_statistics: bool = False
-    # Sums over rows take two stages, and the second is fused into whatever reads the sum. The bias
-    # gradients of queries, keys and values are one sum, and the squares of small gradients are,
-    # too (H200 3 %).
+    # Sums over rows are computed in two stages, and the second stage is fused into the operation
+    # that reads the sum. The bias gradients of queries, keys and values are computed by a single
+    # sum, and so are the squares of all small gradients (H200 3 %).
     two_stage_sums: bool = False
     # A norm's derivative is fused into the product that computes its operand (v5e 3 %).
     fuse_norm_derivative: bool = False
-    # Products of float32 round their operands (to TF32 on GPUs, to bfloat16 on TPUs), so that a sum
-    # must not be written as a product with ones.
+    # Products of float32 arrays round their operands (to TF32 on GPUs, to bfloat16 on TPUs), so a
+    # sum must not be written as a product with ones.
     rounds_float32: bool = False
 
 
@@ -68,18 +69,18 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
     """Return the variants for a program on `cpu`, `gpu` or `tpu`.
 
     Args:
-        platform: platform of the devices. Platforms that are not in `VARIANTS` have no variants.
+        platform: platform of the devices. A platform that is not in `VARIANTS` has no variants.
         several: whether several devices run the program together.
         splits_axes: whether XLA's partitioner splits axes of activations over the devices.
     """
     variants = VARIANTS.get(platform, Variants())
     if several:
-        # A single sum for the squares of all small gradients would gather their shards, and a sum
-        # that is fused into its reader is sent to other devices late.
+        # A single sum for the squares of all small gradients would gather their shards. And a sum
+        # that is fused into the operation that reads it is sent to other devices late.
         variants = dataclasses.replace(variants, two_stage_sums=False)
     if splits_axes:
-        # The partitioner cannot split an axis that was merged with others, and it would add up the
-        # devices' results in the narrow type of a product.
+        # The partitioner cannot split an axis that was merged with other axes, and it would sum the
+        # devices' results in the narrow dtype of a product.
         variants = dataclasses.replace(
             variants,
             as_matrices=False,

@@ -1,6 +1,7 @@
-"""ALiBi: biases by distance in place of position embeddings (Press et al. 2022, arXiv 2108.12409).
+"""ALiBi: a bias for the distance replaces position embeddings (Press et al. 2022).
 
-A score is reduced by the head's slope times the distance of the key. No parameters.
+arXiv 2108.12409. A score is reduced by the head's slope times the distance of the key. ALiBi has no
+parameters.
 """
 
 import math
@@ -15,19 +16,19 @@ from gpt2.ops.plain import ScoreTerm
 
 
 class Alibi(Ingredient):
-    """`model.position=alibi`."""
+    """The ingredient of `model.position=alibi`."""
 
     option = "position"
 
     @classmethod
     def is_wanted(cls, config: GPTConfig) -> bool:
-        """Return whether positions enter by biases."""
+        """Return whether `model.position` is `alibi`."""
         return config.position == "alibi"
 
     def score_terms(
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
-        """Append the biases of all heads."""
+        """Append the function that adds the biases of all heads."""
         slopes = alibi_slopes(self.config.num_heads)[:, None, None]
 
         def add_bias(scores: Array, query: Array, key: Array) -> Array:
@@ -38,8 +39,8 @@ class Alibi(Ingredient):
 
 def alibi_slopes(num_heads: int) -> Array:
     """Return the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
-    # The paper's slopes are for a power of two. Further heads get every second slope of twice as
-    # many heads.
+    # The paper defines the slopes for a power of two. Further heads get every second slope of twice
+    # that number of heads.
     power = 2 ** math.floor(math.log2(num_heads))
     steps = [i + 1.0 for i in range(power)]
     steps += [i + 0.5 for i in range(num_heads - power)]

@@ -1,7 +1,7 @@
 """A gate on the output of each head: the sigmoid of a linear map of attention's input.
 
-Qiu et al. 2025, arXiv 2505.06708. Adds a kernel `[D, N]` to each layer. Gates begin near one half,
-as in the paper.
+Qiu et al. 2025, arXiv 2505.06708. Each layer gets a kernel `[D, N]`. Gates start near one half, as
+in the paper.
 """
 
 import flax.linen as nn
@@ -13,14 +13,14 @@ from gpt2.model.seams import Context, Ingredient
 
 
 class AttentionGate(Ingredient):
-    """`model.attention_gate`."""
+    """The ingredient of `model.attention_gate`."""
 
     option = "attention_gate"
 
     def attention_output(
         self, attention: nn.Module, y: Array, context: Context
     ) -> Array:
-        """Multiply heads by their gates."""
+        """Multiply the output of each head by its gate."""
         cfg = self.config
         ops = attention.ops
         shape = (cfg.embed_dim, cfg.num_heads)

@@ -1,6 +1,6 @@
-"""A learned logit per head that takes attention weight and has no value.
+"""A learned logit for each head in the softmax of attention, for a key without a value.
 
-gpt-oss, arXiv 2508.10925. Adds N scalars to each layer, which begin at 0.
+The source is gpt-oss, arXiv 2508.10925. Each layer gets N scalars, initialised to 0.
 """
 
 import flax.linen as nn
@@ -13,14 +13,14 @@ from gpt2.ops.plain import ScoreTerm
 
 
 class AttentionSink(Ingredient):
-    """`model.attention_sink`."""
+    """The ingredient of `model.attention_sink`."""
 
     option = "attention_sink"
 
     def score_terms(
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
-        """Append a column of scores, one for each head."""
+        """Append the function that adds a column of learned scores to each head."""
         shape = (self.config.num_heads,)
         zeros = nn.initializers.zeros
         sinks = named_param(attention, "sinks", zeros, shape, ("heads",))

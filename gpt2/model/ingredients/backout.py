@@ -1,7 +1,7 @@
-"""Subtracts a learned fraction of the residual stream in the middle from that at the end.
+"""A learned fraction of the middle layer's input, subtracted from the last layer's output.
 
-modded-nanogpt, nanochat. Adds one scalar, which begins at 0.2 as in nanochat, and an array that
-lives through the later layers.
+The sources are modded-nanogpt and nanochat. The model gets one scalar, initialised to 0.2 as in
+nanochat, and an array `[B, T, D]` that is passed through the later layers.
 """
 
 import flax.linen as nn
@@ -13,15 +13,15 @@ from gpt2.model.seams import Context, Ingredient, Layer
 
 
 class Backout(Ingredient):
-    """`model.backout`."""
+    """The ingredient of `model.backout`."""
 
     option = "backout"
 
     def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
-        """Subtract the fraction after the last layer."""
+        """Subtract the fraction of the middle layer's input after the last layer."""
 
         def layers_without_middle(x: Array) -> Array:
-            context.carried[self.option] = x  # until a layer stores the middle
+            context.carried[self.option] = x  # replaced at the middle layer
             x = layers(x)
             init = nn.initializers.constant(0.2)
             fraction = named_param(gpt, "backout", init, (1,), ("mix",))
@@ -31,7 +31,7 @@ class Backout(Ingredient):
         return layers_without_middle
 
     def block_input(self, block: nn.Module, x: Array, context: Context) -> Array:
-        """Store the input of the layer after the middle."""
+        """Store the input of the middle layer, `num_layers // 2`."""
         is_middle = context.layer == self.config.num_layers // 2
         stored = context.carried[self.option]
         context.carried[self.option] = jnp.where(is_middle, x, stored)

@@ -1,7 +1,7 @@
-"""Adds a vector for each pair of adjacent tokens, looked up by a hash of the pair.
+"""An embedding for each pair of adjacent tokens, looked up by a hash of the pair.
 
-modded-nanogpt; Engram, arXiv 2601.07372. Adds a table of `model.bigram_embeddings` rows, which
-begin at 0.
+The sources are modded-nanogpt, and Engram, arXiv 2601.07372. The model gets a table of
+`model.bigram_embeddings` rows, initialised to 0.
 """
 
 import flax.linen as nn
@@ -14,16 +14,16 @@ from gpt2.model.seams import Context, Ingredient
 
 
 class BigramEmbeddings(Ingredient):
-    """`model.bigram_embeddings`."""
+    """The ingredient of `model.bigram_embeddings`."""
 
     option = "bigram_embeddings"
 
     def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:
-        """Add the vectors."""
+        """Add to each token the embedding of its pair with the previous token."""
         cfg = self.config
         rows = cfg.bigram_embeddings
         tokens = context.tokens
-        # A first token has a pair too: no token has the number `vocab_size`.
+        # A first token also has a pair. Its previous token is `vocab_size`, which no real token is.
         previous = shift(
             tokens, first_previous(context), context, missing=cfg.vocab_size
         )
@@ -33,7 +33,7 @@ class BigramEmbeddings(Ingredient):
 
 
 def hash_pairs(tokens: Array, previous: Array, num_rows: int) -> Array:
-    """Return the row of a table for each pair of tokens, int32; factors as in modded-nanogpt."""
+    """Return an int32 row of the table for each pair of tokens, by modded-nanogpt's hash."""
     first = previous.astype(jnp.uint32) * 27191
     second = tokens.astype(jnp.uint32) * 36313
     mixed = first ^ second

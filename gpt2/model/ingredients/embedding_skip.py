@@ -1,6 +1,6 @@
-"""A learned mix of the first embedding into the input of every block (modded-nanogpt).
+"""A learned weighted sum of the embedded tokens and the input of every block (modded-nanogpt).
 
-Adds two scalars to each layer, which begin at 1 and 0.
+Each layer gets two scalars, initialised to 1 for its input and 0 for the embedded tokens.
 """
 
 import flax.linen as nn
@@ -11,12 +11,12 @@ from gpt2.model.seams import Context, Ingredient, Layer
 
 
 class EmbeddingSkip(Ingredient):
-    """`model.embedding_skip`."""
+    """The ingredient of `model.embedding_skip`."""
 
     option = "embedding_skip"
 
     def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
-        """Store the embedding for all layers."""
+        """Store the embedded tokens for all layers."""
 
         def layers_with_embedding(x: Array) -> Array:
             context.shared[self.option] = x
@@ -25,6 +25,6 @@ class EmbeddingSkip(Ingredient):
         return layers_with_embedding
 
     def block_input(self, block: nn.Module, x: Array, context: Context) -> Array:
-        """Mix the embedding in."""
+        """Return the weighted sum of a block's input and the embedded tokens."""
         mix = Mix(self.config, block.ops, (1.0, 0.0), name="embedding_skip")
         return mix(x, context.shared[self.option])

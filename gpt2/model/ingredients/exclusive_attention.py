@@ -1,6 +1,6 @@
-"""Removes from attention's output its component along the position's own value.
+"""Exclusive attention: the output without its component along the position's own value.
 
-Zhai 2026, arXiv 2603.09078. No parameters.
+Zhai 2026, arXiv 2603.09078. Exclusive attention has no parameters.
 """
 
 import flax.linen as nn
@@ -9,18 +9,18 @@ from jax import Array
 
 from gpt2.model.seams import Context, Ingredient
 
-TINY = 1e-24  # in place of the squared length of a value that is 0
+TINY = 1e-24  # avoids a division by 0 if a value is 0
 
 
 class ExclusiveAttention(Ingredient):
-    """`model.exclusive_attention`."""
+    """The ingredient of `model.exclusive_attention`."""
 
     option = "exclusive_attention"
 
     def attention_output(
         self, attention: nn.Module, y: Array, context: Context
     ) -> Array:
-        """Project the output of each head off its value."""
+        """Make the output of each head orthogonal to the value at the same position."""
         v = context.heads.v
         group = y.shape[2] // v.shape[2]
         own = jnp.repeat(v, group, axis=2)

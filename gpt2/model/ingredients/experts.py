@@ -1,15 +1,15 @@
 """Mixture of experts: several MLPs in each layer, of which a router chooses some for each token.
 
-Shazeer et al. 2017, arXiv 1701.06538. With one expert per token, its output is multiplied by the
-router's probability (Switch Transformer, Fedus et al. 2021, arXiv 2101.03961). With several, the
-weights are their probabilities, divided by the sum of these (GShard, arXiv 2006.16668; Mixtral,
-arXiv 2401.04088).
-Kernels have the shape `[E, D, F]`, where E is the number of experts.
+Shazeer et al. 2017, arXiv 1701.06538. With one expert per token, the expert's output is multiplied
+by the router's probability (Switch Transformer, Fedus et al. 2021, arXiv 2101.03961). With several,
+each output is multiplied by its expert's probability, divided by the sum of the chosen experts'
+probabilities (GShard, arXiv 2006.16668; Mixtral, arXiv 2401.04088). Kernels have the shape
+`[E, D, F]`, where E is the number of experts.
 
 Capacity and the balance loss are computed for each row of the batch separately, so the layout of
 devices does not affect them. Earlier tokens of a row fill an expert first, so later tokens have no
-effect on earlier ones. As in DeepSeek-V2 (arXiv 2405.04434, section 2.2), only training drops
-tokens.
+effect on earlier ones. As in DeepSeek-V2 (arXiv 2405.04434, section 2.2), tokens are dropped only
+in training.
 """
 
 import dataclasses
@@ -29,12 +29,12 @@ from gpt2.utils.scan import METRICS, report
 
 
 class Experts(Ingredient):
-    """`model.num_experts`."""
+    """The ingredient of `model.num_experts`."""
 
     option = "num_experts"
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Replace the MLP by a mixture of experts."""
+        """Replace the MLP with a mixture of experts."""
         if context.branch != "mlp":
             return branch
 
@@ -86,7 +86,8 @@ class Mixture(nn.Module):
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
             dropped = counts * (place >= capacity)
             report(self, "dropped", dropped.sum(), counts.sum() * K)
-        # Dropped choices get the index after the last slot, which JAX ignores with mode="drop".
+        # Choices beyond the capacity get the index after the last slot, which JAX ignores with
+        # mode="drop".
         nowhere = E * capacity
         slots = jnp.where(place < capacity, chosen * capacity + place, nowhere)
 
@@ -119,13 +120,13 @@ class Mixture(nn.Module):
     ) -> None:
         """Report the auxiliary losses of the router, summed over tokens.
 
-        Tokens whose entry in `counts` `[B, T, 1]` is 0 are padding and do not count. The balance
-        loss (Switch Transformer, equation 4) is 1 if all experts are chosen equally often, or if
-        all have the same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv 2202.08906,
-        equation 5) keeps logits small.
+        Tokens whose entry in `counts` `[B, T, 1]` is 0 are padding, and are left out of the sums.
+        The balance loss (Switch Transformer, equation 4) is 1 if all experts are chosen equally
+        often, or if all have the same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv
+        2202.08906, equation 5) penalises large logits.
         """
         cfg = self.config
-        sizes = counts.sum(1)  # of rows, [B, 1]
+        sizes = counts.sum(1)  # [B, 1], the number of tokens in each row
         wholes = jnp.maximum(sizes, 1)
         chosen = (counts * is_chosen).sum(1) / wholes / cfg.experts_per_token  # [B, E]
         probable = (counts * shares).sum(1) / wholes

@@ -1,7 +1,8 @@
-"""Several residual streams, which each branch reads and writes by learned weights.
+"""Hyper-connections: several residual streams, which branches read and write by learned weights.
 
-Zhu et al. 2024, arXiv 2409.19606, dynamic. Each branch gets a kernel `[D, n + 2]`,
-a norm and some scalars. At first a branch reads one stream, and its output is added to all streams.
+This is the dynamic version of Zhu et al. 2024, arXiv 2409.19606. For n streams, each branch gets a
+kernel `[D, n + 2]`, a norm, static weights `[n + 2, n]` and two scales. At initialisation a branch
+reads one stream, and its output is added to all streams.
 """
 
 import flax.linen as nn
@@ -16,12 +17,12 @@ from gpt2.ops.plain import Shape
 
 
 class HyperConnections(Ingredient):
-    """`model.hyper_connections`, the number of streams."""
+    """The ingredient of `model.hyper_connections`, the number of streams."""
 
     option = "hyper_connections"
 
     def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
-        """Copy the stream `[B, T, D]` to `[n, B, T, D]` first, and average the streams last."""
+        """Copy the stream `[B, T, D]` to n streams before all layers; average them afterwards."""
 
         def layers_with_streams(x: Array) -> Array:
             copies = (self.config.hyper_connections, *x.shape)
@@ -31,7 +32,7 @@ class HyperConnections(Ingredient):
         return layers_with_streams
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Read a weighted sum of the streams, and add the weighted output to mixed streams."""
+        """Read a weighted sum of the streams, and add the branch's output to mixed streams."""
         number = 1 if context.branch == "attention" else 2
         connect = HyperConnection(self.config, block.ops, name=f"connect_{number}")
         read, mixed, weights = connect(branch.stream, 2 * context.layer + number - 1)
@@ -50,17 +51,18 @@ class HyperConnection(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, branch: int | Array) -> tuple[Array, Array, Array]:
-        """Map streams `[n, B, T, D]` to what branch number `branch` reads, and how it is added.
+        """Compute the input of a branch, the mixed streams, and the weights of the branch's output.
 
-        Returns the branch's input `[B, T, D]`, the mixed streams `[n, B, T, D]`, and the weights of
-        the output in each of them, `[n, B, T, 1]`.
+        `x` holds the streams `[n, B, T, D]`, and `branch` is the index of the branch. The results
+        are the input `[B, T, D]`, the mixed streams `[n, B, T, D]` to which the output is added,
+        and the output's weight in each stream, `[n, B, T, 1]`.
         """
         cfg = self.config
         n = len(x)
 
         def init(key: Array, shape: Shape, dtype: str) -> Array:
             same = jnp.eye(n)
-            one = same[branch % n]  # equation 14: branches take turns
+            one = same[branch % n]  # equation 14: branches read the streams in turn
             return jnp.stack([one, *same, jnp.ones(n)])
 
         zeros = nn.initializers.zeros
@@ -71,7 +73,7 @@ class HyperConnection(nn.Module):
         by_stream = named_param(self, "by_stream", zeros, shape, axes)
         scales = named_param(self, "scales", small, (2,), ("mix",))
 
-        # Dynamic weights: a part that each token's streams determine joins the static weights.
+        # The dynamic weights, computed from each token's streams, are added to the static weights.
         normalized = Norm(cfg, self.ops, name="norm")(x)
         dynamic = jnp.moveaxis(normalized @ by_stream, -1, 0)  # [n + 2, n, B, T]
         dynamic = jnp.tanh(dynamic)

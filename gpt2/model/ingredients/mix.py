@@ -12,7 +12,7 @@ from gpt2.ops.plain import Shape
 
 
 class Mix(nn.Module):
-    """A sum of two arrays, weighted by two learned scalars that begin at `init_weights`."""
+    """A sum of two arrays with two learned weights, initialised to `init_weights`."""
 
     config: GPTConfig
     ops: Ops
@@ -20,7 +20,7 @@ class Mix(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, other: Array) -> Array:
-        """Return the weighted sum of two arrays of one shape, in the compute dtype."""
+        """Return the weighted sum of two arrays of equal shape, in the compute dtype."""
         chex.assert_equal_shape([x, other])
         weights = named_param(self, "weights", self._init, (2,), ("mix",))
         total = weights[0] * x + weights[1] * other

@@ -1,4 +1,7 @@
-"""The token before each one, also in cached decoding, where it may not be among the inputs."""
+"""The previous token of each position, including in cached decoding.
+
+There the token before the first input is not among the inputs.
+"""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,10 +10,10 @@ from gpt2.model.seams import Context
 
 
 def shift(x: Array, first: Array, context: Context, *, missing: int) -> Array:
-    """Return `x` `[B, T, ...]` of the position before each one.
+    """Return `x` `[B, T, ...]`, shifted so that each position has the value of the previous one.
 
-    `first` `[B, 1, ...]` belongs to the position before the first one. Where a segment begins,
-    there is no such position, and the result is `missing`.
+    `first` `[B, 1, ...]` is the value before the first position. At the start of a segment there is
+    no previous position, and the result is `missing`.
     """
     previous = jnp.concatenate([first, x[:, :-1]], axis=1)
     exists = context.positions > 0
@@ -20,7 +23,7 @@ def shift(x: Array, first: Array, context: Context, *, missing: int) -> Array:
 
 
 def first_previous(context: Context) -> Array:
-    """Return the tokens before the first ones, int32 `[B, 1]`; any token if there is none."""
+    """Return the int32 tokens `[B, 1]` before the first inputs, or any tokens if there are none."""
     if context.last_token is None:
         return context.tokens[:, :1]
     return context.last_token[:, None]

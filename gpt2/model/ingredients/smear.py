@@ -1,6 +1,7 @@
-"""Adds a gated fraction of the previous token's embedding to each token (modded-nanogpt, nanochat).
+"""Smear: a gated fraction of the previous token's embedding, added to each token's embedding.
 
-The gate reads the first 24 entries of the token's own embedding. All 25 weights begin at 0.
+The sources are modded-nanogpt and nanochat. The gate reads the first 24 entries of the token's own
+embedding. The 24 weights of the gate and the learned factor are initialised to 0.
 """
 
 import flax.linen as nn
@@ -17,26 +18,29 @@ GATE_WIDTH = 24  # as in nanochat
 
 
 class Smear(Ingredient):
-    """`model.smear`."""
+    """The ingredient of `model.smear`."""
 
     option = "smear"
 
     def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:
-        """Add the fractions."""
+        """Add the gated fraction of the previous token's embedding to each token."""
         first = gpt.wte(first_previous(context))
         previous = shift(x, first, context, missing=0)
         return SmearedTokens(self.config, gpt.ops, name="smear")(x, previous)
 
 
 class SmearedTokens(nn.Module):
-    """The gate, and the sum."""
+    """The gate, and the sum of each token's embedding with the previous one."""
 
     config: GPTConfig
     ops: Ops
 
     @nn.compact
     def __call__(self, x: Array, previous: Array) -> Array:
-        """Add to `x` `[B, T, D]`, the result in the compute dtype; `previous` is `x` shifted."""
+        """Return the embeddings `x` `[B, T, D]` plus gated `previous`, in the compute dtype.
+
+        `previous` `[B, T, D]` holds the embedding of the token before each position.
+        """
         zeros = nn.initializers.zeros
         width = min(GATE_WIDTH, self.config.embed_dim)
         weights = named_param(self, "gate", zeros, (width,), ("mix",))

@@ -1,6 +1,7 @@
-"""A table per layer whose rows are mixed into the values (modded-nanogpt; arXiv 2410.17897).
+"""Value embeddings: a table for each layer whose rows are mixed into the values of attention.
 
-Adds `[V, K H]` to each layer, and two scalars, which begin at one half.
+The sources are modded-nanogpt, and arXiv 2410.17897. Each layer gets a table `[V, K H]` and two
+weights of the sum, initialised to one half.
 """
 
 import flax.linen as nn
@@ -11,12 +12,12 @@ from gpt2.model.seams import Context, Heads, Ingredient
 
 
 class ValueEmbeddings(Ingredient):
-    """`model.value_embeddings`."""
+    """The ingredient of `model.value_embeddings`."""
 
     option = "value_embeddings"
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
-        """Mix the rows of the tokens in."""
+        """Mix the tokens' rows of the table into the values."""
         cfg = self.config
         ops = attention.ops
         table = Embedding(

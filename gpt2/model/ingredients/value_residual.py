@@ -1,6 +1,7 @@
-"""Mixes the first layer's values into those of each layer (Zhou et al. 2024, arXiv 2410.17897).
+"""Value residuals: the first layer's values of attention, mixed into the values of every layer.
 
-Adds two scalars to each layer, which begin at one half, and an array from layer to layer.
+Zhou et al. 2024, arXiv 2410.17897. Each layer gets two weights of the sum, initialised to one half.
+The first layer's values are passed from layer to layer.
 """
 
 import flax.linen as nn
@@ -12,12 +13,12 @@ from gpt2.model.seams import Context, Heads, Ingredient, Layer
 
 
 class ValueResidual(Ingredient):
-    """`model.value_residual`."""
+    """The ingredient of `model.value_residual`."""
 
     option = "value_residual"
 
     def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
-        """Store zeros, which the first layer replaces by its values."""
+        """Store zeros, which the first layer replaces with its values."""
         cfg = self.config
         shape = (*context.tokens.shape, cfg.kv_heads, cfg.head_size)
 
@@ -30,7 +31,10 @@ class ValueResidual(Ingredient):
         return layers_with_values
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
-        """Mix the first layer's values in, also in the first layer, so that all are alike."""
+        """Mix the first layer's values into the values of this layer.
+
+        The first layer does the same, so that all layers have the same parameters.
+        """
         first = context.carried[self.option]
         first = jnp.where(context.layer == 0, heads.v, first)
         context.carried[self.option] = first
