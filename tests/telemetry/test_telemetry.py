@@ -98,9 +98,6 @@ def test_resume_drops_later_lines_and_a_torn_one(tmp_path):
 NO_RECORDS = [
     b"[1]",
     b"{}",
-    b"null",
-    b"true",
-    b'{"step": null, "train/loss": 2.0}',
     b'{"step": "5"}',
     b'{"step": 5, "train/loss": "low"}',
     b"\xff",
@@ -170,17 +167,16 @@ def test_a_wandb_run_continues_under_its_identity(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     writers.Wandb(tmp_path, Config()).write(2, {"train/loss": 2.0})
     mine = Config(logging=LoggingConfig(wandb_project="mine"))
-    writers.Wandb(tmp_path, mine).write(3, {"train/loss": 1.5})
     monkeypatch.setenv("WANDB_NAME", "lion seed 2")  # as a sweep names its runs
-    writers.Wandb(tmp_path, Config())
-    assert logged == [(2, {"train/loss": 2.0}), (3, {"train/loss": 1.5})]
-    first, second, third = starts
+    writers.Wandb(tmp_path, mine)
+    assert logged == [(2, {"train/loss": 2.0})]
+    first, second = starts
     assert first["id"] == second["id"]
     assert first["name"] == tmp_path.name
     assert first["project"] == "gpt2"
+    assert second["name"] == "lion seed 2"
     assert second["project"] == "mine"
     assert second["config"]["logging"]["wandb_project"] == "mine"
-    assert third["name"] == "lion seed 2"
 
 
 def test_wandb_has_to_be_installed(tmp_path, monkeypatch):
@@ -395,7 +391,6 @@ def test_what_no_data_sheet_knows_has_no_peak(monkeypatch):
     assert chips.find_chip("cpu") is None
     assert chips.find_chip("NVIDIA RTX A1000") is None
     assert chips.find_chip("NVIDIA GeForce RTX 4090 Laptop GPU") is None
-    assert chips.find_chip("NVIDIA GeForce RTX 3090 Ti") is None
     assert chips.find_chip("NVIDIA GeForce RTX 4090 D") is None
     assert chips.find_chip("NVIDIA H100 MIG 1g") is None
     assert chips.total_peak_flops("float32") is None

@@ -22,6 +22,7 @@ from tests.training.test_guard import (
     compiled,
     make_batch,
     make_program,
+    new_program,
 )
 
 CHECKPOINTER = SimpleNamespace(wait=lambda: None)
@@ -115,10 +116,8 @@ def test_a_weight_and_an_output_are_named(tmp_path, layout, options):
     def overflows(state):
         return plant(state, "wte/embedding", 3e38, slice(POISON * 16, None))
 
-    for index, micro_batch in ((0, 0), (3, 2)):
-        message = diagnose(tmp_path, program, overflows, (index, micro_batch))
-        assert f"at step {index + 1}: " in message
-        assert "the output of h_0/ln_1 was the first" in message
+    message = diagnose(tmp_path, program, overflows, (2, 3))
+    assert "at step 3: the output of h_0/ln_1 was the first" in message
 
 
 @pytest.mark.thorough
@@ -134,7 +133,7 @@ def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
 def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):  # noqa: F811
     row = slice(POISON * 16, (POISON + 1) * 16)
     loud = partial(plant, name="wte/embedding", value=LOUD, index=row)
-    program = make_program.__wrapped__(options=f"memory.scan_layers={scanned}")
+    program = new_program(options=f"memory.scan_layers={scanned}")
     message = diagnose(tmp_path, program, loud, (2, 1))
     assert "the gradients are not finite at step 3" in message
     assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first", message)

@@ -3,10 +3,8 @@
 import contextlib
 import errno
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -32,8 +30,7 @@ from tests.helpers import (
     make_repository,
     options_of,
     run,
-    start,
-    wait_for_step,
+    succeed,
 )
 
 TINY_MODEL = """
@@ -67,7 +64,7 @@ def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):
         run_files.check_options(workdir, make_config())
 
 
-@pytest.mark.parametrize("content", ["", '{"spl', "{}", "[" * 10**5])
+@pytest.mark.parametrize("content", ["", "{}", "[" * 10**5])
 @pytest.mark.parametrize("name", ["data.json", "tokenizer.json"])
 def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
     tmp_path, capsys, monkeypatch, name, content
@@ -103,16 +100,13 @@ def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
         ("", "model.num_layers=2", "model.num_layers=1, not 2"),
         ("", "model.vocab_size=51", "model.vocab_size=50, not 51"),
         ("", "model.vocab_size=0", ""),  # The data are not prepared yet.
-        ("", "model.attention=plain", ""),
-        ("", "train.accumulate_steps=2", ""),
         (
             "model.dropout=0.1",  # Each micro-batch has its own masks.
             "model.dropout=0.1 train.accumulate_steps=2",
             "train.accumulate_steps=1, not 2",
         ),
-        ("", "train.num_steps=9 train.skip_bad_steps=3 train.eval_every=1", ""),
-        ("", "train.log_every=7 parallel.fsdp=2 memory.remat=full", ""),
-        ("", "logging.tensorboard=False", ""),
+        ("", "train.num_steps=9 parallel.fsdp=2 logging.tensorboard=False", ""),
+        ("", "model.attention=plain train.accumulate_steps=2", ""),
     ],
 )
 def test_a_run_continues_unless_what_it_trains_would_change(
@@ -210,7 +204,6 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
 
 
 DATA = SimpleNamespace(describe=dict, tokenizer=CharTokenizer("ab", True))
-ENDLESS = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=100000"]
 
 
 def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
@@ -221,19 +214,14 @@ def test_a_second_process_in_a_workdir_is_refused_and_changes_nothing(tmp_path):
         return found
 
     workdir = tmp_path / "run"
-    first = start(workdir, *ENDLESS)
-    try:
-        wait_for_step(first, workdir, 3)
-        first.send_signal(signal.SIGSTOP)
-        os.waitpid(first.pid, os.WUNTRACED)
-        before = contents()
-        code, _, stderr = run(workdir, *ENDLESS)
-        assert code == 2
-        assert "Another process is training in" in stderr
-        assert contents() == before
-    finally:
-        first.kill()
-        first.communicate()
+    options = [*TINY, "--config.data.corpus=synthetic", "--config.train.num_steps=2"]
+    succeed(workdir, *options)
+    run_files.lock(workdir, start=2)  # until this process ends
+    before = contents()
+    code, _, stderr = run(workdir, *options, "--config.train.num_steps=4")
+    assert code == 2
+    assert "Another process is training in" in stderr
+    assert contents() == before
 
 
 def test_a_file_system_without_locks_is_trained_on(tmp_path, monkeypatch):
@@ -303,7 +291,6 @@ PACKAGES = (
         ("gpt2/model/.#block.py", "", True),
         ("gpt2/evals/tasks.py", "x = 1", True),
         ("gpt2/cli.py", "x = 1", True),
-        ("gpt2/lab/plan/plan.py", "x = 1", True),
         ("train.py", "x = 1", False),
     ],
 )
