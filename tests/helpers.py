@@ -104,10 +104,10 @@ threading.Thread(target=strike, daemon=True).start()
 
 
 def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
-    """Start train.py, or another script, in a new process with a number of CPU devices."""
-    command = [sys.executable, ROOT / script, *arguments(workdir, options)]
+    """Start train.py, or another script or module, in a new process with some CPU devices."""
+    program = [ROOT / script] if str(script).endswith(".py") else ["-m", script]
     return subprocess.Popen(
-        command,
+        [sys.executable, *program, *arguments(workdir, options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Runs over each other: which of them are drawn, and in which unit."""
+"""Runs in one picture: which of them are plotted, and in which unit."""
 
 import json
 
@@ -23,7 +23,7 @@ def write_run(folder, tokenizer, *records, corpus="pystdlib", options=""):
 
 
 def write_data(folder, tokenizer, num_bytes):
-    """Writes what a run keeps of its text, whose training part says nothing here."""
+    """Write the facts that a run stores about its text, without the training split."""
     held_out = {"num_bytes": num_bytes, "num_documents": 3}
     facts = {"tokenizer_sha256": tokenizer, "splits": {"validation": held_out}}
     write_json(folder / "data.json", seal(facts))
@@ -33,36 +33,46 @@ def compare(folder, *given):
     return run(None, *given, script="gpt2.lab.compare", cwd=folder)
 
 
-def test_runs_without_a_validation_are_told_and_tokenizers_choose_the_unit(tmp_path):
+def test_runs_without_a_validation_are_named_and_tokenizers_choose_the_unit(tmp_path):
     write_run(tmp_path / "first", "byte", SCORED)
     write_run(tmp_path / "young", "byte", {"step": 1}, corpus="synthetic")
     write_run(tmp_path / "other", "char", SCORED)
     write_run(tmp_path / "partly", "gpt2", {"step": 1, "eval/loss": 5.0})
     (tmp_path / "points.csv").write_text("tokens,loss\n64,5.5\n")
-    code, told, mistake = compare(tmp_path, "first", "young", "--reference=points.csv")
-    assert code == 0, mistake
-    assert "young has no validation in nats per token" in told and "5.5000" in told
-    assert mistake.startswith("warning: points.csv can be compared only if its")
-    assert matplotlib.image.imread(tmp_path / "compare.png").std() > 0
-    drawn = tmp_path / "drawn.png"
-    given = "partly", "--reference=points.csv", f"--output=file://{drawn}"
-    assert compare(tmp_path, *given)[2] == "" and drawn.is_file()
-    code, told, _ = compare(tmp_path, "first", "other", "partly")
-    assert code == 0 and "partly has no validation in bits per byte" in told
-    assert "2.5000" in told and "5.0000" not in told
-    code, _, mistake = compare(tmp_path, "first", "other", "--reference=points.csv")
-    assert code == 2 and "bits per byte" in mistake
-    code, _, mistake = compare(tmp_path, "young")
-    assert code == 2 and "No run has a validation" in mistake
-    for name in ("config.json", "environment.jsonl"):
-        (tmp_path / "first" / name).write_text("{")
-        code, _, mistake = compare(tmp_path, "other", "first")
-        assert code == 2 and mistake.startswith("error: first cannot be read (")
+    picture = f"--output=file://{tmp_path}/drawn.png"
+    points = "--reference=points.csv"
+    code, stdout, stderr = compare(tmp_path, "first", "young", points, picture)
+    assert code == 0
+    assert "young has no validation in nats per token" in stdout
+    assert "5.5000" in stdout
+    assert stderr.startswith("warning: points.csv can be compared only if its")
+    assert matplotlib.image.imread(tmp_path / "drawn.png").std() > 0
+    code, stdout, _ = compare(tmp_path, "first", "other", "partly")
+    assert code == 0
+    assert "partly has no validation in bits per byte" in stdout
+    assert "2.5000" in stdout
+    assert "5.0000" not in stdout
+    assert (tmp_path / "compare.png").exists()
 
 
-def test_runs_are_told_apart_by_the_text_and_tokenizer_that_they_had_and_not_by_names(
-    tmp_path,
-):
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    write_run(tmp_path / "first", "byte", SCORED)
+    write_run(tmp_path / "other", "char", SCORED)
+    write_run(tmp_path / "young", "byte", {"step": 1})
+    (tmp_path / "points.csv").write_text("tokens,loss\n64,5.5\n")
+
+    def check_refused(message, *arguments):
+        code, _, stderr = compare(tmp_path, *arguments)
+        assert code == 2
+        assert message in stderr
+
+    check_refused("bits per byte", "first", "other", "--reference=points.csv")
+    check_refused("No run has a validation", "young")
+    (tmp_path / "first" / "config.json").write_text("{")
+    check_refused("error: first cannot be read (", "other", "first")
+
+
+def test_runs_differ_by_the_text_and_tokenizer_that_they_had_and_not_by_names(tmp_path):
     for name in "abcd":
         corpus = "text:moved" if name == "b" else "text:books"
         write_run(tmp_path / name, "bpe:4096", SCORED, corpus=corpus)
@@ -70,16 +80,19 @@ def test_runs_are_told_apart_by_the_text_and_tokenizer_that_they_had_and_not_by_
     write_data(tmp_path / "b", "first", 1000)
     write_data(tmp_path / "c", "first", 1001)
     write_data(tmp_path / "d", "second", 1000)
-    code, told, warned = compare(tmp_path, "a", "b")
-    assert (code, warned) == (0, "") and "5.0000" in told
-    code, told, warned = compare(tmp_path, "a", "b", "c")
-    assert code == 0 and "5.0000" in told
-    assert warned.startswith("warning: c is") and warned.count("warning") == 1
-    code, told, warned = compare(tmp_path, "a", "d")  # two vocabularies of one name
-    assert (code, warned) == (0, "") and "2.5000" in told and "5.0000" not in told
+    code, stdout, stderr = compare(tmp_path, "a", "b", "c")
+    assert code == 0
+    assert "5.0000" in stdout
+    assert stderr.startswith("warning: c is")
+    assert stderr.count("warning") == 1
+    code, stdout, stderr = compare(tmp_path, "a", "d")  # two vocabularies of one name
+    assert code == 0
+    assert stderr == ""
+    assert "2.5000" in stdout
+    assert "5.0000" not in stdout
 
 
-def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_told_whole(
+def test_a_run_of_other_code_is_compared_and_its_differences_are_printed_whole(
     tmp_path,
 ):
     write_run(tmp_path / "a", "byte", SCORED)
@@ -90,12 +103,12 @@ def test_a_run_of_other_code_is_compared_and_what_it_has_unlike_the_first_is_tol
     tree["optim"] |= {"name": "theirs", "twist": 2.0}
     tree["model"]["twisted"] = True
     (tmp_path / "b" / "config.json").write_text(json.dumps(tree))
-    code, told, mistake = compare(tmp_path, "a", "b")
-    assert code == 0, mistake
+    code, stdout, stderr = compare(tmp_path, "a", "b")
+    assert code == 0, stderr
     for option in ("optim.name=theirs", "optim.twist=2.0", "model.twisted=True"):
-        assert option in told
-    assert f"data.corpus={longest}" in "".join(told.split())
-    assert "train.num_steps=9" in told
+        assert option in stdout
+    assert f"data.corpus={longest}" in "".join(stdout.split())
+    assert "train.num_steps=9" in stdout
 
 
 def test_names_are_plotted_as_they_are(tmp_path, monkeypatch):

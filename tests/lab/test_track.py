@@ -27,11 +27,13 @@ def test_every_record_of_the_table_holds():
 @pytest.mark.parametrize("recipe", ["plain", "modern", "small_batch", "ledger"])
 def test_recipes_keep_to_what_is_fixed(recipe):
     config = Config.from_dict(track.get_config(recipe))
-    fixed = (config.data.corpus, config.data.tokenizer, config.data.val_fraction)
-    assert fixed == ("sotu", "bpe:4096", 0.1)
+    assert config.data.corpus == "sotu"
+    assert config.data.tokenizer == "bpe:4096"
+    assert config.data.val_fraction == 0.1
     assert config.train.eval_batches == 0
-    (row,) = [each for each in table() if each.startswith(f"| [{recipe}]")]
-    assert f"| {config.train.num_steps * config.tokens_per_step:,} |" in row
+    (row,) = [line for line in table() if line.startswith(f"| [{recipe}]")]
+    tokens = config.train.num_steps * config.tokens_per_step
+    assert f"| {tokens:,} |" in row
 
 
 @pytest.fixture
@@ -62,7 +64,6 @@ def results():
     [
         ("seed", [0, 1, 2, 3, 5], "seeds are 0, 1"),
         ("state", ["finished"] * 4 + ["diverged"], "all runs have finished"),
-        ("code", ["c0de"] * 4 + ["other"], "the same code"),
         ("tokens", [1000] * 4 + [2000], "the same tokens"),
         ("parameters", "4.1M", "at most 4,000,000 parameters"),
         ("eval/loss", 4.9, "all of the held-out text"),
@@ -73,9 +74,8 @@ def test_a_record_that_breaks_a_rule_is_refused(
 ):
     path = tmp_path / "record.csv"
     results.to_csv(path)
-    assert judge(path).startswith(
-        "| [record](track/record.csv) | 1,000 | 1.00 | 4.0M |"
-    )
+    row = "| [record](track/record.csv) | 1,000 | 1.00 | 4.0M |"
+    assert judge(path).startswith(row)
     results[column] = values
     results.to_csv(path)
     with pytest.raises(ValueError, match=rule):
