@@ -6,6 +6,7 @@ A few of them run by default, the whole table with `-m slow`.
 import dataclasses
 import itertools
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -41,8 +42,8 @@ OPTIMS |= {
         name=normuon orthogonalize=polar_express momentum_warmup=4 tail_average=0.8
         scheduled_weight_decay=True""",
 }
-LAYOUTS = ("fsdp 4 x tensor 2", "pmap x 8")
-SPREAD = ParallelConfig(data=1, fsdp=4, tensor=2)
+MESH = "fsdp 4 x tensor 2"
+PMAP = "pmap x 8"
 
 
 def case(name, layout="one device", scanned=False):
@@ -51,32 +52,27 @@ def case(name, layout="one device", scanned=False):
 
 
 def assert_alike(name, result, reference):
-    if (
-        name == "soap"
-    ):  # in float32 its eigenvectors follow rounding, and the losses do not
+    if name == "soap":
+        # In float32 its eigenvectors follow rounding, and the losses do not.
         assert loss_difference(result, reference) < 1e-4
-        return
-    assert difference(result, reference) < TOLERANCE
+    else:
+        assert difference(result, reference) < TOLERANCE
 
 
 SOME = [
-    ("schedule_free", LAYOUTS[0], False),
-    ("ema", LAYOUTS[1], True),
-    ("soap", LAYOUTS[0], True),
-    ("normuon, tail average", LAYOUTS[0], True),
+    ("schedule_free", MESH, False),
+    ("ema", PMAP, True),
+    ("soap", MESH, True),
+    ("normuon, tail average", MESH, True),
 ]
-MORE = [("muon", LAYOUTS[0], False), ("soap", LAYOUTS[1], True)]
-REST = [
-    each
-    for each in itertools.product(OPTIMS, LAYOUTS, (False, True))
-    if each not in SOME + MORE
-]
+MORE = [("muon", MESH, False), ("soap", PMAP, True)]
+SLOW = []
+for combination in itertools.product(OPTIMS, (MESH, PMAP), (False, True)):
+    if combination not in SOME + MORE:
+        SLOW.append(pytest.param(*combination, marks=pytest.mark.slow))
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "scanned"),
-    [*SOME, *MORE, *(pytest.param(*each, marks=pytest.mark.slow) for each in REST)],
-)
+@pytest.mark.parametrize(("name", "layout", "scanned"), [*SOME, *MORE, *SLOW])
 def test_every_optimizer_trains_in_any_layout_as_on_one_device(name, layout, scanned):
     reference = setup(case(name)).train()
     result = setup(case(name, layout, scanned)).train()
@@ -93,12 +89,12 @@ def test_a_checkpoint_continues_exactly_and_in_another_layout(
     again = continued(here, [here, there], tmp_path / "here")
     back = continued(there, [here], tmp_path / "there")
     np.testing.assert_array_equal(again[here].losses, reference.losses[2:])
-    jax.tree.map(np.testing.assert_array_equal, again[here].params, reference.params)
-    for result in (again[there], back[here]):
-        assert_alike(name, result, reference)
+    chex.assert_trees_all_equal(again[here].params, reference.params)
+    assert_alike(name, again[there], reference)
+    assert_alike(name, back[here], reference)
 
 
-# How state is spread
+# How state is split
 
 
 def shape(*sizes):
@@ -107,19 +103,17 @@ def shape(*sizes):
 
 def test_state_in_another_shape_keeps_the_axes_it_shares_with_its_parameter():
     params = {"kernel": shape(2, 64, 3, 4, 16)}
-    axes = PartitionSpec(None, "fsdp", None, "tensor", None)
+    axes = {"kernel": PartitionSpec(None, "fsdp", None, "tensor", None)}
+    mesh = make_mesh(ParallelConfig(data=1, fsdp=4, tensor=2))
 
-    def spread(*sizes, name="kernel", parallel=SPREAD):
-        state = optax.TraceState(trace={name: shape(*sizes)})
-        mesh = make_mesh(parallel)
-        specs = optimizer_specs(state, params, {"kernel": axes}, mesh)
-        return tuple(specs.trace[name])
+    def spec(*sizes):
+        state = optax.TraceState(trace={"kernel": shape(*sizes)})
+        specs = optimizer_specs(state, params, axes, mesh)
+        return tuple(specs.trace["kernel"])
 
-    assert spread(2, 64, 3, 4, 16) == tuple(axes)
-    assert spread(2, 64, 1, 1, 1) == (None, "fsdp", None, None, None)
-    assert spread(2, 3, 4, 16) == (None, None, "tensor", None)
-    assert spread() == spread(7) == () and spread(1) == (None,)
-    assert spread(2, 192, 192) == (None, "fsdp", "tensor")
-    assert spread(2, 190, 190) == (None, None, "tensor")
-    assert spread(2, 192, 192, parallel=ParallelConfig()) == (None, None, None)
-    assert spread(2, 64, name="another") == ()
+    assert spec(2, 64, 3, 4, 16) == tuple(axes["kernel"])
+    assert spec(2, 64, 1, 1, 1) == (None, "fsdp", None, None, None)
+    assert spec(2, 3, 4, 16) == (None, None, "tensor", None)
+    assert spec(7) == ()
+    assert spec(2, 192, 192) == (None, "fsdp", "tensor")
+    assert spec(2, 190, 190) == (None, None, "tensor")
