@@ -75,75 +75,83 @@ def test_transformers_continues_text_with_an_export_as_this_project_does(
     from transformers import AutoTokenizer, pipeline
 
     tokenizer = TOKENIZERS[name]()
-    count = 12
     cfg, params = make_model(tokenizer.vocab_size, options)
     params = jax.tree.map(lambda x: 4 * x, params)
     hf.save(tmp_path / "out", cfg, params, tokenizer)
     prompt = tokenizer.encode(TEXT).tolist()
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")(TEXT)["input_ids"] == prompt
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded(TEXT)["input_ids"] == prompt
+    prompt = prompt[:9]
     (ours,) = generate(
         GPT(cfg),
         params,
-        [prompt[:9]],
-        max_new_tokens=count,
+        [prompt],
+        max_new_tokens=12,
         sampling=Sampling(0.0),
         eot=tokenizer.eot,
     )
     generator = pipeline("text-generation", str(tmp_path / "out"))
     (answer,) = generator(
-        tokenizer.decode(prompt[:9]),
-        max_new_tokens=count,
+        tokenizer.decode(prompt),
+        max_new_tokens=12,
         do_sample=False,
         return_tensors=True,
     )
     theirs = answer["generated_token_ids"]
-    assert [token for token in theirs if token != tokenizer.eot] == prompt[:9] + ours
+    assert [token for token in theirs if token != tokenizer.eot] == prompt + ours
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rows", [192, 500])
+def embedding(tree, name):
+    return tree[name]["embedding"]
+
+
+@pytest.mark.parametrize(("rows", "tied"), [(192, True), (500, False)])
 def test_export_skips_padding_and_imports_to_the_same_bits(rows, tied, tmp_path):
+    out = tmp_path / "out"
     cfg, params = make_model(rows, f"tie_embeddings={tied}")
-    hf.save(tmp_path / "out", cfg, params, peer.characters(131))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    hf.save(out, cfg, params, peer.characters(131))
+    config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == 131
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    table = params["wte"]["embedding"][:131]
+    weights = load_file(out / "model.safetensors")
+    table = embedding(params, "wte")[:131]
     np.testing.assert_array_equal(weights["transformer.wte.weight"], table)
     assert ("lm_head.weight" in weights) == (not tied)
     if not tied:
-        table = params["lm_head"]["embedding"][:131]
+        table = embedding(params, "lm_head")[:131]
         np.testing.assert_array_equal(weights["lm_head.weight"], table)
-    import_run(tmp_path / "out", tmp_path / "run")
+    import_run(out, tmp_path / "run")
     hf.save(tmp_path / "again", *load_model(tmp_path / "run", None))
-    for file in (tmp_path / "out").iterdir():
+    modes = set()
+    for file in out.iterdir():
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
+        modes.add(file.stat().st_mode)
     # The umask decides the mode of all files, also of the one that safetensors writes.
-    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert len(modes) == 1
-    with pytest.raises(UserError, match="no parameter for gate"):
-        hf.save(tmp_path / "more", cfg, params | {"gate": np.zeros(3)})
 
 
-@pytest.mark.parametrize("rows", [192, 256])
-def test_padding_of_a_directory_is_skipped_by_every_import(rows, tmp_path, monkeypatch):
-    padded = peer.CONFIGS["untied"] | {"vocab_size": rows}
+def test_padding_of_a_directory_is_skipped_by_every_import(tmp_path, monkeypatch):
+    padded = peer.CONFIGS["untied"] | {"vocab_size": 192}
     monkeypatch.setitem(peer.CONFIGS, "padded", padded)
     source = peer.write_model(tmp_path / "source", "padded")
-    _, whole = hf.load(source)
+    _, expected = hf.load(source)
     # Without a tokenizer, all rows count.
-    assert whole["wte"]["embedding"].shape[0] == rows
+    assert len(embedding(expected, "wte")) == 192
+    for name in ("wte", "lm_head"):
+        expected[name] = {"embedding": embedding(expected, name)[:131]}
     save_tokenizer(source, peer.characters(131), 96)
     import_run(source, tmp_path / "run")
-    expected = dict(whole)
-    for name in ("wte", "lm_head"):
-        expected[name] = {"embedding": whole[name]["embedding"][:131]}
-    for place in ((tmp_path / "run", None), (None, source)):
-        cfg, params, tokenizer = load_model(*place)
-        assert cfg.vocab_size == tokenizer.vocab_size == 131
-        chex.assert_trees_all_equal(params, expected)
-        start = load_initial_params(f"hf:{source}", cfg, tokenizer)
-        chex.assert_trees_all_equal(start, expected)
+    _, of_run, _ = load_model(tmp_path / "run", None)
+    cfg, params, tokenizer = load_model(None, source)
+    assert cfg.vocab_size == 131
+    initial = load_initial_params(f"hf:{source}", cfg, tokenizer)
+    for loaded in (of_run, params, initial):
+        chex.assert_trees_all_equal(loaded, expected)
+
+
+def test_a_parameter_that_no_tensor_has_is_refused(tmp_path):
+    cfg, params = make_model(64)
+    with pytest.raises(UserError, match="no parameter for gate"):
+        hf.save(tmp_path / "out", cfg, params | {"gate": np.zeros(3)})
 
 
 def test_rows_for_tokens_to_come_are_few(tmp_path):
@@ -237,18 +245,27 @@ def test_weights_beyond_float32_are_refused(source):
         hf.load(source)
 
 
-def test_two_tensors_for_one_parameter_have_to_be_equal(source):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lm_head.weight", "ties lm_head"),
+        ("wte.weight", r"wte\.weight twice, with different values"),  # OpenAI's name
+    ],
+)
+def test_two_tensors_for_one_parameter_have_to_be_equal(name, message, source):
     expected = hf.load(source)
-    with_tensor(source, "wte.weight", np.copy)  # as OpenAI names it
+    with_tensor(source, name, np.copy)
     chex.assert_trees_all_equal(hf.load(source), expected)
-    with_tensor(source, "wte.weight", lambda table: 2 * table)
-    with pytest.raises(UserError, match=r"wte\.weight twice, with different values"):
+    with_tensor(source, name, lambda table: 2 * table)
+    with pytest.raises(UserError, match=message):
         hf.load(source)
-    # One shard is left from an earlier save.
-    peer.rewrite(source, lambda arrays: dict([*arrays.items()][:-1]), shards=2)
-    stale = load_file(source / "model-0.safetensors")
-    name = next(iter(stale))
-    peer.save_file(stale | {name: stale[name] + 1}, source / "model-9.safetensors")
+
+
+def test_a_shard_that_is_left_from_an_earlier_save_is_refused(source):
+    peer.rewrite(source, dict, shards=2)
+    shard = load_file(source / "model-0.safetensors")
+    changed = {name: array + 1 for name, array in shard.items()}
+    peer.save_file(changed, source / "model-9.safetensors")
     index = json.loads((source / INDEX).read_text())
     index["weight_map"]["more"] = "model-9.safetensors"
     (source / INDEX).write_text(json.dumps(index))
