@@ -20,7 +20,7 @@ GREEN = "#009e73"
 ORANGE = "#e69f00"
 GREY = "#6b7280"
 BASELINE = "#4b5563"
-_COLORS = (BLUE, RED, GREEN, "#cc79a7", ORANGE, "#56b4e9", "#8c6d31")
+COLORS = (BLUE, RED, GREEN, "#cc79a7", ORANGE, "#56b4e9", "#8c6d31")
 _LINES = ("-", "--", ":", "-.")  # of all curves, once the colors are used up
 
 
@@ -35,7 +35,7 @@ def plot_curves(
     dot, and a curve without tokens is a horizontal line.
     """
     height = 4.6 + 0.12 * len(curves)
-    styles = [("-", BASELINE), *itertools.product(_LINES, _COLORS)]
+    styles = [("-", BASELINE), *itertools.product(_LINES, COLORS)]
     with drawing(png, height, width=14, columns=3) as panels:
         for axes, (amount, title) in zip(panels, AMOUNTS.items(), strict=True):
             for name, style in zip(curves, itertools.cycle(styles), strict=False):
@@ -89,7 +89,7 @@ def drawing(
         handles, labels = panels[0].get_legend_handles_labels()
         if labels:  # below the panels, where they hide nothing
             figure.legend(
-                handles, labels, fontsize=9, loc="outside lower left", ncols=3
+                handles, labels, fontsize=9, loc="outside lower left", ncols=1 + columns
             )
         figure.savefig(png)
 

@@ -1,0 +1,1 @@
+"""A ladder of sizes: is what helps a small model worth as much to a larger one?"""

@@ -1,0 +1,116 @@
+r"""Trains arms at several sizes, and reports how each arm's compute multiplier changes with size.
+
+    python -m gpt2.lab.ladder --config=configs/quickstart.py --depths=2,3,4,6 --seeds=3 \
+        --vary=optim.name=muon --one_at_a_time --workdir=ladders/muon
+
+The config is the model at its own depth. The options of the other depths follow by the rules of
+gpt2/lab/ladder/dial.py. Each size is a sweep in the folder `dDEPTH`. The same command continues a
+ladder that was stopped, and adds depths, arms and seeds. Several processes may run it at once.
+"""
+
+from gpt2.utils import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+from absl import flags
+
+from gpt2 import cli
+from gpt2.errors import UserError
+from gpt2.lab.ablate import command
+from gpt2.lab.ablate.sweep import Sweep, load_sweep, register
+from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
+from gpt2.lab.experiments.run_folder import find_root
+from gpt2.lab.ladder.courses import grow
+from gpt2.lab.ladder.dial import at_depth
+from gpt2.lab.ladder.ladder_report import print_courses, write_report
+
+FLAGS = flags.FLAGS
+_LEAST_SIZES = 3  # two would leave no degree of freedom for a course
+
+
+def define_flags() -> None:
+    """Define the flags of a sweep, and the depths."""
+    command.define_flags()
+    flags.DEFINE_list("depths", ["2", "3", "4", "6"], "Layers of each size.")
+
+
+def main() -> int:
+    """Train a ladder, write its report, and return the exit code."""
+    root = find_root("workdir", FLAGS.workdir)
+    if FLAGS.report:
+        return _report(root, _load(root))
+    os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
+    slots = make_slots(FLAGS.jobs)
+    sweeps = _make_sweeps(root, slots)
+    if FLAGS.dry_run:
+        for sweep in sweeps:
+            print(f"{sweep.root.name}: {command.describe_runs(sweep, slots)}")
+        return 0
+    sweeps = [register(sweep) for sweep in sweeps]
+    while True:
+        for sweep in sweeps:
+            runs = [*sweep.undecided_runs(), *sweep.runs()]
+            print(f"{len(runs)} runs, in {sweep.root}/runs", flush=True)
+            train_all(runs, slots, sweep.score)
+        grown = grow([sweep.with_choices() for sweep in sweeps])
+        if grown == sweeps:
+            return _report(root, sweeps)
+        sweeps = [register(sweep) for sweep in grown]
+
+
+def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
+    """Return a sweep for each depth of the command line, the smallest first."""
+    depths = {int(depth) for depth in FLAGS.depths if depth.isdecimal()} - {0}
+    if len(depths) != len(FLAGS.depths) or len(depths) < _LEAST_SIZES:
+        raise UserError(
+            f"--depths={','.join(FLAGS.depths)} is not a list of {_LEAST_SIZES} or more"
+            " different numbers of layers",
+            "Write --depths=2,3,4,6",
+        )
+    arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
+    if len(arms) == 1:
+        raise UserError(
+            "--vary is missing or names the baseline alone, so there is nothing to compare",
+            "Give --vary=OPTION=VALUE,...",
+        )
+    sweeps = []
+    for depth in sorted(depths):
+        ratio = Fraction(depth, arms[0].config.model.num_layers)
+        at_size = [at_depth(arm, ratio) for arm in arms]
+        folder = root / f"d{depth}"
+        sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
+        sweeps.append(sweep)
+    if sweeps[0].looks[0] < 2:
+        raise UserError("--seeds=1 gives no interval", "Write --seeds=3")
+    return sweeps
+
+
+def _load(root: Path) -> list[Sweep]:
+    """Return the sweeps of a ladder's folder, the smallest first."""
+    folders = [path.parent for path in root.glob("d*/sweep.json")]
+    if not folders:
+        raise UserError(
+            f"{root} does not hold a ladder", "Give the --workdir of a ladder"
+        )
+    sweeps = [load_sweep(folder).with_choices() for folder in folders]
+    return sorted(sweeps, key=lambda sweep: sweep.arms[0].config.model.num_layers)
+
+
+def _report(root: Path, sweeps: Sequence[Sweep]) -> int:
+    """Write the report, print the verdicts, and return 1 if a run failed or has not ended."""
+    for sweep in sweeps:
+        sweep.check_runs()
+    print_courses(write_report(root, sweeps))
+    print(f"\nsee report.html, report.md and multipliers.csv in {root}")
+    return command.exit_code([run for sweep in sweeps for run in sweep.all_runs()])
+
+
+if __name__ == "__main__":
+    cli.run(main, define_flags)

@@ -1,0 +1,66 @@
+"""One dial: the options of a model of another depth, by rules that have a source.
+
+| option | rule, for a depth of r times the config's | source |
+| --- | --- | --- |
+| width, heads | r times; the size of a head stays | Kaplan et al. 2020, arXiv 2001.08361 |
+| tokens | r^3 times, as the parameters of the blocks | Hoffmann et al. 2022, arXiv 2203.15556 |
+| batch size | grows with tokens^0.383 | Bergsma et al. 2025, arXiv 2505.13738 |
+| rates of matrices | muP, whose base width is the config's | Yang et al. 2022, arXiv 2203.03466 |
+| all rates | grow with the root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
+| weight decay | averages over the same fraction of the run | Bergsma et al. 2025, section 3 |
+"""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+from gpt2.config import with_options
+from gpt2.errors import UserError
+from gpt2.lab.experiments.arms import Arm
+from gpt2.lab.experiments.run_folder import Setting
+from gpt2.lab.experiments.terms import with_length
+
+_BATCH_POWER = 0.383  # of the tokens; Bergsma et al. 2025, section 4
+_RATES = ("optim.learning_rate", "optim.adam_learning_rate")
+
+
+def at_depth(arm: Arm, ratio: Fraction) -> Arm:
+    """Return an arm whose model has `ratio` times its depth, with the options that follow."""
+    config = arm.config
+    model = config.model
+    optim = config.optim
+    layers = model.num_layers * ratio
+    heads = model.num_heads * ratio
+    width = model.embed_dim * ratio
+    kv_heads = model.num_kv_heads * ratio
+    mlp_dim = model.mlp_dim * ratio
+    sizes = (layers, heads, width, kv_heads, mlp_dim)
+    if any(size.denominator > 1 for size in sizes):
+        raise UserError(
+            f"{arm.name}: {layers} layers would have {heads} heads and a width of {width}",
+            "Choose --depths for which the number of heads and the width are whole numbers",
+        )
+    tokens = float(ratio**3)
+    before = config.data.batch_size
+    # Batches stay a multiple of a power of two, so that devices can divide them.
+    unit = math.gcd(before, 2 ** int(math.log2(max(before // 4, 1))))
+    batch_size = unit * max(1, round(before * tokens**_BATCH_POWER / unit))
+    batch = batch_size / before
+    num_steps = round(config.train.num_steps * tokens / batch)
+    rate = math.sqrt(batch)
+    # Decay acts as rate * weight_decay in each step, under muP too.
+    decay = config.train.num_steps / (num_steps * rate)
+    options: dict[str, Setting] = {
+        "model.num_layers": int(layers),
+        "model.num_heads": int(heads),
+        "model.embed_dim": int(width),
+        "model.num_kv_heads": int(kv_heads),
+        "model.mlp_dim": int(mlp_dim),
+        "model.mup_base_width": model.mup_base_width or model.embed_dim,
+        "data.batch_size": batch_size,
+        "optim.weight_decay": optim.weight_decay * decay,
+    }
+    for name in _RATES:
+        options[name] = getattr(optim, name.removeprefix("optim.")) * rate
+    arm = with_length(arm, num_steps)
+    return replace(arm, config=with_options(arm.config, options))

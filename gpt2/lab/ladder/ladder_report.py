@@ -1,0 +1,169 @@
+"""The report of a ladder: report.md, report.html, multipliers.csv and a picture."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from markdown_it import MarkdownIt
+from rich.console import Console
+from rich.table import Table
+
+from gpt2.lab.ablate.judge import compared
+from gpt2.lab.ablate.sweep import Sweep
+from gpt2.lab.experiments.arms import differences
+from gpt2.lab.experiments.cells import interval, spread
+from gpt2.lab.experiments.curve_plot import BASELINE, COLORS, drawing, visible
+from gpt2.lab.experiments.pages import render, write_page
+from gpt2.lab.ladder.courses import judge
+from gpt2.lab.ladder.multipliers import FARTHEST, STAYS, Course
+from gpt2.utils.files import write_text
+from gpt2.utils.text import format_count
+
+
+def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
+    """Write all files of the report, and return the table of courses, whose cells are text."""
+    title = root.resolve().name
+    results = [sweep.results() for sweep in sweeps]
+    courses = judge(sweeps, results)
+    amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
+    baseline = sweeps[0].arms[0]
+    compute = []
+    for table in results:
+        compute.append(compared(table, baseline, "finished")[amount].mean())
+    rows = _multiplier_rows(sweeps, compute, courses)
+    write_text(root / "multipliers.csv", pd.DataFrame(rows).to_csv(index=False))
+    pictures = []
+    if rows:
+        _plot(root / "multipliers.png", compute, courses, amount)
+        pictures.append("multipliers.png")
+    table = _course_table(sweeps, courses)
+    text = render(
+        "ladder/report.md.j2",
+        title=title,
+        sweeps=sweeps,
+        seeds=sorted({sweep.num_seeds(arm) for sweep in sweeps for arm in sweep.arms}),
+        courses=table,
+        sizes=_size_table(sweeps, results),
+        farthest=f"{FARTHEST:g}",
+        stays=STAYS,
+        has_picture=bool(pictures),
+        differences=differences,
+    )
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    write_text(root / "report.md", text)
+    write_page(root, title, MarkdownIt("js-default").render(text), pictures)
+    return table
+
+
+def print_courses(table: pd.DataFrame) -> None:
+    """Print a table of courses without its intervals, which leaves room in 80 characters."""
+    screen = Table(box=None, pad_edge=False)
+    for title in table.columns:
+        screen.add_column(title, overflow="fold")
+    for row in table.itertuples(index=False):
+        short = [re.sub(r" \(.*", "", cell) for cell in row]
+        screen.add_row(*short)
+    Console(width=80, markup=False, highlight=False).print(screen)
+
+
+def _course_table(
+    sweeps: Sequence[Sweep], courses: Mapping[str, Course]
+) -> pd.DataFrame:
+    """Return a row for each arm: its multiplier at each size, and its course."""
+    rows = []
+    for name, course in courses.items():
+        row = {"arm": name}
+        for i, sweep in enumerate(sweeps):
+            cell = ""
+            if course.multipliers:
+                value, low, high = course.multipliers[i]
+                cell = f"{value:.2f} {interval(low, high, '.2f')}"
+            row[sweep.root.name] = cell
+        if course.slope and course.forecast:
+            value, low, high = course.slope
+            row["per decade"] = f"{value:.2f} {interval(low, high, '.2f')}"
+            row[f"at {FARTHEST:g} times"] = "{:.2g} to {:.2g}".format(*course.forecast)
+        row["verdict"] = course.words
+        rows.append(row)
+    return pd.DataFrame(rows).fillna("")
+
+
+def _size_table(
+    sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
+) -> pd.DataFrame:
+    """Return a row for each size: what the dial has set, and the baseline's loss."""
+    rows = []
+    for sweep, table in zip(sweeps, results, strict=True):
+        baseline = sweep.arms[0]
+        config = baseline.config
+        runs = compared(table, baseline, "finished")
+        row = {
+            "size": sweep.root.name,
+            "width": str(config.model.embed_dim),
+            "heads": str(config.model.num_heads),
+            "batch": str(config.data.batch_size),
+            "steps": str(config.train.num_steps),
+            "rate": f"{config.optim.learning_rate:.3g}",
+            "weight decay": f"{config.optim.weight_decay:.3g}",
+            "FLOPs": format_count(runs.flops.mean()) if len(runs) else "",
+            f"loss ({sweep.unit})": spread(runs.score),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _multiplier_rows(
+    sweeps: Sequence[Sweep], compute: Sequence[float], courses: Mapping[str, Course]
+) -> list[dict[str, object]]:
+    """Return a row of multipliers.csv for each arm with a course and each size."""
+    rows = []
+    for name, course in courses.items():
+        for i, multiplier in enumerate(course.multipliers):
+            row = {
+                "arm": name,
+                "size": sweeps[i].root.name,
+                "compute": compute[i],
+                "multiplier": multiplier.value,
+                "low": multiplier.low,
+                "high": multiplier.high,
+                "verdict": course.words,
+            }
+            rows.append(row)
+    return rows
+
+
+def _plot(
+    png: Path, compute: Sequence[float], courses: Mapping[str, Course], amount: str
+) -> None:
+    """Plot multipliers over compute with their intervals, and the range of the forecast."""
+    with drawing(png, height=5.5) as (axes,):
+        axes.axhline(1, color=BASELINE, linewidth=1.2)
+        for i, (name, course) in enumerate(courses.items()):
+            if not course.forecast:
+                continue
+            color = COLORS[i % len(COLORS)]
+            shift = 1.06 ** (i - (len(courses) - 1) / 2)  # keeps bars apart
+            x = np.array(compute) * shift
+            value, low, high = np.array(course.multipliers).T
+            axes.errorbar(
+                x,
+                value,
+                yerr=(value - low, high - value),
+                fmt="o-",
+                color=color,
+                capsize=3,
+                label=f"{visible(name)}: {course.words}",
+            )
+            far = FARTHEST * x[-1]
+            axes.plot([far, far], course.forecast, color=color, linewidth=5, alpha=0.4)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        # The default labels are formulas, which `drawing` does not typeset.
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}")
+        title = "seconds of training steps" if amount == "seconds" else "training FLOPs"
+        axes.set_xlabel(title)
+        axes.set_ylabel("compute multiplier; higher is better")

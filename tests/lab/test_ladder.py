@@ -1,0 +1,227 @@
+"""Ladders: the options of each size, compute multipliers, and the verdicts on their course."""
+
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from configs import quickstart
+from gpt2.config import Config, with_options
+from gpt2.errors import UserError
+from gpt2.lab.ablate.sweep import Sweep
+from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.ladder.courses import grow, judge
+from gpt2.lab.ladder.dial import at_depth
+from gpt2.lab.ladder.ladder_report import print_courses, write_report
+from gpt2.lab.ladder.multipliers import Losses, judge_course
+from tests.helpers import ROOT, write_run
+from tests.programs.ladder_rates import simulate
+
+QUICKSTART = Config.from_dict(quickstart.get_config())
+COMPUTE = 10.0 ** np.arange(10, 14)
+
+
+def loss_of(compute):
+    """The loss of a baseline whose every decade of compute is worth 10 %."""
+    return 30.0 * compute ** np.log10(0.9)
+
+
+def ladder_of(multipliers, noise=1e-4):
+    """Losses of three seeds at each size, whose deviations cancel in the mean."""
+    scores = loss_of(COMPUTE * np.asarray(multipliers))
+    deviations = noise * np.array([-1.0, 0.0, 1.0])
+    return [
+        Losses(c, score + deviations) for c, score in zip(COMPUTE, scores, strict=True)
+    ]
+
+
+# The dial
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "batch", "steps"),
+    [(2, 64, 8, 125), (3, 96, 12, 281), (4, 128, 16, 500), (8, 256, 36, 1778)],
+)
+def test_a_size_has_its_width_batch_and_tokens(depth, width, batch, steps):
+    (arm,) = make_arms(QUICKSTART, [], one_at_a_time=False)
+    ratio = Fraction(depth, 4)
+    config = at_depth(arm, ratio).config
+    assert config.model.num_layers == config.model.num_heads == depth
+    assert config.model.embed_dim == width
+    assert config.model.mup_base_width == 128
+    assert config.data.batch_size == batch
+    assert config.train.num_steps == steps
+    assert config.optim.warmup_steps == round(steps / 10)
+    tokens = batch * steps / (16 * 500)
+    assert tokens == pytest.approx(ratio**3, rel=0.001)
+    assert config.optim.learning_rate == pytest.approx(6e-3 * (batch / 16) ** 0.5)
+    # The fraction of the run over which AdamW averages.
+    decay = config.optim.learning_rate * config.optim.weight_decay * steps
+    assert decay == pytest.approx(6e-3 * 0.1 * 500)
+
+
+def test_a_size_without_whole_heads_is_refused():
+    config = with_options(QUICKSTART, {"model.num_heads": 2})
+    (arm,) = make_arms(config, [], one_at_a_time=False)
+    with pytest.raises(UserError, match="3 layers would have 3/2 heads"):
+        at_depth(arm, Fraction(3, 4))
+
+
+# Multipliers
+
+
+def test_multipliers_are_those_of_a_table_computed_elsewhere():
+    """By a power law between sizes, from docs/ablations/sizes.csv, with 90 % at the largest."""
+    rows = pd.read_csv(ROOT / "docs/ablations/sizes.csv")
+    rows = rows[rows.purpose == "compare"]
+    expected = {
+        "optim.name=muon": (1.2, 4.0, 6.5, 5.0, 8.3),
+        "model.bigram_embeddings=4096": (5.0, 3.6, 2.8, 2.2, 3.5),
+        "model.activation=relu_squared": (0.53, 1.35, 1.5, 1.2, 1.8),
+        "model.qk_norm=True": (0.95, 1.2, 1.2, None, None),
+        "model.value_residual=True": (1.0, 1.0, 1.1, None, None),
+    }
+
+    def losses_of(name):
+        ladder = []
+        for size in ("2x64", "3x96", "4x128"):
+            runs = rows[rows.arm == f"{size},{name}"].sort_values("seed")
+            scores = runs["eval/loss"].to_numpy()
+            ladder.append(Losses(runs.flops.mean(), scores))
+        return ladder
+
+    for name, (*values, low, high) in expected.items():
+        course = judge_course(losses_of("baseline"), losses_of(name), level=0.1)
+        found = [multiplier.value for multiplier in course.multipliers]
+        np.testing.assert_allclose(found, values, rtol=0.05)
+        if low:  # those ends are of unpaired runs
+            last = course.multipliers[-1]
+            assert low * 0.9 < last.low < last.high < high * 1.1
+
+
+def test_an_arm_that_costs_more_compute_has_a_smaller_multiplier():
+    baseline = ladder_of([1, 1, 1, 1])
+    dearer = [Losses(2 * each.compute, each.scores) for each in baseline]
+    course = judge_course(baseline, dearer)
+    found = [multiplier.value for multiplier in course.multipliers]
+    np.testing.assert_allclose(found, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "words"),
+    [
+        ([1, 1, 1, 1], "constant"),
+        ([3, 3, 3, 3], "constant"),
+        ([1, 2, 4, 8], "grows"),
+        ([8, 4, 2, 1], "fades"),
+        ([0.5, 1, 2, 4], "flips"),
+        ([4, 2, 1, 0.5], "flips"),
+    ],
+)
+def test_courses(multipliers, words):
+    course = judge_course(ladder_of([1, 1, 1, 1]), ladder_of(multipliers))
+    assert course.words == words
+    found = [multiplier.value for multiplier in course.multipliers]
+    np.testing.assert_allclose(found, multipliers, rtol=1e-3)
+    assert course.slope.value == pytest.approx(multipliers[1] / multipliers[0], 1e-3)
+
+
+def test_a_course_is_undecided_if_the_noise_hides_it_and_none_if_the_baseline_gets_worse():
+    rng = np.random.default_rng(0)
+    noisy = ladder_of([1, 2, 4, 8])
+    noisy = [Losses(c, s + rng.normal(0, 1, 3)) for c, s in noisy]
+    assert judge_course(ladder_of([1, 1, 1, 1]), noisy).words == "undecided"
+    course = judge_course(ladder_of([1, 1, 0.001, 1]), noisy)
+    assert course.words == "no verdict: the baseline does not improve with its size"
+
+
+def test_a_forecast_reaches_ten_times_the_compute_over_three_forms():
+    course = judge_course(ladder_of([1, 1, 1, 1]), ladder_of([1, 2, 4, 8]))
+    low, high = course.forecast
+    assert low == pytest.approx(
+        8**0.5, rel=0.01
+    )  # constant: the mean of the logarithms
+    assert high == pytest.approx(16, rel=0.01)  # linear
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+def test_at_most_one_ladder_in_twenty_has_a_false_verdict(correlation):
+    wrong, found = simulate("no gain", seeds=3, correlation=correlation, ladders=100)
+    assert wrong <= 0.05 + 3 * (0.05 * 0.95 / 100) ** 0.5
+    assert found > 0.9
+
+
+# The command
+
+
+def sweeps_in(root, looks, multipliers, noise=1e-3):
+    """Sweeps of three sizes, whose runs have ended with known losses."""
+    base = with_options(QUICKSTART, {"data.tokenizer": "char"}).with_vocabulary(65)
+    arms = make_arms(base, ["optim.name=lion"], one_at_a_time=False)
+    sweeps = []
+    for depth in (2, 4, 8):
+        sweep = Sweep(
+            root=root / f"d{depth}",
+            commands=["python -m gpt2.lab.ladder"],
+            arms=tuple(at_depth(arm, Fraction(depth, 4)) for arm in arms),
+            equal="tokens",
+            looks=looks,
+            tune=[],
+        )
+        sweeps.append(sweep.with_choices())
+    train(sweeps, multipliers, noise)
+    return sweeps
+
+
+def train(sweeps, multipliers, noise):
+    for sweep, multiplier in zip(sweeps, multipliers, strict=True):
+        for run in sweep.runs():
+            compute = float(run.config.train.num_steps) ** 2
+            deviation = 0.0
+            if run.arm != "baseline":
+                compute *= multiplier
+                deviation = noise * (run.config.seed - 1)
+            write_run(run, loss_of(compute) + deviation)
+
+
+def test_a_ladder_reports_a_row_for_each_arm_in_80_columns(tmp_path, capsys):
+    sweeps = sweeps_in(tmp_path, [3], [1, 2, 4])
+    table = write_report(tmp_path, sweeps)
+    assert list(table) == [
+        "arm",
+        "d2",
+        "d4",
+        "d8",
+        "per decade",
+        "at 10 times",
+        "verdict",
+    ]
+    assert table.verdict.to_list() == ["grows"]
+    assert (tmp_path / "multipliers.png").stat().st_size > 10_000
+    report = (tmp_path / "report.md").read_text()
+    assert "| d8 | 256 | 8 | 36 | 1778 | 0.009 | 0.0187 |" in report
+    assert "| optim.name=lion | optim.name | lion | adamw |" in report
+    rows = pd.read_csv(tmp_path / "multipliers.csv")
+    assert rows["size"].to_list() == ["d2", "d4", "d8"]
+    print_courses(table)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):
+    sweeps = sweeps_in(tmp_path, [2, 5], [1, 1, 1], noise=1.0)
+    grown = grow(sweeps)
+    assert [sweep.seeds["optim.name=lion"] for sweep in grown] == [5, 5, 5]
+    results = [sweep.results() for sweep in grown]
+    assert judge(grown, results)["optim.name=lion"].words == "to be decided"
+    train(grown, [1, 1, 1], noise=1.0)
+    assert grow(grown) == grown
+
+
+def test_a_diverged_run_leaves_its_arm_without_a_verdict(tmp_path):
+    sweeps = sweeps_in(tmp_path, [3], [1, 1, 1])
+    run = sweeps[1].runs()[-1]
+    write_run(run, 3.0, state="diverged", error="error: NaN")
+    results = [sweep.results() for sweep in sweeps]
+    course = judge(sweeps, results)["optim.name=lion"]
+    assert course.words == "no verdict: optim.name=lion diverged in d4"

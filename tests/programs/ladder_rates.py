@@ -1,0 +1,99 @@
+"""How often the verdicts of a ladder are wrong, and how often true: the tables of docs/ladder.md.
+
+`python -m tests.programs.ladder_rates` simulates ladders of four sizes with five arms each. Losses
+are a power law of compute plus normal noise, which runs of one seed share in part.
+"""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pandas as pd
+
+from gpt2.lab.ladder.multipliers import STAYS, Losses, judge_course
+
+NUM_LADDERS = 400
+NUM_ARMS = 5
+COMPUTE = 10.0 ** np.arange(10, 14)
+NOISE = 0.01  # nats, of a seed
+POWER = 0.05  # the loss is COMPUTE ** -POWER, times a constant
+CASES = {  # the multiplier at the smallest size, and its factor for ten times the compute
+    "no gain": (1.0, 1.0),
+    "a gain of 2": (2.0, 1.0),
+    "grows by 1.5": (1.0, 1.5),
+    "grows by 2": (1.0, 2.0),
+    "fades by 1.5": (4.0, 1 / 1.5),
+    "fades by 2": (8.0, 1 / 2),
+    "flips": (0.5, 2.0),
+}
+# The words that are true of each case.
+TRUE = {
+    "no gain": {"constant"},
+    "a gain of 2": {"constant"},
+    "grows by 1.5": {"grows"},
+    "grows by 2": {"grows"},
+    "fades by 1.5": {"fades"},
+    "fades by 2": {"fades"},
+    "flips": {"flips", "grows"},
+}
+
+
+def loss(compute):
+    """Returns the baseline's mean loss."""
+    return 10.0 * compute**-POWER
+
+
+def draw(rng, first, factor, *, seeds, correlation, ratio):
+    """Returns the losses of a baseline and of the arms, `ratio` times as noisy."""
+    sizes = len(COMPUTE)
+    shared = rng.normal(size=(sizes, seeds))
+    multipliers = first * factor ** np.arange(sizes)
+    ladders = []
+    for arm in range(1 + NUM_ARMS):
+        own = rng.normal(size=(sizes, seeds))
+        noise = NOISE * (
+            math.sqrt(correlation) * shared + math.sqrt(1 - correlation) * own
+        )
+        effective = COMPUTE * multipliers if arm else COMPUTE
+        if arm:
+            noise = noise * ratio
+        scores = loss(effective)[:, None] + noise
+        ladders.append([Losses(c, s) for c, s in zip(COMPUTE, scores, strict=True)])
+    return ladders
+
+
+def simulate(case, *, seeds, correlation, ratio=1.0, ladders=NUM_LADDERS):
+    """Returns the fraction of ladders with a wrong verdict, and that of arms with a true one."""
+    rng = np.random.default_rng(0)
+    wrong = 0
+    words = Counter()
+    for _ in range(ladders):
+        baseline, *arms = draw(
+            rng, *CASES[case], seeds=seeds, correlation=correlation, ratio=ratio
+        )
+        courses = [judge_course(baseline, arm, num_arms=NUM_ARMS).words for arm in arms]
+        words.update(courses)
+        wrong += any(word not in {*TRUE[case], "undecided"} for word in courses)
+    found = sum(words[word] for word in TRUE[case])
+    return wrong / ladders, found / (ladders * NUM_ARMS)
+
+
+def main():
+    """Prints a row for each case and number of seeds."""
+    print(f"constant: within a factor of {STAYS} for ten times the compute")
+    rows = []
+    for case in CASES:
+        for seeds in (3, 5):
+            row = {"case": case, "seeds": seeds}
+            for correlation in (0.0, 0.5, 0.9):
+                wrong, found = simulate(case, seeds=seeds, correlation=correlation)
+                row[f"wrong, {correlation}"] = f"{wrong:.1%}"
+                row[f"found, {correlation}"] = f"{found:.0%}"
+            wrong, found = simulate(case, seeds=seeds, correlation=0.5, ratio=3.0)
+            row["wrong, noisy arms"] = f"{wrong:.1%}"
+            rows.append(row)
+    print(pd.DataFrame(rows).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()
