@@ -22,13 +22,7 @@ from gpt2 import cli
 from gpt2.config import Config
 from gpt2.errors import log
 from gpt2.lab.plan.collectives import describe_collectives
-from gpt2.lab.plan.plan import (
-    ATTAINABLE,
-    Plan,
-    compile_plan,
-    make_program,
-    usable_memory,
-)
+from gpt2.lab.plan.plan import ATTAINABLE, Plan, compile_plan, make_program
 from gpt2.lab.plan.search import search
 from gpt2.lab.plan.topologies import find_devices
 from gpt2.model.flops import model_flops_per_token
@@ -67,24 +61,13 @@ def main() -> int:
     args = flags.FLAGS
     devices = _find_devices(config)
     kind = "simulated" if args.devices else devices[0].device_kind
-    if args.search:
-        board = board_name(kind) or "H100"  # simulated devices stand for H100s
-        log(
-            f"comparing layouts for {len(devices)} devices ({kind}) by figures of {board}"
-        )
-        return search(config, devices, board, cli.overrides())
-    program = make_program(config, devices)
     log(
         f"compiling for {len(devices)} devices ({kind}); a TPU's compiler takes minutes"
     )
-    try:
-        plan = compile_plan(program)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        print(f"A step on {len(devices)} devices ({kind}) does not fit: {reason}")
-        return 1
+    if args.search:
+        board = board_name(kind) or "H100"  # simulated devices stand for H100s
+        return search(config, devices, board, cli.overrides())
+    plan = compile_plan(make_program(config, devices))
     if args.text:
         with writing(args.text) as path:
             write_text(path, plan.text)
@@ -144,7 +127,7 @@ _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>20} {:>7}"
 def _forecast(plan: Plan, board: str) -> list[str]:
     """Return what a row says about a step on an accelerator of `BOARDS`."""
     memory = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%}"
-    if plan.bytes_needed > usable_memory(board):
+    if not plan.fits(board):
         memory += "!"
     seconds = plan.step_seconds(board)
     if math.isinf(seconds):  # the speed of its links is unknown

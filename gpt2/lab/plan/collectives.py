@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpt2.errors import warn
 from gpt2.utils.text import format_bytes
 
 KINDS = (
@@ -25,8 +26,6 @@ class Collective(NamedTuple):
     group: tuple[int, ...]  # devices of the first group that communicates
     bytes: int  # of the whole array: after a gather, before a scatter
     times: int = 1  # it runs in a call of the program
-    # It runs in a loop whose length is unknown, and `times` counts one iteration.
-    loop_unknown: bool = False
 
     @property
     def bytes_sent(self) -> float:
@@ -45,14 +44,10 @@ class Collective(NamedTuple):
 
 def collectives(text: str) -> list[Collective]:
     """Return the collectives of a program in HLO that run between two devices or more."""
-    # The first line names the module, and how many devices it runs on.
-    header = text.partition("\n")[0]
-    sizes = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    num_devices = math.prod(map(int, sizes))
     computations, entry = _split(text)
-    found: list[Collective] = []
+    found = list[Collective]()
 
-    def walk(name: str, times: int, loop_unknown: bool) -> None:
+    def walk(name: str, times: int) -> None:
         lines = computations[name]
         for line in lines:
             # A TPU's compiler may divide a collective into several fusions. Only the first one
@@ -64,23 +59,22 @@ def collectives(text: str) -> list[Collective]:
             match = _INSTRUCTION.search(line)
             if match:
                 result, kind, start = match.groups()
-                group = _first_group(line, kind, num_devices)
+                group = _first_group(line)
                 size = _whole_bytes(result, kind, bool(start), len(group))
                 if name.startswith(_TPU_REDUCE_SCATTER) and kind == "all-reduce":
                     kind = "reduce-scatter"
                 if len(group) > 1:
-                    found.append(Collective(kind, group, size, times, loop_unknown))
+                    found.append(Collective(kind, group, size, times))
                 continue
-            iterations: int | None = 1
+            iterations = 1
             if " while(" in line:
                 iterations = _iterations(line, computations)
-            unknown = loop_unknown or iterations is None
-            groups = ",".join(_CALLED.findall(line))
-            for called in re.findall(r"[\w.\-]+", groups):
+            names = ",".join(_CALLED.findall(line))
+            for called in re.findall(r"[\w.\-]+", names):
                 if called in computations:
-                    walk(called, times * (iterations or 1), unknown)
+                    walk(called, times * iterations)
 
-    walk(entry, 1, False)
+    walk(entry, 1)
     return found
 
 
@@ -97,8 +91,6 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
         rows[kind] = (
             f"{number} of {format_bytes(size)} in all, {format_bytes(sent)} sent"
         )
-    if any(each.loop_unknown for each in found):
-        rows["loops"] = "Some have unknown lengths; one iteration is counted"
     return rows or {"collectives": "none"}
 
 
@@ -141,8 +133,8 @@ def _root(lines: Iterable[str]) -> str:
     return ""
 
 
-def _iterations(line: str, computations: Computations) -> int | None:
-    """Return how often the loop of a `while` instruction runs, or None if it is unknown.
+def _iterations(line: str, computations: Computations) -> int:
+    """Return how often the loop of a `while` instruction runs, or 1 with a warning.
 
     Programs for TPUs do not state it. Their condition compares the number of the iteration, which
     `lax.scan` counts from 0, to a constant.
@@ -156,7 +148,10 @@ def _iterations(line: str, computations: Computations) -> int | None:
         if limit:
             constant = rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)"
             count = re.search(constant, "\n".join(lines))
-    return int(count[1]) if count else None
+    if count is None:
+        warn("The length of a loop is unknown. Its collectives are counted once")
+        return 1
+    return int(count[1])
 
 
 def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int:
@@ -184,51 +179,39 @@ def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int
     return size
 
 
-def _first_group(line: str, kind: str, num_devices: int) -> tuple[int, ...]:
-    """Return the first group of devices, which HLO writes in one of four ways."""
-    if kind == "collective-permute":  # {{0,1},{1,0}}: pairs of sender and receiver
-        sends = line.partition("source_target_pairs=")[2]
-        for pair in re.findall(r"\{(\d+,\d+)\}", sends):
-            sender, receiver = _integers(pair)
-            if sender != receiver:
-                return sender, receiver
-        return (0,)
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+def _first_group(line: str) -> tuple[int, ...]:
+    """Return the first group of devices, which HLO writes in one of three ways."""
+    # {{0,1},{2,3}}: groups, or pairs of sender and receiver.
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:
         return _integers(listed[1])
-    iota = re.search(rf"replica_groups=(\[[\d,]+\])<={_ORDER}", line)
+    # [4,2]<=[2,4]T(1,0): the shape of all groups, and the order of the devices in them.
+    iota = re.search(rf"replica_groups=\[([\d,]+)\]<={_ORDER}", line)
     if iota:
-        ordered = _device_ids(iota[2], iota[3])
-        groups = ordered.reshape(_integers(iota[1]))
+        size, *order = iota.groups()
+        groups = _ordered_devices(*order).reshape(_integers(size))
         return tuple(groups[0].tolist())
+    # mesh['a'=2,'b'=4] {'b'}: the mesh, and the axes along which a group lies.
     mesh = re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", line
+        rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_ORDER}\))? \{{(.*?)\}}", line
     )
-    if mesh is None:  # {}: all devices are one group
-        return tuple(range(num_devices))
-    axes, order, used = mesh.groups()
-    sizes = {}
-    for axis, size in re.findall(r"'([^']+)'=(\d+)", axes):
-        sizes[axis] = int(size)
-    permuted = re.fullmatch(_ORDER, order or "")
-    devices = np.arange(num_devices)
-    if permuted:
-        devices = _device_ids(*permuted.groups())
-    # An axis may be used in part: 'a':(2)4 is the 4 when a is taken as 2 x 4 x the rest.
-    index = {axis: range(1) for axis in sizes}
-    for axis, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", used):
-        size = int(part or sizes[axis])
-        stride = sizes[axis] // (int(before or 1) * size)
-        index[axis] = range(0, stride * size, stride)
-    ids = devices.reshape(tuple(sizes.values()))
-    group = ids[np.ix_(*index.values())]
+    if mesh is None:
+        raise ValueError(f"This instruction names no devices: {line}")
+    axes, shape, transpose, used = mesh.groups()
+    sizes = list[int]()
+    index = list[int | slice]()
+    for axis, size in re.findall(r"'(\w+)'=(\d+)", axes):
+        sizes.append(int(size))
+        index.append(slice(None) if f"'{axis}'" in used else 0)
+    devices = _ordered_devices(shape or str(math.prod(sizes)), transpose)
+    group = devices.reshape(sizes)[tuple(index)]
     return tuple(group.ravel().tolist())
 
 
-_ORDER = r"(\[[\d,]+\])(?:T(\([\d,]+\)))?"  # [2,4]T(1,0)
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [2,4]T(1,0)
 
 
-def _device_ids(shape: str, transpose: str | None) -> np.ndarray:
+def _ordered_devices(shape: str, transpose: str | None) -> np.ndarray:
     sizes = _integers(shape)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     return ids.transpose(_integers(transpose)) if transpose else ids

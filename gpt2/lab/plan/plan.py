@@ -13,6 +13,7 @@ import jax
 
 from gpt2.config import Config
 from gpt2.data.tokenizer import tokens_by_name
+from gpt2.errors import UserError
 from gpt2.lab.plan.collectives import Collective, collectives
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import Backend
@@ -28,6 +29,10 @@ ATTAINABLE = 0.4
 # but the MLP's second product, the MLP's first, or attention. Computed for GPT-2 with 12 layers
 # and 1,024 tokens; other shapes differ by a few hundredths.
 _COMPUTED_AGAIN = {"full": 0.24, "attention": 0.09, "mlp": 0.15}
+
+
+class DoesNotFit(UserError):
+    """A step needs more memory than its devices have."""
 
 
 class Plan(NamedTuple):
@@ -48,6 +53,13 @@ class Plan(NamedTuple):
         """Approximate bytes of a checkpoint."""
         leaves = jax.tree.leaves(self.program.state_shapes)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    def fits(self, board: str) -> bool:
+        """Return whether an accelerator of `BOARDS` has the memory, as much as JAX may allocate."""
+        usable = 1e9 * BOARDS[board].memory
+        if not board.startswith("TPU"):
+            usable *= float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)
+        return self.bytes_needed <= usable
 
     def network_seconds(self, board: str) -> float:
         """Return the seconds that collectives take on an accelerator of `BOARDS`.
@@ -79,7 +91,13 @@ def compile_plan(program: Program) -> Plan:
     """Compile a program's train step. Nothing runs."""
     state = program.state_shapes
     largest = program.at(program.config.shapes.largest)
-    compiled = largest.compile_train(state, program.batch_shapes)
+    try:
+        compiled = largest.compile_train(state, program.batch_shapes)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise DoesNotFit(f"The step does not fit: {reason}", exit_code=1) from error
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()
@@ -113,11 +131,3 @@ def compute_seconds(config: Config, num_devices: int, board: str) -> float:
     per_token += in_layers * _COMPUTED_AGAIN.get(cfg.remat, 0.0)
     flops = config.tokens_per_step * per_token / num_devices
     return flops / (ATTAINABLE * BOARDS[board].peak_flops(config.precision.compute))
-
-
-def usable_memory(board: str) -> float:
-    """Return the bytes of an accelerator of `BOARDS` that JAX may allocate."""
-    memory = 1e9 * BOARDS[board].memory
-    if board.startswith("TPU"):
-        return memory
-    return memory * float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)

@@ -10,7 +10,7 @@ import jax
 from gpt2.config import Config, option, read_option, with_options
 from gpt2.config.options import Options
 from gpt2.errors import UserError, log
-from gpt2.lab.plan.plan import compile_plan, make_program, usable_memory
+from gpt2.lab.plan.plan import DoesNotFit, compile_plan, make_program
 from gpt2.utils.text import format_bytes, format_seconds
 
 _USUAL = (
@@ -98,12 +98,10 @@ def _try(config: Config, devices: Sequence[jax.Device], board: str) -> Result:
     """Compile a step, and return what it takes."""
     try:
         plan = compile_plan(make_program(config, devices))
-    except jax.errors.JaxRuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        summary = textwrap.shorten(f"does not fit: {reason}", 80)
-        return Result(True, math.inf, summary)
+    except DoesNotFit as error:
+        return Result(True, math.inf, textwrap.shorten(error.what, 80))
     seconds = plan.step_seconds(board)
     needed = format_bytes(plan.bytes_needed)
-    if plan.bytes_needed > usable_memory(board):
-        return Result(True, seconds, f"does not fit: it needs {needed}")
-    return Result(False, seconds, f"{format_seconds(seconds)} a step, {needed}")
+    if plan.fits(board):
+        return Result(False, seconds, f"{format_seconds(seconds)} a step, {needed}")
+    return Result(True, seconds, f"The step does not fit: it needs {needed}")

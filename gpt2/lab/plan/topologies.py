@@ -12,13 +12,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from gpt2.errors import UserError
 
-# JAX devices of the smallest and the largest slice, and the dimensions of their torus.
-_TPUS = {
-    "v4": (4, 512, 3),
-    "v5p": (4, 512, 3),
-    "v5e": (1, 256, 2),
-    "v6e": (1, 256, 2),
-}
+_TPUS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}  # the dimensions of the torus
 _GPUS_OF_A_MACHINE = 8
 # XLA's descriptions of GPUs, each in a file with the name of the chip.
 _GPUS = Path(__file__).parents[3] / "configs" / "chips"
@@ -38,9 +32,8 @@ def find_devices(name: str) -> list[jax.Device]:
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))
     if kind in _TPUS:
-        least, most, dimensions = _TPUS[kind]
-        if number.bit_count() == 1 and least <= number <= most:
-            return _tpus(kind, number, dimensions)
+        if number.bit_count() == 1:
+            return _tpus(kind, number)
     elif number and file.is_file():
         target = file.read_text(encoding="utf-8")
         machines = max(1, number // _GPUS_OF_A_MACHINE)
@@ -52,7 +45,7 @@ def find_devices(name: str) -> list[jax.Device]:
     )
 
 
-def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
+def _tpus(kind: str, number: int) -> list[jax.Device]:
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",  # no metadata server describes this machine
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so others may compile too
@@ -60,6 +53,7 @@ def _tpus(kind: str, number: int, dimensions: int) -> list[jax.Device]:
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
     # The sides are powers of two, as equal as they can be.
+    dimensions = _TPUS[kind]
     bits = number.bit_length() - 1
     sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
     if sides == [1, 2, 2]:  # the chips of one host lie flat
