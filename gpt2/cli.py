@@ -17,7 +17,6 @@ from gpt2.config.options import (
     Options,
     flatten,
     no_option,
-    read_option,
     require_option,
 )
 from gpt2.config.run import Config, read_options
@@ -81,10 +80,8 @@ def parse_flags(argv: list[str]) -> list[str]:
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
             if match := re.match(r"--?(?:no)?config\.", argument):
-                name, _, value = argument[match.end() :].partition("=")
+                name = argument[match.end() :].partition("=")[0]
                 require_option(name, "--config.")
-                if value:
-                    read_option(name, value)  # its errors are plainer than absl's
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([argument for argument in argv if argument != "--help"])
             _list_options()
@@ -111,11 +108,6 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     """Return the message for an unknown flag, which may be an option or a flag of nanoGPT."""
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
-    if error.flagvalue.endswith("=resume"):  # --init_from=resume
-        return UserError(
-            f"There is no flag --{error.flagname}",
-            "A run continues by itself: give the same --workdir again",
-        )
     message = str(error)  # names the nearest flag, if one is near
     if "config" in flags.FLAGS and "Did you mean" not in message:
         return no_option(error.flagname, "--config.")
@@ -124,18 +116,13 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
 
 def define_config() -> None:
     """Define `--config=FILE` and its overrides `--config.a.b=v`."""
-    try:
-        config_flags.DEFINE_config_file(
-            "config",
-            None,
-            "A file of options, such as those in configs/, or a run's config.json; "
-            "configs/quickstart.py by default. --config.group.option=value sets one option.",
-            flag_values=flags.FLAGS,
-        )
-    except (
-        flags.CantOpenFlagFileError
-    ) as error:  # of --flagfile=FILE, already read here
-        raise UserError(str(error).removeprefix("ERROR:: ")) from None
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "A file of options, such as those in configs/, or a run's config.json; "
+        "configs/quickstart.py by default. --config.group.option=value sets one option.",
+        flag_values=flags.FLAGS,
+    )
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser()
     flag.default_as_str = None  # in --help, where the text above names the default
@@ -210,8 +197,8 @@ def define_run() -> None:
     )
     flags.register_validator(
         "coordinator",
-        _is_address,
-        "it is not HOST:PORT, such as localhost:1234, with a port from 1 to 65535",
+        lambda given: given is None or re.fullmatch(r".+:\d+", given),
+        "it is not HOST:PORT, such as localhost:1234",
     )
     flags.register_multi_flags_validator(
         ["process_index", "num_processes"],
@@ -220,11 +207,3 @@ def define_run() -> None:
         ),
         "--process_index counts from 0, and must be less than --num_processes",
     )
-
-
-def _is_address(text: str | None) -> bool:
-    """Return whether `text` is HOST:PORT, or not given."""
-    if text is None:
-        return True
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 1 <= int(port) <= 65535

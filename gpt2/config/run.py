@@ -194,11 +194,6 @@ class Config(default.Options):
                 f"train.keep_every={train.keep_every} is not a multiple of "
                 f"train.checkpoint_every={train.checkpoint_every}"
             )
-        if self.model.num_layers % self.memory.scan_unroll:
-            raise UserError(
-                f"memory.scan_unroll={self.memory.scan_unroll} does not divide "
-                f"model.num_layers={self.model.num_layers}"
-            )
         self._check_shapes()
 
     def _check_shapes(self) -> None:

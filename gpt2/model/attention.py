@@ -4,6 +4,8 @@ gpt2/model/gpt.py explains the dimension letters.
 """
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import chex
 import flax.linen as nn
@@ -24,7 +26,7 @@ from gpt2.ops.plain import (
     rope_frequencies,
     rotation,
 )
-from gpt2.utils.scan import for_layer
+from gpt2.utils.trees import Tree
 
 
 class Attention(nn.Module):
@@ -115,7 +117,7 @@ class Attention(nn.Module):
 
         if isinstance(context.layer, int):
             return attend(cfg.windows[context.layer])
-        return for_layer(attend, cfg.windows, context.layer)
+        return _for_layer(attend, cfg.windows, context.layer)
 
     def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
         """Write keys and values `[B, T, K, H]` from position `start` `[B]` on; return the cache."""
@@ -131,6 +133,16 @@ class Attention(nn.Module):
         self.put_variable("cache", "keys", keys)
         self.put_variable("cache", "values", values)
         return keys, values
+
+
+def _for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
+    """Return `function(value)` for the value of a layer; `values` has a Python value per layer.
+
+    In a scan `layer` is traced, and each distinct value becomes a branch.
+    """
+    different = sorted(set(values))
+    branch = jnp.array([different.index(value) for value in values])[layer]
+    return jax.lax.switch(branch, [partial(function, value) for value in different])
 
 
 def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:

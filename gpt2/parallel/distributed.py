@@ -22,11 +22,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gpt2.errors import UserError, describe_exit, exit_process, log
-from gpt2.utils.cluster import ALONE
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Set in processes that do not belong to a launcher's job, such as Slurm's.
+ALONE = "GPT2_ALONE"
 # Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
 

@@ -31,7 +31,7 @@ from gpt2.ops.table import Attention, LookUp, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
 from gpt2.parallel.shards import gather_by_layer
-from gpt2.utils.platform import is_older, jit_is_off, platform_of
+from gpt2.utils.platform import jit_is_off, platform_of
 
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
 # divides over devices. Parameters, logits and losses always have the true size.
@@ -88,7 +88,7 @@ def _find_obstacle(
     if unsupported:
         return f"cannot compute {unsupported[0]}"
     is_native = PREFERRED.get(platform_of(device)) == name
-    if name != "blocked" and (not is_native or is_older(device)):
+    if name != "blocked" and (not is_native or _is_older(device)):
         return f"does not run on this device ({device.device_kind})"
     if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
         return (
@@ -107,6 +107,16 @@ def _find_obstacle(
             f"but it is {cfg.context_length}"
         )
     return ""
+
+
+def _is_older(device: jax.Device) -> bool:
+    """Return whether a device is older than TPU v4 or Ampere, too old for fused attention."""
+    # Mosaic has no 16-bit products for these.
+    if device.device_kind in ("TPU v2", "TPU v3"):
+        return True
+    capability = getattr(device, "compute_capability", "9")
+    # AMD's capabilities are names.
+    return not capability[0].isdigit() or float(capability) < 8
 
 
 def make_ops(

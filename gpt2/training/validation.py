@@ -14,10 +14,6 @@ from gpt2.utils.trees import Batch, Sums
 MOST_AHEAD = 32
 
 
-def _add_up(*values: float) -> float:
-    return math.fsum(values)
-
-
 def validate(
     eval_step: Callable[[Mapping, Batch], Sums],
     params: Mapping,
@@ -45,7 +41,9 @@ def validate(
                 "The validation split has no token to predict",
                 "Choose a larger --config.data.val_fraction",
             )
-        for name, (total, count) in jax.tree.map(_add_up, *sums).items():
+        for name, (total, count) in jax.tree.map(
+            lambda *parts: math.fsum(parts), *sums
+        ).items():
             mean = total / count if count else total
             scores[f"eval/{name}"] += weight * mean
             if part and name == "loss":

@@ -6,8 +6,7 @@ parameters, like a scan, and blocks that XLA can fuse, like unrolled layers.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection
 
 import flax.linen as nn
 import jax
@@ -41,16 +40,6 @@ def scan_layers(
         length=num_layers,
         unroll=unroll,
     )
-
-
-def for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
-    """Return `function(value)` for the value of a layer; `values` has a Python value per layer.
-
-    In a scan `layer` is traced, and each distinct value becomes a branch.
-    """
-    different = sorted(set(values))
-    branch = jnp.array([different.index(value) for value in values])[layer]
-    return jax.lax.switch(branch, [partial(function, value) for value in different])
 
 
 def report(

@@ -35,7 +35,6 @@ from gpt2.utils import files
 HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
 _OWNER = ".owner"  # holds a random key of the run that began last
-_SAMPLES = "samples.txt"
 _STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
@@ -99,7 +98,7 @@ def fetch_file(path: str | Path) -> Path:
 def writing(target: str | Path) -> Iterator[Path]:
     """Yield a local path for a new file or folder, which is sent to `target` if that is a URL."""
     if not is_url(target):
-        path = _expand(target)
+        path = Path(target).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
         return
@@ -139,7 +138,9 @@ class _Record:
 
 def local_folder(path: str | Path) -> Path:
     """Return the local folder for a path or a URL: the working copy of a URL."""
-    return _cache("stores", str(path)) if is_url(path) else _expand(path)
+    if is_url(path):
+        return _cache("stores", str(path))
+    return Path(path).expanduser()
 
 
 def url_or_path(folder: Path) -> str:
@@ -194,9 +195,7 @@ def push(url: str | Path, folder: Path) -> None:
         changed = {name for name in here if not record.holds(name, here[name])}
         gone = set[str]()
         for name in record.versions.keys() - here.keys():
-            is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
-            # A run that continues removes its samples, which mark a finished run.
-            if is_superseded or name == _SAMPLES:
+            if 0 <= _step(name) < newest and _mark(name) not in here:
                 gone.add(name)
         if not changed and not gone:
             return
@@ -215,8 +214,7 @@ def push(url: str | Path, folder: Path) -> None:
                 missed.add(_mark(name))
         changed = {name for name in changed if _mark(name) not in missed}
         _in_order(changed, lambda name: _put(store, links / name, name))
-        marks = _marks(gone)
-        for name in (*marks, *(gone - marks)):
+        for name in sorted(gone, key=_is_mark, reverse=True):
             with contextlib.suppress(FileNotFoundError):
                 store.rm_file(name)
         record.versions = _list_store(store)
@@ -234,7 +232,7 @@ def claim(url: str, folder: Path) -> None:
 
 def whole_checkpoints(folder: Path) -> set[str]:
     """Return the files that mark whole checkpoints in a working copy."""
-    return _marks(_list_copy(folder))
+    return set(filter(_is_mark, _list_copy(folder)))
 
 
 # Exchanges
@@ -275,17 +273,9 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
             os.removedirs(path.parent)
 
 
-def _expand(path: str | Path) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        remedy = "Set HOME, or GPT2_DATA_DIR and XDG_CACHE_HOME"
-        raise UserError(f"{path}: this user has no home directory", remedy) from error
-
-
 def _cache(kind: str, url: str) -> Path:
     """Return the path in the cache for what lies at a URL."""
-    cache = _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
     name = Path(url).name.partition(" ")[0]
     return cache / "gpt2-jax" / kind / f"{name}-{digest[:12]}"
@@ -359,19 +349,19 @@ def _mark(name: str) -> str:
     return f"{checkpoint[1]}/digests/digests" if checkpoint else name
 
 
-def _marks(names: Iterable[str]) -> set[str]:
-    """Return the files that mark others as whole."""
-    return set(filter(_MARK.fullmatch, names))
+def _is_mark(name: str) -> bool:
+    """Return whether a file marks others as whole."""
+    return _MARK.fullmatch(name) is not None
 
 
 def _newest_step(names: Iterable[str]) -> int:
     """Return the step of the newest whole checkpoint, or -1."""
-    return max(map(_step, _marks(names)), default=-1)
+    return max(map(_step, filter(_is_mark, names)), default=-1)
 
 
 def _in_order(names: set[str], job: Callable[[str], None]) -> None:
     """Run a job for each file, several at once, and for marks at the end."""
-    marks = _marks(names)
+    marks = set(filter(_is_mark, names))
     with ThreadPoolExecutor(8) as pool:
         for group in (names - marks, marks):
             list(pool.map(job, group))

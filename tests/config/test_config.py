@@ -192,7 +192,6 @@ WRONG = """
     parallel.strategy=ddp parallel.fsdp=8 | ddp
     parallel.strategy=zero3 parallel.backend=pmap | pmap
     parallel.rules.embed=fsp | fsp
-    memory.scan_layers=True memory.scan_unroll=5 | scan_unroll
 """
 WRONG = [line.strip().split(" | ") for line in WRONG.strip().splitlines()]
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from gpt2.errors import UserError
+from gpt2.lab.experiments import processes
 from gpt2.parallel import distributed
-from gpt2.utils import cluster
 
 
 def test_a_run_of_a_sweep_is_no_part_of_what_a_launcher_began(tmp_path, monkeypatch):
@@ -21,11 +21,11 @@ def test_a_run_of_a_sweep_is_no_part_of_what_a_launcher_began(tmp_path, monkeypa
 
 
 def printed(folder, program, cores):
-    """What a program prints that `cluster.start` runs."""
+    """What a program prints that `processes.start` runs."""
     (folder / "program.py").write_text(program)
     log = folder / "log.txt"
-    slot = cluster.Slot(cores, {"MARK": "here"})
-    assert cluster.start([str(folder / "program.py"), "a b"], log, slot).wait() == 0
+    slot = processes.Slot(cores, {"MARK": "here"})
+    assert processes.start([str(folder / "program.py"), "a b"], log, slot).wait() == 0
     return log.read_text()
 
 

@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import LossConfig
-from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.training.losses import evaluation_loss, next_token_loss
-from gpt2.training.losses.ahead import Ahead
 from gpt2.training.steps import make_eval_step
 from gpt2.utils.scan import in_layout, report
 from tests import plain
@@ -313,14 +310,6 @@ def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
         total, count = sums["loss"]
         expected = mean_loss("default", model, params, tokens)
         np.testing.assert_allclose(total / count, expected, rtol=1e-6)
-
-
-def test_losses_ahead_refuse_rows_that_are_too_short_and_a_fade_without_weights():
-    with pytest.raises(UserError, match="ahead_fade"):
-        next_token_loss(model_of("default"), LossConfig(ahead_fade=9))
-    ahead = Ahead(LossConfig(ahead="0.5,0.5"))
-    with pytest.raises(UserError, match="sequences of 2 tokens"):
-        ahead.arrays({"targets": jnp.zeros((1, 2), jnp.int32)})
 
 
 def test_losses_ahead_are_those_of_numpy_and_fade():

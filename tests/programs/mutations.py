@@ -274,7 +274,7 @@ a preparation goes on with another text: data/preparing/documents.py, preparing 
 Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
     - if hosts:
     + if hosts and hosts != "local":
-a sweep's runs join what a launcher began: utils/cluster.py, cluster -k launcher
+a sweep's runs join what a launcher began: lab/experiments/processes.py, cluster -k launcher
     - | {ALONE: "1"}
     + | {}
 a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts

@@ -15,8 +15,8 @@ from typing import TextIO
 import numpy as np
 
 from gpt2.errors import UserError
+from gpt2.lab.experiments.processes import Slot, start
 from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
-from gpt2.utils.cluster import Slot, start
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
 

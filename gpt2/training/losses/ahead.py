@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.config import LossConfig
-from gpt2.errors import UserError
 from gpt2.ops import plain
 from gpt2.training.losses.term import LossTerm
 from gpt2.utils.trees import Batch, Sums
@@ -25,30 +24,13 @@ class Ahead(LossTerm):
         super().__init__(options)
         self.weights = [float(weight) for weight in options.ahead.split(",")]
 
-    @classmethod
-    def is_wanted(cls, options: LossConfig) -> bool:
-        """Return whether there are weights."""
-        if options.ahead_fade and not options.ahead:
-            raise UserError(
-                f"loss.ahead_fade={options.ahead_fade} has no effect without loss.ahead",
-                "Set --config.loss.ahead too",
-            )
-        return bool(options.ahead)
-
     def arrays(self, batch: Batch) -> Batch:
         """Return the targets of each loss."""
-        targets = batch["targets"]
-        length = targets.shape[1]
-        if length <= len(self.weights):
-            raise UserError(
-                f"loss.ahead={self.options.ahead} predicts past the end of sequences of "
-                f"{length} tokens",
-                "Use fewer weights",
-            )
-        return {
-            _name(distance): targets_ahead(targets, batch.get("segments"), distance)
-            for distance in range(1, len(self.weights) + 1)
-        }
+        arrays = Batch()
+        for distance in range(1, len(self.weights) + 1):
+            targets = targets_ahead(batch["targets"], batch.get("segments"), distance)
+            arrays[_name(distance)] = targets
+        return arrays
 
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None

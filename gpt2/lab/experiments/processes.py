@@ -9,9 +9,6 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
-# Set in processes that do not belong to a launcher's job, such as Slurm's.
-ALONE = "GPT2_ALONE"
-
 
 class Slot(NamedTuple):
     """The CPUs and environment variables that one run at a time uses."""
@@ -22,6 +19,9 @@ class Slot(NamedTuple):
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
     """Start a Python file that appends to `log`, and gets SIGTERM when this process ends."""
+    # Imported here, because a child that becomes another file must not import JAX before.
+    from gpt2.parallel.distributed import ALONE
+
     cores = ",".join(map(str, slot.cores))
     with open(log, "ab") as file:
         return subprocess.Popen(
