@@ -37,6 +37,7 @@ def option(
     *,
     needs: str = "",
     may_change: bool = False,
+    is_recipe: bool = False,
     is_duration: bool = False,
     choices: tuple[str, ...] = (),
     factors: str = "",
@@ -51,6 +52,9 @@ def option(
         needs: another option without which this one has no effect: `model.num_experts`, which must
             differ from its default, or `optim.name=muon|soap`, which must have one of these values.
         may_change: whether a run may continue with another value. In a group: all options in it.
+        is_recipe: whether it decides the model or its training, and nothing about the text, the
+            seed, the starting weights or the validation, so that an idea of a ledger may set it. In
+            a group: all options in it.
         is_duration: whether it counts steps of training, which a shorter or longer run scales.
         choices: the names to choose from. Text may follow a name that ends with a colon.
         factors: an example of a list of numbers, for an option that holds one.
@@ -62,6 +66,7 @@ def option(
         "help": help,
         "needs": needs,
         "may_change": may_change,
+        "is_recipe": is_recipe,
         "is_duration": is_duration,
         "choices": choices,
         "factors": factors,
@@ -303,6 +308,7 @@ class Data:
     batch_size: Positive = option(
         480,
         "sequences per optimizer step, over all devices and micro-batches",
+        is_recipe=True,
         aliases="bs",
     )
     val_fraction: Between = option(
@@ -313,9 +319,12 @@ class Data:
         "concat",
         "training sequences. concat: windows of joined documents; bos: begin at a document, and "
         "crop what does not fit (nanochat); pad: a document each, padded to the context",
+        is_recipe=True,
     )
     document_mask: bool = option(
-        False, "attend only within a document, and count positions from its start"
+        False,
+        "attend only within a document, and count positions from its start",
+        is_recipe=True,
     )
 
 
@@ -470,20 +479,25 @@ class Train:
         "",
         "STEP=SIZE,...: sequences per step after a number of steps, for example 2000=128,4000=256; "
         "before, data.batch_size (Smith et al. 2018, arXiv 1711.00489)",
+        is_recipe=True,
     )
     context_schedule: str = option(
         "",
         "STEP=LENGTH,...: tokens per sequence, divisors of context_length, for example "
         "0=256,2000=1024 (Li et al. 2022, arXiv 2108.06084)",
         needs="data.packing=concat",
+        is_recipe=True,
     )
     window_schedule: str = option(
-        "", "STEP=WINDOW,...: tokens of model.window (modded-nanogpt)"
+        "",
+        "STEP=WINDOW,...: tokens of model.window (modded-nanogpt)",
+        is_recipe=True,
     )
     accumulate_steps: Positive = option(
         1,
         "micro-batches per optimizer step",
         may_change=True,  # without dropout, whose masks depend on it
+        is_recipe=True,
         aliases="gradient_accumulation_steps",
     )
     log_every: Positive = option(10, "steps", may_change=True, aliases="log_interval")
@@ -519,6 +533,7 @@ class Train:
         "consecutive steps whose loss or gradients are not finite that may be skipped; 0: the "
         "first one ends the run",
         may_change=True,
+        is_recipe=True,
     )
     hang_seconds: float = option(
         60.0,
@@ -651,15 +666,15 @@ class Options:
     """All options of a run."""
 
     seed: Seed = option(0, "determines data order, initialisation, dropout and samples")
-    model: Model = option(Model(), "the architecture")
-    precision: Precision = option(Precision(), "types of numbers")
+    model: Model = option(Model(), "the architecture", is_recipe=True)
+    precision: Precision = option(Precision(), "types of numbers", is_recipe=True)
     data: Data = option(Data(), "text and batches")
-    loss: Loss = option(Loss(), "the training loss")
-    optim: Optim = option(Optim(), "the optimizer")
+    loss: Loss = option(Loss(), "the training loss", is_recipe=True)
+    optim: Optim = option(Optim(), "the optimizer", is_recipe=True)
     train: Train = option(Train(), "the steps")
     # A layout changes training only by rounding.
-    parallel: Parallel = option(Parallel(), "devices", may_change=True)
-    memory: Memory = option(Memory(), "memory", may_change=True)
+    parallel: Parallel = option(Parallel(), "devices", may_change=True, is_recipe=True)
+    memory: Memory = option(Memory(), "memory", may_change=True, is_recipe=True)
     logging: Logging = option(Logging(), "logs", may_change=True)
 
 

@@ -37,6 +37,7 @@ class Option:
     help: str = ""
     needs: str = ""
     may_change: bool = False
+    is_recipe: bool = False
     is_duration: bool = False
     choices: tuple[str, ...] = ()
     factors: str = ""
@@ -70,18 +71,27 @@ class Option:
         return value
 
 
+# What a group may state for all of its options.
+_OF_GROUPS = {"may_change": False, "is_recipe": False}
+
+
 def read_group(
-    group: type, prefix: str = "", may_change: bool = False
+    group: type, prefix: str = "", inherited: Mapping[str, bool] = _OF_GROUPS
 ) -> dict[str, Option]:
-    """Return the options of a dataclass and of the groups in it, by dotted name, in order."""
+    """Return the options of a dataclass and of the groups in it, by dotted name, in order.
+
+    `inherited` holds what the group states for all of its options.
+    """
     options: dict[str, Option] = {}
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
         hint = hints[field.name]
         stated = dict(field.metadata)
-        stated["may_change"] = may_change or stated.get("may_change", False)
+        for name, is_inherited in inherited.items():
+            stated[name] = is_inherited or stated.get(name, False)
         if isinstance(hint, type) and is_dataclass(hint):
-            options |= read_group(hint, f"{prefix}{field.name}.", stated["may_change"])
+            of_group = {name: stated[name] for name in inherited}
+            options |= read_group(hint, f"{prefix}{field.name}.", of_group)
             continue
         if get_origin(hint) is Literal:
             stated["choices"] = get_args(hint)

@@ -64,6 +64,28 @@ def test_options_know_what_concerns_them():
     may_change = {name for name, option in OPTIONS.items() if option.may_change}
     assert {"train.num_steps", "parallel.rules.mlp", "logging.screen"} <= may_change
     assert not {"seed", "optim.learning_rate", "data.batch_size"} & may_change
+    not_recipe = {name for name, option in OPTIONS.items() if not option.is_recipe}
+    assert not_recipe == {
+        "seed",
+        *(f"logging.{name}" for name in DEFAULTS.logging),
+        "data.corpus",
+        "data.tokenizer",
+        "data.end_of_text",
+        "data.data_dir",
+        "data.unique",
+        "data.val_fraction",
+        "train.num_steps",
+        "train.log_every",
+        "train.eval_every",
+        "train.eval_batches",
+        "train.eval_tasks",
+        "train.eval_tasks_every",
+        "train.checkpoint_every",
+        "train.keep_checkpoints",
+        "train.keep_every",
+        "train.hang_seconds",
+        "train.init_from",
+    }
     durations = {name for name, option in OPTIONS.items() if option.is_duration}
     assert durations == {
         "optim.warmup_steps",

@@ -291,7 +291,7 @@ def test_the_best_itself_and_scores_that_do_not_differ_are_not_kept(ideas, capsy
     assert json.loads(capsys.readouterr().out)["idea"] == "optim.name=adamw"
     assert len(read_ledger(ideas.root).ideas) == 1
     ideas.noise = 0.0
-    assert ideas("logging.screen=x") == ("discard", 4)
+    assert ideas("memory.remat=full") == ("discard", 4)
     assert read_ledger(ideas.root).ideas[1].why == "the same score for every seed"
 
 
@@ -321,9 +321,15 @@ def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
 @pytest.mark.parametrize(
     ("idea", "told"),
     [
-        ("data.corpus=text:other.txt", r"data\.corpus"),
+        ("data.corpus=text:other.txt", r"sets data\.corpus, which is no part"),
         ("data.val_fraction=0.2", r"val_fraction"),
         ("data.tokenizer=byte", "tokenizer"),
+        ("data.data_dir=/forged", r"data\.data_dir"),
+        ("data.end_of_text=e", r"data\.end_of_text"),
+        ("train.init_from=run:ideas/runs/000-start/seed-0/run", r"train\.init_from"),
+        ("logging.on_exit=python3 lower.py", r"logging\.on_exit"),
+        ("optim.name=lion+logging.screen=x", r"sets logging\.screen"),
+        ("optim.name=lion+train.eval_every=1", r"sets train\.eval_every"),
         ("model.qk_norm", r"has no value\. Write OPTION=VALUE\."),
         ("optim.name=lion,muon", "several"),
         ("optim.name=linon", "cannot train"),

@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt2 import cli
+from gpt2.config import option
+from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm, make_arms
 from gpt2.lab.experiments.checkouts import check_out, contains, diff, snapshot
 from gpt2.lab.experiments.jobs import make_slots
 from gpt2.lab.experiments.run_folder import defaults_of
 from gpt2.lab.experiments.step_time import equalize
-from gpt2.lab.experiments.terms import LOSS, choose_score
+from gpt2.lab.experiments.terms import choose_score
 from gpt2.lab.ledger.journal import Idea, Ledger
 from gpt2.utils.code import hash_code
 
@@ -36,11 +38,8 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
         raise UserError(f"--idea={text} names several ideas", "Try one after another")
     arm = arms[-1]  # the best itself, if the idea changes nothing
     number = len(ledger.ideas)
-    if choose_score([best, arm]) != LOSS:
-        raise UserError(
-            f"--idea={text} has another tokenizer than the ledger",
-            "Give another --ledger",
-        )
+    _refuse_options(text, best, arm)
+    choose_score([best, arm])  # refuses a validation on other batches
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
@@ -60,6 +59,18 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
         text += f" ({', '.join(changed)})"
     _, arm = equalize([best, arm], equal, root, make_slots(1))
     return Idea(number, text, ledger.best.number, arm, code)
+
+
+def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
+    """Refuse options that decide the text, the seed, the starting weights or the validation."""
+    for name, about in OPTIONS.items():
+        if about.is_recipe or name == "train.num_steps":  # it follows from --equal
+            continue
+        if option(arm.config, name) != option(best.config, name):
+            raise UserError(
+                f"--idea={text} sets {name}, which is no part of the model or its training",
+                "Leave it out, or start another --ledger with it",
+            )
 
 
 def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
