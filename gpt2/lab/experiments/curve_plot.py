@@ -67,7 +67,7 @@ def plot_curves(
             skipped = len(curve.scores) // 10
             shown.extend(curve.scores[skipped:])
         panels[0].set_ylim(top=1.02 * max(shown))
-        panels[0].set_ylabel(f"validation ({unit}); band: range of seeds")
+        panels[0].set_ylabel(f"validation loss ({unit}); bands: range over seeds")
 
 
 @contextlib.contextmanager

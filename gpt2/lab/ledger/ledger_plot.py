@@ -21,7 +21,7 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         numbers = [*gains, len(ideas) + 0.5]
         losses = [*gains.values(), min(gains.values())]
         axes.step(
-            numbers, losses, where="post", color=BASELINE, label="the best so far"
+            numbers, losses, where="post", color=BASELINE, label="best version so far"
         )
         for answer, color in _ANSWERS.items():
             axes.plot([], [], "o", color=color, label=answer)
@@ -46,4 +46,4 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         axes.margins(y=0.3)  # room for names
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("idea")
-        axes.set_ylabel("nats per token, from the start")
+        axes.set_ylabel("difference from the start (nats per token)")
