@@ -408,5 +408,5 @@ def constrain(x: Array, *names: str) -> Array:
 
 
 def isolate(loss: Callable) -> Callable:
-    """Return a `loss(params, micro_batch, ...)` that XLA cannot merge with other micro-batches."""
+    """Return a `loss(params, micro_batch, ...)` that gathers parameters for each micro-batch."""
     return loss

@@ -1,4 +1,7 @@
-"""Optimizers and learning-rate schedules: optax's where it has them, and one chain for all."""
+"""Optimizers and learning-rate schedules.
+
+Optimizers that optax contains are used from there. One chain of transformations surrounds them all.
+"""
 
 from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer
 from gpt2.optim.schedules import SCHEDULES, make_schedule

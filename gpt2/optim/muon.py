@@ -14,10 +14,10 @@ from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
 # `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial. Newton-Schulz
-# uses the same polynomial five times (Jordan et al. 2024). Polar Express uses the best polynomial
-# after each earlier one, for singular values from 1e-3 on (Amsel et al. 2025, arXiv 2505.16932).
-# Its numbers are modded-nanogpt's: the paper's algorithm for five iterations with a cushion of
-# 0.02 and a safety factor of 1.02 for rounding.
+# uses the same polynomial five times (Jordan et al. 2024). Polar Express uses in each iteration the
+# polynomial that is best after the earlier ones, for singular values of at least 1e-3 (Amsel et al.
+# 2025, arXiv 2505.16932). Its coefficients are from modded-nanogpt. They are results of the paper's
+# algorithm for five iterations, with a cushion of 0.02 and a safety factor of 1.02 for rounding.
 POLYNOMIALS = {
     "newton_schulz": 5 * ((3.4445, -4.7750, 2.0315),),
     "polar_express": (
@@ -29,18 +29,19 @@ POLYNOMIALS = {
     ),
 }
 
-# The root mean square of an update's entries. It is about that of AdamW's updates, so AdamW's
-# learning rates and weight decay can be used (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+# The root mean square of an update's entries. AdamW's updates have about the same root mean square,
+# so AdamW's learning rates and weight decay can be used (Liu et al. 2025, arXiv 2502.16982, section
+# 2.2).
 UPDATE_RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    """The state of `scale_by_muon`. Trees have the parameters' paths."""
+    """The state of `scale_by_muon`. Trees have the paths of the parameters."""
 
-    count: Array  # type: ignore[assignment]  # updates so far, int32
-    momentum: Tree  # running means of gradients, in the parameters' shapes and types
-    # For NorMuon, running means of the squares of each neuron's orthogonalised updates: float32
-    # [..., outputs], after the axes that count matrices. For Muon, None.
+    count: Array  # type: ignore[assignment]  # int32, number of updates so far
+    momentum: Tree  # running means of gradients, with the parameters' shapes and dtypes
+    # For NorMuon, the running mean square of each neuron's orthogonalised updates: float32
+    # [..., outputs], where the leading axes enumerate the matrices. For Muon, None.
     neurons: Tree
 
 
@@ -49,12 +50,13 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Return the direction of Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025, algorithm 1).
 
-    Muon is scaled as torch.optim.Muon's match_rms_adamw. NorMuon divides each output's update by
-    its running root mean square. `parameters`, of `ParamInfo`, and the trees hold only matrices.
+    Muon's updates are scaled as with `match_rms_adamw` of torch.optim.Muon. NorMuon divides the
+    update of each output by its running root mean square. `parameters`, a tree of `ParamInfo`, and
+    the trees of gradients contain only matrices.
     """
     neurons = optim.name == "normuon"
     momentum = optax.constant_schedule(optim.momentum)
-    if steps := optim.momentum_warmup:  # from modded-nanogpt's 0.85
+    if steps := optim.momentum_warmup:  # starts at 0.85, as in modded-nanogpt
         momentum = optax.linear_schedule(0.85, optim.momentum, steps)
 
     def init(params: Tree) -> MuonState:
@@ -89,7 +91,8 @@ def scale_by_muon(
             running = jax.tree.map(mean_square, shapes, state.neurons, *squares)
             scaled = jax.tree.map(_normalize, shapes, orthogonal, running, *squares)
         else:
-            # The root mean square of an orthogonal matrix follows from its sides (lemma 1 there).
+            # The root mean square of an orthogonal matrix follows from its sides (Liu et al. 2025,
+            # lemma 1).
             running = None
             scaled = jax.tree.map(
                 lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5),
@@ -104,10 +107,10 @@ def scale_by_muon(
 
 
 def orthogonalized(matrices: Array, method: str) -> Array:
-    """Move the singular values of matrices `[S, m, n]` to about 1.
+    """Orthogonalise matrices `[S, m, n]`: change their singular values to about 1.
 
-    Singular values above 0.0015 of the norm end between 0.68 and 1.21 with Newton-Schulz, and
-    between 0.85 and 1.15 with Polar Express.
+    Singular values above 0.0015 of the norm become 0.68 to 1.21 with Newton-Schulz, and 0.85 to
+    1.15 with Polar Express.
     """
     if matrices.shape[1] > matrices.shape[2]:  # use the smaller Gram matrix
         return orthogonalized(matrices.mT, method).mT
@@ -133,9 +136,10 @@ def orthogonalized(matrices: Array, method: str) -> Array:
 
 
 def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
-    """Return matrices, and the mean squares of their rows [S, m, 1] and columns [S, 1, n].
+    """Return orthogonalised matrices, and the mean squares of their rows and their columns.
 
-    XLA does not compute the results that the caller ignores.
+    The shapes are `[S, m, n]`, `[S, m, 1]` and `[S, 1, n]`. XLA does not compute the results that
+    the caller ignores.
     """
     x = orthogonalized(*stacks, method)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -146,7 +150,7 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
 
 
 def _zeros(kernel: Kernel, x: Array) -> Array:
-    """Return the first state of a kernel's neurons."""
+    """Return the initial running mean squares of a kernel's neurons, `[..., outputs]`."""
     number = kernel.sides[kernel.outputs]
     shape = (*kernel.counts, number)
     return jnp.zeros(shape, x.dtype)
@@ -172,10 +176,11 @@ def _normalize(
 ) -> Array:
     """Divide each neuron's update by its running root mean square, and rescale the matrix.
 
-    The matrix's mean square follows from those of its neurons, so no device needs a whole matrix.
+    The mean square of a matrix is computed from the mean squares of its neurons, so no device needs
+    a whole matrix.
     """
     square = squares[kernel.outputs]
-    # The epsilon of the authors' code. The update of an unused neuron is 0.
+    # 1e-10 is the epsilon of the authors' code. The update of an unused neuron is 0.
     divisor = jnp.sqrt(running).reshape(square.shape) + 1e-10
     relative = square / jnp.square(divisor)
     mean = jnp.mean(relative, axis=(1, 2), keepdims=True)

@@ -1,4 +1,4 @@
-"""Optimizers: `optim.name` chooses a direction; the chain around it is the same for all.
+"""Optimizers: `optim.name` chooses a direction, and one chain of transformations surrounds it.
 
 A direction is an optax transformation from gradients to updates that are neither negated nor
 multiplied by the learning rate, such as `optax.scale_by_adam`.
@@ -38,17 +38,17 @@ def make_optimizer(
     width_ratio: float = 1.0,
     matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
-    """Return clipping, the direction, weight decay, factors, the rate and averages as one chain.
+    """Return the optimizer: clipping, direction, weight decay, factors, rate and averages.
 
     Args:
         optim: the options.
-        schedule: the learning rate, by step.
-        parameters: what each parameter declares (`GPT.parameters`), in the layout of the parameters
-            that are trained.
-        num_steps: of the run.
+        schedule: the learning rate as a function of the step.
+        parameters: the `ParamInfo` of each parameter (`GPT.parameters`), in the layout in which the
+            parameters are trained.
+        num_steps: the number of steps of the run.
         width_ratio: the model's width divided by the width for which its rates were tuned. As in
-            microsoft/mup, the product of rate and `weight_decay` stays the same in a wider model.
-        matrices: where directions for whole matrices are computed.
+            microsoft/mup, the product of the rate and `weight_decay` is the same in a wider model.
+        matrices: the assignment of whole matrices to devices.
     """
     direction = OPTIMIZERS[optim.name].direction(optim, num_steps, parameters, matrices)
     if optim.cautious in ("updates", "both"):
@@ -74,8 +74,9 @@ def make_optimizer(
         parts.append(_layer_rates(optim))
     optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
     if optim.name == "schedule_free":
-        # An average replaces momentum and schedule (Defazio et al. 2024, algorithm 1). It weights
-        # each step by the square of its rate. Here optax counts steps from 1.
+        # An average replaces the momentum and the schedule (Defazio et al. 2024, algorithm 1). It
+        # weights each step by the square of its rate. This transformation of optax counts steps
+        # from 1, but `schedule` counts from 0.
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
@@ -90,7 +91,8 @@ def _decay(
     optim: OptimConfig, schedule: optax.Schedule, parameters: Tree
 ) -> optax.GradientTransformation:
     amount: float | optax.Schedule = optim.weight_decay
-    # The decay follows the schedule, and the chain multiplies it by the rate once more.
+    # With `scheduled_weight_decay`, the decay follows the schedule here, and the chain multiplies
+    # it by the scheduled rate once more.
     if optim.scheduled_weight_decay:
         peak = jnp.maximum(optim.learning_rate, 1e-30)  # a rate of 0 has no decay
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
@@ -106,12 +108,15 @@ def _width_factor(
 ) -> optax.GradientTransformation:
     power = OPTIMIZERS[optim.name].width_power
     if power is None:
-        raise UserError(f"optim.name={optim.name} has no rule for model.mup_base_width")
+        raise UserError(
+            f"optim.name={optim.name} is not supported with muP (model.mup_base_width)",
+            "Choose another optimizer, or leave out --config.model.mup_base_width",
+        )
     return optax.scale(width_ratio**-power)
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
-    """Multiply updates by the factor of the first pattern of `layer_rates` that matches."""
+    """Multiply updates by the factor of the first matching pattern in `optim.layer_rates`."""
     rates = (*optim.rates, ("", 1.0))  # the empty pattern matches every name
 
     def first_match(name: str) -> int:
@@ -134,9 +139,9 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
                 names = jax.tree.map_with_path(_unrolled_names, params)
                 example = jax.tree.leaves(names)[0]
                 raise UserError(
-                    f"optim.layer_rates has the pattern {pattern!r}, which matches no parameter "
-                    f"that an earlier pattern has not matched; names look like {example}",
-                    "Correct the pattern, or put it first",
+                    f"The pattern {pattern!r} of optim.layer_rates has no effect: it matches no "
+                    f"parameter, or only parameters that an earlier pattern matches",
+                    f"Correct it, or put it first. The name of a parameter looks like {example}",
                 )
         return optax.EmptyState()
 
@@ -149,9 +154,12 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
 
 
 def _unrolled_names(path: tuple, leaf: Array) -> list[str]:
-    """Return a parameter's name, such as `h_3/attn/c_attn/kernel`, for each layer in it."""
+    """Return the names of a parameter, such as `h_3/attn/c_attn/kernel`, one for each layer in it.
+
+    A parameter that is not stacked has one name.
+    """
     names = [entry.key for entry in path]
-    if "h" not in names:  # not stacked
+    if "h" not in names:  # the parameter is not stacked
         return ["/".join(names)]
     layer = names.index("h")
     return [
@@ -174,7 +182,7 @@ def _adam(
 def _sgd(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Momentum as a sum of gradients (Sutskever et al. 2013), in torch.optim.SGD's form."""
+    """SGD whose momentum is a sum of gradients (Sutskever et al. 2013), as in torch.optim.SGD."""
     if not optim.momentum:
         return optax.identity()
     return optax.trace(optim.momentum, nesterov=optim.nesterov)
@@ -190,21 +198,21 @@ def _lion(
 def _ademamix(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """AdEMAMix (Pagliardini et al. 2024), whose slow average warms up over the whole run.
+    """AdEMAMix (Pagliardini et al. 2024), whose slow average warms up during the whole run.
 
-    As in section 3.1, `alpha` rises linearly. `beta3` rises so that its half-life grows linearly
-    from the half-life of `beta1`.
+    As in section 3.1 of the paper, `alpha` rises linearly. `beta3` rises so that its half-life
+    grows linearly, starting at the half-life of `beta1`.
     """
 
     def progress(count: Array) -> Array:
-        # The paper's steps count from 1.
+        # The paper counts steps from 1, but optax counts from 0.
         return jnp.minimum((count + 1) / num_steps, 1.0)
 
     def alpha(count: Array) -> Array:
         return optim.alpha * progress(count)
 
     def beta3(count: Array) -> Array:
-        start = 1 / jnp.log(optim.beta1)  # -0 for a beta of 0
+        start = 1 / jnp.log(optim.beta1)  # this is -0 if beta1 is 0
         end = 1 / jnp.log(optim.beta3)
         fraction = progress(count)
         inverse = (1 - fraction) * start + fraction * end
@@ -223,7 +231,7 @@ def _ademamix(
 def _schedule_free(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Adam without its first moment, which the average of `make_optimizer` replaces."""
+    """Adam without its first moment, which the average in `make_optimizer` replaces."""
     return optax.scale_by_rms(
         decay=optim.beta2,
         eps=optim.eps,
@@ -246,14 +254,14 @@ def _with_adam(
 
 
 class Optimizer(NamedTuple):
-    """One of the optimizers that `optim.name` chooses from.
+    """An optimizer that `optim.name` can choose.
 
     Attributes:
-        direction: a function of the options, the number of steps of the run, what the parameters
-            declare, and where matrices are computed.
-        width_power: the largest singular value of a hidden kernel's update grows with the width
-            to this power (Yang et al. 2022, appendix B.3; for orthogonal updates Yang et al. 2023,
-            condition 1). None: not known.
+        direction: a function of the options, the number of steps of the run, the `ParamInfo` of the
+            parameters, and the assignment of matrices to devices. It returns the direction.
+        width_power: the power of the width with which the largest singular value of a hidden
+            kernel's update grows (Yang et al. 2022, appendix B.3; for orthogonal updates, Yang et
+            al. 2023, condition 1). None if the power is not known.
     """
 
     direction: Callable[

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a warm-up, followed by what `optim.schedule` chooses."""
+"""Learning-rate schedules: a warm-up, followed by the schedule that `optim.schedule` names."""
 
 import optax
 
@@ -9,8 +9,8 @@ from gpt2.errors import UserError
 def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, counted from 0.
 
-    A linear warm-up reaches `learning_rate` after `optim.warmup_steps`. Its first rate is above 0,
-    as in nanoGPT. The schedule after it ends on step `num_steps`.
+    A linear warm-up reaches `optim.learning_rate` after `optim.warmup_steps` steps. Its first rate
+    is above 0, as in nanoGPT. The schedule after the warm-up ends at step `num_steps`.
     """
     peak = optim.learning_rate
     warmup = optim.warmup_steps
@@ -40,7 +40,10 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """A constant rate, then a linear decay over the last steps, at most all after the warm-up."""
+    """A constant rate, then a linear decay over the last steps (warm-up, stable, decay).
+
+    The decay begins after the warm-up, even if that leaves fewer steps than the options ask for.
+    """
     decay = min(optim.decay_steps(num_steps), steps)
     return optax.linear_schedule(
         optim.learning_rate,
@@ -51,15 +54,15 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Constant fractions of the peak rate, each from its step on."""
+    """Constant fractions of the peak rate. Each fraction begins at its own step."""
     peak = optim.learning_rate
     warmup = optim.warmup_steps
     starts = [step for step, _ in optim.pieces]
     if starts[0] < warmup or starts[-1] >= num_steps:
         raise UserError(
-            f"optim.schedule={optim.schedule} has a step in the warm-up of {warmup} steps, or "
-            f"after the run of {num_steps}",
-            "Move that step, or shorten --config.optim.warmup_steps",
+            f"optim.schedule={optim.schedule} has a step that is not between "
+            f"optim.warmup_steps={warmup} and train.num_steps={num_steps}",
+            "Move that step, or shorten the warm-up",
         )
     rates = [
         optax.constant_schedule(peak * fraction)
@@ -68,9 +71,10 @@ def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule
     return optax.join_schedules(rates, [step - warmup for step in starts])
 
 
-# `optim.schedule` -> the function that makes the schedule after the warm-up. Its arguments are the
-# options, the number of steps after the warm-up, and the number of all steps. The schedule counts
-# from the end of the warm-up. optax also calls it with counts below 0, and ignores the results.
+# `optim.schedule` -> the function that returns the schedule after the warm-up. Its arguments are
+# the options, the number of steps after the warm-up, and the number of all steps. The schedule
+# counts steps from the end of the warm-up. optax also calls the schedule with negative counts, and
+# ignores the results.
 SCHEDULES = {
     "cosine": _cosine,
     "linear": _linear,

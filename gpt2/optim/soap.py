@@ -16,15 +16,20 @@ from gpt2.utils.trees import Tree
 
 
 class SoapState(NamedTuple):
-    """The state of `scale_by_soap`. Trees have the parameters' paths; columns are basis vectors."""
+    """The state of `scale_by_soap`. Trees have the paths of the parameters.
 
-    count: Array  # type: ignore[assignment]  # steps done, int32
-    mu: Tree  # running means of gradients, in the parameters' shapes
-    nu: Tree  # running means of squared gradients in the eigenbasis, in the parameters' shapes
-    row_gram: Tree  # running means of G G^T, [..., rows, rows] after the axes that count matrices
+    The leading axes of the Gram matrices and bases enumerate a kernel's matrices. The columns of a
+    basis are its vectors.
+    """
+
+    count: Array  # type: ignore[assignment]  # int32, number of updates so far
+    mu: Tree  # running means of gradients, with the parameters' shapes
+    # Running means of squared gradients in the eigenbasis, with the parameters' shapes.
+    nu: Tree
+    row_gram: Tree  # running means of G G^T, [..., rows, rows]
     column_gram: Tree  # running means of G^T G, [..., columns, columns]
-    row_basis: Tree  # eigenvectors of `row_gram`, as of the last refresh
-    column_basis: Tree  # eigenvectors of `column_gram`, as of the last refresh
+    row_basis: Tree  # eigenvectors of `row_gram` at the last refresh
+    column_basis: Tree  # eigenvectors of `column_gram` at the last refresh
 
 
 def scale_by_soap(
@@ -32,8 +37,9 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Return the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
-    `parameters`, of `ParamInfo`, and the trees hold only matrices. The first step computes only the
-    bases, as in the authors' code. If a gradient is nearly singular, rounding decides the basis.
+    `parameters`, a tree of `ParamInfo`, and the trees of gradients contain only matrices. As in the
+    authors' code, the first step only computes the bases. If a gradient is nearly singular, the
+    basis depends on rounding.
     """
 
     def init(params: Tree) -> SoapState:
@@ -89,7 +95,7 @@ def scale_by_soap(
 
 
 def _square(kernel: Kernel, x: Array, side: int) -> Array:
-    """Return zeros in the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
+    """Return zeros with the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
     size = kernel.sides[side]
     return jnp.zeros((*kernel.counts, size, size), x.dtype)
 
@@ -97,7 +103,10 @@ def _square(kernel: Kernel, x: Array, side: int) -> Array:
 def _step(
     optim: OptimConfig, stacks: tuple[Array, ...], count: Array
 ) -> tuple[Array, ...]:
-    """Map gradients and state, as in `SoapState`, to directions and the next state."""
+    """Return the directions, and the next state, for stacks of gradients and state.
+
+    `stacks` are the gradients, and then the fields of `SoapState` in their order.
+    """
     beta1 = optim.beta1
     beta2 = optim.beta2
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
@@ -142,7 +151,7 @@ def _step(
 def _eigenvectors(gram: Array, rank: int) -> Array:
     """Return the eigenvectors of one gradient's Gram matrix, largest eigenvalues first.
 
-    The basis of the null space is not unique. QR completes it in the same way on every device.
+    The basis of the null space is not unique. QR computes the same one on every device.
     """
     vectors = _decompose_each(lambda x: jnp.linalg.eigh(x)[1], gram)
     vectors = vectors[..., ::-1]
@@ -153,7 +162,10 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Return a basis closer to the eigenvectors, largest first, and its permutation of `basis`."""
+    """Return a basis closer to the eigenvectors, and how it permutes `basis`.
+
+    The basis is ordered from the largest eigenvalue to the smallest.
+    """
     product = gram @ basis
     eigenvalues = jnp.sum(basis * product, axis=1)
     order = jnp.argsort(-eigenvalues, axis=1)
@@ -163,7 +175,7 @@ def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def _decompose_each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
-    """Decompose each matrix of `[k, ?, ?]`; on a CPU, one after the other.
+    """Decompose each matrix of `[k, ?, ?]`. On CPUs, decompose one after the other.
 
     LAPACK would divide a batch among the threads of all simulated devices, which can deadlock.
     """

@@ -1,7 +1,8 @@
 """Kernels as stacks of matrices, for optimizers that work on whole matrices.
 
-A kernel is one matrix or several, `[k, rows, columns]`. Rows are those of the model's width, so
-`c_proj` is transposed: all layers make few stacks, 124M `[48, 768, 768]` and `[24, 768, 3072]`.
+A kernel is one matrix or several, `[k, rows, columns]`. The rows are the axis of the model's width,
+so `c_proj` is transposed. The matrices of all layers then make few stacks: in the 124M model,
+`[48, 768, 768]` and `[24, 768, 3072]`.
 """
 
 import dataclasses
@@ -22,12 +23,13 @@ from gpt2.utils.trees import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """How a kernel holds its matrices.
+    """The layout of the matrices in a kernel.
 
     Attributes:
-        shape: of the kernel.
-        rows: the axes of its matrices' rows.
-        columns: the axes of its matrices' columns. The rest count matrices.
+        shape: the shape of the kernel.
+        rows: the axes that make up the rows of a matrix.
+        columns: the axes that make up the columns of a matrix. The remaining axes enumerate the
+            matrices.
         outputs: 0 if the rows are the outputs, 1 if the columns are.
     """
 
@@ -38,7 +40,7 @@ class Kernel:
 
     @classmethod
     def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
-        """Return how a parameter holds its matrices. Rows are the side named `embed`, if any."""
+        """Return the layout of the matrices in a parameter. An axis named `embed` is their rows."""
         inputs = tuple(axis + leaf.ndim for axis in info.inputs)
         outputs = tuple(axis + leaf.ndim for axis in info.outputs)
         reads_stream = "embed" in [info.axes[axis] for axis in inputs]
@@ -49,12 +51,12 @@ class Kernel:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Rows and columns of each matrix."""
+        """The numbers of rows and of columns of each matrix."""
         return math.prod(self._sizes(self.rows)), math.prod(self._sizes(self.columns))
 
     @property
     def counts(self) -> list[int]:
-        """The sizes of the axes that count matrices."""
+        """The sizes of the axes that enumerate the matrices."""
         return self._sizes(self._counting)
 
     def to_matrices(self, x: Array) -> Array:
@@ -62,7 +64,7 @@ class Kernel:
         return x.transpose(self._order).reshape(-1, *self.sides)
 
     def from_matrices(self, matrices: Array) -> Array:
-        """Return matrices `[k, rows, columns]` as the kernel: the inverse of `to_matrices`."""
+        """Return the kernel of matrices `[k, rows, columns]`, the inverse of `to_matrices`."""
         ordered = matrices.reshape(self._sizes(self._order))
         return ordered.transpose(np.argsort(self._order))
 
@@ -80,7 +82,7 @@ class Kernel:
 
 
 def matrices_of(parameters: Tree) -> Tree:
-    """Return a tree of `ParamInfo` with all but matrices masked, as optax masks parameters."""
+    """Return a tree of `ParamInfo` in which all parameters but matrices are masked, as by optax."""
     return jax.tree.map(
         lambda info: info if info.inputs else optax.MaskedNode(), parameters
     )
@@ -92,7 +94,7 @@ def kernels(parameters: Tree, tree: Tree) -> Tree:
 
 
 def to_matrices(shapes: Tree, tree: Tree) -> Tree:
-    """Return every kernel of a tree as matrices `[k, rows, columns]`."""
+    """Return a tree with every kernel as matrices `[k, rows, columns]`."""
     return jax.tree.map(Kernel.to_matrices, shapes, tree)
 
 
@@ -104,7 +106,7 @@ def map_stacks(
 ) -> tuple[Tree, ...]:
     """Map `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
 
-    Matrices of equal shapes are stacked for one call. `matrices` says which device computes which.
+    Matrices of equal shapes are stacked for one call. `matrices` assigns them to devices.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

@@ -11,14 +11,17 @@ from optax.contrib import schedule_free_eval_params
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
-# The smallest fraction by which a cautious update is divided (the authors' code).
+# The smallest fraction by which a cautious update is divided, as in the authors' code.
 _MIN_FRACTION = 1e-3
-# Copying a tensor of fewer elements costs less than a kernel launch.
+# Copying a tensor of fewer elements takes less time than a kernel launch.
 _SMALL = 2**17
 
 
 def joint_norm(grads: Tree) -> Array:
-    """Return the norm of all gradients; one kernel sums the small tensors (for GPUs)."""
+    """Return the norm of all gradients together.
+
+    Small tensors are joined, so that a GPU sums their squares with one kernel.
+    """
     leaves = jax.tree.leaves(grads)
     small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
     large = [leaf for leaf in leaves if leaf.size >= _SMALL]
@@ -29,10 +32,10 @@ def joint_norm(grads: Tree) -> Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Clip as `optax.clip_by_global_norm` does, by a product.
+    """Clip as `optax.clip_by_global_norm` does, but multiply instead of dividing.
 
-    XLA:CPU would store the quotients of optax's form (docs/performance.md, XLA:CPU note 1).
-    `update` takes the gradients' norm as `grad_norm` from a caller that has computed it.
+    XLA:CPU would store the quotients of optax's form (docs/performance.md, XLA:CPU note 1). A
+    caller that has computed the norm of the gradients can pass it to `update` as `grad_norm`.
     """
 
     def update_fn(
@@ -59,10 +62,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Set updates that oppose the gradient to 0 (Liang et al. 2024, algorithm 1).
+    """Set entries of an update that oppose the gradient to 0 (Liang et al. 2024, algorithm 1).
 
-    The other updates of a tensor are divided by the fraction of entries that remain. Entries
-    whose gradient is 0 do not count.
+    The other entries of a tensor are divided by the fraction of entries that remain. This fraction
+    excludes entries whose gradient is 0.
     """
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
@@ -89,7 +92,10 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Decay only entries whose update does not oppose it (Chen et al. 2025, arXiv 2510.12402)."""
+    """Decay only entries whose update does not oppose the decay (Chen et al. 2025).
+
+    arXiv 2510.12402.
+    """
 
     def choose(update: Array, decayed: Array, param: Array) -> Array:
         return jnp.where(update * param >= 0, decayed, update)
@@ -105,26 +111,27 @@ def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransfo
 class AverageState(NamedTuple):
     """The state of `average_parameters`."""
 
-    count: Array  # type: ignore[assignment] # int32 scalar, updates so far
-    averaged: Array  # int32 scalar, the updates in the average
+    count: Array  # type: ignore[assignment] # int32 scalar, number of updates so far
+    averaged: Array  # int32 scalar, number of updates in the average
     average: Tree  # a tree like the parameters
 
 
 def average_parameters(
     decay: float = 0, start: int = 0
 ) -> optax.GradientTransformation:
-    """Keep an average of the parameters, as the last transformation of a chain.
+    """Maintain an average of the parameters. This has to be the last transformation of a chain.
 
     With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise it is the
     mean of the parameters after update `start`, and before that the newest parameters.
     """
 
     def init_fn(params: Tree) -> AverageState:
-        copy = jax.tree.map(jnp.copy, params)  # the state is donated: no shared buffers
+        # The state is donated, so the average must not share the buffers of the parameters.
+        copy = jax.tree.map(jnp.copy, params)
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        # The number falls if a longer run moves the start of the tail.
+        # The number decreases if a longer run moves the start of the tail.
         averaged = jnp.clip(state.count + 1 - start, 0, state.averaged + 1)
         weight = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(
@@ -140,7 +147,7 @@ def average_parameters(
 
 
 def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
-    """Return the parameters to validate and export: the optimizer's average if it has one."""
+    """Return the parameters to validate and export: the optimizer's average, if there is one."""
     averaged = optax.tree.get(opt_state, "AverageState")
     if averaged:
         return averaged.average
@@ -154,7 +161,7 @@ def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
 def num_updates(opt_state: optax.OptState) -> Array | None:
     """Return the number of steps that were not skipped, an int32 scalar.
 
-    It is the count of the schedule's state. None: the optimizer has no schedule.
+    The number is the count of the schedule's state. Return None if the optimizer has no schedule.
     """
     states = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
     if not states:

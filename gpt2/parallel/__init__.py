@@ -1,17 +1,17 @@
-"""Spread one program over devices: the mesh, the rules, and two backends with one interface.
+"""Distribute a program over devices: the mesh, the rules, and two backends with one interface.
 
-A backend offers:
+The interface of a backend:
 
-    init_state(init_fn, key) -> state      sharded; under pjit each device computes only its shards
-    state_shardings(state) -> shardings    for a state of arrays or of shapes
+    init_state(init_fn, key) -> state      a sharded state; pjit computes only each device's shards
+    state_shardings(state) -> shardings    the shardings of a state of arrays or shapes
     local_rows(batch_size) -> slice        the rows of a global batch that this process provides
-    put_batch(host_batch) -> batch         device arrays from this process's rows
-    batch_shape(size, length)              shape of these arrays
-    batch_sharding                         sharding of these arrays
+    put_batch(host_batch) -> batch         device arrays that hold this process's rows
+    batch_shape(size, length)              the shape of these arrays
+    batch_sharding                         the sharding of these arrays
     make_ops(cfg, terms) -> Ops            the operations that a model calls in a step
-    matrices -> Matrices                   which device computes which whole matrix of an optimizer
+    matrices -> Matrices                   the assignment of an optimizer's matrices to devices
     layout -> str                          the mesh, and when parameters are gathered, for the log
-    gradient_shardings(params)             while gradients of micro-batches add up
+    gradient_shardings(params)             shardings of gradients while micro-batches accumulate
     compile_train(step)                    (state, batch) -> (state, metrics); donates the state
     compile_watch(step)                    (state, batch) -> norms
     compile_eval(step)                     (params, batch) -> sums and counts
@@ -41,10 +41,10 @@ def make_backend(
     gather_by: str = "step",
     rules: Rules | None = None,
 ) -> Backend:
-    """Return the backend that `parallel.backend` names, over `devices`, by default all of them.
+    """Return the backend that `parallel.backend` names, on `devices` (by default, all devices).
 
-    `logical_axes` come from `GPT.logical_axes`, or from another model, which may need its own
-    `rules`. `gather_by` (`step` or `layer`) replaces `parallel.fsdp_gather=auto`.
+    `logical_axes` come from `GPT.logical_axes` or from another model, which may need its own
+    `rules`. If `parallel.fsdp_gather` is `auto`, `gather_by` (`step` or `layer`) is used.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":

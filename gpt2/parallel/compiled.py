@@ -1,4 +1,7 @@
-"""Compile a step once, ahead of the loop. JAX refuses other arguments, and names the change."""
+"""Compile a step once, before the training loop.
+
+If a later argument has another shape, dtype or structure, JAX raises an error that names it.
+"""
 
 import time
 from collections.abc import Callable
@@ -10,15 +13,15 @@ import jax
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
 
-# XLA compiles without Python's lock, so this process can trace the next step meanwhile. A single
-# thread keeps the order of compilations, which has to be the same in all processes of a run.
+# XLA compiles without holding Python's lock, so the main thread can trace the next step meanwhile.
+# A single thread compiles in the order of tracing, which is the same in all processes of a run.
 _compiler = ThreadPoolExecutor(1, "compile")
 
 
 class CompiledStep:
     """A function that is compiled in the background, for one set of argument shapes.
 
-    Every method waits until it is compiled, and raises the errors of its compilation.
+    Every method waits until the compilation is finished, and raises the errors that occurred in it.
     """
 
     def __init__(self, compiling: Future):
@@ -32,14 +35,14 @@ class CompiledStep:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds that tracing and compiling took."""
+        """The time for tracing and compiling, in seconds."""
         return self._compiling.result()[1]
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of a device's memory that the program needs, arguments included, by XLA's count.
+        """The bytes of a device's memory that the program needs, including its arguments.
 
-        It is 0 on platforms that do not report it.
+        The number is XLA's. It is 0 on platforms that do not report it.
         """
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
@@ -52,10 +55,11 @@ class CompiledStep:
         return self._compiling.result()[0]
 
     def __call__(self, *arguments: Any) -> Any:
-        """Run the program. Raise TypeError or ValueError for arguments that it was not made for."""
+        """Run the program. Raise TypeError or ValueError if it was compiled for other arguments."""
         outputs = self._compiled(*arguments)
         if not self._has_run:
-            # In the first run cuDNN captures CUDA graphs, and fails if another thread uses the GPU.
+            # During the first run cuDNN captures CUDA graphs, and fails if another thread uses the
+            # GPU.
             jax.block_until_ready(outputs)
             self._has_run = True
         return outputs
@@ -65,23 +69,23 @@ class CompiledStep:
         return self._compiled.as_text()
 
 
-# By the shape of a batch: the train step, and the norm-logging step.
+# The train step and the norm-logging step, for each shape of a batch.
 Steps = dict[Any, tuple[CompiledStep, Callable]]
 
 
 def compile_once(
     function: Any, *arguments: Any, options: dict[str, str] | None = None
 ) -> CompiledStep:
-    """Trace a jitted or pmapped function for arguments or shapes, and start to compile it.
+    """Trace a jitted or pmapped function, and start to compile it in the background.
 
-    `options` are XLA's compiler options.
+    `arguments` may be shapes instead of arrays. `options` are XLA's compiler options.
     """
     began = time.perf_counter()
     lowered = None if jit_is_off() else function.lower(*arguments)
 
     def finish() -> tuple[Any, float]:
         compiled = lowered.compile(options) if lowered else function
-        launch.release_free_memory()  # the compiler leaves hundreds of megabytes
+        launch.release_free_memory()  # hundreds of megabytes after a compilation
         return compiled, time.perf_counter() - began
 
     return CompiledStep(_compiler.submit(finish))

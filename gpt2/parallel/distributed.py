@@ -1,8 +1,8 @@
-"""One run as several processes, on JAX's distributed runtime.
+"""A run of several processes, on JAX's distributed runtime.
 
 Every process runs the same command. The processes connect to the coordinator (process 0), which
 monitors their heartbeats. If a process dies, the collectives that wait for it fail or abort. If a
-collective hangs instead, the runtime notices the missing heartbeat and aborts.
+collective hangs instead, the runtime detects the missing heartbeat and aborts.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ ALONE = "GPT2_ALONE"
 # Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
 
-# What error messages of collectives and of the runtime contain if a process is gone.
+# The text by which error messages of collectives and of the runtime show that a process has ended.
 _LOST_PEER = re.compile(
     "Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I
 )
@@ -42,20 +42,20 @@ def initialize(
 ) -> None:
     """Connect to the other processes of the run, before JAX creates devices.
 
-    `coordinator` is HOST:PORT of process 0. Without it, Slurm's, Open MPI's or a TPU pod's
-    environment provides all three.
+    `coordinator` is HOST:PORT of process 0. If it is None, all three arguments are read from the
+    environment of Slurm, Open MPI or a TPU pod.
     """
     options = (coordinator, num_processes, process_index)
     if None in options and any(option is not None for option in options):
         raise UserError(
-            "--coordinator, --num_processes and --process_index go together",
+            "Only some of --coordinator, --num_processes and --process_index are set",
             "Set all three, or none of them",
         )
-    # "deactivate" keeps JAX from detecting a cluster, which would hide devices.
+    # With "deactivate", JAX does not look for a cluster. It would then hide devices.
     method = "deactivate" if coordinator else _find_launcher()
     if not method:
         return
-    # The runtime crashes if the port is in use. This raises an error first.
+    # The runtime crashes if the port is in use, so this tries the port first and raises an error.
     if coordinator and process_index == 0:
         _, _, port = coordinator.rpartition(":")
         try:
@@ -65,7 +65,7 @@ def initialize(
                 f"--coordinator={coordinator} cannot be used ({error.strerror})",
                 "Choose another port",
             ) from error
-    # The runtime waits silently, and ends the process if the others do not connect.
+    # The runtime waits silently, and ends this process if the other processes do not connect.
     log("waiting for the other processes")
     jax.distributed.initialize(
         coordinator,
@@ -76,7 +76,8 @@ def initialize(
         # Process 0 may still be uploading the run's last files to a bucket.
         shutdown_timeout_seconds=3600,
     )
-    # If another process is gone, the runtime prints that and aborts. Stacks would bury its message.
+    # If another process has ended, the runtime prints a message and aborts. Python's stack traces
+    # would hide that message.
     faulthandler.disable()
 
 
@@ -84,8 +85,8 @@ def initialize(
 def ends_together() -> Iterator[None]:
     """Exit immediately if the body fails in one of several processes.
 
-    Otherwise this process would wait for the others to shut down or to finish a checkpoint, while
-    they wait for this process to join a collective.
+    Otherwise this process would wait for the other processes to shut down or to finish a
+    checkpoint, while they wait for this process to join a collective.
     """
     try:
         yield
@@ -103,7 +104,10 @@ def ends_together() -> Iterator[None]:
 
 
 def _find_launcher() -> str | None:
-    """Return JAX's name of the launcher that started this process as one of several, or None."""
+    """Return JAX's name of the launcher that started this process as one of several.
+
+    Return None if the process is the only one.
+    """
     variables = os.environ
     if ALONE in variables:
         return None
@@ -115,18 +119,18 @@ def _find_launcher() -> str | None:
         # Open MPI 5 no longer sets that variable, and JAX then needs mpi4py.
         if importlib.util.find_spec("mpi4py") is None:
             raise UserError(
-                "Runs that mpirun starts need the package mpi4py",
+                "A run that mpirun starts needs the package mpi4py",
                 "Run `pip install mpi4py`",
             )
         return "mpi4py"
-    # Under sbatch without srun, SLURM_NTASKS is set too, but there is only one process.
+    # With sbatch but without srun, SLURM_NTASKS is also set, although there is only one process.
     if "SLURM_NTASKS" in several and "SLURM_STEP_NODELIST" in variables:
         return "slurm"
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     if not chips or importlib.util.find_spec("libtpu") is None:
         return None
-    # Kubernetes lists the hosts of a pod in a variable, and Kaggle its only host. On other machines
-    # JAX queries Google's metadata server, unless that is disabled.
+    # Kubernetes lists the hosts of a pod in one of these variables, and Kaggle lists its only host.
+    # On other machines JAX queries Google's metadata server, unless the query is disabled.
     hosts = variables.get("TPU_PROCESS_ADDRESSES")
     hosts = hosts or variables.get("TPU_WORKER_HOSTNAMES")
     if hosts:
@@ -149,14 +153,14 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def from_first(number: int) -> int:
-    """Return process 0's `number` in every process, so that all agree on what process 0 read."""
+    """Return the `number` of process 0 in every process."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def from_all(text: str) -> list[str]:
-    """Return the ASCII texts of all processes, in every process."""
+    """Return the ASCII texts of all processes. Every process must call this."""
     data = text.encode()
     sizes = multihost_utils.process_allgather(np.int32(len(data)))
     rows = multihost_utils.process_allgather(

@@ -1,7 +1,7 @@
 """Choose kernels: make the table of operations (gpt2/ops/table.py) for a model and its devices.
 
-The formula is used wherever a kernel cannot compute something: an unsupported term of the scores,
-dropout of attention weights, an unsupported length, or anything under JAX_DISABLE_JIT.
+The table contains the reference formula where a kernel does not support something: a term of the
+scores, dropout of attention weights, or a length. With JAX_DISABLE_JIT it contains only formulas.
 """
 
 from collections.abc import Callable, Collection
@@ -33,29 +33,29 @@ from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
 from gpt2.parallel.shards import gather_by_layer
 from gpt2.utils.platform import jit_is_off, platform_of
 
-# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and
-# divides over devices. Parameters, logits and losses always have the true size.
+# The head computes with a vocabulary padded to a multiple of this, which fills matrix units and can
+# be split evenly over devices. Parameters, logits and losses always have the true size.
 VOCAB_MULTIPLE = 128
-# Up to this many positions, in float32 and in 16 bits, the formula is as fast as the blocked kernel
-# if the CPU is split into two devices, as small models should have it (parallel.cpu_devices). On
-# one device, the quickstart's step with the blocked kernel takes 0.96 of the time.
+# Up to these numbers of positions, in float32 and in 16 bits, the formula is as fast as the blocked
+# kernel, if the CPU is split into two devices, as is best for small models (parallel.cpu_devices).
+# On one device, the quickstart's step with the blocked kernel takes 0.96 of the time.
 SHORT = 128
 SHORT_NARROW = 64
 
-# The kernel of each platform, by `model.attention`.
+# The value of `model.attention` for the preferred kernel of each platform.
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
 
-# The options that add a term to the scores. No kernel supports these terms.
+# Names of options that add a term to the scores. No kernel supports these terms.
 Terms = Collection[str]
 
 
 def choose_attention(
     cfg: GPTConfig, device: jax.Device, terms: Terms
 ) -> tuple[str, str]:
-    """Return the implementation of attention for a model on a device, and why it is not faster.
+    """Return the implementation of attention for a model on a device, and why no kernel is used.
 
     The reason is empty if the device's preferred kernel is used, or if no kernel is expected. Raise
-    UserError if `model.attention` asks for a kernel that cannot run.
+    UserError if `model.attention` names a kernel that cannot run.
     """
     is_auto = cfg.attention == "auto"
     preferred = PREFERRED.get(platform_of(device), "plain")
@@ -97,14 +97,16 @@ def _find_obstacle(
     if name == "cudnn" and (cfg.head_size % 8 or cfg.head_size > 128):
         return (
             f"needs a head size that is a multiple of 8 and at most 128, "
-            f"but it is {cfg.head_size}"
+            f"but the head size is {cfg.head_size}"
         )
     if name == "cudnn" and cfg.context_length % 2:
-        return f"needs an even model.context_length, but it is {cfg.context_length}"
+        return (
+            f"needs an even context, but model.context_length is {cfg.context_length}"
+        )
     if name == "splash" and cfg.context_length % 128:
         return (
-            f"needs a model.context_length that is a multiple of 128, "
-            f"but it is {cfg.context_length}"
+            f"needs a context that is a multiple of 128, "
+            f"but model.context_length is {cfg.context_length}"
         )
     return ""
 
@@ -130,11 +132,12 @@ def make_ops(
     """Return the table of operations for a model on the devices of a mesh.
 
     Args:
-        cfg: the model.
-        mesh: the devices. If its axis `tensor` has more than one, XLA's partitioner splits
-            activations by `rules`.
+        cfg: the model's config.
+        mesh: the devices. If its axis `tensor` has more than one device, XLA's partitioner splits
+            activations according to `rules`.
         terms: the options that add a term to the scores.
-        rules: how logical axes map to the mesh. None if each device computes on its own.
+        rules: the rules that map logical axes to the mesh. None if each device computes
+            independently of the others.
         gathers_by_layer: whether devices hold shards of kernels and tables, which are gathered
             where they are used, within a `shard_map` over `fsdp`.
     """
@@ -179,15 +182,15 @@ def make_ops(
     )
     if not gathers_by_layer or not rules:
         return ops
-    # Without remat or a loop over layers, XLA would store gathered parameters from the forward pass
-    # to the backward pass.
+    # Without remat or a loop over layers, XLA would store gathered parameters until the backward
+    # pass.
     forget = cfg.remat == "none" and not cfg.loops_over_layers
     shards_for = partial(find_shards, mesh=mesh, rules=rules, forget=forget)
     return gather_by_layer(ops, shards_for)
 
 
 def get_attention(name: str, platform: str, spread: Spread | None = None) -> Attention:
-    """Return the attention function of this name, one of `PREFERRED` or `plain`."""
+    """Return the attention function for `name`, a kernel in `PREFERRED` or `plain`."""
     if name == "blocked":
         return partial(blocked_attention, spread=spread)
     if name == "cudnn":

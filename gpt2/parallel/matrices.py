@@ -1,4 +1,7 @@
-"""Distribute whole matrices over devices, each computed by one, for Muon and the like."""
+"""Distribute whole matrices over devices, so that each is computed by one device.
+
+Optimizers such as Muon and SOAP need whole matrices.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,8 +18,8 @@ from gpt2.utils.trees import Tree
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Return how matrices `[..., rows, columns]` are stored: rows over fsdp, columns over tensor.
 
-    Kernels whose rows are the model's width are stored in this way. A side that its mesh axis does
-    not divide is not split, and neither are vectors (one row, or one column).
+    Kernels whose rows are the model's width are stored in this way. A side is not split if its size
+    is not a multiple of the mesh axis. Vectors (one row, or one column) are not split either.
     """
     sides = [
         axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None
@@ -30,10 +33,11 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """Which device computes which of an optimizer's whole matrices.
+    """The assignment of an optimizer's whole matrices to devices.
 
     Attributes:
-        mesh: the devices that the matrices are distributed over. None if each computes all.
+        mesh: the devices over which the matrices are distributed. If it is None, each device
+            computes all matrices.
         platform: platform of the devices: `cpu`, `gpu` or `tpu`.
     """
 
@@ -49,8 +53,8 @@ class Matrices:
         """Return `function(stacks, *scalars)`, with each device computing some of the matrices.
 
         `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. It is called
-        with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. A matrix
-        crosses the network twice, before and after, over each axis that splits it.
+        with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. Over
+        each mesh axis that splits a matrix, the matrix is sent twice, before and after the call.
         """
         mesh = self.mesh
         if mesh is None or mesh.size == 1:
@@ -81,8 +85,8 @@ class Matrices:
 def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
     """Split the first axis of a stack over n axes of the mesh, for each n of `numbers` in turn.
 
-    The other axes of the mesh split the matrices themselves. There is one step for each axis,
-    because XLA's partitioner would gather everything if several axes changed at once.
+    The remaining axes of the mesh split the rows and columns of the matrices. There is one step for
+    each axis, because XLA's partitioner would gather whole stacks if several axes changed at once.
     """
     stored = matrix_spec(x.shape, mesh)[1:]
     for number in numbers:

@@ -12,16 +12,16 @@ from gpt2.parallel.rules import MESH_AXES, Rules
 
 
 def find_devices(config: Config) -> list[jax.Device]:
-    """Return all devices of a run, after checking that the config divides over them."""
+    """Return all devices of a run, after checking that batches and sequences can be split."""
     split_cpu(config.parallel.cpu_devices)
     check_layout(config, jax.device_count())
     return jax.devices()
 
 
 def split_cpu(number: int) -> None:
-    """Split the CPU into `number` devices, unless XLA_FLAGS does.
+    """Split the CPU into `number` devices, unless XLA_FLAGS already splits it.
 
-    This has to be called before JAX creates devices.
+    Call this before JAX creates devices.
     """
     flag = "xla_force_host_platform_device_count"
     if number > 1 and flag not in os.environ.get("XLA_FLAGS", ""):
@@ -45,7 +45,7 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
-    """Return the size of every mesh axis, with -1 resolved to the remaining devices."""
+    """Return the size of every mesh axis, with -1 replaced by the number of remaining devices."""
     sizes = parallel.sizes
     options = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -56,36 +56,36 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     if math.prod(sizes.values()) != num_devices:
         raise UserError(
             f"{options} does not make a mesh of {num_devices} devices",
-            f"Choose sizes whose product is {num_devices}. One of them may be -1, "
-            "which stands for the remaining devices",
+            f"Choose sizes whose product is {num_devices}. One size may be -1, which stands for "
+            "the remaining devices",
         )
     return sizes
 
 
 def check_layout(config: Config, num_devices: int) -> None:
-    """Check that batches and sequences divide over the mesh, before any data is prepared."""
+    """Check that the mesh can split batches and sequences evenly, before data is prepared."""
     sizes = mesh_sizes(config.parallel, num_devices)
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
     shapes = config.shapes.pieces.values()
-    # Validation reads batches of `data.batch_size`, even if a schedule changes those of training.
+    # Validation uses batches of `data.batch_size`, even if a schedule changes the training batches.
     batch_sizes = [config.data.batch_size]
     batch_sizes += [shape.batch_size for shape in shapes]
     for size in batch_sizes:
         if size % shards:
             raise UserError(
-                f"A batch of {size} does not divide by parallel.data={sizes['data']} x "
+                f"A batch of {size} is not divisible by parallel.data={sizes['data']} x "
                 f"parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
                 f"{config.train.accumulate_steps}",
-                f"Use a multiple of {shards}",
+                f"Use a batch that is a multiple of {shards}",
             )
     split = Rules.from_config(config.parallel).activations["sequence"]
     parts = math.prod(sizes[axis] for axis in split)
     for shape in shapes:
         if shape.context_length % parts:
             raise UserError(
-                f"A context of {shape.context_length} does not divide by "
+                f"A context of {shape.context_length} is not divisible by "
                 f"parallel.{'x'.join(split)}={parts}",
-                f"Use a multiple of {parts}",
+                f"Use a context that is a multiple of {parts}",
             )
 
 
@@ -101,6 +101,6 @@ def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
         raise UserError(
             f"The devices of process {jax.process_index()} hold rows of the batch that are not "
             "contiguous",
-            "Choose other sizes of --config.parallel.data, fsdp and tensor",
+            "Choose other sizes for parallel.data, parallel.fsdp and parallel.tensor",
         )
     return slice(start, stop)

@@ -3,15 +3,15 @@
 The rows of a batch are split over `data` x `fsdp`. A `shard_map` over these two axes runs the step
 on each device's rows, so that gradients of micro-batches accumulate without communication. XLA
 derives the collectives over `tensor` from the model's sharding constraints. `parallel.fsdp_gather`
-says when parameters are gathered over `fsdp`:
+determines when parameters are gathered over `fsdp`:
 
 step    All parameters are gathered before the first micro-batch. Each device accumulates whole
         gradients, which are scattered after the last micro-batch.
-layer   Each kernel and table is gathered where the model uses it, in the compute type, forward and
-        backward. Its gradient is scattered immediately and accumulates in shards (see
-        gpt2/ops/fsdp.py). This cannot be combined with `tensor`.
+layer   Each kernel and table is gathered where the model uses it, in the compute dtype, in both
+        the forward and the backward pass. Its gradient is scattered immediately and accumulates in
+        shards (see gpt2/ops/fsdp.py). This cannot be combined with `tensor`.
 
-Gradients cross the data axis once, after the last micro-batch.
+Gradients are summed over the axis `data` once, after the last micro-batch.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from gpt2.utils.trees import Tree
 
 
 class PjitBackend:
-    """Runs steps over a mesh. See `gpt2.parallel.make_backend`."""
+    """The backend that runs steps over a mesh. `gpt2.parallel` documents its interface."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class PjitBackend:
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._tensor = mesh.shape["tensor"]
-        # The formulas, which run without jit, need whole parameters. It is also "step" if the rules
-        # leave no parameter to be gathered by layer, see below.
+        # The reference formulas, which run if jit is off, need whole parameters. See also the end
+        # of this method: it is "step" if the rules allow no parameter to be gathered by layer.
         self.gather_by = "step" if jit_is_off() else gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
         self._compute = rules.specs(logical_axes, layout_rules.compute)
         self.batch_sharding = NamedSharding(mesh, PartitionSpec(rules.BATCH_AXES))
-        # Axes of size 1 are left out, because XLA does not always remove a collective over one.
+        # Axes of size 1 are left out, because XLA does not always remove collectives over them.
         self._batch_axes = tuple(
             axis for axis in rules.BATCH_AXES if mesh.shape[axis] > 1
         )
@@ -89,18 +89,18 @@ class PjitBackend:
         return _Leaf(compute, split[0], tensor=tensor)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Return the table of operations for a model whose loss runs within `map_sum`."""
+        """Return the table of operations for a model whose loss runs inside `map_sum`."""
         by_layer = self.gather_by == "layer"
         return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
 
     @property
     def matrices(self) -> Matrices:
-        """How optimizers distribute whole matrices: each is computed by one device."""
+        """The assignment of an optimizer's whole matrices to devices, one device for each."""
         return Matrices(self.mesh, platform_of(self.mesh.devices.flat[0]))
 
     @property
     def layout(self) -> str:
-        """Description of the backend, its mesh, and when parameters are gathered, for the log."""
+        """A description of the backend, its mesh, and when parameters are gathered, for the log."""
         strategy = self.rules.strategy
         parts = ["pjit", describe_mesh(self.mesh)]
         if strategy != "auto":
@@ -110,7 +110,7 @@ class PjitBackend:
         return ", ".join(parts)
 
     def state_shardings(self, state: State) -> State:
-        """Return the sharding of every leaf of a state (of arrays or shapes)."""
+        """Return the sharding of every leaf of a state, whose leaves may be arrays or shapes."""
         opt_state = optimizer_specs(
             state.opt_state, state.params, self._optimizer, self.mesh
         )
@@ -121,7 +121,7 @@ class PjitBackend:
         return shardings
 
     def gradient_shardings(self, params: Tree) -> Tree:
-        """Return the shardings of gradients while those of micro-batches accumulate."""
+        """Return the shardings of the gradients while micro-batches accumulate."""
         return self._on_mesh(jax.tree.map(lambda leaf: leaf.spec, self._leaves))
 
     def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
@@ -135,16 +135,16 @@ class PjitBackend:
         return local_rows(self.batch_sharding, batch_size)
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
-        """Put this process's rows `[B local, T]` of a global batch on its devices."""
+        """Put this process's rows `[local B, T]` of a global batch on its devices."""
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)
         return jax.tree.map(put, batch)
 
     def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
-        """Return the shape of what `put_batch` returns for arrays `[B, T]`."""
+        """Return the shape of the arrays that `put_batch` returns for global batches `[B, T]`."""
         return size, length
 
     def compile_train(self, step: Callable) -> Callable:
-        """Return the jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+        """Return the jitted `(state, batch) -> (state, metrics)`, which donates the state."""
 
         def train_step(state, batch):
             state, metrics = step(state, batch, self._map_sum)
@@ -167,7 +167,7 @@ class PjitBackend:
     def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
         """Return the `map_sum` of `gpt2.training.steps`: run on each device's rows, then sum.
 
-        XLA's partitioner handles the axis `tensor`.
+        XLA's partitioner adds the collectives over the axis `tensor`.
         """
         manual = rules.MESH_AXES if self._tensor == 1 else rules.BATCH_AXES
 
@@ -207,10 +207,10 @@ class PjitBackend:
         return mapped
 
     def _sum_gradients(self, grads: Tree) -> Tree:
-        """Sum gradients over the devices that split the batch; return the part stored here.
+        """Sum gradients over the devices that split the batch, and return this device's part.
 
-        The collectives are explicit. XLA's partitioner would all-reduce whole gradients and drop
-        what a device does not store, although a reduce-scatter moves half the bytes.
+        The collectives are explicit. XLA's partitioner would all-reduce whole gradients and discard
+        the parts that a device does not store, although a reduce-scatter sends half the bytes.
         """
         leaves = self._leaves
 
@@ -220,7 +220,7 @@ class PjitBackend:
         if self._tensor == 1:
             return sum_all(grads)
         specs = jax.tree.map(_Leaf.separated_spec, leaves, self._compute)
-        sum_separated = jax.shard_map(  # each device sums only its part over `tensor`
+        sum_separated = jax.shard_map(  # a device sums only its part along `tensor`
             sum_all,
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=(specs,),
@@ -247,14 +247,15 @@ class PjitBackend:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """How a parameter enters the `shard_map` of a step, and how its gradient leaves it.
+    """The shardings of a parameter and its gradient, inside and outside the step's `shard_map`.
 
     Attributes:
         spec: sharding of the parameter when the step begins.
         dim: the axis that `fsdp` splits in the optimizer's state and in the summed gradient, or -1
-            if it splits none.
-        by_layer: whether devices receive shards of the parameter, to be gathered by layer.
-        tensor: the number of parts into which `tensor` splits the axis `dim` before `fsdp` does.
+            if `fsdp` splits no axis.
+        by_layer: whether devices receive shards of the parameter and gather them by layer.
+        tensor: the number of parts into which `tensor` splits the axis `dim`; `fsdp` then splits
+            each part.
     """
 
     spec: PartitionSpec
@@ -276,7 +277,7 @@ class _Leaf:
 
     @property
     def separated_dim(self) -> int:
-        """The index of the axis `dim` in what `separate_tensor` returns."""
+        """The index of the axis `dim` in the result of `separate_tensor`."""
         return self.dim + (self.tensor > 1)
 
     def separate_tensor(self, grad: Array) -> Array:
@@ -288,7 +289,7 @@ class _Leaf:
         return grad.reshape(*before, self.tensor, -1, *after)
 
     def separated_spec(self, compute: PartitionSpec) -> PartitionSpec:
-        """Return how `tensor` splits what `separate_tensor` returns."""
+        """Return how `tensor` splits the result of `separate_tensor`."""
         if self.tensor == 1:
             return compute
         before = compute[: self.dim + 1]

@@ -1,8 +1,8 @@
-"""The pmap backend: explicit data parallelism, one replica of the state per device.
+"""The pmap backend: explicit data parallelism, with a replica of the state on each device.
 
 Every device runs the step on its own rows. After the last micro-batch, `lax.psum` over a named axis
 sums gradients and counts. The state has no device axis (`in_axes=(None, 0)`), so states and
-checkpoints have the format of the pjit backend.
+checkpoints have the same format as in the pjit backend.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ AXIS = "data"
 
 
 class PmapBackend:
-    """Runs the same step on every device. See `gpt2.parallel.make_backend`."""
+    """The backend that replicates the state. `gpt2.parallel` documents its interface."""
 
     def __init__(self, devices: list[jax.Device]):
         self.mesh = Mesh(np.array(devices), (AXIS,))
@@ -40,22 +40,22 @@ class PmapBackend:
 
     @property
     def matrices(self) -> Matrices:
-        """How optimizers distribute whole matrices: they do not, each device computes all."""
+        """The assignment of an optimizer's matrices to devices: each device computes all."""
         return Matrices(None, platform_of(self._devices[0]))
 
     @property
     def layout(self) -> str:
-        """Description of the backend and its mesh, for the log."""
+        """A description of the backend and its mesh, for the log."""
         return f"pmap, {describe_mesh(self.mesh)}"
 
     def state_shardings(self, state: State) -> State:
-        """Return the sharding of every leaf of a state: replicated."""
+        """Return the sharding of every leaf of a state, which is replicated."""
         return jax.tree.map(lambda _: self._replicated, state)
 
     gradient_shardings = state_shardings
 
     def init_state(self, init_fn: Callable[[Array], State], key: Array) -> State:
-        """Return `init_fn(key)`, which every device computes on its own."""
+        """Return `init_fn(key)`, which every device computes completely."""
         return jax.jit(init_fn, out_shardings=self._replicated)(key)
 
     def local_rows(self, batch_size: int) -> slice:
@@ -63,7 +63,7 @@ class PmapBackend:
         return local_rows(self.batch_sharding, batch_size)
 
     def put_batch(self, batch: dict) -> dict[str, Array]:
-        """Put this process's rows `[B local, T]` on its devices, as `[devices, B / devices, T]`."""
+        """Put this process's rows `[local B, T]` on its devices, as `[devices, B / devices, T]`."""
         num_local = len(self.mesh.local_devices)
         return {
             name: jax.make_array_from_process_local_data(
@@ -73,11 +73,11 @@ class PmapBackend:
         }
 
     def batch_shape(self, size: int, length: int) -> tuple[int, ...]:
-        """Return the shape of what `put_batch` returns for arrays `[B, T]`."""
+        """Return the shape of the arrays that `put_batch` returns for global batches `[B, T]`."""
         return self.num_shards, size // self.num_shards, length
 
     def compile_train(self, step: Callable) -> Callable:
-        """Return the pmapped `(state, batch) -> (state, metrics)`; the state is donated."""
+        """Return the pmapped `(state, batch) -> (state, metrics)`, which donates the state."""
         return self.compile_eval(step, donate_argnums=0)
 
     def compile_eval(self, step: Callable, **options: Tree) -> Callable:

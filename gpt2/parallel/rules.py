@@ -1,10 +1,10 @@
 """Map logical axes of arrays to axes of the mesh.
 
 The model names the axes of its parameters and activations by meaning (`embed`, `mlp`, `heads`,
-`vocab`, ...). `Rules` map those names to mesh axes, according to the options `parallel.rules` and
-`parallel.strategy`. There is one table for parameters between steps (`storage`), one for optimizer
-state, one for parameters inside a step (`compute`), and one for activations. FSDP is the difference
-between `storage` and `compute`.
+`vocab`, ...). `Rules` map these names to mesh axes, according to the options `parallel.rules` and
+`parallel.strategy`. There are separate tables for parameters between steps (`storage`), for
+optimizer state, for parameters inside a step (`compute`), and for activations. FSDP is the
+difference between `storage` and `compute`.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ from gpt2.utils.trees import Tree
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Axes of parameters that are never split, because they are short or stack different kernels.
+# Axes of parameters that are never split, because they are short or enumerate different kernels.
 WHOLE = ("layers", "qkv", "head_size", "mix")
 
-# Axes that `fsdp` may gather by layer. Products and lookups support shards that are split along
-# these axes (gpt2/ops/fsdp.py).
+# Parameters that are split along one of these axes may be gathered by layer, because products and
+# lookups support such shards (gpt2/ops/fsdp.py).
 GATHERED_BY_LAYER = ("embed", "table")
 
 Table = Mapping[str, tuple[str, ...]]
@@ -39,11 +39,12 @@ class Rules:
 
     Attributes:
         strategy: the value of `parallel.strategy` that the tables implement.
-        storage: for parameters between steps.
-        optimizer: for the optimizer's state, which has the axes of its parameters.
-        compute: for parameters inside a step: as stored, but gathered over `fsdp`.
-        activations: for activations, and for the output head, whose rows are padded so that they
-            divide. The batch is not split, because the model runs on the rows of one device.
+        storage: table for parameters between steps.
+        optimizer: table for the optimizer's state, which has the same axes as the parameters.
+        compute: table for parameters inside a step, which are gathered over `fsdp`.
+        activations: table for activations, and for the output head, whose rows are padded to a
+            multiple of the devices that split them. The table does not split the batch axis,
+            because the model already runs on the rows of one device.
     """
 
     strategy: str
@@ -54,7 +55,7 @@ class Rules:
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> "Rules":
-        """Return the rules for the options of `parallel`."""
+        """Return the rules for the options in `parallel`."""
         table: dict[str, tuple[str, ...]] = dict.fromkeys(WHOLE, ())
         for field in dataclasses.fields(RulesConfig):
             table[field.name] = parallel.rules.axes(field.name)
@@ -72,7 +73,7 @@ class Rules:
 
     @classmethod
     def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
-        """Return the rules for any model, from the table of its optimizer's state."""
+        """Return the rules for any model, given the table for its optimizer's state."""
         compute = {}
         for name, axes in table.items():
             compute[name] = tuple(axis for axis in axes if axis != "fsdp")
@@ -83,9 +84,9 @@ class Rules:
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     """Return the mesh axes that split an array whose logical axes are `names`.
 
-    As in Flax, a mesh axis splits only the first logical axis that is mapped to it: experts before
-    the hidden units of each expert. If this raises KeyError for a name of your own, add the name to
-    `parallel.rules`, or to `WHOLE`.
+    As in Flax, a mesh axis splits only the first logical axis that is mapped to it. For example, it
+    splits the experts, and not also the hidden units of each expert. If this raises KeyError for a
+    name that you have added, add the name to `parallel.rules` or to `WHOLE` as well.
     """
     taken = set[str]()
     entries = []
@@ -97,20 +98,21 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 
 
 def specs(logical_axes: Tree, table: Table) -> Tree:
-    """Map a tree of logical axes (names in a PartitionSpec) to mesh axes, by a table of rules."""
+    """Map a tree of logical axes, names in a PartitionSpec, to the mesh axes that split them."""
     return jax.tree.map(lambda names: spec(tuple(names), table), logical_axes)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
-    """Return factors of the number of devices along `fsdp`, as `Shards.stages`."""
+    """Return the `Shards.stages` of the devices along `fsdp`: factors of their number."""
     return torus_sides(mesh.devices[0, :, 0])
 
 
 def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | None:
     """Return the axis along which a parameter is gathered by layer, or None.
 
-    Every kernel and table has one, unless rules split it along an axis whose shards no operation
-    supports, or the mesh has `tensor` too. Vectors are too small to be worth it.
+    Every kernel and table has such an axis, unless rules split it along an axis whose shards no
+    operation supports, or the axis `tensor` of the mesh has several devices. Vectors have none,
+    because they are too small.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
@@ -129,7 +131,10 @@ def find_shards(
     rules: Rules,
     forget: bool,
 ) -> Shards | None:
-    """Return how a parameter with these logical axes is sharded by layer; None if it is whole."""
+    """Return how a parameter is sharded by layer, or None if devices hold it whole.
+
+    `names` are the parameter's logical axes.
+    """
     axis = gathered_axis(names, mesh, rules)
     if axis is None:
         return None
@@ -142,7 +147,7 @@ def constrain(
     mesh: Mesh,
     rules: Rules,
 ) -> Array:
-    """Shard an activation over `tensor`, by the logical names of its last axes."""
+    """Shard an activation over `tensor`, according to the logical names of its last axes."""
     wanted = spec(names, rules.activations)
     others = [None] * (x.ndim - len(names))
     return jax.lax.with_sharding_constraint(
@@ -153,7 +158,7 @@ def constrain(
 def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     """Return the sharding of an array in the current trace.
 
-    Inside a `shard_map`, JAX requires the abstract mesh of that trace.
+    Inside a `shard_map`, JAX requires the abstract mesh of the `shard_map`.
     """
     abstract = jax.sharding.get_abstract_mesh()
     return NamedSharding(mesh if abstract.empty else abstract, spec)
@@ -164,9 +169,9 @@ _HEADS = ("batch", "length", "heads", "head_size")
 
 
 def map_devices(kernel: Callable, *, mesh: Mesh, rules: Rules) -> Callable:
-    """Return `kernel(q, k, v, segments)` that runs on each device's own heads.
+    """Return a `kernel(q, k, v, segments)` that runs on each device's own heads.
 
-    XLA's partitioner cannot split kernels such as cuDNN's.
+    XLA's partitioner cannot split library kernels such as cuDNN's.
     """
     heads = spec(_HEADS, rules.activations)
     segments = spec(_HEADS[:2], rules.activations)

@@ -1,4 +1,4 @@
-"""FSDP by layer: the table of operations for parameters of which each device holds a shard."""
+"""FSDP by layer: the table of operations for parameters that are sharded over devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from gpt2.ops.plain import Init, Names, Shape
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
-# Returns how a parameter with these logical axes is sharded, or None if it is whole.
+# A function that returns how a parameter with these logical axes is sharded, or None if devices
+# hold it whole.
 ShardsFor = Callable[[Names], Shards | None]
 
 
 def gather_by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
-    """Return a table whose operations gather sharded parameters (gpt2/ops/fsdp.py)."""
+    """Return a table like `ops` whose operations gather sharded parameters (gpt2/ops/fsdp.py)."""
 
     def add_rows(x, table):
         return ops.add_rows(x, gather(table, x.dtype))
@@ -58,9 +59,9 @@ def shard_param(
     *,
     shards_for: ShardsFor,
 ) -> Array | Shard:
-    """Read a parameter as `plain.param` does; return a `Shard` if `shards_for` splits it.
+    """Return a parameter as `plain.param` does, as a `Shard` if `shards_for` splits it.
 
-    Inside a `shard_map`, Flax has to expect the shape of the shard.
+    Inside a `shard_map`, Flax needs the shape of the shard.
     """
     shards = shards_for(info.axes)
     local_shape = shards.shard_shape(shape) if shards else shape
@@ -69,10 +70,10 @@ def shard_param(
 
 
 def isolate(loss: Callable) -> Callable:
-    """Return a loss that gathers shards for its own micro-batch.
+    """Return a loss that gathers parameters separately for each micro-batch.
 
-    Without the barrier, XLA would gather them once for all micro-batches, and store them. The
-    arguments of the loss are positional.
+    Without the barrier, XLA would gather them once for all micro-batches and store them. Pass the
+    arguments of the loss by position.
     """
 
     def isolated(params: Tree, micro_batch: Tree, *others: Array | None):

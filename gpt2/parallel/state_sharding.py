@@ -1,4 +1,4 @@
-"""How a training state is sharded over devices."""
+"""The sharding of a training state over devices."""
 
 import itertools
 from typing import TypeVar
@@ -14,28 +14,29 @@ State = TypeVar("State", bound=Tree)
 
 
 def with_shardings(shapes: State, shardings: State) -> State:
-    """Add shardings to a tree of shapes."""
+    """Return a tree of shapes with the shardings added."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
     )
 
 
 def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
-    """Raise UserError if a sharding does not divide a leaf of a state."""
+    """Raise UserError if a sharding cannot split a leaf of a state evenly."""
     try:
         sharding.shard_shape(leaf.shape)
     except ValueError:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         mesh = dict(sharding.mesh.shape)
         raise UserError(
-            f"{name} of shape {leaf.shape} does not divide by {sharding.spec} on the mesh {mesh}",
-            "Choose other sizes of --config.parallel.data, fsdp and tensor, or other "
-            "--config.parallel.rules",
+            f"{name} has the shape {leaf.shape}, which {sharding.spec} cannot split evenly over "
+            f"the mesh {mesh}",
+            "Choose other sizes for parallel.data, parallel.fsdp and parallel.tensor, or other "
+            "parallel.rules",
         ) from None
 
 
 def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
-    """Return a tree, gathered on this process's first device. Every process must call this."""
+    """Gather a tree on this process's first device. Every process must call this."""
     replicated = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
 
@@ -48,8 +49,8 @@ def optimizer_specs(
 ) -> Tree:
     """Return a PartitionSpec for every leaf of an optimizer's state.
 
-    A leaf belongs to the parameter whose path is the end of its own path, and is split like that
-    parameter in `storage`.
+    A leaf belongs to the parameter whose path is the end of the leaf's path. The leaf is split like
+    this parameter in `storage`.
     """
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(params),
@@ -79,8 +80,8 @@ def _spec(
 ) -> PartitionSpec:
     """Return the spec of an optimizer's array, given the shape and spec of its parameter.
 
-    - If the optimizer summed axes of the parameter to length 1, or dropped them (second moments of
-      rows and of columns), the other axes are split as in the parameter.
+    - If the optimizer reduced axes of the parameter to length 1 or removed them (second moments of
+      rows and of columns), the remaining axes are split as in the parameter.
     - Square matrices (SOAP has one for each side of a kernel) are split like kernels.
     - An array of any other shape is replicated.
     """

@@ -120,7 +120,7 @@ def test_logits_of_a_sequence_that_outgrows_its_cache_are_nan(scanned):
     for fits in [True, True], [False, True]:
         logits, cache = append(tokens, one_each, cache)
         assert np.isfinite(logits).all(axis=1).tolist() == fits
-    with pytest.raises(ValueError, match="positions for 64 tokens"):
+    with pytest.raises(ValueError, match="the 64 learned positions"):
         KVCache.create(config, 2, max_length=65)
 
 

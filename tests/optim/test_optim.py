@@ -307,7 +307,8 @@ def test_a_pattern_that_no_parameter_needs_is_refused():
 
     init(r"h_1/=0.5,h_\d=2,ln_f/bias$=0")
     for patterns, unused in (("h_2/=1", "h_2/"), ("attn=1,c_attn=2", "c_attn")):
-        with pytest.raises(UserError, match=f"layer_rates has the pattern '{unused}'"):
+        message = rf"pattern '{unused}' of optim\.layer_rates"
+        with pytest.raises(UserError, match=message):
             init(patterns)
 
 
@@ -405,10 +406,7 @@ def test_schedules_pass_through_known_points(options, expected):
     np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [("5=0.5", "in the warm-up"), ("20=0.5,100=0.1", "after the run")],
-)
-def test_schedules_that_do_not_fit_the_run_are_refused(steps, message):
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("steps", ["5=0.5", "20=0.5,100=0.1"])
+def test_schedules_that_do_not_fit_the_run_are_refused(steps):
+    with pytest.raises(UserError, match=r"between optim\.warmup_steps"):
         rates(f"schedule=piecewise:{steps}")

@@ -77,11 +77,11 @@ def check_named(named, rules, **change):
 
 def test_an_array_that_does_not_split_is_named():
     vocab = RulesConfig(vocab="tensor")
-    check_named("wte/embedding of shape (301, 64)", vocab, vocab_size=301)
+    check_named("wte/embedding has the shape (301, 64)", vocab, vocab_size=301)
     experts = RulesConfig(experts="tensor")
-    check_named("experts/c_fc/bias of shape (3, 256)", experts, num_experts=3)
+    check_named("experts/c_fc/bias has the shape (3, 256)", experts, num_experts=3)
     heads = {"num_heads": 3, "embed_dim": 66}
-    check_named("c_attn/bias of shape (3, 3, 22)", RulesConfig(), **heads)
+    check_named("c_attn/bias has the shape (3, 3, 22)", RulesConfig(), **heads)
 
 
 def shard_shape(array):
@@ -102,7 +102,7 @@ def test_a_mesh_axis_splits_the_first_axis_that_asks_for_it():
 def test_a_validation_splits_too_whatever_batches_a_schedule_has():
     config = Config.from_dict(quickstart.get_config())
     options = {"data.batch_size": 5, "train.batch_schedule": "0=16"}
-    with pytest.raises(UserError, match="A batch of 5 does not divide"):
+    with pytest.raises(UserError, match="A batch of 5 is not divisible"):
         check_layout(with_options(config, options), 2)
 
 

@@ -1,4 +1,4 @@
-"""Training losses: next-token prediction, and the terms that options of `loss.` add to it."""
+"""The training loss: next-token prediction, and the terms that options of `loss.` add."""
 
 from gpt2.training.losses.next_token import (
     LOSS_TERMS,

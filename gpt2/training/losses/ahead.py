@@ -1,6 +1,6 @@
-"""Losses of the tokens 2, 3, ... positions ahead, predicted by the same logits.
+"""Losses for the tokens 2, 3, ... positions ahead, computed from the logits of the next token.
 
-A light form of Gloeckle et al. 2024, arXiv 2404.19737, as in modded-nanogpt.
+This is a light form of Gloeckle et al. 2024, arXiv 2404.19737, as in modded-nanogpt.
 """
 
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ from gpt2.utils.trees import Batch, Sums
 
 
 class Ahead(LossTerm):
-    """`loss.ahead`, the weights, and `loss.ahead_fade`, the steps after which they are 0.
+    """The losses of tokens further ahead, logged without weights as `loss_ahead_2`, ...
 
-    Logged as `loss_ahead_2`, `loss_ahead_3`, ..., without the weights.
+    `loss.ahead` lists the weights. `loss.ahead_fade` is the number of steps over which they fall to
+    0.
     """
 
     option = "ahead"
@@ -35,7 +36,10 @@ class Ahead(LossTerm):
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array | float, Sums]:
-        """Return the weighted sum of all losses, and each sum; nothing in validation."""
+        """Return the weighted sum of all losses, and the unweighted sums by name.
+
+        In validation, return 0 and no sums.
+        """
         objective: Array | float = 0.0
         sums = Sums()
         if step is None:
@@ -57,9 +61,9 @@ def _name(distance: int) -> str:
 
 
 def targets_ahead(targets: Array, segments: Array | None, distance: int) -> Array:
-    """Return the targets `distance` positions later in the same segment, `[B, T]`; -1: none.
+    """Return the targets `[B, T]` that are `distance` positions later in the same segment.
 
-    A position whose own target is -1 has none.
+    The result is -1 where there is no such target, and where a position's own target is -1.
     """
     exists = targets >= 0
     if segments is not None:

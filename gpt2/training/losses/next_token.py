@@ -1,12 +1,11 @@
-"""The training loss as a value: `loss(params, batch, key=None, step=None) -> (objective, sums)`.
+"""The training loss: a function `loss(params, batch, key=None, step=None) -> (objective, sums)`.
 
-`objective` is the scalar to differentiate, a sum over positions. `sums` are what is logged:
-`{name: (sum, count)}`. Steps add up both over micro-batches and devices, and divide once: the
-gradient by the count of `sums["loss"]`, each name by its own count.
+`objective` is the scalar to differentiate, a sum over positions. `sums` is `{name: (sum, count)}`,
+the scalars to log. Steps add up both results over micro-batches and devices, and then divide once:
+the gradient by the count of `sums["loss"]`, and each sum by its own count.
 
-The way of a batch: `update` (training/steps.py) calls `loss`, which calls `GPT.loss` by
-`apply_loss`; the model's head calls `cross_entropy_and_terms` with the logits of a part of the
-positions at a time.
+`update` (training/steps.py) calls `loss`, which calls `GPT.loss` through `apply_loss`. The model's
+head then calls `cross_entropy_and_terms` with the logits of a part of the positions at a time.
 """
 
 import dataclasses
@@ -28,16 +27,16 @@ from gpt2.utils.trees import Batch, Sums
 
 LossFn = Callable[..., tuple[Array, Sums]]
 
-# The arrays of a batch that every loss reads, if the batch has them.
+# The arrays of a batch that every loss may read. A batch does not need to have `segments`.
 NEXT_TOKEN_ARRAYS = {"tokens", "targets", "segments"}
 
 LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
 
 
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
-    """Return the loss of GPT-2: cross-entropy of the next token, in nats, and optional terms.
+    """Return GPT-2's training loss: the cross-entropy of the next token in nats, and its terms.
 
-    train.py may use another function of this signature instead.
+    `options` determine the terms. train.py may use another function with this signature.
     """
     terms = [term(options) for term in LOSS_TERMS if term.is_wanted(options)]
 
@@ -78,29 +77,30 @@ def apply_loss(
     key: Array | None = None,
     reads: Collection[str] = (),
 ) -> tuple[Array, Sums]:
-    """Return the objective and the sums of a batch, from its logits and from what modules report.
+    """Return the objective and the sums of a batch, including what the model's modules report.
 
     Args:
-        model: computes the logits.
-        params: of the model.
-        batch: arrays `[B, T]` by name: `tokens`, `targets` (-1: none), maybe `segments`, others.
-        from_logits: returns `(objective, sums)` of float32 logits `[B, T, V]` and the batch.
-            The head calls it with a part of the positions at a time and adds up the results.
-            "loss" is one of the sums. Logits of padding are -1e9.
-        key: of dropout; None: no dropout.
+        model: the model that computes the logits.
+        params: the parameters of the model.
+        batch: arrays `[B, T]` by name: `tokens`, `targets` (-1: no target), optionally `segments`,
+            and the arrays in `reads`.
+        from_logits: a function that returns `(objective, sums)` for float32 logits `[B, T, V]` and
+            the batch. The head calls it with a part of the positions at a time and adds up the
+            results. One of the sums is "loss". Logits of padding are -1e9.
+        key: the random key of dropout; None: no dropout.
         reads: names of the batch's arrays that `from_logits` reads in addition to `targets`.
     """
     missing = {*reads} - batch.keys()
     if missing:
         raise UserError(
             f"The loss reads the arrays {sorted(missing)}, which the batch does not have",
-            "Return them with your batches",
+            "Add these arrays to your batches",
         )
     unread = batch.keys() - NEXT_TOKEN_ARRAYS - {*reads}
     if unread:
         raise UserError(
             f"The batch has the arrays {sorted(unread)}, which the loss does not read",
-            "Remove them, or name them in `reads` of the loss's apply_loss",
+            "Remove them from the batch, or list them in the argument `reads` of apply_loss",
         )
     (objective, sums), variables = model.apply(
         {"params": params},
@@ -116,8 +116,8 @@ def apply_loss(
             total, count, auxiliary = report
             if name in sums:
                 raise UserError(
-                    f"A module reports {name!r}, which the loss logs",
-                    "Rename one of them",
+                    f"A module reports {name!r}, but the loss already logs a sum of that name",
+                    "Rename one of the two",
                 )
             sums[name] = total, count
             objective += auxiliary
@@ -125,10 +125,10 @@ def apply_loss(
 
 
 def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
-    """Return the loss of validation: plain cross-entropy, without dropout, of float32 logits.
+    """Return the validation loss: cross-entropy of float32 logits, without terms or dropout.
 
-    It also returns the sums of the loss `others` that have other names than "loss". The model runs
-    a second time for them.
+    With `others`, the sums also include those that the loss `others` returns under names other than
+    "loss". The model runs a second time to compute them.
     """
     config = dataclasses.replace(model.config, logits_dtype="float32")
     cross_entropy = next_token_loss(model.clone(config=config))

@@ -18,20 +18,20 @@ class LossTerm:
 
     @classmethod
     def is_wanted(cls, options: LossConfig) -> bool:
-        """Return whether a run uses the term: whether its option differs from the default."""
+        """Return whether a run uses the term: whether the term's option is not the default."""
         return getattr(options, cls.option) != getattr(DEFAULTS.loss, cls.option)
 
     def arrays(self, batch: Batch) -> Batch:
-        """Return further arrays `[B, T]` that `sums` reads, computed from the whole batch."""
+        """Return additional arrays `[B, T]` that `sums` reads, computed from the whole batch."""
         return {}
 
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array | float, Sums]:
-        """Return the weighted term, summed over positions, and sums and counts to log, by name.
+        """Return the weighted sum of the term over positions, and `{name: (sum, count)}` to log.
 
-        `logits` are `[B, T, V]`, where those of padding are -1e9; `log_normaliser`, the log of
-        softmax's normaliser, is `[B, T]`. The positions may be a part of the batch. `step` is None
-        in validation. Log what has no weight: the weight is known from the config.
+        `logits` are `[B, T, V]`, and -1e9 for padding. `log_normaliser` `[B, T]` is the log of
+        softmax's normaliser. The positions may be a part of the batch. `step` is None in
+        validation. The sums to log do not include the weight, which the config states.
         """
         raise NotImplementedError

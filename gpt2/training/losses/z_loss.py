@@ -1,6 +1,7 @@
-"""The square of the log of softmax's normaliser (PaLM, arXiv 2204.02311, section 5).
+"""The z-loss: the square of the log of softmax's normaliser (PaLM, arXiv 2204.02311, section 5).
 
-It keeps the logits of a position near 0, which cross-entropy leaves free to shift together.
+Cross-entropy does not change if a constant is added to all logits of a position. The z-loss keeps
+the logits near 0.
 """
 
 from jax import Array
@@ -11,13 +12,13 @@ from gpt2.utils.trees import Batch, Sums
 
 
 class ZLoss(LossTerm):
-    """`loss.z_loss`, the weight. Logged as `z_loss`, without the weight."""
+    """The z-loss, logged without its weight `loss.z_loss`, as `z_loss`."""
 
     option = "z_loss"
 
     def sums(
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array, Sums]:
-        """Return the weighted sum of squares, and the sum itself."""
+        """Return the weighted sum of squares, and the unweighted sum to log."""
         total, count = plain.sum_real(log_normaliser**2, batch["targets"])
         return self.options.z_loss * total, {"z_loss": (total, count)}
