@@ -1,1 +1,1 @@
-"""Tasks that are scored from local files, each by a published convention."""
+"""Evaluation tasks, scored from local files according to published conventions."""

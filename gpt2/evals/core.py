@@ -1,7 +1,7 @@
 """CORE, the mean score of 22 tasks of DCLM (Li et al. 2024, arXiv 2406.11794).
 
-Prompts, few-shot examples and the rule for a correct answer are those of nanochat, because people
-compare with its figures.
+Prompts, few-shot examples and the rule for a correct answer are the same as in nanochat, so that
+scores can be compared with nanochat's.
 """
 
 import csv
@@ -24,27 +24,27 @@ KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
 class Example(NamedTuple):
-    """A question with its answers."""
+    """A question with its alternative answers."""
 
-    # The question with each alternative. For language_modeling: the question alone, then the
-    # question with its answer.
+    # The question with each alternative. For language_modeling, these are the question without and
+    # with its answer.
     texts: list[str]
     gold: int  # index of the correct text
 
 
 class Task(NamedTuple):
-    """A task of core.yaml with its shuffled examples."""
+    """A task in core.yaml, with its shuffled examples."""
 
     label: str
     kind: str
-    num_shots: int  # solved examples before each question
-    chance: float  # accuracy of a guess, from 0 to 1
+    num_shots: int  # number of solved examples before each question
+    chance: float  # accuracy of random guessing, from 0 to 1
     examples: list[Example]
 
     def requests(
         self, index: int, tokenizer: Tokenizer, context_length: int
     ) -> list[Request]:
-        """Return a request for the answer of each alternative of an example."""
+        """Return a request for each alternative of an example, which scores its answer."""
         others = self.examples[:index] + self.examples[index + 1 :]
         rng = random.Random(1234 + index)  # nanochat's seed
         shots = rng.sample(others, self.num_shots)
@@ -58,22 +58,22 @@ class Task(NamedTuple):
         first = commonprefix(rows)  # noqa: RUF071
         last = commonprefix([row[::-1] for row in rows])  # noqa: RUF071
         if self.kind == "language_modeling":
-            del rows[0]  # It only shows where the answer begins.
+            del rows[0]  # this row only shows where the answer begins
         requests = []
         for row in rows:
             length = len(row) - len(first)
             if self.kind == "schema":
-                # Its alternatives differ in the question and end with the same answer.
+                # The alternatives of a schema differ in the question and end with the same answer.
                 length = len(last)
-            # At least one token is scored, even if this answer is the beginning of another one,
-            # and at least one token comes before it.
+            # At least one token is scored, even if this answer is the beginning of another answer.
+            # At least one token precedes the scored tokens.
             most = context_length - 1
             length = min(max(length, 1), len(row) - 1, most)
             requests.append(continuation(row[:-length], row[-length:], most))
         return requests
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
-        """Return whether the model solves each example."""
+        """Return a list that says for each example whether the model solves it."""
         requests = []
         for index in range(len(self.examples)):
             group = self.requests(index, tokenizer, scorer.context_length)
@@ -90,7 +90,7 @@ class Task(NamedTuple):
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score the tasks that core.yaml names, and average their centered accuracies."""
+    """Score the tasks in core.yaml, and average their centered accuracies."""
     figures = []
     centered = []
     for task in _read_tasks(path):
@@ -98,7 +98,7 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         chance = task.chance
         convention = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
         figures.append(Figure("core", task.label, *mean(solved), convention))
-        # 0 for a guess, 1 for a model that solves every example.
+        # The centered accuracy is 0 for random guessing, and 1 if the model solves every example.
         gains = (np.array(solved) - chance) / (1 - chance)
         centered.append(mean(gains))
     number = len(figures)
@@ -122,7 +122,7 @@ def _read_tasks(path: Path) -> list[Task]:
             kind = entry["icl_task_type"]
             num_shots = entry["num_fewshot"][0]
             delimiter = entry.get("continuation_delimiter", " ")
-            require(label not in tasks, f"the task {label} is there twice")
+            require(label not in tasks, f"the task {label} is listed twice")
             require(kind in KINDS, f"icl_task_type={kind} is not one of {KINDS}")
             require(
                 type(num_shots) is int and num_shots >= 0,
@@ -133,9 +133,10 @@ def _read_tasks(path: Path) -> list[Task]:
             require(
                 num_shots < len(examples),
                 f"{label} needs {num_shots} other examples for each example, "
-                f"and {file} has {len(examples)} in all",
+                f"but {file} has only {len(examples)} examples",
             )
-            # The seed is nanochat's: it decides which solved examples a prompt shows.
+            # The seed is the same as nanochat's, because it determines the solved examples in a
+            # prompt.
             random.Random(1337).shuffle(examples)
             tasks[label] = Task(label, kind, num_shots, chances[label], examples)
         require(tasks, "icl_tasks is empty")
@@ -143,13 +144,13 @@ def _read_tasks(path: Path) -> list[Task]:
 
 
 def _read_chances(path: Path) -> dict[str, float]:
-    """Return the accuracy of a guess, from 0 to 1, for each task of the bundle's table."""
+    """Return the accuracy of random guessing, from 0 to 1, for each task in the bundle's table."""
     chances = dict[str, float]()
     with reading(path):
         for row in csv.DictReader(read_text(path).splitlines()):
             percent = float(row["Random baseline"])
-            # 0.25 would be a fraction where the table has percentages, and 100 leaves nothing
-            # to gain. NaN fails both comparisons.
+            # A number between 0 and 1 is probably a fraction, but the table has percentages. At 100
+            # % no model could be better. NaN fails both comparisons.
             require(
                 percent == 0 or 1 <= percent < 100,
                 f"Random baseline={percent:g} is not a percentage below 100",
@@ -159,7 +160,7 @@ def _read_chances(path: Path) -> dict[str, float]:
 
 
 def _parse(kind: str, delimiter: str, row: Any) -> Example:
-    """Return an example of a kind of task."""
+    """Return the example in a row of a task's file."""
     if kind == "language_modeling":
         question = row["context"].strip() + delimiter
         answer = row["continuation"]
@@ -172,7 +173,7 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
         alternatives = row["context_options"]
         before, after = "", delimiter + row["continuation"]
         require(row["continuation"], "continuation is empty")
-    # A text is a sequence of letters, and `true` an index, unless types are checked.
+    # Without these checks, a text would pass as a list of letters, and `true` as an index.
     require(isinstance(alternatives, list), "the alternatives are not a list")
     require(len({*alternatives}) > 1, "all alternatives are the same text")
     gold = row["gold"]

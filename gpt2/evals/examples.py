@@ -1,4 +1,4 @@
-"""LAMBADA and HellaSwag, two tasks of many small examples."""
+"""LAMBADA and HellaSwag, two tasks with many short examples."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score how often the correct one of four endings is the likeliest, as in llm.c."""
+    """Score how often the correct one of four endings is the most likely, as in llm.c."""
 
     def parse(example: Any) -> tuple[int, list[Request]]:
         context = tokenizer.encode(example["ctx"])
@@ -37,7 +37,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         for text in example["endings"]:
             tokens = tokenizer.encode_continuation(" " + text)
             endings.append(continuation(context, tokens, scorer.context_length))
-        # The test split has no labels, and would raise here.
+        # This raises an error for the test split, which has no labels.
         label = range(len(endings)).index(int(example["label"]))
         return label, endings
 

@@ -1,4 +1,4 @@
-"""The figures of an evaluation with their conventions, as a table and as JSON."""
+"""The scores of an evaluation with their conventions, as a table and as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from gpt2.utils import files
 
 
 class Figure(NamedTuple):
-    """A score, its standard error over examples, and the convention that it follows, in words."""
+    """A score, its standard error over examples, and a description of its convention."""
 
     task: str
     metric: str
@@ -33,12 +33,12 @@ class Estimate(NamedTuple):
     num_examples: int
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return the estimate in another unit."""
+        """Return the estimate multiplied by `factor`."""
         value, stderr, n = self
         return Estimate(factor * value, factor * stderr, n)
 
     def exp(self) -> "Estimate":
-        """Return the perplexity of a loss; its error is multiplied by the slope of `exp`."""
+        """Return the perplexity of a loss. The error is multiplied by the slope of `exp`."""
         # Beyond 700, the perplexity would overflow float64.
         value = math.exp(min(self.value, 700.0))
         return Estimate(value, value * self.stderr, self.num_examples)
@@ -53,19 +53,19 @@ def mean(values: Numbers) -> Estimate:
 
 
 def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
-    """Return sum(numerators) / sum(denominators); each has one value for each example.
+    """Return sum(numerators) / sum(denominators), where each list has a value for each example.
 
-    The error is that of a ratio estimator (Cochran 1977, section 2.11). Examples count as
-    independent.
+    The standard error is that of a ratio estimator (Cochran 1977, section 2.11). Examples are
+    assumed to be independent.
     """
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
     n = len(x)
-    # All figures pass here. JSON has no NaN, and a table of NaN looks like a result.
+    # All scores are checked here, because JSON has no NaN, and a table of NaN looks like a result.
     if not y.sum() > 0 or not np.isfinite(x).all():
         raise UserError(
             f"The score of {n} examples is not a finite number",
-            "Give a text or examples to score, and weights without NaN or Inf",
+            "Check that there are examples to score, and that the weights have no NaN or Inf",
         )
     value = float(x.sum() / y.sum())
     if n < 2:
@@ -76,9 +76,10 @@ def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
 
 
 def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
-    """Return the loss in nats per scored token, or per unit of a text that has `units` of them.
+    """Return the loss in nats per scored token, or per unit if the text has `units` units.
 
-    Units are assigned to windows by tokens, because a window does not end where a word does.
+    Units such as words are assigned to windows in proportion to tokens, because a window may end
+    within a unit.
     """
     losses = [-score.log_prob for score in scores]
     counts = np.array([score.count for score in scores], np.float64)
@@ -88,7 +89,7 @@ def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    """Print the figures, and below them the convention of each."""
+    """Print a table of scores, and below it the convention of each."""
     table = Table("task", "metric", "value", "± stderr", "examples")
     for figure in figures:
         stderr = f"{figure.stderr:.2g}"
@@ -103,14 +104,14 @@ def print_table(figures: Sequence[Figure]) -> None:
         )
     console = Console(markup=False, highlight=False)
     console.print(table)
-    # Figures of one task often share a convention.
+    # The scores of a task often share a convention, which is then printed once.
     conventions = [f"{figure.task}: {figure.convention}" for figure in figures]
     for line in dict.fromkeys(conventions):
         console.print(line)
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:
-    """Write the figures as a JSON list of objects; an unknown standard error becomes null."""
+    """Write the scores as a JSON list of objects. An unknown standard error becomes null."""
     rows = [figure._asdict() for figure in figures]
     for row in rows:
         if math.isnan(row["stderr"]):

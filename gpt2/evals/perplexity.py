@@ -16,18 +16,18 @@ from gpt2.evals.task_files import read_text, reading, require
 
 
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
-    """Score the validation split of a corpus as training does, and each part of a mixture."""
+    """Score the validation split of a corpus, and of each part of a mixture, as training does."""
     dataset = prepare(data)
     if not dataset.parts:
         raise UserError(
-            f"The corpus {data.corpus} yields batches instead of text that could be scored",
-            "Give a text as --corpus=text:FILE, or other --tasks",
+            f"The corpus {data.corpus} yields batches, but only a text can be scored",
+            "Give a text with --corpus=text:FILE, or choose other --tasks",
         )
     if fingerprint(dataset.tokenizer) != fingerprint(tokenizer):
         raise UserError(
-            f"The corpus {data.corpus} has the tokens of {dataset.tokenizer.name}, "
-            f"and the model those of {tokenizer.name}",
-            "Give a text as --corpus=text:FILE",
+            f"The corpus {data.corpus} has tokens of the tokenizer {dataset.tokenizer.name}, "
+            f"but the model was trained with the tokenizer {tokenizer.name}",
+            "Give a text with --corpus=text:FILE",
         )
     figures: list[Figure] = []
     for name, (_, part) in dataset.parts.items():
@@ -60,7 +60,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score the raw release of WikiText, one file, per token and per word."""
+    """Score a file of the raw release of WikiText, per token and per word."""
     text = read_text(path)
     plain = detokenize(text)
     scores = _score(scorer, tokenizer, text, "wikitext tokens")
@@ -68,7 +68,7 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     scores = _score(scorer, tokenizer, plain, "wikitext words")
     by_word = mean_loss(scores, len(text.split())).exp()
     context = f"windows of {scorer.context_length} tokens, stride {scorer.stride}"
-    token = f"text as it is; {context}"
+    token = f"unchanged text; {context}"
     word = f"detokenized text, per whitespace-separated word of the original; {context}"
     return [
         Figure("wikitext", "perplexity per token", *by_token, token),
@@ -76,7 +76,8 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     ]
 
 
-# Bytes of UTF-8 that continue a character: a part of a larger file may begin with some of them.
+# Bytes that continue a character in UTF-8. A part that was cut from a larger file may begin with
+# such bytes.
 _CONTINUED = bytes(range(0x80, 0xC0))
 
 
@@ -84,15 +85,15 @@ def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure
     """Score a file such as enwik8 or text8 in bits per byte."""
     with reading(path):
         content = path.read_bytes().lstrip(_CONTINUED)
-        # An incremental decoder leaves out a character that the end of the file cuts.
+        # An incremental decoder drops a character that is cut off at the end of the file.
         text = codecs.getincrementaldecoder("utf-8")().decode(content)
         require(text, "the file is empty")
     _, lost = tokenizer.encode_counting(text)
     if lost:
         raise UserError(
-            f"The tokenizer {tokenizer.name} loses {lost:,} bytes of {path}, "
-            "so that bits per byte would not count all of the text",
-            "Score a model whose tokenizer knows all characters",
+            f"The tokenizer {tokenizer.name} cannot encode {lost:,} bytes of {path}, "
+            "so bits per byte would not include all of the text",
+            "Score a model whose tokenizer can encode all characters",
         )
     task = path.name
     scores = _score(scorer, tokenizer, text, task)
@@ -104,7 +105,8 @@ def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure
 def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[Score]:
     """Score windows over a text.
 
-    If the tokenizer has an end-of-text token, it comes first, so that every token is scored.
+    If the tokenizer has an end-of-text token, prepend it, so that every token of the text is
+    scored.
     """
     tokens = tokenizer.encode(text).tolist()
     if tokenizer.eot is not None:
@@ -115,7 +117,7 @@ def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[
 
 # Replacements that undo the tokenization of WikiText, in this order.
 _DETOKENIZE = (
-    (r" @([-,.])@ ", r"\1"),  # marks in numbers and compound words
+    (r" @([-,.])@ ", r"\1"),  # punctuation within numbers and compound words
     (r" ([:;.!?,]) ", r"\1 "),
     (r"([(\[{]) ", r"\1"),
     (r" ([)\]}])", r"\1"),

@@ -15,7 +15,7 @@ from gpt2.model import GPT
 
 @dataclasses.dataclass(frozen=True)
 class RunTasks:
-    """The tasks of `train.eval_tasks`, scored on all devices of a run."""
+    """The tasks in `train.eval_tasks`, scored on all devices of a run."""
 
     model: GPT
     options: TrainConfig
@@ -23,13 +23,13 @@ class RunTasks:
     mesh: Mesh
 
     def __post_init__(self) -> None:
-        """Read all files, so that a damaged one ends the run before it begins."""
+        """Read all files, so that a damaged file is reported before the run begins."""
         self.score(None)
 
     def score(self, params: Mapping | None) -> dict[str, float]:
-        """Return the figures by `eval/TASK/METRIC`. Every process must call this.
+        """Return the scores by name, `eval/TASK/METRIC`. Every process must call this.
 
-        The parameters may have any layout; None only reads the files.
+        The parameters may have any layout. With `params` None, only read the files.
         """
         devices = list(self.mesh.devices.flat)
         scorer = Scorer(self.model, params, devices)

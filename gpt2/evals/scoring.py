@@ -1,8 +1,8 @@
 """Compute log-likelihoods of many texts of mixed lengths with few compiled programs.
 
 Requests are sorted by length into buckets, padded on the right to the length of their bucket, and
-scored in batches of fixed shape. Causal attention keeps the padding out of every score. Logits are
-most of the work for a small model, so they are computed for scored tokens only.
+scored in batches of fixed shape. Because attention is causal, the padding does not affect scores.
+Logits are most of the work of a small model, so they are only computed for scored tokens.
 """
 
 import itertools
@@ -25,19 +25,19 @@ from gpt2.errors import UserError
 from gpt2.model import GPT, with_kernels
 from gpt2.model.sampling import bucket
 
-# Tokens of a batch on each device. The logits of an eighth of them are in memory at a time. A large
-# batch keeps an accelerator busy; a small one wastes less padding, and keeps the logits in the
-# cache of a CPU.
+# Number of tokens of a batch on each device. The logits of an eighth of these tokens are in memory
+# at a time. A large batch uses an accelerator fully. A small batch wastes less padding, and its
+# logits fit in the cache of a CPU.
 TOKENS_PER_BATCH = 8192
 CPU_TOKENS_PER_BATCH = 512
 
 
 class Request(NamedTuple):
-    """A text and the tokens of it to score, all [T] int32; a batch of requests has [B, T]."""
+    """A text and its tokens to score: int32 arrays `[T]`, or `[B, T]` for a batch of requests."""
 
-    tokens: np.ndarray  # what the model reads
+    tokens: np.ndarray  # the input tokens of the model
     targets: np.ndarray  # the token after each position; -1: not scored
-    segments: np.ndarray | None = None  # attention stays in its segment
+    segments: np.ndarray | None = None  # the segment of each token, for attention
 
 
 class Score(NamedTuple):
@@ -45,21 +45,21 @@ class Score(NamedTuple):
 
     log_prob: float  # sum over the scored tokens, in nats
     count: int  # type: ignore[assignment] # number of scored tokens
-    greedy: bool  # whether each scored token was the likeliest
+    greedy: bool  # whether each scored token was the most likely
 
 
 Tokens = Sequence[int] | np.ndarray
 
 
 def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Request:
-    """Return the request for the likelihood of `tokens` after `context`.
+    """Return a request that scores `tokens` after `context`.
 
-    A text that is too long loses its beginning.
+    If they are too long together, the beginning of the context is removed.
     """
     if not len(context) or not 0 < len(tokens) <= context_length:
         raise UserError(
             f"An example has {len(context)} tokens of context and {len(tokens)} tokens to score",
-            f"Give at least one token of each, and at most {context_length} to score",
+            f"Use at least one token of context and 1 to {context_length} tokens to score",
         )
     text = np.array([*context, *tokens], np.int32)
     text = text[-context_length - 1 :]
@@ -69,7 +69,7 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
 
 
 def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
-    """Return requests that score all tokens but the first, in windows that move by `stride`.
+    """Return requests that score all tokens but the first, in windows that advance by `stride`.
 
     A window scores only tokens that earlier windows have not scored. After the first window, every
     scored token therefore has at least `context_length - stride` tokens of context.
@@ -89,14 +89,14 @@ def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
 
 
 class Scorer:
-    """A model that scores requests on `devices`, a part of each batch on every device.
+    """A model that scores requests on `devices`, with a part of each batch on every device.
 
-    Every process that has one of the devices must call it. Without `devices`, all local devices are
-    used and a terminal shows a progress bar. One program is compiled for each bucket, and one more
-    if requests have segments; other weights use the same programs.
+    Every process that has one of the devices must call the scorer. Without `devices`, all local
+    devices are used, and a terminal shows a progress bar. A program is compiled for each bucket,
+    and another one for requests with segments. Models with other weights use the same programs.
 
-    `params` may be None for a rehearsal that shows whether the files of a task can be read; its
-    scores mean nothing. Windows over a text move by `stride` tokens; 0: by half of the context.
+    `params` may be None to find out whether the files of a task can be read; the scores are then
+    meaningless. Windows over a text advance by `stride` tokens; 0: by half of the context.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Scorer:
         self.stride = stride or max(1, T // 2)
         if stride > T:
             raise UserError(
-                f"--stride={stride} would skip tokens, because the context has {T}",
-                f"Give at most {T}",
+                f"--stride={stride} would skip tokens, because it exceeds the context length {T}",
+                f"Use a stride of at most {T}",
             )
         self.num_tokens = 0
         self._console = Console(stderr=True, quiet=devices is not None)
@@ -128,7 +128,7 @@ class Scorer:
         self._score = _program(with_kernels(model, devices[0]), mesh)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
-        """Return the scores of requests, in the same order."""
+        """Return the scores of requests, in the order of the requests."""
         buckets = defaultdict[int, list[int]](list)
         for index, request in enumerate(requests):
             num_tokens = len(request.tokens)
@@ -159,7 +159,7 @@ class Scorer:
     def score_groups(
         self, groups: Sequence[Sequence[Request]], label: str
     ) -> list[list[Score]]:
-        """Return the scores of examples that have several requests each."""
+        """Return the scores of groups of requests, such as all alternatives of an example."""
         requests = itertools.chain.from_iterable(groups)
         scores = iter(self.score([*requests], label))
         return [[*itertools.islice(scores, len(group))] for group in groups]
@@ -180,7 +180,7 @@ def _program(model: GPT, mesh: Mesh) -> Wrapped:
 
 
 def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
-    """Return requests as one batch, [size, length], padded on the right and with empty rows."""
+    """Return requests as one batch `[size, length]`, with rows padded and empty rows added."""
 
     def pad(name: str, fill: int) -> np.ndarray:
         batch = np.full((size, length), fill, np.int32)
@@ -201,7 +201,7 @@ def _score(
     params: Mapping,
     batch: Request,
 ) -> tuple[jax.Array, ...]:
-    """Return the fields of a `Score` for each row of a batch, [B] each."""
+    """Return the fields of a `Score` for the rows of a batch, as arrays `[B]`."""
     is_scored = batch.targets >= 0
     shape = is_scored.shape
     targets = jnp.ravel(batch.targets)
@@ -210,13 +210,14 @@ def _score(
         variables, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
-    # Scored tokens come first, because the loop ends after them.
+    # Scored tokens are moved to the front, because the loop ends after the last of them.
     order = jnp.argsort(targets < 0)
     chunk = targets.size // 8
 
     def body(step: jax.Array, results: tuple) -> tuple:
         log_probs, greedy = results
-        # JAX moves a slice that would pass the end to begin earlier. It only repeats some tokens.
+        # If a slice would extend beyond the end, JAX moves its start. Some tokens are then computed
+        # twice, which changes nothing.
         chosen = jax.lax.dynamic_slice_in_dim(order, step * chunk, chunk)
         rows = hidden[chosen][None]
         tokens = jnp.ravel(batch.tokens)[chosen][None]

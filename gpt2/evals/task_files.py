@@ -1,4 +1,4 @@
-"""Read the files of tasks, which other people have made."""
+"""Read the files of tasks, and report errors in them by file and line."""
 
 import json
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from gpt2.utils import files
 
 Example = TypeVar("Example")
 reading = partial(
-    files.reading, remedy="See docs/evaluation.md for what the file holds"
+    files.reading, remedy="docs/evaluation.md describes the contents of the file"
 )
 
 
 def require(condition: object, message: str) -> None:
-    """Raise a ValueError unless a condition holds; `reading` adds the file to its message."""
+    """Raise a ValueError unless a condition is true. `reading` adds the file to its message."""
     if not condition:
         raise ValueError(message)
 
 
 def read_text(path: Path) -> str:
-    """Read UTF-8, with or without a byte order mark."""
+    """Read a UTF-8 text, with or without a byte order mark. An empty file is an error."""
     with reading(path):
         text = path.read_text(encoding="utf-8-sig")
-        # A download that failed leaves an empty file, whose score would be 0 / 0.
+        # A failed download may leave an empty file, whose score would be 0 / 0.
         require(text.strip(), "the file is empty")
     return text
 
 
 def read_jsonl(path: Path, parse: Callable[[Any], Example]) -> list[Example]:
-    """Read one JSON value from each line, and return what `parse` makes of each."""
+    """Read a JSON value from each line, and return the results of `parse` for all values."""
     examples = []
     for number, line in enumerate(read_text(path).rstrip("\n").split("\n"), 1):
         with reading(f"{path}, line {number}"):

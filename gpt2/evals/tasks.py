@@ -1,4 +1,7 @@
-"""The table of tasks, and the text that `validation` scores. docs/evaluation.md lists the files."""
+"""The table of tasks, and the options of the text that the task `validation` scores.
+
+docs/evaluation.md lists the files.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.scoring import Scorer
 from gpt2.utils import stores
 
-# Each task has a file and a function that scores it.
+# name of a task -> its file, and the function that scores it.
 Score = Callable[[Scorer, Tokenizer, Path], list[Figure]]
 TASKS: dict[str, tuple[str, Score]] = {
     "wikitext": ("wikitext.txt", wikitext),
@@ -29,7 +32,7 @@ TASKS: dict[str, tuple[str, Score]] = {
 
 
 def find_task(spec: str) -> tuple[Score, Path]:
-    """Return the scoring function and the file of a task that is given as NAME:DIRECTORY."""
+    """Return the scoring function and the file of a task, specified as NAME:DIRECTORY."""
     name, _, directory = spec.partition(":")
     require_choice("task", name, tuple(TASKS))
     file, score = TASKS[name]
@@ -47,7 +50,7 @@ def validation_data(
 ) -> DataConfig:
     """Return the options of the corpus whose validation split is scored.
 
-    A corpus other than the run's is split and prepared with the options of the run.
+    A corpus that is not the run's corpus is split and prepared with the run's options.
     """
     if workdir:
         folder = stores.fetch(workdir)
@@ -59,14 +62,15 @@ def validation_data(
     if not corpus:
         if not has_corpus:
             raise UserError(
-                "These weights do not record the corpus that they were trained on",
+                "--corpus is not set, and these weights do not record the corpus that they were "
+                "trained on",
                 f"Add --corpus={data.corpus}, or --corpus=text:FILE",
             )
         refuse_other(folder / "data.json", prepare(data))
         return data
     if val_fraction is None:
         val_fraction = data.val_fraction
-    # A smaller fraction would choose other documents, not fewer of the same ones.
+    # A different fraction would select other documents, some of which the run was trained on.
     if has_corpus and corpus == data.corpus and val_fraction != data.val_fraction:
         raise UserError(
             f"--val_fraction={val_fraction} may select text that the run was trained on",

@@ -15,7 +15,7 @@ from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.hf.weights import export_run, import_run
 
-# The flags of the directories that each command reads and writes.
+# command -> the flags that name the directory it reads and the directory it writes.
 _DIRECTORIES = {"import": ("from", "workdir"), "export": ("workdir", "to")}
 
 
@@ -24,7 +24,9 @@ def define_flags() -> None:
     flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
     flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
     flags.DEFINE_string(
-        "workdir", None, "import: the run to write. export: the run to read."
+        "workdir",
+        None,
+        "import: the directory of the run to write. export: the directory of the run to read.",
     )
     flags.DEFINE_string(
         "checkpoint", "best", "export: the checkpoint to read: best, latest or a step."
@@ -32,16 +34,19 @@ def define_flags() -> None:
 
 
 def main(command: str) -> None:
-    """Run `import` or `export`, and print what was written."""
+    """Run `import` or `export`, and print the directory that was written."""
     names = _DIRECTORIES[command]
     source, target = (flags.FLAGS[name].value for name in names)
     if not (source and target):
-        raise UserError(f"{command} needs --{names[0]}=DIR and --{names[1]}=DIR")
+        raise UserError(
+            f"{command} needs both --{names[0]} and --{names[1]}",
+            f"Add --{names[0]}=DIR and --{names[1]}=DIR",
+        )
     if command == "import":
         import_run(source, target)
     else:
         export_run(source, target, flags.FLAGS.checkpoint)
-    print(f"{target} is written")
+    print(f"wrote {target}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from gpt2.hf.families import FAMILIES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
-# For each rope_type of Hugging Face, the parameters that `model.rope_scaling` cannot change.
+# rope_type of Hugging Face -> the parameters that `model.rope_scaling` cannot change, with their
+# only supported values.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -20,7 +21,7 @@ _ROPE_TYPES: dict[str, Json] = {
 def read_config(directory: Path) -> GPTConfig:
     """Read the architecture from the config.json of a directory.
 
-    Dropout is 0, because it belongs to the training and not to the weights.
+    Dropout is 0, because it is an option of training and not a property of the weights.
     """
     path = Path(directory) / "config.json"
     families = {family.model_type: family for family in FAMILIES}
@@ -36,7 +37,10 @@ def read_config(directory: Path) -> GPTConfig:
 
 
 def _with_flat_rope(config: Json, family: Family) -> Json:
-    """Return options without nesting: transformers 5 has the options of rope in a dictionary."""
+    """Return the options of config.json without nesting.
+
+    transformers 5 stores the options of rope in a dictionary of their own.
+    """
     names = {
         "rope_theta": family.options.get("rope_base"),
         "partial_rotary_factor": family.options.get("rope_share"),
@@ -52,7 +56,7 @@ def _with_flat_rope(config: Json, family: Family) -> Json:
 
 
 def _refuse_others(path: Path, family: Family, config: Json) -> None:
-    """Refuse what the family computes in Hugging Face's code and not here."""
+    """Raise a UserError for options that Hugging Face's code supports but this code does not."""
     fixed = {
         "partial_rotary_factor": 1.0,
         "attention_factor": None,
@@ -70,9 +74,9 @@ def _refuse_others(path: Path, family: Family, config: Json) -> None:
         value = config.get(name, values[0])
         if value not in values:
             raise UserError(
-                f"{path}: {name}={value} is not supported for {family.title}, only "
-                f"{' or '.join(map(str, values))}",
-                "Use a model without it",
+                f"{path} has {name}={value}, but for {family.title} only "
+                f"{' or '.join(map(str, values))} is supported",
+                "Use a model with a supported value",
             )
 
 
@@ -83,16 +87,16 @@ def _options(family: Family, config: Json) -> Json:
         names |= SCALED_ROPE
     options = {}
     for ours, theirs in names.items():
-        if config[theirs] is not None:  # None: the size follows from others.
+        if config[theirs] is not None:  # None: the size is derived from other sizes
             options[ours] = config[theirs]
     options["activation"] = family.activations[options["activation"]]
     return options
 
 
 def to_hf_config(cfg: GPTConfig) -> Json:
-    """Return the config.json of an architecture, the reverse of `read_config`.
+    """Return the content of config.json for an architecture, the inverse of `read_config`.
 
-    The options of rope have names that every version of transformers reads.
+    The options of rope have names that every version of transformers can read.
     """
     family = family_for(cfg)
     sizes = canonical(cfg)

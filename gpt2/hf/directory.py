@@ -1,7 +1,8 @@
 """Read and write a Hugging Face directory.
 
-It has config.json, the weights (model.safetensors, whole or in shards) and the tokenizer. Rows of
-the vocabulary beyond the tokenizer's are padding, which is neither read nor written.
+A directory contains config.json, the weights (model.safetensors, one file or several shards) and
+the tokenizer. Rows of the vocabulary for which the tokenizer has no token are padding, which is
+neither read nor written.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
-    """Return the configuration, without dropout, and the float32 parameters, layers unrolled."""
-    # Flax imports JAX, and `python -m gpt2.hf` has to prepare the process before that.
+    """Return the config, without dropout, and the float32 parameters, with unrolled layers."""
+    # Flax imports JAX, and `python -m gpt2.hf` has to prepare the process before JAX is imported.
     from flax.traverse_util import unflatten_dict
 
     directory = Path(directory)
@@ -55,23 +56,24 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
             leaves[path] = np.stack(arrays, axis=1)
     params = unflatten_dict(leaves, sep="/")
     embedding = params["wte"]["embedding"]
-    head = stored.pop(family.head, embedding)  # Some files repeat a tied embedding.
+    head = stored.pop(family.head, embedding)  # some files repeat a tied embedding
     if not np.array_equal(head.astype(np.float32), embedding):
         raise UserError(
-            f"{directory}: config.json ties {family.head} to the input embedding, and the file "
-            "has different values for both",
+            f"{directory}: config.json ties {family.head} to the input embedding, but the weights "
+            "have different values for the two",
             "Set tie_word_embeddings to false in config.json",
         )
     unknown = ", ".join(name for name in stored if not name.endswith(BUFFERS))
     if unknown:
         raise UserError(
-            f"{directory}: the model of config.json has no tensor {unknown}",
+            f"{directory}: the weights have the tensors {unknown}, which the model in config.json "
+            "does not have",
             "Use the config.json that was saved with the weights",
         )
     num_tokens = cfg.vocab_size
     with contextlib.suppress(
         UserError
-    ):  # Without a tokenizer, all rows count as tokens.
+    ):  # without a tokenizer, all rows are taken for tokens
         num_tokens = load_tokenizer(directory, cfg).vocab_size
     for name in {"wte", "lm_head"} & params.keys():
         params[name] = {"embedding": params[name]["embedding"][:num_tokens]}
@@ -79,12 +81,14 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Remove a tensor from `stored`, and return it as the parameter or its part."""
+    """Remove a tensor from `stored`, and return the parameter, or the part, that it stores."""
     array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
-    remedy = "Use weights and config.json of one model, without quantization"
+    remedy = (
+        "Use the weights and the config.json of the same model, without quantization"
+    )
     if array is None or array.shape != tensor.shape:
-        message = f"{name} is missing, or has another shape than {tensor.shape}"
+        message = f"{name} is missing, or does not have the shape {tensor.shape}"
         raise UserError(message, remedy)
     if array.dtype.name not in FLOATS:
         raise UserError(f"{name} has {array.dtype} values in place of floats", remedy)
@@ -100,9 +104,9 @@ def save(
     params: dict,
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write a new directory that `AutoModelForCausalLM.from_pretrained` of transformers loads.
+    """Write a new directory that `AutoModelForCausalLM.from_pretrained` of transformers can load.
 
-    If the family has biases and `cfg` has none, zeros are written. Layers may be scanned.
+    If the family has biases but `cfg` has none, write zeros. The layers of `params` may be scanned.
     """
     from flax.traverse_util import flatten_dict
 
@@ -120,7 +124,7 @@ def save(
     if unknown:
         raise UserError(
             f"Hugging Face's model has no parameter for {', '.join(unknown)}",
-            "Export parameters of the model that cfg describes",
+            "Export the parameters of the model that cfg describes",
         )
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
@@ -136,15 +140,15 @@ def save(
         if tokenizer is not None:
             save_tokenizer(partial, tokenizer, cfg.context_length)
         weights = partial / "model.safetensors"
-        with files.reading(weights, "Make room", failed="cannot be written"):
+        with files.reading(weights, "Free some disk space", failed="cannot be written"):
             save_file(arrays, weights, metadata={"format": "pt"})
-        # safetensors makes its file readable for the owner alone, whatever the umask.
+        # safetensors makes its file readable only for its owner, whatever the umask is.
         shutil.copymode(partial / "config.json", weights)
 
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a directory, from one file or from the shards of an index."""
-    remedy = "Save or download it again as safetensors"
+    remedy = "Save or download the weights again as safetensors"
     paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.is_file():

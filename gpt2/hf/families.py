@@ -1,6 +1,6 @@
-"""A table for each model family of Hugging Face that the switches of `model.` cover.
+"""The model families of Hugging Face that the options of `model.` can express, as tables.
 
-Names come from configuration_*.py and modeling_*.py of transformers. A new family is a new table;
+Names come from configuration_*.py and modeling_*.py of transformers. To add a family, add a table;
 gpt2/hf/family.py describes its fields.
 """
 
@@ -18,7 +18,7 @@ _ACTIVATIONS = {
     "silu": "silu",
 }
 _GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-# The names in all families but GPT-2.
+# The names of options in all families except GPT-2.
 _OPTIONS = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -31,7 +31,7 @@ _OPTIONS = {
 }
 
 
-# The Conv1D of OpenAI stores a weight as [in, out], which is the order of kernels here.
+# OpenAI's Conv1D stores a weight as [in, out], which is also the order of the kernels here.
 GPT2 = Family(
     title="GPT-2",
     model_type="gpt2",
@@ -86,7 +86,7 @@ GPT2 = Family(
     ),
 )
 
-# The Linear of PyTorch stores a weight as [out, in], in this family and those below.
+# In this family and the families below, PyTorch's Linear stores a weight as [out, in].
 LLAMA = Family(
     title="Llama",
     model_type="llama",
@@ -118,7 +118,7 @@ LLAMA = Family(
         Tensor("self_attn.q_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 0),
         Tensor("self_attn.k_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 1),
         Tensor("self_attn.v_proj.weight", "attn/c_attn/kernel", "DNH", "NH D", 2),
-        # These replace the three above in a model with grouped queries.
+        # These tensors replace the three above in a model with grouped queries.
         Tensor("self_attn.q_proj.weight", "attn/c_q/kernel", "DNH", "NH D"),
         Tensor("self_attn.k_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 0),
         Tensor("self_attn.v_proj.weight", "attn/c_kv/kernel", "DKH", "KH D", 1),
@@ -166,7 +166,7 @@ GPT_NEOX = Family(
     fixed={"use_parallel_residual": True},
     dropout=("hidden_dropout", "attention_dropout"),
     prefix="gpt_neox.",
-    head="embed_out.weight",  # transformers 5 reads lm_head.weight too
+    head="embed_out.weight",  # transformers 5 also reads lm_head.weight
     layer="layers.{}.",
     first=(Tensor("gpt_neox.embed_in.weight", "wte/embedding", "VD", "V D"),),
     rows=(
@@ -195,7 +195,10 @@ FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
 
 
 def family_for(cfg: GPTConfig) -> Family:
-    """Return the family whose switches `cfg` has, or raise what the nearest family lacks."""
+    """Return the family that can express `cfg`.
+
+    If there is none, raise a UserError that names the options that the nearest family lacks.
+    """
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
     lacking = ", ".join(
         f"model.{name}={getattr(cfg, name)}" for name in family.lacks(cfg)
@@ -203,6 +206,6 @@ def family_for(cfg: GPTConfig) -> Family:
     if lacking:
         raise UserError(
             f"{family.title}, the nearest family of Hugging Face, has no option for {lacking}",
-            "Train with the switches of a family in docs/weights.md",
+            "Train with the options of a family in docs/weights.md",
         )
     return family

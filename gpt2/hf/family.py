@@ -1,4 +1,4 @@
-"""A family of Hugging Face's models: its switches, options, tensors and their axes."""
+"""The description of a Hugging Face model family: its options, its tensors, and their axes."""
 
 import dataclasses
 import math
@@ -11,21 +11,21 @@ from gpt2.config import GPTConfig, ModelConfig
 
 Json = dict[str, Any]  # the content of config.json
 
-# Fields that decide how a model is initialized or computed, and not which function it is.
+# Fields that affect how a model is initialised or computed, but not its architecture.
 FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
-# The options of scaled rope and their names in config.json, in every family with rope.
+# The options of scaled rope, and their names in config.json in every family with rope.
 SCALED_ROPE = {
     "rope_scaling": "rope_type",
     "rope_factor": "factor",
     "rope_context": "original_max_position_embeddings",
 }
 
-# Suffixes of stored tensors that are not parameters: a mask, its fill value, rope frequencies.
+# Suffixes of stored tensors that are not parameters: a mask, its fill value, and rope frequencies.
 BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_freq")
 
 
 def canonical(cfg: GPTConfig) -> GPTConfig:
-    """Return the same architecture with all derived sizes as numbers."""
+    """Return the same architecture with all derived sizes set explicitly."""
     return dataclasses.replace(
         cfg,
         num_kv_heads=cfg.kv_heads,
@@ -38,15 +38,15 @@ class Tensor(NamedTuple):
     """A tensor in a file, and the parameter that it stores.
 
     Attributes:
-        name: the name in the file; in the rows of a family, the part after the name of the layer.
-        path: the path of the parameter, from the root; in the rows of a family, from the layer.
-        axes: one letter for each axis of the parameter, as in gpt2/model/gpt.py; K: heads of keys
-            and values, C: queries, keys and values. If the tensor is a part, the axes of the part.
+        name: the name in the file. In `Family.rows`, the part after the name of the layer.
+        path: the path of the parameter from the root. In `Family.rows`, the path from the layer.
+        axes: one letter for each axis of the parameter, as in gpt2/model/gpt.py, and C for the axis
+            of queries, keys and values. If the tensor is a part, these are the axes of the part.
         stored: the letters in Hugging Face's order. Letters without a space between them are one
             axis in the file. Empty: the same as `axes`.
-        part: the index of the tensor in the second axis of the parameter; None: the tensor is the
-            whole parameter.
-        sizes: the sizes of the letters, once the model is known.
+        part: the index of the tensor along the second axis of the parameter; None: the tensor is
+            the whole parameter.
+        sizes: the size of each letter, once the model is known.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Tensor(NamedTuple):
         )
 
     def to_stored(self, parameter: np.ndarray) -> np.ndarray:
-        """Return the tensor as the file stores it, float32, from the parameter."""
+        """Return the float32 tensor to store in the file, given the parameter."""
         array = np.asarray(parameter, np.float32)
         if self.part is not None:
             array = array[:, self.part]
@@ -73,7 +73,7 @@ class Tensor(NamedTuple):
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the parameter or its `part`, float32, from the tensor of the file."""
+        """Return the float32 parameter, or its `part`, given the tensor in the file."""
         array = tensor.astype(np.float32, copy=False)
         whole = [self.sizes[axis] for axis in self.stored.replace(" ", "")]
         array = array.reshape(whole)
@@ -82,24 +82,24 @@ class Tensor(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A kind of model in Hugging Face's library, as a table.
+    """A family of models in Hugging Face's library.
 
     Attributes:
-        title: the name of the family for people.
-        model_type, architecture: the values in config.json that choose the code of transformers.
-        switches: the values of `model.` in every model of the family. Options that are neither here
-            nor in `options` have their defaults.
+        title: the human-readable name of the family.
+        model_type, architecture: the values in config.json that select the code in transformers.
+        switches: options of `model.` and the values that they have in every model of the family.
+            Options that are neither here nor in `options` have their default values.
         options: fields of `GPTConfig` and their names in config.json.
-        activations: names in config.json and the values of `model.activation`. If several names
-            mean the same function or differ by rounding only, export writes the first.
-        defaults: the values of options that config.json may leave out.
-        fixed: options of config.json that change the computed function, with the only value that
-            the switches can express.
+        activations: names in config.json and the corresponding values of `model.activation`. If
+            several names mean the same function, up to rounding, export writes the first.
+        defaults: the default values of options that config.json may leave out.
+        fixed: options in config.json that change the architecture, each with the only value that
+            the options of `model.` can express.
         prefix: the prefix of all tensor names except the head's.
         layer: the name of a layer, after the prefix.
-        first, rows, last: the tensors before the layers, of each layer, and after the layers
-            without the head.
-        dropout: the options that export sets to `model.dropout`.
+        first, rows, last: the tensors before the layers, in each layer, and after the layers; the
+            head is not among them.
+        dropout: the options in config.json that export sets to `model.dropout`.
         head: the name of the output embedding, if it is not tied to the input embedding.
     """
 
@@ -120,7 +120,7 @@ class Family(NamedTuple):
     head: str = "lm_head.weight"
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
-        """Yield every tensor of a model, the parts of a parameter in order."""
+        """Yield all tensors of a model. The parts of a parameter are in order."""
         sizes = {
             "V": cfg.vocab_size,
             "T": cfg.context_length,
@@ -148,7 +148,7 @@ class Family(NamedTuple):
             yield row._replace(stored=row.stored or row.axes, sizes=sizes)
 
     def full_name(self, name: str) -> str:
-        """Return the name of a tensor with its prefix, which OpenAI's files leave out."""
+        """Return the name of a tensor with its prefix, which OpenAI's files do not have."""
         if name in (self.head, "lm_head.weight"):
             return self.head
         return self.prefix + name.removeprefix(self.prefix)
@@ -160,7 +160,7 @@ class Family(NamedTuple):
         if "rope_base" in self.options:
             held.update(SCALED_ROPE)
         if self.switches.get("bias", True):
-            held.add("bias")  # Export writes zeros for a missing bias.
+            held.add("bias")  # export writes zeros for a missing bias
         expected = dataclasses.asdict(ModelConfig()) | self.switches
         expected["num_kv_heads"] = cfg.num_heads
         expected["head_dim"] = cfg.embed_dim / cfg.num_heads

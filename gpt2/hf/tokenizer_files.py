@@ -15,10 +15,11 @@ from gpt2.utils import files
 
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
-    """Read tokenizer.json. The model may have a few more rows than tokens, as padding.
+    """Read tokenizer.json, and check that it fits the model.
 
-    Programs pad a vocabulary to a multiple of 64 or 128 for faster matrix products, or reserve rows
-    for new tokens: Qwen 3 has 151,936 rows for 151,669 tokens, Pythia 50,688 for 50,277.
+    The model may have a few more rows than tokens: many models pad the vocabulary to a multiple of
+    64 or 128 for faster matrix products, or reserve rows for new tokens. Qwen 3 has 151,936 rows
+    for 151,669 tokens, and Pythia has 50,688 rows for 50,277 tokens.
     """
     path = Path(directory) / "tokenizer.json"
     rows = cfg.vocab_size
@@ -29,8 +30,8 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
         if rows == known or pads:
             return tokenizer
     raise UserError(
-        f"{directory} has no tokenizer.json with the {rows} tokens of its model",
-        "Add the one that AutoTokenizer's save_pretrained writes",
+        f"{directory} has no tokenizer.json that fits the {rows} rows of the model's vocabulary",
+        "Add the tokenizer.json that AutoTokenizer's save_pretrained writes",
     )
 
 
@@ -41,9 +42,12 @@ def save_tokenizer(
     tree = _to_tree(tokenizer)
     template = tree.get("post_processor")
     if template and template["type"] != "ByteLevel":
-        # Training never saw the tokens that a template adds, so their rows may be untrained.
+        # Training never adds the tokens of a template, so their embeddings may be untrained.
         tree["post_processor"] = None
-        warn("The exported tokenizer.json adds no tokens around a text, as in training")
+        warn(
+            "The exported tokenizer.json has no post_processor, because training adds no "
+            "special tokens to a text"
+        )
     files.write_text(directory / "tokenizer.json", json.dumps(tree, ensure_ascii=False))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -58,7 +62,7 @@ def save_tokenizer(
 
 def _to_tree(tokenizer: ours.Tokenizer) -> Json:
     """Return the content of tokenizer.json for a tokenizer."""
-    # Bytes without merges: the tokenizer `byte`, and where GPT-2's begins.
+    # This is the tokenizer `byte`, which has no merges. GPT-2's tokenizer differs in its model.
     backend = Backend(models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -75,6 +79,6 @@ def _to_tree(tokenizer: ours.Tokenizer) -> Json:
             backend.decoder = decoders.Fuse()
         case tree:
             return {name: tree[name] for name in tree if name != "end_of_text"}
-    if tokenizer.eot is not None:  # Its id is the last.
+    if tokenizer.eot is not None:  # end of text has the last id
         backend.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     return json.loads(backend.to_str())

@@ -54,13 +54,13 @@ def import_run(source: str | Path, place: str | Path) -> None:
 def export_run(
     workdir: str | Path, place: str | Path, checkpoint: str | int = "best"
 ) -> None:
-    """Write the weights of a run (`best`, `latest` or a step) and its tokenizer."""
+    """Write a checkpoint of a run (`best`, `latest` or a step) as a Hugging Face directory."""
     with stores.writing(place) as directory:
         save(directory, *load_model(workdir, None, checkpoint))
 
 
 def define_source() -> None:
-    """Define the flags of the arguments of `load_model`."""
+    """Define the flags for the arguments of `load_model`."""
     flags.DEFINE_string("workdir", None, "Directory of a run.")
     flags.DEFINE_string(
         "hf", None, "Directory of a Hugging Face model, instead of --workdir."
@@ -76,7 +76,10 @@ def load_model(
     hf_directory: str | Path | None,
     checkpoint: str | int = "best",
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
-    """Load configuration, parameters (on the default device) and tokenizer of a directory."""
+    """Load the config, the parameters and the tokenizer of a run or a Hugging Face directory.
+
+    The parameters are put on the default device.
+    """
     if workdir:
         folder = stores.fetch(workdir)
         config, params = load_params(folder, checkpoint)
@@ -87,17 +90,18 @@ def load_model(
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
-    """Load the options of a run and its weights on one device, averaged if the run averages.
+    """Load the options of a run, and its weights on one device (or their average, if there is one).
 
-    `which` is `best` by validation loss (the latest if none was validated), `latest`, or a step.
-    Options that depend on the devices of the run are set to their defaults.
+    `which` is `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the
+    latest if none was validated. Options that depend on the devices of the run are set to their
+    defaults.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
     try:
         return _load_params(workdir, saved, which)
     except (UserError, OSError):
-        # A run that is training may have removed this checkpoint, and saved another one.
+        # A run that is still training may have removed this checkpoint and saved another one.
         if {*saved} <= {*saved_steps(workdir)}:
             raise
     return load_params(workdir, which)
@@ -110,7 +114,10 @@ def _load_params(
     config = with_options(load_config(workdir), defaults)
     config = dataclasses.replace(config, parallel=ParallelConfig())
     if not saved:
-        raise UserError(f"{workdir} has no checkpoint yet", "Train for longer, or wait")
+        raise UserError(
+            f"{workdir} has no checkpoint yet",
+            "Wait until the run saves one, or train for more steps",
+        )
     remedy = "Restore it from a copy, or choose another --checkpoint"
     program = Program.from_config(config, jax.local_devices()[:1])
     with Checkpointer(workdir, read_only=True) as checkpointer:
@@ -125,7 +132,7 @@ def _load_params(
                 steps["best"] = best[0]
         require_choice(f"{workdir}: checkpoint", str(which), tuple(steps))
         step = steps[str(which)]
-        # The average is a part of the optimizer's state, which is then read as a whole.
+        # The average is a part of the optimizer's state, which can only be read as a whole.
         averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, remedy)
@@ -137,10 +144,10 @@ def _load_params(
 def with_model_of_weights(
     config: Config, chosen: Collection[str], workdir: Path
 ) -> Config:
-    """Return options whose model is that of the weights which `train.init_from` names.
+    """Return the config with its `model.` options taken from the weights in `train.init_from`.
 
-    `chosen` names the options that the user has set. They stay, and one that does not fit the
-    weights is an error. A run that continues reads its model from its own config.json instead.
+    Options in `chosen`, which the user has set, do not change. Raise a UserError if one does not
+    fit the weights. A run that continues takes the options from its own config.json instead.
     """
     names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():
@@ -175,12 +182,12 @@ def _require_same_model(
     if different:
         raise UserError(
             f"The weights of {source} have {'; '.join(different)}",
-            "Leave these options out: their values come from the weights",
+            "Leave these options out, because their values come from the weights",
         )
 
 
 def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
-    """Return configuration and tokenizer of weights, without reading the weights."""
+    """Return the config and the tokenizer of weights, without reading the weights."""
     if kind == "run":
         cfg = load_config(directory).gpt()
         return cfg, tokenizers.load(directory / "tokenizer.json")
@@ -195,13 +202,14 @@ def load_initial_params(
     """Return the weights that `train.init_from` names, in the layer layout of `cfg`.
 
     A model with a shorter context uses the first position embeddings. A model with a longer context
-    may scale rope that was not scaled.
+    may use `model.rope_scaling`, if the weights were trained without it.
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
-            f"The weights of {source} were trained with another tokenizer than that of the data",
+            f"The weights of {source} were trained with another tokenizer than the one that "
+            "encodes the corpus",
             f"Use --config.data.tokenizer={directory}/tokenizer.json",
         )
     _require_same_model(source, canonical(found), canonical(cfg), _MODEL)

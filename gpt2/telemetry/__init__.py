@@ -1,4 +1,4 @@
-"""What a run reports: metrics, progress on the screen, speed, traces and curves of the loss."""
+"""Reports of a run: metrics, progress on the screen, speed, traces, and plots of the loss."""
 
 from gpt2.telemetry.plots import plot_losses
 from gpt2.telemetry.recorder import TraceRecorder

@@ -1,4 +1,4 @@
-"""A table of accelerators: FLOP/s, memory and bandwidth, from their makers' pages."""
+"""A table of accelerators: FLOP/s, memory and bandwidth, from the manufacturers' data sheets."""
 
 import csv
 import re
@@ -9,19 +9,20 @@ import jax
 
 
 class Chip(NamedTuple):
-    """The data sheet of an accelerator, as far as JAX sees one device; 0 where a figure is unknown.
+    """The data sheet of an accelerator, for one JAX device. Unknown numbers are 0.
 
     Attributes:
         name: name of the chip.
-        pattern: regular expression for `device.device_kind`, case ignored.
-        emulated: the 16-bit type that the chip does not have, and computes at the speed of float32.
+        pattern: regular expression for `device.device_kind`; case is ignored.
+        emulated: the 16-bit dtype that the chip does not support, and computes at the speed of
+            float32.
         half: TFLOP/s of dense products of bfloat16 or float16, accumulated in float32.
-        single: TFLOP/s of float32 at JAX's default precision: TF32 on NVIDIA's chips from Ampere
-            on, bfloat16 passes on TPUs.
-        memory: GB (10^9 bytes).
-        near: GB/s in one direction between devices that share NVLink or a torus.
+        single: TFLOP/s of float32 products at JAX's default precision, which is TF32 on NVIDIA's
+            chips since Ampere, and passes in bfloat16 on TPUs.
+        memory: memory in GB (10^9 bytes).
+        near: bandwidth between devices that share NVLink or a torus, in GB/s in one direction.
         domain: the number of devices that share NVLink or a torus.
-        far: GB/s in one direction to devices outside the domain.
+        far: bandwidth to devices outside the domain, in GB/s in one direction.
     """
 
     name: str
@@ -35,13 +36,13 @@ class Chip(NamedTuple):
     far: float
 
     def peak_flops(self, dtype: str) -> float:
-        """Return FLOP/s of matrix products of `dtype` operands."""
+        """Return the peak FLOP/s of matrix products whose operands have this dtype."""
         if dtype in ("float32", self.emulated):
             return 1e12 * self.single
         return 1e12 * self.half
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
-        """Return the bytes/s that each device of a ring sends, or None if that is unknown.
+        """Return the bytes/s that each device of a ring sends, or None if the rate is unknown.
 
         `group` lists the indices of the ring's devices.
         """
@@ -58,10 +59,10 @@ class Chip(NamedTuple):
 def _read_chips() -> list[Chip]:
     """Read configs/chips.csv, which names the source of each row.
 
-    FLOP/s are without sparsity, which is half of what NVIDIA's data sheets say. `near` is half of
-    the bandwidth of NVLink or of Cloud TPU's links, or that of the PCIe slot. `far` is that of the
-    network adapter of each GPU in the maker's own system. For TPU v2, v3 and TPU7 the figures are
-    those of half a chip, which is one JAX device.
+    FLOP/s are without sparsity: half the numbers in NVIDIA's data sheets. `near` is half the
+    bandwidth of NVLink or of Cloud TPU's links, or the bandwidth of the PCIe slot. `far` is the
+    bandwidth of each GPU's network adapter in the manufacturer's own system. For TPU v2, v3 and
+    TPU7, the numbers are for half a chip, which is one JAX device.
     """
     path = Path(__file__).parents[2] / "configs/chips.csv"
     chips = list[Chip]()
@@ -79,23 +80,26 @@ BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
 
 
 def find_chip(kind: str) -> Chip | None:
-    """Return the chip of a `device.device_kind`, or None if it is unknown.
+    """Return the chip of a `device.device_kind`, or None if the chip is unknown.
 
-    If several rows match, the first one counts.
+    If several rows match, return the first.
     """
-    # These are slower than the chip whose name they contain.
+    # Chips with these suffixes are slower than the chip whose name they contain.
     if re.search(r"\b(Laptop|MIG|Ti|D)\b", kind):
         return None
     for chip in CHIPS:
-        # A digit may not follow: an RTX A1000 is not an A100.
+        # No digit may follow the match, because an RTX A1000 is not an A100.
         if re.search(rf"\b{chip.pattern}(?!\d)", kind, re.I):
             return chip
     return None
 
 
 def total_peak_flops(dtype: str) -> float | None:
-    """Return the peak FLOP/s of all devices for products of `dtype`, or None if it is unknown."""
-    # Data sheets have no peak for float32 at another precision than JAX's default.
+    """Return the peak FLOP/s of all devices together for products of `dtype`, or None.
+
+    None means that the peak is unknown.
+    """
+    # Data sheets list no peak for float32 at a precision other than JAX's default.
     if dtype == "float32" and jax.config.jax_default_matmul_precision:  # type: ignore[attr-defined]
         return None
     chip = find_chip(jax.devices()[0].device_kind)
@@ -105,6 +109,6 @@ def total_peak_flops(dtype: str) -> float | None:
 
 
 def board_name(kind: str) -> str | None:
-    """Return the key in `BOARDS` for a `device.device_kind`, or None."""
+    """Return the key in `BOARDS` for a `device.device_kind`, or None if there is none."""
     chip = find_chip(kind)
     return chip.name if chip and chip.memory else None

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object per logged step, in order, each step once.
+"""metrics.jsonl: one JSON object for each logged step, in order, with no step twice.
 
-This also holds after a kill and a resume. NaN and Inf are written as `null`, because JSON has
-neither.
+This is also true after a run was killed and continued. NaN and Inf are written as `null`, because
+JSON has neither.
 """
 
 import errno
@@ -16,18 +16,19 @@ from gpt2.telemetry.writers import Metrics, Writer
 
 
 class MetricsFile(Writer):
-    """A writer of metrics.jsonl, which collects all values of a step in one line.
+    """The writer of metrics.jsonl, which collects all values of a step in one line.
 
-    A line is written when a later step begins, or at `flush`. If the disk is full, this raises
-    OSError and retains the lines for the next attempt. On opening, lines after `resume_step`, which
-    a continued run will produce again, are dropped, and so are lines that a kill has cut off.
+    A line is written when a later step begins, or at `flush`. If the disk is full, writing raises
+    OSError and retains the lines for the next attempt. The constructor removes lines after
+    `resume_step`, which a continued run will write again, and lines that are incomplete because the
+    run was killed.
     """
 
     name = "metrics.jsonl"
 
     def __init__(self, path: Path, resume_step: int = 0):
-        self._newest: float = 0  # newest step, on disk or waiting
-        self._end = 0  # offset in the file, in bytes
+        self._newest: float = 0  # newest step, written or waiting to be written
+        self._end = 0  # number of bytes written to the file
         for end, record in _read(path):
             if record["step"] <= resume_step:
                 self._newest = record["step"]
@@ -38,19 +39,20 @@ class MetricsFile(Writer):
         os.truncate(self._file, self._end)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Add values by name to the line of `step`, which must not be older than the newest."""
+        """Add values to the line of `step`, which must not be older than the newest step."""
         if step > self._newest:
             self._newest = step
             self._waiting.append({"step": step})
         elif step < self._newest or not self._waiting:
             raise ValueError(
-                f"metrics of step {step} after those of step {self._newest}"
+                f"metrics of step {step} cannot be added, because step {self._newest} "
+                "is already written"
             )
         self._waiting[-1].update(metrics)
         self._commit(step - 1)
 
     def flush(self, step: int) -> None:
-        """Write all values up to `step` and sync them, as is done before a checkpoint."""
+        """Write all values up to `step` and sync the file. A run does this before a checkpoint."""
         self._commit(step)
         os.fsync(self._file)
 
@@ -62,7 +64,11 @@ class MetricsFile(Writer):
             os.close(self._file)
 
     def _commit(self, last: float) -> None:
-        """Write records up to a step in one call, so that only a kill inside it can cut a line."""
+        """Write records up to a step.
+
+        There is a single system call, so that a line is incomplete only if the process is killed
+        during the call.
+        """
         records = [record for record in self._waiting if record["step"] <= last]
         if not records:
             return
@@ -83,15 +89,18 @@ def _to_line(record: Metrics) -> bytes:
 
 
 def read_metrics(path: Path | str) -> list[dict]:
-    """Return one dict per logged step of a metrics.jsonl, oldest first; NaN and Inf are None."""
+    """Return the records of a metrics.jsonl, one for each logged step, oldest first.
+
+    NaN and Inf are None.
+    """
     return [record for _, record in _read(Path(path))]
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yield the end offset and the record of each line, oldest first.
+    """Yield the end offset in bytes and the record of each line, oldest first.
 
-    A line that a kill has cut off is skipped. So are other lines that are no records, and one
-    warning reports them.
+    Skip a last line that is incomplete because the run was killed. Skip other lines that are not
+    records, and print one warning about them.
     """
     if not path.exists():
         return
@@ -106,13 +115,13 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
             bad_lines.append(number)
     if bad_lines:
         warn(
-            f"{path}: {len(bad_lines)} lines are not records of metrics and are skipped, "
-            f"the first is line {bad_lines[0]}"
+            f"{path} has {len(bad_lines)} lines that are not metrics records. They are skipped. "
+            f"The first is line {bad_lines[0]}"
         )
 
 
 def _parse(line: bytes) -> dict | None:
-    """Return the record of a line, or None if it is not an object of numbers with a step."""
+    """Return the record of a line, or None if the line is not an object of numbers with a step."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # deeply nested JSON exhausts the stack

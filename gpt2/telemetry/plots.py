@@ -1,4 +1,4 @@
-"""Plot the losses of a run: loss.png."""
+"""Plot the losses of a run as loss.png."""
 
 from pathlib import Path
 
@@ -10,13 +10,13 @@ from gpt2.utils.stores import url_or_path
 
 
 def plot_losses(workdir: Path, reference: str = "") -> None:
-    """Write loss.png: validation losses, training losses (faint) and their rolling mean.
+    """Write loss.png: the validation losses, the training losses (faint) and their rolling mean.
 
-    The published losses of `reference` are plotted at the steps at which the run has read the same
-    number of tokens.
+    The published losses of `reference` are plotted at the steps at which the run has trained on the
+    same number of tokens.
     """
     import pandas as pd
-    from matplotlib.figure import Figure  # without pyplot: no windows, no global state
+    from matplotlib.figure import Figure  # pyplot would have global state and windows
 
     records = read_metrics(workdir / "metrics.jsonl")
     columns = ["step", "tokens", "train/loss", "eval/loss"]
@@ -42,9 +42,10 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         newest = validation.iloc[-1]
         label = f"validation {newest:.3f} (best {best:.3f})"
         axes.plot(validation, color="C3", marker=".", label=label)
-    axes.set_xlim(axes.get_xlim())  # published losses may not widen the run's range
+    axes.set_xlim(axes.get_xlim())  # published losses must not widen the run's range
 
-    # Steps are interpolated from tokens, from 0 on, and extrapolated in proportion beyond the run.
+    # The steps of published losses are interpolated from their tokens, starting at 0, and
+    # extrapolated in proportion after the end of the run.
     tokens = losses["tokens"].dropna()
     known_tokens = [0, *tokens, 1e6 * tokens.iloc[-1]]
     known_steps = [0, *tokens.index, 1e6 * tokens.index[-1]]
@@ -56,7 +57,8 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         else:
             steps = np.interp(published_tokens, known_tokens, known_steps)
             axes.plot(steps, level, marker=".", label=name)
-    # The first values, before the model knows which tokens are frequent, would hide the rest.
+    # The first values are so high, before the model has learned which tokens are frequent, that
+    # they would flatten the rest of the plot.
     first = len(train) // 20
     shown = [*train.iloc[first:], *validation]
     span = max(shown) - min(shown) + 0.1

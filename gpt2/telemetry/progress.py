@@ -1,4 +1,4 @@
-"""The lines that a run prints while it trains: one for each line of metrics."""
+"""The progress lines that a run prints, one for each step that it logs."""
 
 import sys
 import time
@@ -8,7 +8,8 @@ from gpt2.errors import log
 from gpt2.telemetry.writers import Metrics, Writer
 from gpt2.utils.text import format_count, format_duration
 
-# The metrics of a line in their order, and their formats. A line without MFU fits 80 columns.
+# The metrics of a progress line, in their order, and their formats. A line without MFU fits into 80
+# columns.
 _SHOWN = {
     "train/loss": lambda value: f"loss {value:.4f}",
     "train/learning_rate": lambda value: f"lr {value:.1e}",
@@ -24,8 +25,8 @@ _SHOWN = {
 class Progress(Writer):
     """A writer that prints the metrics of a step as one line.
 
-    `names` lists further metrics to print: NAME means `train/NAME` and `eval/NAME`. `work` returns
-    the work of the first n steps, in any unit, from which the remaining time is estimated.
+    `names` lists additional metrics to print: NAME means `train/NAME` and `eval/NAME`. `work`
+    returns the work of the first n steps in any unit, to estimate the remaining time.
     """
 
     name = "standard output"
@@ -50,7 +51,8 @@ class Progress(Writer):
             if name in metrics:
                 shown.append(text(metrics[name]))
         is_validation = any(name.startswith("eval/") for name in metrics)
-        is_tasks = is_validation and not shown  # scored tasks, all of which are printed
+        # Metrics of evaluation tasks are all printed.
+        is_tasks = is_validation and not shown
         for name, value in metrics.items():
             short = name.partition("/")[2] or name
             if is_tasks or self._names & {name, short}:

@@ -11,31 +11,32 @@ from gpt2.config import LoggingConfig
 from gpt2.errors import log
 from gpt2.utils.stores import url_or_path
 
-STEP = "train"  # the annotation of each step on the host, with its number
+STEP = "train"  # the name of the trace annotation of each step on the host
 
 
 class TraceRecorder(AbstractContextManager):
-    """A hook that traces `profile_steps` steps, those after step `profile_start`.
+    """A hook that traces the first `profile_steps` steps after step `profile_start`.
 
-    Processes trace to `workdir/profile`; `python -m gpt2.lab.profile` reads process 0's trace.
+    Processes write their traces to `workdir/profile`. `python -m gpt2.lab.profile` reads the trace
+    of process 0.
     """
 
     def __init__(self, workdir: Path, options: LoggingConfig, start: int = 0):
         self._workdir = workdir
         first = options.profile_start
-        # The step that follows any of these is traced.
+        # The step after each of these steps is traced.
         self._before = range(first, first + options.profile_steps)
         self._start = start
         self._is_tracing = False
 
     def __enter__(self) -> "TraceRecorder":
-        self(self._start, None)  # the first step may be traced, too
+        self(self._start, None)  # the first step may be traced as well
         return self
 
     def __call__(self, step: int, state: chex.ArrayTree) -> None:
         """Start or stop the trace after `step`, once the arrays of `state` are computed.
 
-        The wait ensures that a trace holds whole steps.
+        Waiting for the arrays ensures that a trace contains complete steps.
         """
         is_traced = step in self._before
         if is_traced == self._is_tracing:
@@ -52,7 +53,7 @@ class TraceRecorder(AbstractContextManager):
 
     def _begin(self) -> None:
         options = jax.profiler.ProfileOptions()
-        # Events of all Python calls would be bulky, and slow down what is measured.
+        # Events for all Python calls would make the trace large, and slow down the traced steps.
         options.python_tracer_level = 0
         folder = self._workdir / "profile"
         # Processes on one host would write to the same file.
@@ -66,4 +67,7 @@ class TraceRecorder(AbstractContextManager):
         self._is_tracing = False
         if jax.process_index() == 0:
             workdir = url_or_path(self._workdir)
-            log(f"read the trace by python -m gpt2.lab.profile {workdir}", sys.stdout)
+            log(
+                f"to read the trace, run: python -m gpt2.lab.profile {workdir}",
+                sys.stdout,
+            )

@@ -1,4 +1,4 @@
-"""Published losses to compare a run with, from configs/reference/ or from a user's file."""
+"""Published losses with which a run is compared, from configs/reference/ or a user's file."""
 
 from pathlib import Path
 
@@ -10,10 +10,11 @@ REFERENCES = Path(__file__).parents[2] / "configs" / "reference"
 
 
 def read_reference(name: str) -> dict[str, np.ndarray]:
-    """Return curves by name: points `[N, 2]` of tokens, ascending, and loss in nats per token.
+    """Return loss curves by name. A curve is points `[N, 2]`: tokens, ascending, and the loss.
 
-    `name` is the name of a file in configs/reference/, or a path; an empty name returns no curves.
-    A loss whose tokens are unknown (nan) is a level, such as that of OpenAI's weights.
+    The loss is in nats per token. `name` is the name of a file in configs/reference/, or a path; an
+    empty name returns no curves. Tokens are nan for a loss without a position on the token axis,
+    such as the loss of OpenAI's weights.
     """
     if not name:
         return {}
@@ -21,7 +22,11 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
 
     published = REFERENCES / f"{name}.csv"
     path = published if published.is_file() else Path(name)
-    with reading(name, "Name one of configs/reference/, or a table of tokens,loss"):
+    with reading(
+        name,
+        "Give the name of a file in configs/reference/, or a CSV file with the columns "
+        "tokens,loss",
+    ):
         table = pd.read_csv(path, comment="#")
         if "name" not in table:
             table["name"] = path.stem

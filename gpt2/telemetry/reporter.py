@@ -19,8 +19,8 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
-# A log line has the values of its own step for these metrics, and means since the previous line for
-# all others.
+# A log line has the values of its own step for these metrics. For all other metrics it has the mean
+# since the previous line.
 _SINGLE_STEP = {
     "train/grad_norm",
     "train/learning_rate",
@@ -30,9 +30,10 @@ _SINGLE_STEP = {
 
 
 class Reporter(AbstractContextManager):
-    """Fetches the metrics of each step while the next one runs, so that no device waits for them.
+    """The reporter of a run's metrics, which never makes a device wait.
 
-    They are logged under their names every `log_every` steps, at the first step and at the last.
+    It fetches the metrics of a step while the next step runs, and logs them every `log_every`
+    steps, and at the first and the last step.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Reporter(AbstractContextManager):
         self._pending: tuple[int, Scalars, Scalars | None] | None = None
         self._unlogged = list[
             dict[str, float]
-        ]()  # metrics of steps since the last line
+        ]()  # metrics of the steps since the last log line
         self._warned = set[Writer]()
 
     @classmethod
@@ -81,22 +82,22 @@ class Reporter(AbstractContextManager):
         metrics: Scalars,
         norms: Scalars | None = None,
     ) -> None:
-        """Report the previous step, and hold the metrics of the step that was just dispatched.
+        """Report the previous step, and store the metrics of the step that was just dispatched.
 
-        `norms` are the norms of tensors by name, for a norm-logging step.
+        For a norm-logging step, `norms` are the norms of tensors by name.
         """
         self.catch_up()
         self._pending = step, metrics, norms
 
     def catch_up(self) -> None:
-        """Wait for the newest step and report it. Raise DivergedError if it holds NaN or Inf."""
+        """Wait for the newest step and report it. Raise DivergedError if it has NaN or Inf."""
         if self._pending is None:
             return
         step, metrics, norms = self._pending
         self._pending = None
         values = _fetch(metrics)
         if norms is not None:
-            # Written first, because they help if the step has diverged.
+            # The norms are written first, because they help to find the cause if the run diverged.
             self.write(step, _fetch(norms))
         self._check(step, values)
         self._clock.count_step(step)
@@ -113,7 +114,10 @@ class Reporter(AbstractContextManager):
             self.write(step, values)
 
     def _check(self, step: int, values: dict[str, float]) -> None:
-        """Collect the metrics of a step; log a skipped step; raise DivergedError for a bad one."""
+        """Collect the metrics of a step, or log that the step was skipped.
+
+        Raise DivergedError if the step is not finite and may not be skipped.
+        """
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -135,11 +139,11 @@ class Reporter(AbstractContextManager):
         self._call_writers(lambda writer: writer.write(step, values))
 
     def flush(self, step: int) -> None:
-        """Write all metrics to disk, as is done before a checkpoint."""
+        """Write all metrics to disk. A run does this before a checkpoint."""
         self._call_writers(lambda writer: writer.flush(step))
 
     def _call_writers(self, call: Callable[[Writer], None]) -> None:
-        """Call every writer. A writer that fails is reported once, and does not end the run."""
+        """Call every writer. If a writer fails, print one warning and continue the run."""
         for writer in self._writers:
             try:
                 call(writer)
@@ -157,7 +161,7 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Return the peak memory of a local device in bytes; CPUs do not report it."""
+    """Return the peak memory of a local device in bytes, or no metric on CPUs."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(device.get("peak_bytes_in_use", 0) for device in stats)
     if not peak:
@@ -166,15 +170,15 @@ def _peak_memory() -> dict[str, float]:
 
 
 class Watchdog(Writer):
-    """Ends a process that no longer completes steps, and prints the stacks of its threads.
+    """A watchdog that ends a process which no longer completes steps.
 
-    A step may take `least_seconds` (0 turns the watchdog off), or ten times as long as recent
-    steps. A thread counts its own pauses instead of reading a clock, so time in which the process
-    was suspended does not count.
+    It prints the stacks of all threads first. A step may take `least_seconds` (0 turns the watchdog
+    off), or ten times as long as recent steps. A thread adds up its own pauses instead of reading a
+    clock, so that time in which the process is suspended does not count.
     """
 
     EXIT_CODE = 4
-    # Limit of the first step, while other processes may still compile.
+    # Limit of the first step, during which other processes may still compile.
     FIRST_SECONDS = 1800.0
 
     def __init__(
@@ -194,19 +198,19 @@ class Watchdog(Writer):
             thread.start()
 
     def step(self, step: int) -> None:
-        """Note that a step is done."""
-        # A step may seem short because the host was late, so the limit falls slowly.
+        """Record that a step is done."""
+        # A step may seem short because the host was late, so the limit decreases slowly.
         self._allowed = max(10 * self._quiet, 0.9 * self._allowed)
         self._quiet = 0.0
 
     def close(self) -> None:
-        """End the thread."""
+        """End the watchdog's thread."""
         self._closed.set()
 
     def _watch(self) -> None:
         pause = min(5.0, self._least / 10)
         while not self._closed.wait(pause):
-            # Only in these phases should steps be completed.
+            # Steps are completed only in these phases.
             if self._clock.current in ("step", "data wait"):
                 self._quiet += pause
             allowed = self._allowed

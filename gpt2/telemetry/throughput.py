@@ -16,14 +16,15 @@ from gpt2.utils.text import format_duration
 
 
 class StepClock:
-    """Measures steps, and the fraction of this process's time that each phase takes.
+    """A clock that measures the speed of steps and the time in each phase of this process.
 
-    Time counts for the innermost open phase, or for `start and end`. Devices run behind the host,
-    so wait for the last step before opening the phase of a validation or checkpoint.
+    Time is counted for the innermost open phase, or for `start and end` if no phase is open.
+    Devices run behind the host, so wait for the last step before opening the phase of a validation
+    or checkpoint.
 
     Attributes:
-        tokens: returns the tokens of the first n steps.
-        flops: returns the FLOPs of the first n steps.
+        tokens: a function that returns the tokens of the first n steps.
+        flops: a function that returns the FLOPs of the first n steps.
         current: the name of the innermost open phase.
     """
 
@@ -42,8 +43,8 @@ class StepClock:
         self.current = "start and end"
         self._since = since
         self._seconds = defaultdict[str, float](float)
-        self._last = 0  # step
-        # Since the last `read`.
+        self._last = 0  # the newest step
+        # Steps and seconds since the last `read`.
         self._num_steps = 0
         self._lap = defaultdict[str, float](float)
 
@@ -57,8 +58,8 @@ class StepClock:
     ) -> "StepClock":
         """Return the clock of a run on all devices.
 
-        If `num_runs` runs train together in this process, each is charged its part of the time.
-        `since` is when the process began.
+        If `num_runs` runs train together in this process, the clock of each counts its part of the
+        time. `since` is the time at which the process began, by `time.perf_counter`.
         """
 
         @cache
@@ -75,7 +76,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the body for `name`, which is shown in a profiler's trace, too."""
+        """Count the time of the body for the phase `name`, which also appears in traces."""
         outer = self.current
         self._switch(name)
         try:
@@ -124,7 +125,10 @@ class StepClock:
         return sum(self._seconds.values())
 
     def describe(self) -> str:
-        """Return the time and the percentage of each phase, for the log; steps are `goodput`."""
+        """Return a log line with the total time and the percentage of each phase.
+
+        The phase of the training steps is called `goodput`.
+        """
         total = self.total_seconds
         longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
         parts = list[str]()

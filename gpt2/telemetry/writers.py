@@ -10,19 +10,19 @@ from pathlib import Path
 from gpt2.config import Config
 from gpt2.errors import UserError
 
-Metrics = Mapping[str, float]  # by name
+Metrics = Mapping[str, float]  # name -> value
 
 
 class Writer:
-    """The interface of writers. If one raises OSError, a warning is printed once per writer."""
+    """The interface of writers. If a method raises OSError, the reporter prints one warning."""
 
-    name = ""  # what cannot be written, in that warning
+    name = ""  # the destination that the warning says cannot be written
 
     def step(self, step: int) -> None:
-        """Note that a step is done, whether or not its metrics are logged."""
+        """Record that a step is done, whether or not its metrics are logged."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Add metrics of a step, by name."""
+        """Add metrics of a step."""
 
     def flush(self, step: int) -> None:
         """Write all metrics up to `step` to disk."""
@@ -32,7 +32,7 @@ class Writer:
 
 
 class EventFile(Writer):
-    """A TensorBoard event file. tensorboardX's SummaryWriter would hang on a full disk."""
+    """A TensorBoard event file, which does not hang on a full disk as a SummaryWriter would."""
 
     name = "tensorboard/"
 
@@ -43,11 +43,11 @@ class EventFile(Writer):
         directory.mkdir(parents=True, exist_ok=True)
         self._event = Event
         self._scalar = summary.scalar
-        # tensorboardX names files by whole seconds, and would replace a file of the same name.
+        # tensorboardX names files by the second, and would replace a file of the same name.
         suffix = f".{time.time_ns()}"
         prefix = str(directory / "events")
         self._file = event_file_writer.EventsWriter(prefix, filename_suffix=suffix)
-        # With this event, TensorBoard ignores what a killed run wrote from this step on.
+        # This event makes TensorBoard ignore values that a killed run wrote at or after this step.
         start = SessionLog(status=SessionLog.START)
         self._add(resume_step + 1, session_log=start)
 
@@ -57,7 +57,7 @@ class EventFile(Writer):
         self._file.write_event(event)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Write scalars by name."""
+        """Write the metrics of a step as scalars."""
         for name, value in metrics.items():
             scalar = self._scalar(name, value)
             self._add(step, summary=scalar)
@@ -81,7 +81,7 @@ def check_wandb() -> None:
 
     try:
         if wandb.setup().settings.mode == "online":
-            wandb.login()  # asks for a key on a terminal
+            wandb.login()  # prompts for a key if stdin is a terminal
     except wandb.Error as error:
         raise UserError(
             f"logging.wandb=True cannot log in ({error})",
@@ -90,7 +90,7 @@ def check_wandb() -> None:
 
 
 class Wandb(Writer):
-    """The W&B run of this workdir, started or continued. `wandb/run_id` stores its ID."""
+    """The W&B run of a workdir, started or continued. `wandb/run_id` stores the run's ID."""
 
     name = "wandb/"
 
@@ -101,7 +101,7 @@ class Wandb(Writer):
         if not id_file.exists():
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(secrets.token_hex(8))
-        # A continued run logs some steps again. W&B retains the first values, which are equal.
+        # A continued run logs some steps again. W&B retains the first values, which are the same.
         self._run = wandb.init(
             project=config.logging.wandb_project,
             id=id_file.read_text(),
@@ -112,7 +112,7 @@ class Wandb(Writer):
         )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Log metrics by name."""
+        """Log the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp
         ("llama", dict(rope_parameters={"partial_rotary_factor": 0.5}), "rotary_factor=0.5"),
         ("gpt_neox", dict(use_parallel_residual=False), "use_parallel_residual=False"),
         # What is absent has transformers' default.
-        ("qwen3", dict(head_dim="absent"), r"another shape than \(768, 48\)"),  # 6 heads of 128
+        ("qwen3", dict(head_dim="absent"), r"not have the shape \(768, 48\)"),  # 6 heads of 128
         ("llama", dict(model_type="mistral"), "model_type=mistral is not one of"),
     ],
 )  # fmt: skip
