@@ -1,9 +1,9 @@
-"""Score a run of train.py or a Hugging Face model.
+"""Score a run of train.py, or a Hugging Face model.
 
     python eval.py --workdir=runs/quickstart
     python eval.py --hf=DIR --tasks=lambada:data/tasks,hellaswag:data/tasks
 
-Each figure has its convention, its number of examples and its standard error.
+The table shows the convention of each score, its number of examples and its standard error.
 docs/evaluation.md describes the files of the tasks.
 """
 
@@ -33,17 +33,18 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "tasks",
         ["validation"],
-        f"validation, or NAME:DIR, where DIR has the files of one of {names}.",
+        f"Tasks to score: validation, or NAME:DIR, where NAME is one of {names}, and DIR contains "
+        "the files of this task.",
     )
     flags.DEFINE_string(
         "corpus",
         "",
-        "Corpus whose validation split is scored, as in data.corpus; empty: the run's.",
+        "Corpus whose validation split is scored, as in data.corpus; empty: the run's corpus.",
     )
     flags.DEFINE_float(
         "val_fraction",
         None,
-        "Fraction of --corpus to score, 1 for all of it; default: the run's.",
+        "Fraction of --corpus to score; 1: all of it; default: the fraction of the run.",
         lower_bound=0.0,
         upper_bound=1.0,
     )
@@ -55,14 +56,14 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "stride",
         0,
-        "Number of tokens by which windows over a text move; 0: half of the context.",
+        "Number of tokens by which windows over a text advance; 0: half of the context length.",
         lower_bound=0,
     )
-    flags.DEFINE_string("output", None, "JSON file to write the figures to.")
+    flags.DEFINE_string("output", None, "JSON file to which the scores are written.")
 
 
 def main() -> None:
-    """Score the tasks of the flags, print the figures and write them to `--output`."""
+    """Score the tasks in `--tasks`, print the scores and write them to `--output`."""
     args = flags.FLAGS
     tasks = [find_task(spec) for spec in args.tasks if spec != "validation"]
     data = None
@@ -75,7 +76,7 @@ def main() -> None:
     for score, path in tasks:
         figures += score(scorer, tokenizer, path)
     print_table(figures)
-    print(f"{scorer.num_tokens:,} tokens read in {time.perf_counter() - began:.1f} s")
+    print(f"read {scorer.num_tokens:,} tokens in {time.perf_counter() - began:.1f} s")
     if args.output:
         with writing(args.output) as path:
             write_json(figures, path)

@@ -2,7 +2,7 @@
 
     python train.py --config=configs/gpt2_124m.py --workdir=runs/first --config.train.num_steps=1000
 
-A run whose workdir holds a checkpoint continues from it.
+If the workdir has a checkpoint, the run continues from it.
 """
 
 from gpt2.utils import launch
@@ -43,7 +43,7 @@ from gpt2.training import (
 )
 from gpt2.training import workdir as folder
 
-# Model, loss, optimizer and steps of a config, spread over devices by a backend.
+# Makes the steps of a config from these parts. Replace a part to train with a different one.
 make_program = partial(
     Program.from_config,
     model=GPT,
@@ -54,14 +54,14 @@ make_program = partial(
 
 
 class Hook(NamedTuple):
-    """An action besides training: call `run(step, state)` after every `every` steps."""
+    """An action between steps: `run(step, state)` is called after every `every` steps."""
 
     run: Callable[[int, TrainState], None]
-    every: int  # 0: only after the last step
+    every: int  # in steps; 0: only after the last step
 
 
 class Run(NamedTuple):
-    """The parts of a run, apart from its state."""
+    """The parts of a run except its state."""
 
     program: Program
     batches: Batches
@@ -73,8 +73,8 @@ class Run(NamedTuple):
 
 @distributed.ends_together()
 def main() -> int:
-    """Run one training run, phase by phase, and return the exit code of the program."""
-    # Options: checked before any work begins.
+    """Train, phase by phase, and return the exit code of the program."""
+    # Options: all of them are checked before any work begins.
     config = cli.parse_config()
     options = config.train
     args = flags.FLAGS
@@ -90,16 +90,16 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: tokens are prepared once and stored. A batch is a function of the seed and the step.
+    # Data: tokens are prepared once and stored. A batch depends only on the seed and the step.
     dataset = prepare(config.data)
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)
-    program = make_program(config, devices)  # model, loss, optimizer and steps: above
+    program = make_program(config, devices)  # see the definition above
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
-    # State: from the newest whole checkpoint, or from `train.init_from`, or drawn from the seed.
+    # State: from the newest complete checkpoint, or from `train.init_from`, or drawn from the seed.
     start = folder.find_start(workdir)
     if folder.is_finished(workdir, config, start):
         with mirror:
@@ -111,7 +111,7 @@ def main() -> int:
     with clock.phase("restore"):
         state = state or checkpointer.restore(start, program)
     run = Run(program, batches, tasks, workdir, checkpointer, clock)
-    with mirror:  # uploads what the run writes if the workdir is a URL
+    with mirror:  # uploads the run's files if the workdir is a URL
         return train(run, state, start)
 
 
@@ -129,7 +129,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     config = program.config
     options = program.config.train
 
-    # Compile once for each shape of the run's steps, while the devices still draw the weights.
+    # Compile once for each shape of the run's steps, while the devices initialise the weights.
     distributed.only_first(log)("compiling the steps", sys.stdout)
     with clock.phase("compile"):
         examples, eval_batch = batches.examples(start)
@@ -149,7 +149,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Validate the newest state. A state that has diverged is never saved."""
+        """Validate the newest state. Raise DivergedError if it has diverged, so it is not saved."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)
@@ -159,13 +159,13 @@ def train(run: Run, state: TrainState, start: int) -> int:
         return scores
 
     def save(measured: dict[str, float] | None = None) -> None:
-        """Save the newest state, after its metrics."""
+        """Save the newest state, after writing its metrics."""
         reporter.flush(step)
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, measured, batches.position(step))
 
     def score_tasks(step: int, state: TrainState) -> None:
-        """Score and log the tasks of `train.eval_tasks`."""
+        """Score the tasks in `train.eval_tasks`, and log the scores."""
         reporter.catch_up()
         with clock.phase("tasks"):
             reporter.write(step, tasks.score(state.eval_params))
@@ -200,11 +200,11 @@ def train(run: Run, state: TrainState, start: int) -> int:
                         hook.run(step, state)
                 if saves:
                     save(scores if validates else None)
-            if not scores:  # the run was killed after its last checkpoint
+            if not scores:  # the run was killed between its last checkpoint and its end
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
-        except (Exception, SystemExit):  # of validation, tasks or a user's functions
+        except (Exception, SystemExit):  # in validation, tasks or a user's function
             if checkpointer.can_rescue(state, step):
                 reporter.catch_up()
                 save()

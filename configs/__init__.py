@@ -1,1 +1,1 @@
-"""Options of runs, one file each; `default.py` has them all."""
+"""Config files of runs. `default.py` defines all options, and the other files change some."""

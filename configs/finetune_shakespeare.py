@@ -1,14 +1,14 @@
-r"""Fine-tunes OpenAI's GPT-2 on Shakespeare, after nanoGPT's config of the same name.
+r"""Fine-tune OpenAI's GPT-2 on Shakespeare, as in nanoGPT's config of the same name.
 
     python train.py --config=configs/finetune_shakespeare.py \
         --config.train.init_from=hf:DIR --config.data.corpus=text:input.txt
 
-Data: tiny_shakespeare's input.txt, which you provide. Its last tenth is held out for validation.
-Weights: DIR is a directory of GPT-2 weights in Hugging Face's format, and the model has their
-shape. nanoGPT takes the weights of 1558M parameters.
+Data: tiny_shakespeare's input.txt, which you provide. The last tenth is the validation split.
+Weights: DIR is a directory of GPT-2 weights in Hugging Face's format, which determine the size of
+the model. nanoGPT uses the weights with 1558M parameters.
 
-Recipe: nanoGPT's, 20 steps of 32 x 1024 tokens at a constant learning rate of 3e-5. Its result was
-not measured here.
+Recipe: the same as nanoGPT's, 20 steps of 32 x 1024 tokens at a constant learning rate of 3e-5. The
+result was not measured here.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """Return the options."""
+    """Return the options of this config."""
     config = default.get_config()
     config.data.update(dict(corpus="text:input.txt", batch_size=32, val_fraction=0.1))
     config.optim.update(

@@ -3,15 +3,19 @@
     python train.py --config=configs/fineweb_124m.py:h100-8
     python train.py --config=configs/fineweb_124m.py:h100-8+modern
 
-The word is a machine of configs/gpt2_124m.py; `+modern` adds what configs/modern.py has.
-Data: 3.9B of FineWeb's tokens, ready on the hub: 39 files of 0.2 GB for training, one held out.
-Expect: planned for v5e-8, h100-1 and h100-8 (docs/recipes.md), and not run. The original's AdamW
-takes 5,625 steps to 3.279, its Muon 3,600 to 3.278, one run each: results 2 and 1 of
-github.com/KellerJordan/modded-nanogpt, records/track_3_optimization.
+The word after the colon is a machine in configs/gpt2_124m.py. `+modern` adds Muon and value
+residuals, as in configs/modern.py.
+Data: 3.9B tokens of FineWeb, pre-tokenized on the hub: 39 files of 0.2 GB for training, and one for
+validation.
+Expect: the runs are planned for v5e-8, h100-1 and h100-8 (docs/recipes.md), but none was made. In
+one run each, the original reaches a loss of 3.279 after 5,625 steps of AdamW, and 3.278 after 3,600
+steps of Muon: results 2 and 1 of github.com/KellerJordan/modded-nanogpt,
+records/track_3_optimization.
 
-Unlike the original, this model has no norm behind the embedding and no bias in the head; its cap is
-a tanh, and the norms of queries and keys have scales. Weight decay holds for embedding and head
-too, which there have rates of 0.3 and 1/320: this embedding, not normed, gets a lower one.
+Unlike the original, this model has no norm after the embedding and no bias in the head. Its soft
+cap of logits is a tanh, and the norms of queries and keys have scales. The embedding and the head
+also have weight decay. The original trains them with rates of 0.3 and 1/320; the embedding has a
+lower rate here, because no norm follows it.
 """
 
 from ml_collections import ConfigDict
@@ -53,12 +57,13 @@ def get_config(word: str = "h100-8") -> ConfigDict:
         config.model.value_residual = True
         config.optim.update(
             name="muon",
-            # Updates have a root mean square of 0.2, which makes this the original's 0.02.
+            # Muon's updates have a root mean square of 0.2 here, so this rate corresponds to the
+            # original's rate of 0.02.
             learning_rate=3.6e-3,
             adam_learning_rate=1e-2,
             layer_rates="lm_head=0.3",
         )
         config.train.num_steps = 3600
     elif variant:
-        raise ValueError(f"there is no variant {variant}, only modern")
+        raise ValueError(f"+{variant} is not a variant; the only variant is +modern")
     return config

@@ -1,27 +1,29 @@
-"""GPT-2 124M: nanoGPT's recipe on OpenWebText, or llm.c's shorter one on a machine that you name.
+"""GPT-2 124M: nanoGPT's recipe on OpenWebText, or llm.c's shorter recipe on a named machine.
 
     python train.py --config=configs/gpt2_124m.py
     python train.py --config=configs/gpt2_124m.py:v5e-8
 
-Devices: the batch is one micro-batch, so that any batch size works. Eight devices of 80 GB take
-60 sequences each: 27.6 GiB by `--chips=a100-8`, not tried there. For one such device add
-`--config.train.accumulate_steps=8`. Devices of 40 GB take nanoGPT's 12 sequences at a time
-(9.0 GiB): add `--config.train.accumulate_steps=5` for eight, `=40` for one.
-Data: OpenWebText (9.0B tokens); its Parquet files take 24 GB in the cache. Without a network,
+Devices: the whole batch is one micro-batch, so that any batch size is possible. Each of eight
+devices of 80 GB trains on 60 sequences and needs 27.6 GiB, by the estimate of
+`gpt2.lab.plan --chips=a100-8`; this was not tried. For one such device add
+`--config.train.accumulate_steps=8`. Devices of 40 GB train on 12 sequences at a time, as in nanoGPT
+(9.0 GiB): add `--config.train.accumulate_steps=5` for eight devices, `=40` for one.
+Data: OpenWebText (9.0B tokens); its Parquet files need 24 GB in the cache. Without a network,
 `--config.data.corpus=pystdlib` trains on the source of Python's standard library.
-Expect: validation loss about 2.85 after 600,000 steps, four days on eight A100s. nanoGPT published
-this figure for its model, which lacks biases. OpenAI's weights of this size score 3.12 on the same
-text.
-A machine: 18,865 steps of 524,288 tokens of FineWeb, in micro-batches that it holds. llm.c
-published 3.29. docs/recipes.md says how to get the text, and which machine takes how long.
+Expect: a validation loss of about 2.85 after 600,000 steps, four days on eight A100s. nanoGPT
+published this loss for its model, which has no biases. OpenAI's weights of this size have a loss of
+3.12 on the same text.
+With a machine: 18,865 steps of 524,288 tokens of FineWeb, in micro-batches that fit into the
+machine's memory. llm.c published a loss of 3.29. docs/recipes.md says how to get the text, and how
+long the training takes on each machine.
 """
 
 from ml_collections import ConfigDict
 
 from configs import default
 
-# All files, at the commit that stores them as Parquet. The hub's own copy, which `hf:` reads, may
-# hold only a first part.
+# All files of the data set, at the commit that stores them as Parquet. The hub's automatic Parquet
+# copy, which `hf:` reads, may contain only the first part of the data.
 OPENWEBTEXT = (
     "hf://datasets/Skylion007/openwebtext@7577b918bd30b25df0b88bb718dc8a6c80cb619b"
     "/data/*.parquet"
@@ -30,9 +32,9 @@ _FEW_KERNELS = {
     "memory.scan_layers": True,
     "memory.scan_unroll": 12,
 }  # docs/performance.md
-_TURING = {"precision.compute": "float16"}  # which has no bfloat16
-# Machines, named as for `gpt2.lab.plan --chips`: devices, sequences that each takes at a time,
-# options.
+_TURING = {"precision.compute": "float16"}  # Turing GPUs have no bfloat16
+# Machines, with the names of `gpt2.lab.plan --chips`: the number of devices, the number of
+# sequences per device and micro-batch, and options.
 MACHINES = {
     "v3-8": (8, 4, {}),
     "v5e-8": (8, 16, {}),
@@ -47,7 +49,7 @@ MACHINES = {
 
 
 def get_config(machine: str = "") -> ConfigDict:
-    """Return the options. The defaults are this model's, and nanoGPT's."""
+    """Return the options for a machine in `MACHINES`, or nanoGPT's recipe without one."""
     config = default.get_config()
     config.precision.compute = "bfloat16"
     if not machine:
@@ -55,7 +57,9 @@ def get_config(machine: str = "") -> ConfigDict:
         config.logging.reference = "nanogpt-124m"
         return config
     if machine not in MACHINES:
-        raise ValueError(f"there is no machine {machine}, only {', '.join(MACHINES)}")
+        raise ValueError(
+            f"{machine} is not a machine; choose one of {', '.join(MACHINES)}"
+        )
     devices, sequences, options = MACHINES[machine]
     parts = 512 // (devices * sequences)
     config.data.update(corpus="tokens:fineweb10B/*.bin", batch_size=512)

@@ -2,13 +2,15 @@
 
     python train.py --config=configs/gpt2_1558m.py
 
-Devices: eight of 16 GB take 8 sequences each at a time: 5.9 GiB by `--chips=a100-8`, not
-tried there. Eight of 40 GB (23.0 GiB) send less with `--config.parallel.fsdp_gather=step`. For one
-device of 80 GB (32.4 GiB) add `--config.train.accumulate_steps=128`.
+Devices: each of eight devices of 16 GB trains on 8 sequences at a time and needs 5.9 GiB, by the
+estimate of `gpt2.lab.plan --chips=a100-8`; this was not tried. On eight devices of 40 GB (23.0
+GiB), `--config.parallel.fsdp_gather=step` sends less data. For one device of 80 GB (32.4 GiB) add
+`--config.train.accumulate_steps=128`.
 Data: as for configs/gpt2_124m.py.
-Recipe: learning rate, batch of 1,048,576 tokens and 32,000 steps are those of llm.c's 1558M.
-Expect: not measured here. OpenAI's weights of this size score 2.54 on OpenWebText (nanoGPT's
-README).
+Recipe: the learning rate, the batch of 1,048,576 tokens and the 32,000 steps are the same as for
+llm.c's 1558M.
+Expect: the loss was not measured here. OpenAI's weights of this size have a loss of 2.54 on
+OpenWebText (nanoGPT's README).
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +19,7 @@ from configs import gpt2_124m
 
 
 def get_config() -> ConfigDict:
-    """Return the options."""
+    """Return the options of this config."""
     config = gpt2_124m.get_config()
     config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=48, num_heads=25, embed_dim=1600)

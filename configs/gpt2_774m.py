@@ -2,12 +2,13 @@
 
     python train.py --config=configs/gpt2_774m.py
 
-Devices: eight of 40 GB take 12 sequences each at a time: 26.6 GiB by `--chips=a100-8`, not
-tried there. For one such device add `--config.train.accumulate_steps=40`.
+Devices: each of eight devices of 40 GB trains on 12 sequences at a time and needs 26.6 GiB, by the
+estimate of `gpt2.lab.plan --chips=a100-8`; this was not tried. For one such device add
+`--config.train.accumulate_steps=40`.
 Data: as for configs/gpt2_124m.py.
-Recipe: the learning rate is that of llm.c's 774M.
-Expect: not measured here. OpenAI's weights of this size score 2.67 on OpenWebText (nanoGPT's
-README).
+Recipe: the learning rate is the same as for llm.c's 774M.
+Expect: the loss was not measured here. OpenAI's weights of this size have a loss of 2.67 on
+OpenWebText (nanoGPT's README).
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +17,7 @@ from configs import gpt2_124m
 
 
 def get_config() -> ConfigDict:
-    """Return the options."""
+    """Return the options of this config."""
     config = gpt2_124m.get_config()
     config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=36, num_heads=20, embed_dim=1280)

@@ -1,13 +1,13 @@
-"""A character-level GPT on the works of Shakespeare, nanoGPT's shakespeare_char.
+"""A character-level GPT on the works of Shakespeare, as in nanoGPT's train_shakespeare_char.
 
     python train.py --config=configs/shakespeare_char.py --config.data.corpus=text:input.txt
 
 Data: tiny_shakespeare's input.txt (1.1 MB), which you provide.
-Expect: best validation loss 1.4697, in minutes on one A100 (published by nanoGPT).
+Expect: a best validation loss of 1.4697, in minutes on one A100 (published by nanoGPT).
 
-For two CPU cores, this is nanoGPT's smaller form at twice its learning rate. Expect: validation
-loss 1.82 after 2000 steps (measured here). At nanoGPT's 1e-3 it is 1.91, the
-mean of 20 seeds (docs/ablations.md). nanoGPT publishes 1.88.
+The command below trains nanoGPT's smaller model on two CPU cores, with twice nanoGPT's learning
+rate. Expect: a validation loss of 1.82 after 2000 steps (measured here). With nanoGPT's rate of
+1e-3 the loss is 1.91, the mean of 20 seeds (docs/ablations.md). nanoGPT published 1.88.
 
     python train.py --config=configs/shakespeare_char.py --config.data.corpus=text:input.txt \
         --config.model.num_layers=4 --config.model.num_heads=4 --config.model.embed_dim=128 \
@@ -22,7 +22,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """Return the options."""
+    """Return the options of this config."""
     config = default.get_config()
     config.model.update(
         context_length=256,

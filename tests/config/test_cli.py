@@ -134,7 +134,7 @@ def test_help_lists_every_option_with_its_value_and_meaning(parse):
     assert [line.partition("=")[0] for line in listed[1:]] == [*OPTIONS]
     values = {line.partition("  ")[0] for line in listed}
     assert {"model.num_layers=4", "optim.beta1=0.5"} <= values
-    meaning = "optim.weight_decay=0.1  on kernels and embeddings, not on biases"
+    meaning = "optim.weight_decay=0.1  weight decay of kernels and embeddings"
     assert any(line.startswith(meaning) for line in listed)
 
 
