@@ -1,1 +1,1 @@
-"""The lab: programs that look at runs from outside. Nothing outside of this folder imports it."""
+"""The lab: programs that compare, plan and measure runs. No code outside of it imports it."""

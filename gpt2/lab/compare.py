@@ -1,10 +1,10 @@
-"""Plots the validation curves of several runs together, over tokens, FLOPs and time.
+"""Plot the validation curves of several runs together, over tokens, FLOPs and time.
 
 python -m gpt2.lab.compare runs/first runs/second [--reference=published.csv]
     [--output=compare.png]
 
-A directory is the workdir of a run, or a sweep, whose arms become a curve each. A reference is a
-table with the columns `tokens` and `loss`, and `name` for several curves.
+A directory is the workdir of a run, or the folder of a sweep, which has one curve for each arm. A
+reference is a CSV file with the columns `tokens` and `loss`, and `name` if it has several curves.
 """
 
 from gpt2.utils import launch
@@ -40,27 +40,30 @@ from gpt2.utils.text import format_count, format_duration
 
 
 class Origin(NamedTuple):
-    """What decides whether and how a run can be compared."""
+    """The facts that determine whether and how a run can be compared with other runs."""
 
-    options: dict[str, object]  # by dotted name, with the hash of its code
+    options: dict[str, object]  # all options by dotted name, and the hash of the code
     tokens: Amount
     flops: Amount
-    tokenizer: str  # its hash, or its name if no hash is stored
-    text: str  # of the validation split, without regard to tokens
+    tokenizer: str  # the tokenizer's hash, or its name if no hash is stored
+    # Identifies the validation text by its bytes and documents, whatever the tokenizer. If these
+    # are unknown, this is the name of the corpus.
+    text: str
 
 
 def define_flags() -> None:
-    """Define the flags."""
+    """Define the flags of this command."""
     flags.DEFINE_string(
         "reference",
         "",
-        "Published losses: a name in configs/reference, or a CSV file of tokens,loss.",
+        "Published losses to plot: the name of a file in configs/reference, or a CSV file with the "
+        "columns tokens,loss.",
     )
-    flags.DEFINE_string("output", "compare.png", "Path of the picture.")
+    flags.DEFINE_string("output", "compare.png", "Path of the plot.")
 
 
 def main(*directories: str) -> None:
-    """Plot the curves, and print where each ends and how its options differ from the first's."""
+    """Plot the curves, and print the end of each and the options that differ from the first run."""
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
         workdirs |= _find_workdirs(path)
@@ -73,7 +76,7 @@ def main(*directories: str) -> None:
             raise UserError(
                 "Runs with different tokenizers are compared in bits per byte, but"
                 f" --reference={reference} is in nats per token",
-                "Compare the runs without --reference",
+                "Leave out --reference",
             )
         score = BITS_PER_BYTE
         unit = "bits per byte"
@@ -88,13 +91,17 @@ def main(*directories: str) -> None:
             print(f"{name} has no validation in {unit}, and is skipped")
     if not curves:
         raise UserError(
-            f"No run has a validation in {unit} yet", "Name a run that has one"
+            f"No run has a validation in {unit} yet",
+            "Name a run that has been validated",
         )
     first, *others = curves
     usual = origins[first]
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
-        warn(f"{reference} can be compared only if its tokenizer is {tokenizer}, too")
+        warn(
+            f"--reference={reference} can only be compared with these runs if its tokenizer is "
+            f"also {tokenizer}"
+        )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T
         missing = np.full(len(points), np.nan)
@@ -107,7 +114,7 @@ def main(*directories: str) -> None:
         origin = origins[name]
         if origin.text != usual.text:
             warn(
-                f"{name} is validated on another text than {first}, so that their losses cannot be"
+                f"{name} is validated on another text than {first}, so their losses cannot be"
                 " compared"
             )
         changed = []
@@ -115,12 +122,12 @@ def main(*directories: str) -> None:
             value = origin.options.get(option)
             if value != usual.options.get(option):
                 changed.append(f"{option}={value}")
-        print(f"{name} differs from the first by {', '.join(changed) or 'nothing'}")
+        print(f"{name} differs from {first} in {', '.join(changed) or 'no option'}")
     print(f"see {output}")
 
 
 def _find_workdirs(path: str) -> dict[str, list[Path]]:
-    """Return the workdirs by the name of their curve. An arm of a sweep has several."""
+    """Return the workdirs in `path` for each curve's name. An arm of a sweep has several."""
     folder = fetch(path)
     workdirs: dict[str, list[Path]] = {}
     for config in sorted(folder.glob("runs/*/seed-*/run/config.json")):
@@ -130,8 +137,8 @@ def _find_workdirs(path: str) -> dict[str, list[Path]]:
 
 
 def _read_origin(workdir: Path) -> Origin:
-    """Read the origin of a run. Its code may have other options than ours."""
-    with reading(workdir, "Name a workdir of train.py"):
+    """Read the origin of a run, whose code may have other options than this code."""
+    with reading(workdir, "Use the workdir of a run of train.py"):
         tree = json.loads((workdir / "config.json").read_text("utf-8"))
         facts = read_sealed(workdir / "data.json") or {}
         starts = read_starts(workdir)
@@ -140,12 +147,13 @@ def _read_origin(workdir: Path) -> Origin:
         batch = data["batch_size"] * tree["model"]["context_length"]
         tokens: Amount = partial(operator.mul, batch)
         flops_of = unknown
-        with contextlib.suppress(UserError):  # other code may have other options
+        with contextlib.suppress(UserError):  # the run's code may have other options
             config = Config.from_dict(tree)
             config.gpt()
             tokens = config.shapes.tokens
             flops_of = partial(flops, config)
-        # A mixture is described by its fractions, and user-supplied batches have no text.
+        # For mixtures and user-supplied batches no text is recorded. A mixture is identified by its
+        # fractions, which are part of the corpus name.
         text = data["corpus"]
         if split := facts.get("splits", {}).get("validation"):
             text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
@@ -159,7 +167,7 @@ def _read_origin(workdir: Path) -> Origin:
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Return a row for each name: where its curves end."""
+    """Return a table with the tokens, the time and the score at the end of each name's curves."""
     rows = []
     for name, members in curves.items():
         tokens = members[0].tokens[-1]

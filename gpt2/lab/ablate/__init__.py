@@ -1,1 +1,1 @@
-"""Sweeps: a baseline and its arms with several seeds each, and verdicts on the differences."""
+"""Sweeps: a baseline and its arms, trained with several seeds, and verdicts on the differences."""

@@ -1,11 +1,12 @@
-r"""Trains variants of a run with several seeds each, and reports which of them differ.
+r"""Train variants of a run with several seeds, and report which variants differ.
 
     python -m gpt2.lab.ablate --config=configs/quickstart.py --seeds=3 \
         --vary=optim.name=adamw,muon --workdir=ablations/muon
 
-The same command continues a sweep that was stopped, tries failed runs again, and adds new seeds and
-values. Several processes, for example an array job, may run it at once: they divide the runs.
-`--report` writes the report of the runs that have ended so far.
+The same command continues a sweep that was stopped, and trains failed runs again. With more seeds
+or values it adds runs to the sweep. Several processes, for example of an array job, may run the
+command at the same time, and share the work. `--report` writes a report on the runs that have ended
+so far.
 """
 
 from gpt2.utils import launch
@@ -62,18 +63,18 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     if not FLAGS.vary and not FLAGS["seeds"].present:
         raise UserError(
             "--vary is missing, so there is nothing to compare",
-            "Give --vary=OPTION=VALUE,..., or --seeds=N to train seeds of the config alone",
+            "Add --vary=OPTION=VALUE,..., or --seeds=N to train only the config, with N seeds",
         )
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if FLAGS.vary and len(arms) == 1:
         raise UserError(
-            f"--vary={FLAGS.vary[0]} names the baseline alone", "Give another value"
+            f"--vary={FLAGS.vary[0]} names only the baseline", "Add another value"
         )
     return make_sweep(root, arms, slots, module="gpt2.lab.ablate")
 
 
 def _report(sweep: Sweep) -> int:
-    """Write the report, print the verdicts, and return 1 if a run failed or has not ended."""
+    """Write the report and print the verdicts. Return 1 if a run failed or has not ended."""
     sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)

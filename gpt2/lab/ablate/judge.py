@@ -1,4 +1,4 @@
-"""Verdicts on the runs of a sweep, at each interim analysis, and the seeds that it adds."""
+"""Verdicts on the arms of a sweep, and the number of seeds after each interim analysis."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-import scipy  # imports its parts when they are used
+import scipy  # its submodules are imported when they are used
 
 from gpt2.lab.ablate.power import LEVEL, POWER, Numbers
 from gpt2.lab.ablate.sweep import Sweep
@@ -14,12 +14,12 @@ from gpt2.lab.ablate.verdicts import CLEAR, Sample, Verdict, compare
 from gpt2.lab.experiments.arms import Arm
 from gpt2.utils.text import counted
 
-_FUTILE = 0.2  # conditional power, below which an arm stops
+_FUTILE = 0.2  # an arm stops if its conditional power is below this
 _OPEN = "to be decided"
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's compared runs, or of those in a state."""
+    """Return the rows of an arm's compared runs, or only of its runs in a state."""
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:
@@ -28,7 +28,7 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
 
 
 def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
-    """Return the final scores of an arm, or of its first seeds."""
+    """Return the final scores of an arm's runs, or only of its first `seeds` runs."""
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
     return Sample(
@@ -39,14 +39,14 @@ def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
 
 
 def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
-    """Return the verdict on each arm but the baseline, by name.
+    """Return the verdict on each arm except the baseline, by name.
 
-    An interim analysis takes place once all runs of its seeds have ended. It decides on the arms
-    that are clear or futile, or that no test applies to. The last analysis decides on all other
-    arms.
+    An interim analysis is made once all runs with its seeds have ended. It gives a verdict on arms
+    that are clear or futile, and on arms to which no test applies. The last analysis gives a
+    verdict on all other arms.
     """
     verdicts: dict[str, Verdict] = {}
-    ends: dict[str, int] = {}  # the number of seeds at which an arm was decided
+    ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
     several = len(sweep.looks) > 1
     for look in sweep.looks:
         waits = False
@@ -71,7 +71,8 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
                 verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
                 continue
             ends[name] = look
-            # Scaled so that p is below 5 % exactly if the arm differs at this analysis's level.
+            # p is scaled so that it is below 5 % exactly if the arm differs at the level of this
+            # analysis.
             p_value = verdict.p_value * LEVEL / level
             verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
         if waits:
@@ -80,7 +81,7 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def grow(sweep: Sweep) -> Sweep:
-    """Return the sweep with the seeds of the next analysis, once all runs have ended."""
+    """Add the seeds of the next analysis to a sweep, if all runs have ended and arms are open."""
     results = sweep.results()
     if "waiting" in set(results.state) or len(sweep.chosen) < len(sweep.arms):
         return sweep
@@ -89,7 +90,7 @@ def grow(sweep: Sweep) -> Sweep:
     open_arms = [arm for arm in arms if verdicts[arm.name].words == _OPEN]
     if not open_arms:
         return sweep
-    # An arm that was added later has fewer seeds.
+    # Open arms may have different numbers of seeds, because an arm may be added later.
     fewest = min(map(sweep.num_seeds, open_arms))
     number = min(look for look in sweep.looks if look > fewest)
     seeds = dict(sweep.seeds)
@@ -101,10 +102,11 @@ def grow(sweep: Sweep) -> Sweep:
 
 
 def level_at(looks: Sequence[int], look: int) -> float:
-    """Return the level of the analysis after `look` seeds. Those of all `looks` add up to `LEVEL`.
+    """Return the level of the analysis after `look` seeds. All levels add up to `LEVEL`.
 
-    What has been spent grows by the third power of the seeds (Kim and DeMets 1987, Biometrika 74).
-    The level of all analyses together holds by Bonferroni's inequality.
+    The sum of the levels so far is proportional to the third power of the number of seeds (Kim and
+    DeMets 1987, Biometrika 74). By Bonferroni's inequality, `LEVEL` holds for all analyses
+    together.
     """
     earlier = [other for other in looks if other < look]
     before = max(earlier, default=0)
@@ -115,10 +117,11 @@ def level_at(looks: Sequence[int], look: int) -> float:
 def is_futile(
     errors: Numbers, num_arms: int, looks: Sequence[int], look: int
 ) -> bool | np.ndarray:
-    """Return whether an arm whose difference is now `errors` standard errors would stay undecided.
+    """Return whether an arm is futile, given its difference so far in standard errors.
 
-    That is: the last analysis would find it with a probability below 20 % if the true difference
-    were the smallest that it finds with `POWER` (conditional power; Lan, Simon and Halperin 1982).
+    An arm is futile if its conditional power is below 20 %: the probability that the last analysis
+    finds a difference, if the true difference is the smallest that it finds with probability
+    `POWER` (Lan, Simon and Halperin 1982).
     """
     fraction = look / looks[-1]
     isf = scipy.stats.norm.isf

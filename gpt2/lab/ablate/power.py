@@ -1,6 +1,7 @@
 """The statistics behind verdicts: quantiles, intervals, and detectable differences.
 
-`sizes` are the numbers of runs of the baseline and then of each arm. `df` are degrees of freedom.
+Throughout, `sizes` are the numbers of runs of the baseline and then of each arm, and `df` are
+degrees of freedom.
 """
 
 import math
@@ -8,7 +9,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # imports its parts when they are used
+import scipy  # its submodules are imported when they are used
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -16,11 +17,11 @@ Numbers = float | Array
 
 # The probability of a false verdict among all arms and all interim analyses.
 LEVEL = 0.05
-POWER = 0.8  # with which `Verdict.detectable` is found, and of the futility rule
-_NUM_DRAWN = 20_000
-_OUTLYING = 10  # times the median variance: a noisier arm is not pooled
+POWER = 0.8  # the power of `Verdict.detectable` and of the futility rule
+_NUM_DRAWN = 20_000  # number of simulated sweeps
+_OUTLYING = 10  # an arm with more than 10 times the median variance is not pooled
 
-# Nodes and weights of the trapezoidal rule for expectations over a normal variable.
+# Nodes and weights of the trapezoidal rule, for expectations over a standard normal variable.
 _NORMAL = np.linspace(-8, 8, 129)
 _NORMAL_WEIGHTS = np.exp(-(_NORMAL**2) / 2)
 _NORMAL_WEIGHTS /= _NORMAL_WEIGHTS.sum()
@@ -40,11 +41,11 @@ def welch(
 
 
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
-    """Return the probability that no arm's |t| is above `bound` if no arm differs.
+    """Return the probability that no arm's |t| exceeds `bound` if no arm differs.
 
-    Given the baseline's mean and the pooled standard deviation, the arms are independent. That
-    leaves two integrals (Dunnett 1955, section 3). scipy.stats.dunnett draws random numbers in
-    place of them, which takes 100 times as long.
+    Given the baseline's mean and the pooled standard deviation, the arms are independent. The
+    probability is then an integral over these two (Dunnett 1955, section 3). scipy.stats.dunnett
+    draws random numbers instead, which takes 100 times as long.
     """
     noise, weights = _chi(df)
     nums = np.array(sizes[1:])
@@ -62,7 +63,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 @cache
 def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
-    """Return the |t| that some arm exceeds with probability `level` if no arm differs."""
+    """Return the |t| that at least one arm exceeds with probability `level` if no arm differs."""
 
     def excess(bound: float) -> float:
         return dunnett_probability(bound, sizes, df) - (1 - level)
@@ -71,18 +72,19 @@ def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
 
 
 class Design(NamedTuple):
-    """The numbers of runs from which an arm is judged, and the level."""
+    """The design of the test of an arm: the numbers of runs, the tested arm, and the level."""
 
     sizes: tuple[int, ...]
-    arm: int  # its index in `sizes`
-    level: float  # for all arms together
+    arm: int  # the index of the tested arm in `sizes`
+    level: float  # the level for all arms together
 
 
 def pool(variances: Array, design: Design) -> tuple[Array, Array]:
     """Return the pooled variance for the test of an arm, and its degrees of freedom.
 
-    `variances` are the baseline's and then each arm's, `[..., 1 + arms]`. Arms that are far noisier
-    than the median do not count. The baseline and the tested arm always do.
+    `variances` `[..., 1 + arms]` are the variances of the baseline and then of each arm. The pool
+    excludes arms whose variance is far above the median, but always includes the baseline and the
+    tested arm.
     """
     usual = np.median(variances, axis=-1, keepdims=True)
     counts = (variances <= _OUTLYING * usual) | (usual == 0)
@@ -93,7 +95,10 @@ def pool(variances: Array, design: Design) -> tuple[Array, Array]:
 
 
 def group_half_width(design: Design, variances: Array) -> Array:
-    """Return half the wider of Dunnett's and Welch's intervals; `variances` as in `pool`."""
+    """Return half the width of the wider of Dunnett's and Welch's intervals.
+
+    `variances` are the same as for `pool`.
+    """
     sizes, arm, level = design
     num = sizes[arm]
     pooled, df = pool(variances, design)
@@ -107,10 +112,10 @@ def group_half_width(design: Design, variances: Array) -> Array:
 
 
 def group_difference(design: Design, variances: Array) -> float:
-    """Return the true difference of an arm that the tests find with `POWER`.
+    """Return the smallest true difference of an arm that the tests find with probability `POWER`.
 
-    `variances` `[1 + arms]` count as the true ones. The estimates that sweeps would see are drawn
-    at random.
+    `variances` `[1 + arms]` are taken for the true variances. The variances that sweeps would
+    estimate are drawn at random.
     """
     sizes = np.array(design.sizes)
     dfs = sizes - 1
@@ -131,7 +136,10 @@ def group_difference(design: Design, variances: Array) -> float:
 
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
-    """Return values and weights of the estimate of a standard deviation whose true value is 1."""
+    """Return the nodes and weights to integrate over an estimated standard deviation.
+
+    The true standard deviation is 1, and the estimate has `df` degrees of freedom.
+    """
     chi = scipy.stats.chi(df)
     low = chi.ppf(1e-13)
     high = chi.isf(1e-13)

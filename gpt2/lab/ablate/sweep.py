@@ -1,4 +1,4 @@
-"""A sweep: its arms, its seeds, its terms, and the runs that follow from them."""
+"""A sweep: its arms, its seeds, its terms, and the runs that result from them."""
 
 import dataclasses
 import itertools
@@ -15,33 +15,33 @@ from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings
 from gpt2.lab.experiments.terms import LOSS, choose_score
 from gpt2.utils.files import locked, reading, write_json
 
-# Tuning uses this seed, counted from the config's seed. No compared run has it.
+# Tuning uses this seed, counted from the config's seed. No compared run uses the same seed.
 CHOOSING_SEED = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is compared with what, and on which terms."""
+    """The arms that are compared, and the terms of the comparison."""
 
-    root: Path
-    commands: Sequence[str]  # the command lines that made it, for the report
-    arms: tuple[Arm, ...]  # on equal terms, the baseline first
-    equal: str  # what is the same for all arms, one of terms.TERMS
-    # The number of seeds. With several numbers, each is an interim analysis, and the last is the
-    # most.
+    root: Path  # the folder of the sweep
+    commands: Sequence[str]  # all command lines that were used, for the report
+    arms: tuple[Arm, ...]  # on equal terms; the first arm is the baseline
+    equal: str  # the training cost that is the same for all arms, one of terms.TERMS
+    # The numbers of seeds at which the results are analysed, ascending. The last one is the largest
+    # number of seeds of an arm.
     looks: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
-    # The seeds of arms that have more than the first of `looks`.
+    # The number of seeds of each arm that has more than the first number in `looks`.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    # The number of seeds before a command asked for more although runs had ended; 0 without one.
+    # The earlier number of seeds, if a command increased it after runs had ended; otherwise 0.
     raised_from: int = 0
-    # The best tuned values of each arm, once all its tuning runs have ended (the first values, if
-    # all runs diverged). Runs that end later do not change them.
+    # The best tuned values of each arm, once all its tuning runs have ended (if all diverged, the
+    # first values). Runs that end later do not change this choice.
     chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
     def score(self) -> str:
-        """The metric that is compared, of the last validation."""
+        """The name of the compared metric, which the last validation of a run measures."""
         return choose_score(self.arms)
 
     @property
@@ -50,7 +50,7 @@ class Sweep:
         return "nats per token" if self.score == LOSS else "bits per byte"
 
     def choosing_runs(self) -> list[Run]:
-        """Return the tuning runs: each arm tries every combination of the tuned values."""
+        """Return the tuning runs, one for each arm and combination of the tuned values."""
         runs = list[Run]()
         if not self.tune:
             return runs
@@ -64,7 +64,7 @@ class Sweep:
         return runs
 
     def undecided_runs(self) -> list[Run]:
-        """Return the tuning runs of the arms whose values are not chosen yet."""
+        """Return the tuning runs of the arms whose values have not been chosen yet."""
         return [run for run in self.choosing_runs() if run.arm not in self.chosen]
 
     def num_seeds(self, arm: Arm) -> int:
@@ -72,7 +72,7 @@ class Sweep:
         return self.seeds.get(arm.name, self.looks[0])
 
     def runs(self) -> list[Run]:
-        """Return the compared runs, seed by seed, of the arms whose values are chosen."""
+        """Return the compared runs, seed by seed, of the arms whose values have been chosen."""
         runs = []
         most = max(map(self.num_seeds, self.arms))
         for i in range(most):
@@ -89,7 +89,7 @@ class Sweep:
     def with_choices(self) -> "Sweep":
         """Return the sweep with the best values of every arm whose tuning runs have all ended.
 
-        A failed run has not ended: the next command tries it again.
+        A failed run has not ended, because the next command trains it again.
         """
         chosen = dict(self.chosen)
         if not self.tune:
@@ -108,7 +108,7 @@ class Sweep:
         return read_results(self.all_runs(), self.score)
 
     def check_runs(self, *, to_come: bool = False) -> None:
-        """Raise a UserError if the runs cannot be compared; see `check_comparable`."""
+        """Raise a UserError if runs cannot be compared; see `check_comparable`."""
         check_comparable(self.all_runs(), self.score, to_come=to_come)
 
     def save(self) -> None:
@@ -119,16 +119,16 @@ class Sweep:
 
 
 def load_sweep(root: Path) -> Sweep:
-    """Read the sweep of a folder."""
+    """Read the sweep in a folder."""
     path = root / "sweep.json"
-    with reading(path, "Give the --workdir of a sweep, or remove the file"):
+    with reading(path, "Use the --workdir of a sweep, or remove the file"):
         tree = json.loads(path.read_bytes())
         arms = tuple(Arm.from_options(**arm) for arm in tree["arms"])
         return Sweep(**tree | {"root": root, "arms": arms})
 
 
 def register(sweep: Sweep) -> Sweep:
-    """Add a sweep to the sweep of its folder, write sweep.json, and return both as one."""
+    """Merge a sweep with the sweep in its folder, write sweep.json, and return the merged sweep."""
     with locked(sweep.root / ".sweep.lock"):  # several processes may register at once
         merged = continued(sweep).with_choices()
         merged.check_runs(to_come=True)
@@ -139,7 +139,8 @@ def register(sweep: Sweep) -> Sweep:
 def continued(sweep: Sweep) -> Sweep:
     """Return the sweep with the arms, seeds and choices that its folder already has.
 
-    Other terms, or an arm of the same name with other options, are a UserError.
+    Raise a UserError if the folder's sweep has other terms, or an arm of the same name with other
+    options.
     """
     if not (sweep.root / "sweep.json").exists():
         return sweep
@@ -155,9 +156,9 @@ def continued(sweep: Sweep) -> Sweep:
     if max(len(before.looks), len(sweep.looks)) > 1:
         changed["seeds"] = (before.looks, sweep.looks)
     refuse_differences(
-        f"{sweep.root} holds a sweep",
+        f"{sweep.root} already contains a sweep",
         changed,
-        "Give another --workdir, or the old values",
+        "Use another --workdir, or the old values",
     )
     raised_from = before.raised_from
     if sweep.looks > before.looks and not raised_from:

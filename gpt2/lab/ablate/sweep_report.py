@@ -1,4 +1,4 @@
-"""The report of a sweep: report.md, report.html, verdicts.json, results.csv and pictures."""
+"""The report of a sweep: report.md, report.html, verdicts.json, results.csv and plots."""
 
 import re
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
 
 
 def print_verdicts(table: pd.DataFrame) -> None:
-    """Print the columns of a table of verdicts that fit into 80 characters."""
+    """Print the most important columns of a table of verdicts, in 80 characters."""
     screen = Table(box=None, pad_edge=False)
     for title in ("arm", "difference", "interval", "verdict"):
         whole = title in ("difference", "interval")
@@ -75,7 +75,7 @@ def _draw(
     samples: Mapping[str, Sample],
     verdicts: Mapping[str, Verdict],
 ) -> list[str]:
-    """Draw the pictures that the results allow, and return their names."""
+    """Draw the plots for which there are results, and return their file names."""
     root = sweep.root
     values = [verdict.difference for verdict in verdicts.values()]
     if not np.isfinite(values).any():

@@ -1,11 +1,11 @@
-"""The tables of a sweep's report. Every cell is text."""
+"""The tables in a sweep's report. All cells are texts."""
 
 import math
 from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-import scipy  # imports its parts when they are used
+import scipy  # its submodules are imported when they are used
 
 from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.sweep import Sweep
@@ -18,7 +18,7 @@ from gpt2.lab.experiments.run_folder import describe
 def verdict_table(
     by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
 ) -> pd.DataFrame:
-    """Return a row for each arm: its scores and its verdict."""
+    """Return a table with the scores and the verdict of each arm."""
     rows = []
     for name, sample in by_arm.items():
         row = {
@@ -41,7 +41,10 @@ def verdict_table(
 
 
 def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each metric: its last values by arm, including metrics that a loss adds."""
+    """Return a table of the last values of all metrics, a row for each metric.
+
+    The metrics include those that a loss adds. There is a column for each arm.
+    """
     rows = []
     for name in results.columns:
         if name.startswith(METRICS):
@@ -54,11 +57,14 @@ def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return the fraction of the baseline's run that each arm needs to reach its final score."""
+    """Return a table with the fraction of the baseline's run that each arm needs.
+
+    It needs this fraction of the tokens, FLOPs or seconds to reach the baseline's final score.
+    """
     rows = []
     baseline, *others = sweep.arms
     first = compared(results, baseline, "finished")
-    # A single validation at the end makes no curve.
+    # A single validation at the end of a run is not a curve.
     if first.empty or len(first.curve.iloc[0].scores) < 2:
         return pd.DataFrame()
     targets = [first.score.mean(), *first.score]
@@ -77,12 +83,12 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
-    """Return the amount after which a curve stays below a score, interpolated linearly.
+    """Return the amount after which a curve stays below `target`, interpolated linearly.
 
-    It is inf if the curve ends above the score, and the first validation's amount if it is never
-    above.
+    Return inf if the curve ends above `target`, and the amount of the first validation if the curve
+    is never above it.
     """
-    # The last validation above the score counts, so that a lucky one before it does not.
+    # The last validation above the target counts, so that an earlier lucky one does not.
     above = np.flatnonzero(scores > target)
     start = above[-1] if above.size else 0
     x = -scores[start : start + 2]
@@ -91,10 +97,11 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 
 
 def describe_fractions(fractions: np.ndarray) -> str:
-    """Write the mean fraction and its 95 % interval by Welch's method.
+    """Return the mean fraction, with its 95 % interval by Welch's method, as a text.
 
-    `fractions` is `[runs of the arm, 1 + runs of the baseline]`: how much of the baseline's run a
-    run needs to reach the mean of the baseline's final scores, and then each of them.
+    `fractions` is `[runs of the arm, 1 + runs of the baseline]`. The first column has the fraction
+    of the baseline's run that a run needs to reach the mean of the baseline's final scores, and the
+    other columns have the fractions for each of these scores.
     """
     if not fractions.size or np.isnan(fractions).any():
         return "-"
@@ -114,7 +121,10 @@ def describe_fractions(fractions: np.ndarray) -> str:
 
 
 def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each choice of values: its score by arm, with * where an arm chose it."""
+    """Return a table of the tuning runs' scores, a row for each combination of values.
+
+    There is a column for each arm. A * marks the values that the arm chose.
+    """
     runs = results[results.purpose == "choose"]
     table = runs.pivot(index="values", columns="arm", values="score")
     table = table.map(number, form=".4f")

@@ -1,26 +1,27 @@
-"""Verdicts: which arms differ from the baseline, by how much, and how sure that is.
+"""Verdicts: which arms differ from the baseline, by how much, and with what uncertainty.
 
-An arm is a set of runs that differ in their seed only. Differences are arm - baseline, in the unit
-of the scores. Scores are losses, so negative differences are better. The family-wise level (5 %)
-bounds the probability of one or more false verdicts among all arms. All intervals hold together
-with 95 %.
+The runs of an arm differ only in their seed. Differences are arm - baseline, in the unit of the
+scores. Scores are losses, so negative differences are better. The family-wise level (5 %) bounds
+the probability of one or more false verdicts among all arms. With a probability of 95 %, all
+intervals contain the true differences.
 
-The tests are unpaired. An arm differs if both of them say so, and the wider of their intervals
-counts:
+The tests are unpaired. An arm differs if both tests find a difference. Its interval is the wider
+one of the two:
 
-1. Dunnett's test (Dunnett 1955, JASA 50) of all arms. It pools the variances, which gives few seeds
-   more power. But it takes the mean of a noisy arm, or of a noisy baseline, for more certain than
-   it is. An arm with more than ten times the median variance does not enter the pool of the other
-   arms, because it would hide their differences.
-2. Welch's t-test (Welch 1947, Biometrika 34) of the pair alone, in which variances may differ, at
-   level / sqrt(number of arms). That is halfway between no adjustment and Bonferroni's.
+1. Dunnett's test (Dunnett 1955, JASA 50) of all arms together. It pools the variances, which gives
+   the test more power if there are few seeds. But it underestimates the error of the mean of a
+   noisy arm or a noisy baseline. An arm with more than ten times the median variance is left out
+   when the variance is pooled for other arms, because it would hide their differences.
+2. Welch's t-test (Welch 1947, Biometrika 34) of the arm and the baseline alone, whose variances may
+   differ, at level / sqrt(number of arms). That is halfway between no adjustment and Bonferroni's.
 
-The table is in percent, from 40,000 simulated sweeps of 5 arms with n seeds each (`python -m
-tests.programs.verdict_rates`). It lists how often a sweep has a false verdict, where all standard
-deviations are equal, where the baseline's is 3, and where one arm's is 3; how often an arm is found
-whose true difference is 5 standard errors; and, as "worst", the highest rate of false verdicts for
-1 to 10 arms of 3 or 5 seeds, a baseline with the same number, and standard deviations of 1 or 3.
-With a baseline of another number of seeds, 3 to 10, the worst rate of our rule is 8.4.
+The numbers in the table are percentages, from 40,000 simulated sweeps of 5 arms with n seeds each
+(`python -m tests.programs.verdict_rates`). The first three columns are the rates of sweeps with a
+false verdict: with equal standard deviations of 1, with a standard deviation of 3 for the baseline,
+and with 3 for one arm. "found" is the rate at which an arm with a true difference of 5 standard
+errors is found. "worst" is the highest rate of false verdicts for 1 to 10 arms with 3 or 5 seeds, a
+baseline with the same number of seeds, and standard deviations of 1 or 3. If the baseline has
+another number of seeds, from 3 to 10, the worst rate of our rule is 8.4.
 
                                       equal       baseline       one arm        found     worst
                                     n=3  n=5      n=3  n=5      n=3  n=5      n=3  n=5
@@ -35,7 +36,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import scipy  # loads its parts when they are used
+import scipy  # its submodules are imported when they are used
 
 from gpt2.lab.ablate.power import (
     LEVEL,
@@ -48,21 +49,21 @@ from gpt2.lab.ablate.power import (
     welch,
 )
 
-CLEAR = ("better", "worse")  # the words of an arm that differs
-_ROUNDING = 1e-12  # relative to the scores; a smaller standard error counts as zero
+CLEAR = ("better", "worse")  # the verdicts on an arm that differs
+_ROUNDING = 1e-12  # a standard error below this fraction of the scores is rounding
 
 
 @dataclass(frozen=True)
 class Sample:
     """The runs of one arm, or of the baseline."""
 
-    scores: Array  # final losses of the finished runs, [n]; finite
-    diverged: int = 0  # runs whose loss became NaN or Inf
-    failed: int = 0  # runs that ended for reasons that say nothing about the arm
+    scores: Array  # [n], the final losses of the finished runs; all are finite
+    diverged: int = 0  # number of runs whose loss became NaN or Inf
+    failed: int = 0  # number of runs that ended for reasons unrelated to the arm
 
     @property
     def mean(self) -> float:
-        """The mean score; NaN without scores."""
+        """The mean score, or NaN if there are no scores."""
         return float(self.scores.mean()) if len(self.scores) else math.nan
 
     @property
@@ -73,18 +74,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs say about one arm. Numbers are NaN if no test applies."""
+    """The verdict on one arm. Numbers are NaN if no test applies."""
 
     difference: float  # arm - baseline
-    words: str  # better, worse, undecided: at most 0.0123, or why there is no verdict
+    # "better", "worse", "undecided: at most 0.0123", or why there is no verdict.
+    words: str
     baseline: float  # the mean of the baseline's scores that was subtracted
-    # The end of an interval that holds together with the other arms'.
+    # The ends of the interval, which is simultaneous with the intervals of the other arms.
     low: float = math.nan
     high: float = math.nan
     p_value: float = math.nan  # adjusted for the number of arms
-    # The difference's standard error, from the runs of both alone.
+    # The standard error of the difference, estimated only from the arm and the baseline.
     error: float = math.nan
-    # The smallest true difference that such runs find with a power of 0.8.
+    # A function that returns the smallest true difference that such runs find with a power of 0.8.
     detectable: Callable[[], float] = field(
         default=lambda: math.nan, repr=False, compare=False
     )
@@ -96,10 +98,11 @@ def compare(
     *,
     level: float = LEVEL,
 ) -> dict[str, Verdict]:
-    """Return the verdict on each arm, by the tests of the module's docstring.
+    """Return the verdict on each arm, with the tests that the module's docstring describes.
 
-    An arm with a diverged run has no verdict, because its other runs are not a fair sample, and it
-    does not enter the tests of other arms. `level` bounds false verdicts among all arms.
+    An arm with a diverged run has no verdict, because its other runs are not a fair sample, and the
+    tests of other arms do not use it. `level` bounds the probability of a false verdict among all
+    arms.
     """
     verdicts = {}
     judged = {}
@@ -107,7 +110,7 @@ def compare(
         words = _obstacle(baseline, arm)
         if not words:
             judged[name] = arm
-            # A test replaces these words if the scores differ.
+            # If the scores differ, `_test` below replaces these words.
             words = "the same score for every seed: no verdict"
         verdicts[name] = Verdict(arm.mean - baseline.mean, words, baseline.mean)
     if judged:
@@ -116,7 +119,7 @@ def compare(
 
 
 def _obstacle(baseline: Sample, arm: Sample) -> str:
-    """Return why no test applies to an arm; "" if one does."""
+    """Return why no test applies to an arm, or "" if a test applies."""
     if arm.diverged:
         return f"diverged in {arm.diverged} of {arm.num_runs} runs"
     if baseline.diverged:
@@ -129,7 +132,7 @@ def _obstacle(baseline: Sample, arm: Sample) -> str:
 
 
 def _decide(low: float, high: float) -> str:
-    """Return the words for an interval of the difference."""
+    """Return the words of the verdict for an interval of the difference."""
     if high < 0:
         return "better"
     if low > 0:
@@ -140,12 +143,12 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts on the arms whose scores differ, by Dunnett's and Welch's tests."""
+    """Return the verdicts of Dunnett's and Welch's tests on the arms whose scores differ."""
     first = baseline.scores
     groups = [first, *(arm.scores for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])
     sizes = tuple(map(len, groups))
-    strictness = math.sqrt(len(arms))  # of Welch's test
+    strictness = math.sqrt(len(arms))  # divides the level of Welch's test
     verdicts = {}
     for i, name in enumerate(arms, start=1):
         design = Design(sizes, i, level)

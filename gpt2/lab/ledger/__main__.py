@@ -1,12 +1,12 @@
-r"""Tries one idea against the best so far, and answers: keep, discard or undecided.
+r"""Compare one idea with the best so far, and answer keep, discard or undecided.
 
     python -m gpt2.lab.ledger --ledger=ideas --idea=optim.name=lion
 
-An idea is OPTION=VALUE (and +OPTION=VALUE after it), recipe=FILE, or code=BRANCH, where code=. is
-the working tree as it is. A ledger starts with --config and its overrides. A kept idea becomes the
-best, and later ideas are tried on top of it. Several processes may use one ledger. Exit codes: 0
-keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a mistake, or an idea that cannot be
-compared.
+An idea is OPTION=VALUE (which +OPTION=VALUE may follow), recipe=FILE, or code=BRANCH, where code=.
+is the current working tree. A ledger starts with --config and its overrides. An idea that is kept
+becomes the best, and later ideas are changes of it. Several processes may use the same ledger. Exit
+codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a user's mistake, or an idea
+that cannot be compared.
 """
 
 from gpt2.utils import launch
@@ -51,29 +51,39 @@ _IS_BEST = "it is the best itself"
 
 
 def define_flags() -> None:
-    """Define the flags."""
+    """Define the flags of this command."""
     cli.define_config()
     flags.DEFINE_string("ledger", None, "Folder of the ledger.")
     flags.DEFINE_string(
         "idea",
         "",
-        "OPTION=VALUE, recipe=FILE or code=BRANCH; without one, print the best so far.",
+        "The idea: OPTION=VALUE, recipe=FILE or code=BRANCH; empty: print the best so far.",
     )
-    flags.DEFINE_integer("pairs", 16, "Most pairs of runs for an idea.", 2)
+    flags.DEFINE_integer("pairs", 16, "Largest number of pairs of runs for an idea.", 2)
     flags.DEFINE_float(
-        "minutes", math.inf, "Start no pair that would end after this time.", 0.0
+        "minutes",
+        math.inf,
+        "Time limit in minutes. No pair starts that would end after it.",
+        0.0,
     )
     flags.DEFINE_float(
-        "least", 0.0, "Smallest gain worth keeping, in nats per token.", 0.0
+        "least", 0.0, "Smallest gain that is worth keeping, in nats per token.", 0.0
     )
     flags.DEFINE_enum(
-        "equal", "tokens", TERMS, "What is the same for the idea and the best."
+        "equal",
+        "tokens",
+        TERMS,
+        "The training cost that is the same for the idea and the best.",
     )
     flags.DEFINE_bool(
-        "dry_run", False, "Print which gains the pairs would find, and their time."
+        "dry_run",
+        False,
+        "Only print which gains the pairs could find, and how long they would take.",
     )
     flags.DEFINE_bool(
-        "json", False, "Print the answer as one line of JSON, and the rest on stderr."
+        "json",
+        False,
+        "Print the answer as a line of JSON on stdout, and everything else on stderr.",
     )
 
 
@@ -94,13 +104,13 @@ def main() -> int:
 
 
 def _open_ledger(root: Path) -> Ledger:
-    """Return the ledger. The first command's options start a new one."""
+    """Return the ledger, or start a new one with the options of the command line."""
     config = cli.parse_config()
     config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:
-            # The working tree as an idea is compared with the last commit.
+            # If the idea is the working tree, it is compared with the last commit.
             commit = find_commit("HEAD") if is_working_tree(FLAGS.idea) else snapshot()
             arm = Arm("000-start", config, commit=commit)
             code = hash_code(check_out(root, commit))
@@ -110,15 +120,16 @@ def _open_ledger(root: Path) -> Ledger:
     refuse_differences(
         f"{root} started",
         differences(first, replace(first, config=config)),
-        "Give the options that it started with, or another --ledger",
+        "Use the options with which the ledger started, or another --ledger",
     )
     return ledger
 
 
 def _enter_idea(root: Path) -> Idea:
-    """Return the idea of the command line, or the entry of the same idea against the same best.
+    """Enter the idea of the command line in the ledger, and return it.
 
-    If the idea is the best itself, return it with its answer, without an entry in the ledger.
+    Return the earlier entry if the ledger has one for the same idea and the same best. If the idea
+    is the best itself, return it with its answer, without an entry in the ledger.
     """
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
@@ -134,15 +145,15 @@ def _enter_idea(root: Path) -> Idea:
                 return other
         if most_evidence(FLAGS.pairs) < 1 / level:
             raise UserError(
-                f"--pairs={FLAGS.pairs} is too few to keep any idea at the level {level:.2%}",
-                "Give more --pairs",
+                f"--pairs={FLAGS.pairs} is too small to keep any idea at the level {level:.2%}",
+                "Use a larger number of --pairs",
             )
         append(root, idea)
         return idea
 
 
 def _try_idea(root: Path) -> Idea:
-    """Train pairs of the idea until there is an answer, and return the idea with its answer."""
+    """Train pairs until there is an answer, and return the idea with its answer."""
     start = time.monotonic()
     pair_seconds = 0.0
     answer = ""
@@ -160,7 +171,7 @@ def _try_idea(root: Path) -> Idea:
                 answer, why = _decide(ledger, idea)
             if ledger.best.number != idea.best:
                 answer = "undecided"
-                why = "another idea was kept meanwhile, try it on top of that"
+                why = "another idea was kept meanwhile; repeat the command to compare with that"
             elif not answer and now + pair_seconds > start + 60 * FLAGS.minutes:
                 answer = "undecided"
                 why = f"{FLAGS.minutes:g} minutes are used up"
@@ -176,7 +187,7 @@ def _try_idea(root: Path) -> Idea:
 
 
 def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
-    """Return the answer after the pairs so far, and its reason; "" without an answer."""
+    """Return the answer after the pairs so far, and the reason. Both are "" if it is open."""
     differences = idea.differences + FLAGS.least
     if len(differences) < 2:
         return "", ""
@@ -193,7 +204,10 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
 
 
 def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
-    """Train the best and the idea with the next seed; return an answer if the idea has no score."""
+    """Train the best and the idea with the next seed, and add the pair to the ledger.
+
+    If the idea diverged or failed, and so has no score, return the answer and the reason.
+    """
     seed = len(idea.pairs)
     arms = (ledger.ideas[idea.best].arm, idea.arm)
     pair = [arm.make_run(root, seed) for arm in arms]
@@ -214,7 +228,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
         return "failed", error
     with files.locked(root / _LOCK):
         idea = read_ledger(root).ideas[idea.number]
-        if len(idea.pairs) == seed:  # no other process has added this pair
+        if len(idea.pairs) == seed:  # otherwise, another process has added the pair
             best_score, score = results.score
             idea.pairs.append((best_score, score))
             append(root, idea)
@@ -223,7 +237,8 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
 
 def _write_page(root: Path, ledger: Ledger) -> None:
     """Write report.html and ledger.png."""
-    gains = {0: 0.0}  # the difference of each best from the start, by number
+    # The number of each kept idea -> the difference of its loss from the start.
+    gains = {0: 0.0}
     for idea in ledger.kept:
         gains[idea.number] = gains[idea.best] + idea.interval[0]
     plot_ledger(root / "ledger.png", ledger.ideas[1:], gains)
@@ -239,7 +254,7 @@ def _write_page(root: Path, ledger: Ledger) -> None:
 
 
 def _print_answer(ledger: Ledger, idea: Idea) -> None:
-    """Print the answer on an idea and the state of the ledger, as a sentence or as JSON."""
+    """Print the answer on an idea and the state of the ledger, as a text or as JSON."""
     difference, low, high = idea.interval
     commit = ledger.best.arm.commit
     changed = differences(ledger.ideas[0].arm, ledger.best.arm)
@@ -264,7 +279,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         "options": options,
     }
     if FLAGS.json:
-        print(pd.Series(facts).to_json())  # null in place of NaN
+        print(pd.Series(facts).to_json())  # pandas writes NaN as null
         return
     flags_of_best = [f" --config.{name}={value}" for name, value in options.items()]
     text = f"{idea.text} is the best, commit {commit or 'none'}{''.join(flags_of_best)}"
@@ -286,17 +301,20 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:
-    """Return which gains pairs of the idea would find, and how long they take."""
+    """Return a text that says which gains pairs could find, and how long the pairs take."""
     idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
     step, start = measure(root, idea.arm, make_slots(1))
     seconds = 2 * (start + idea.arm.config.train.num_steps * step)
     level = ledger.level(idea.number)
     noise = ledger.noise()
-    unit = f"nats per token; between seeds a difference varies by {noise:.4f}"
+    unit = (
+        "nats per token. The standard deviation of a difference between seeds is "
+        f"{noise:.4f}"
+    )
     if not noise > 0:  # NaN before an idea has two pairs
         noise = 1.0
         unit = (
-            "standard deviations of a difference, which is known once an idea has two"
+            "standard deviations of a difference, which are known once an idea has two"
             " pairs"
         )
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
@@ -306,8 +324,8 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
     return (
         f"Pairs of {ledger.best.text} and {idea.text} would train:\n\n{text}\n\n"
-        "The columns are true differences, beyond --least, that are kept at level"
-        f" {level:.2%}, in {unit}"
+        "The last two columns are the true differences, beyond --least, with which an idea is"
+        f" kept at the level {level:.2%}, in {unit}"
     )
 
 

@@ -1,4 +1,4 @@
-r"""The evidence of pairs of runs for an idea, valid after every pair, and the levels of a ledger.
+r"""The evidence for an idea, which is valid after every pair of runs, and the levels of a ledger.
 
 An idea and the best so far train with the same seeds. x_1, x_2, ... are the differences of their
 final losses, idea - best. The null hypothesis is that their mean is 0 or above. Let n be the number
@@ -8,48 +8,50 @@ function of Student's t with n degrees of freedom. Then the evidence is
     E_n = 2 r^(-1/2) ((S + n m^2) / (S + n m^2 / r))^(n/2)
           F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)),
 
-It is the likelihood ratio of "mean / deviation is -|N(0, tau^2)|" to "it is 0", after the right
-Haar prior has removed the deviation (Lai 1976, Annals of Statistics 4; Pérez-Ortiz, Lardy, de Heide
-and Grünwald 2024, Annals of Statistics 52; Wang and Ramdas 2025, Sequential Analysis 44). Under the
-null hypothesis its expectation is at most 1 at any stopping time, if the decision to stop depends
-on ratios of differences alone, as it does here. So a ledger may look after each pair, and may
-continue an idea later with the pairs that it has.
+E_n is the likelihood ratio of "mean / deviation is -|N(0, tau^2)|" to "mean / deviation is 0",
+after the right Haar prior has removed the deviation (Lai 1976, Annals of Statistics 4; Pérez-Ortiz,
+Lardy, de Heide and Grünwald 2024, Annals of Statistics 52; Wang and Ramdas 2025, Sequential
+Analysis 44). Under the null hypothesis its expectation is at most 1 at any stopping time, if the
+decision to stop depends only on ratios of differences, as it does here. A ledger may therefore
+compute it after each pair, and may continue an idea later with the pairs that it has.
 
-Assumed: the differences of one idea are independent and normal with one deviation, which may be
-different for each idea. Ideas share the runs of the best, so that their evidence is dependent.
+The assumptions are: the differences of an idea are independent and normal with the same standard
+deviation, which may be different for each idea. The evidence for different ideas is dependent,
+because they share the runs of the best.
 
-Over a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea once
+In a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea as soon as
 
     E_n >= 1 / (alpha gamma_t (K + 1)),  alpha = 0.1,  gamma_t = t^(-1.3) / zeta(1.3),
 
-where K ideas have been kept so far. An idea gets its t with its first pair, or when it diverges. An
-idea whose runs fail has no E_n: its code failed, and no score was seen, so that the gamma_t of
-other ideas do not depend on scores, and the gamma_t of all E_n add up to at most 1. When an idea is
-kept, at least K + 1 are. So it adds at most alpha gamma_t E_n to the false fraction, and all ideas
-add at most alpha in expectation, whatever the dependence of e-values. The proof holds for values
-that are fixed when they are judged. Here an idea may also continue after K has grown, by scores of
-other ideas with the same runs of the best. `python -m tests.programs.ledger_rates` simulates this;
+where K is the number of ideas that have been kept so far. An idea gets its t with its first pair,
+or when it diverges. An idea whose runs fail has no E_n: its code failed, and no score was seen, so
+the gamma_t of other ideas do not depend on scores, and the gamma_t of all E_n add up to at most 1.
+When an idea is kept, at least K + 1 ideas are kept. The idea therefore adds at most alpha gamma_t
+E_n to the fraction of false ideas, and all ideas together add at most alpha in expectation,
+whatever the dependence of the e-values is. The proof assumes that an e-value is final when it is
+tested. Here an idea may also continue after K has grown because of the scores of other ideas, which
+share the runs of the best. `python -m tests.programs.ledger_rates` simulates this, and
 docs/ledger.md has the rates.
 """
 
 import math
 
 import numpy as np
-import scipy  # imports its parts when they are used
+import scipy  # its submodules are imported when they are used
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Numbers = float | Array
 
-_FALSE_FRACTION = 0.1  # of the kept ideas, in expectation; alpha above
-_DECAY = 1.3
-_TAU = 3.0  # the scale of expected gains, in deviations
-_FUTILE = 0.2
-_NUM_DRAWN = 1000
+_FALSE_FRACTION = 0.1  # alpha: the largest expected fraction of false ideas among kept
+_DECAY = 1.3  # the exponent in gamma_t
+_TAU = 3.0  # the scale of expected gains, in standard deviations
+_FUTILE = 0.2  # `is_futile` uses an interval of level 1 - _FUTILE
+_NUM_DRAWN = 1000  # number of simulated ideas
 
 
 def level_at(number: int, kept: int) -> float:
-    """Return the level of the `number`-th idea, counted from 1, once `kept` ideas were kept."""
+    """Return the level of the `number`-th idea, counted from 1, if `kept` ideas have been kept."""
     gamma = number**-_DECAY / scipy.special.zeta(_DECAY)
     return float(_FALSE_FRACTION * gamma * (kept + 1))
 
@@ -63,7 +65,7 @@ def evidence(differences: Array) -> Array:
 
 
 def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
-    """Return the evidence of `num` differences from their mean and the sum of squares around it."""
+    """Return the evidence E_n of `num` differences, given their mean m and S = `squares`."""
     r = 1 + num * _TAU**2
     around_zero = squares + num * mean**2
     left = squares + num * mean**2 / r
@@ -73,16 +75,16 @@ def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
 
 
 def most_evidence(pairs: int) -> float:
-    """Return the upper limit of the evidence of a number of pairs: 2 r^((n - 1) / 2)."""
+    """Return the upper limit of the evidence of n = `pairs` pairs, 2 r^((n - 1) / 2)."""
     r = 1 + pairs * _TAU**2
     return 2 * r ** ((pairs - 1) / 2)
 
 
 def half_width(differences: Array, level: float) -> float:
-    """Return half the width of an interval that holds the true mean after every pair.
+    """Return half the width of an interval for the true mean that is valid after every pair.
 
-    It fails with a probability of `level`, and is inf until there are enough pairs (Wang and Ramdas
-    2025, as above, two-sided).
+    With a probability of `level`, it misses the true mean after some pair. The width is inf until
+    there are enough pairs (Wang and Ramdas 2025, as above, two-sided).
     """
     num = len(differences)
     r = 1 + num * _TAU**2
@@ -94,10 +96,11 @@ def half_width(differences: Array, level: float) -> float:
 
 
 def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
-    """Return whether the evidence after `pairs` pairs would hardly reach 1 / `level`.
+    """Return whether the evidence after `pairs` pairs is unlikely to reach 1 / `level`.
 
-    `differences` `[..., n]` are the pairs so far. The pairs to come get the same deviation, and as
-    their mean the better end of a one-sided 80 % interval.
+    `differences` `[..., n]` are those of the pairs so far. Future pairs are assumed to have the
+    same standard deviation. Their mean is assumed to be the better end of a one-sided 80 %
+    interval.
     """
     num = differences.shape[-1]
     mean = differences.mean(-1)
@@ -109,9 +112,9 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
 
 
 def findable(pairs: int, level: float, power: float) -> Array:
-    """Return the gains that 1, 2, ... pairs find with a probability of `power`, `[pairs]`.
+    """Return the smallest gains `[pairs]` that 1, 2, ... pairs find with probability `power`.
 
-    Gains are in deviations of a difference, and NaN where no gain is found.
+    Gains are in standard deviations of a difference, and NaN where no gain is found.
     """
     noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
     sizes = np.geomspace(0.25, 64, 49)

@@ -1,4 +1,4 @@
-"""Ideas on top of the best so far: from `--idea` to an entry of the ledger."""
+"""Make an entry of the ledger from `--idea`, as a change of the best so far."""
 
 import re
 from collections.abc import Sequence
@@ -22,21 +22,23 @@ _WORKING_TREE = re.compile(r"^code=\.(?=\+|$)")
 
 
 def is_working_tree(text: str) -> bool:
-    """Return whether an idea is the code of the working tree."""
+    """Return whether an idea is the code in the working tree."""
     return bool(_WORKING_TREE.match(text))
 
 
 def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
-    """Return the idea that `--idea` names, on top of the best so far."""
+    """Return the idea that `--idea` names, as a change of the best so far."""
     best = ledger.best.arm
     value = text
     if is_working_tree(text):
-        # In the form of `git describe`.
+        # The name has the form of `git describe`, which git accepts as the name of a commit.
         value = _WORKING_TREE.sub(f"code=working-tree-0-g{snapshot()[:9]}", text)
     arms = make_arms(best.config, [value], one_at_a_time=True)
     if len(arms) > 2:
-        raise UserError(f"--idea={text} names several ideas", "Try one after another")
-    arm = arms[-1]  # the best itself, if the idea changes nothing
+        raise UserError(
+            f"--idea={text} names several ideas", "Use a separate command for each"
+        )
+    arm = arms[-1]  # this is the best itself if the idea changes nothing
     number = len(ledger.ideas)
     _refuse_options(text, best, arm)
     choose_score([best, arm])  # refuses a validation on other batches
@@ -50,8 +52,8 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     code = hash_code(check_out(root, arm.commit))
     if ledger.best.number and not contains(arm.commit, best.commit):
         raise UserError(
-            f"--idea={text} lacks the kept code, commit {best.commit}",
-            "Start the branch at that commit, or merge it",
+            f"--idea={text} does not contain the code that was kept, commit {best.commit}",
+            "Merge this commit into the branch",
         )
     changed = diff(best.commit, arm.commit, "--name-only").split()
     _refuse_unread(root, best, arm, changed)
@@ -74,15 +76,23 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
 
 
 def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
-    """Refuse code that changes options in configs/: runs get their options from the ledger."""
-    remedy = "Give options next to the code: --idea=code=BRANCH+OPTION=VALUE"
+    """Raise a UserError for code that changes options in configs/.
+
+    Runs take their options from the ledger, and would ignore such a change.
+    """
+    remedy = "Add the options to the idea: --idea=code=BRANCH+OPTION=VALUE"
     for path in changed:
         if path.startswith("configs/") and path in cli.config_file():
-            raise UserError(f"The code changes {path}, which no run reads", remedy)
+            raise UserError(
+                f"The code changes {path}, but runs take their options from the ledger",
+                remedy,
+            )
     before = defaults_of(best.source(root))
     options = arm.options
     for name, value in defaults_of(arm.source(root)).items():
         if value not in (before.get(name, value), options.get(name)):
             raise UserError(
-                f"The code changes the default of {name}, which no run reads", remedy
+                f"The code changes the default of {name}, but runs take their options from the "
+                "ledger",
+                remedy,
             )

@@ -1,7 +1,8 @@
-"""ledger.jsonl: the ideas of a ledger, and the answers to them. A line is an idea at one time.
+"""ledger.jsonl: the ideas of a ledger, and the answers to them.
 
-An idea is an arm that is tried against the best of its time. Idea 0 is the start. The newest line
-of an idea counts, and the order of lines is the order of events.
+An idea is an arm that is compared with the best of its time. Idea 0 is the start of the ledger.
+Each line is the state of an idea at some time. The newest line of an idea is valid, and the order
+of lines is the order of events.
 """
 
 import json
@@ -17,34 +18,34 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.ledger.evidence import Array, half_width, level_at
 from gpt2.utils.files import reading
 
-_INTERVAL_LEVEL = 0.05  # how often an interval misses the true difference
+_INTERVAL_LEVEL = 0.05  # probability that an interval misses the true difference
 
 
 @dataclass
 class Idea:
-    """An arm that is tried against the best of its time."""
+    """An arm that is compared with the best of its time."""
 
     number: int
-    text: str  # the value of `--idea`, and for the working tree the files that differ
-    best: int  # the number of the idea that it is tried against
+    text: str  # the value of `--idea`; for the working tree, also the files that differ
+    best: int  # the number of the best idea, with which this one is compared
     arm: Arm
-    code: str  # the hash of its code
+    code: str  # the hash of the arm's code
     # The final losses of the best and of the idea, for each seed.
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    answer: str = ""  # keep, discard, undecided or failed; "" until there is one
-    why: str = ""
-    level: float = 0.0  # at which it was judged
-    seconds: float = 0.0  # of all commands that tried it
+    answer: str = ""  # keep, discard, undecided or failed; "" until there is an answer
+    why: str = ""  # the reason for the answer
+    level: float = 0.0  # the level at which the answer was found
+    seconds: float = 0.0  # the duration of all commands that compared this idea
 
     @property
     def differences(self) -> Array:
-        """Idea - best, `[pairs]`."""
+        """The differences idea - best of the final losses, `[pairs]`."""
         scores = np.array(self.pairs).reshape(-1, 2)
         return scores[:, 1] - scores[:, 0]
 
     @property
     def interval(self) -> Array:
-        """The mean difference and the ends of an interval that holds after every pair, `[3]`."""
+        """The mean difference, and the ends of its interval, `[3]`, valid after every pair."""
         if not self.pairs:
             return np.full(3, math.nan)
         differences = self.differences
@@ -52,7 +53,7 @@ class Idea:
         return differences.mean() + np.array([0.0, -error, error])
 
     def same(self, other: "Idea") -> bool:
-        """Return whether both would train the same."""
+        """Return whether both ideas have the same code and the same options."""
         return self.code == other.code and self.arm.options == other.arm.options
 
 
@@ -60,27 +61,30 @@ class Idea:
 class Ledger:
     """The content of a ledger.jsonl."""
 
-    ideas: list[Idea] = field(default_factory=list)  # by number
+    ideas: list[Idea] = field(default_factory=list)  # ordered by number
     # Numbers of the ideas that have trained a pair or diverged, in that order.
     tests: dict[int, None] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[Idea]:
-        """The kept ideas, oldest first. Each was tried against the one before it."""
+        """The kept ideas, oldest first. Each was compared with the previous one."""
         return [idea for idea in self.ideas if idea.answer == "keep"]
 
     @property
     def best(self) -> Idea:
-        """The best idea so far."""
+        """The last idea that was kept, or the start if none was kept."""
         return [self.ideas[0], *self.kept][-1]
 
     def level(self, number: int) -> float:
-        """Return the level at which an idea is judged now."""
+        """Return the current level of an idea, given its number."""
         position = [*self.tests, number].index(number) + 1
         return level_at(position, len(self.kept))
 
     def noise(self) -> float:
-        """Return the standard deviation of a difference, from all ideas; NaN without pairs."""
+        """Return the standard deviation of a difference, pooled over all ideas.
+
+        Return NaN if no idea has two pairs.
+        """
         samples = [idea.differences for idea in self.ideas if len(idea.pairs) > 1]
         if not samples:
             return math.nan
@@ -89,11 +93,11 @@ class Ledger:
 
 
 def read_ledger(root: Path) -> Ledger:
-    """Read the ledger of a folder. A new one has no ideas."""
+    """Read the ledger in a folder. If there is none, return a ledger without ideas."""
     ledger = Ledger()
     path = root / "ledger.jsonl"
     text = path.read_bytes() if path.exists() else b""
-    ideas = dict[int, Idea]()  # the newest by number
+    ideas = dict[int, Idea]()  # number -> the newest state of the idea
     checksum = 0
     for number, line in enumerate(_whole_lines(text), 1):
         with reading(f"{path}:{number}", "Restore it from a copy"):
@@ -101,7 +105,7 @@ def read_ledger(root: Path) -> Ledger:
             expected = tree.pop("crc32")
             checksum = _checksum(tree, checksum)
             if checksum != expected:
-                raise ValueError("it was altered, or a line before it is missing")
+                raise ValueError("the line was altered, or an earlier line is missing")
             idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
             ideas[idea.number] = idea
             if idea.pairs or idea.answer == "discard":
@@ -111,11 +115,14 @@ def read_ledger(root: Path) -> Ledger:
 
 
 def append(root: Path, idea: Idea) -> None:
-    """Add a line, whole or not at all. The caller holds the lock of the ledger."""
+    """Append the state of an idea to the file. The caller must hold the lock of the ledger.
+
+    If the process is killed meanwhile, readers ignore the incomplete line.
+    """
     with open(root / "ledger.jsonl", "ab+") as file:
         file.seek(0)
         lines = _whole_lines(file.read())
-        # A kill may have cut the last line. Without its end it means nothing.
+        # If a process was killed, the last line may be incomplete. It is removed.
         file.truncate(sum(map(len, lines)))
         before = json.loads(lines[-1])["crc32"] if lines else 0
         tree = vars(idea) | {"arm": idea.arm.to_tree()}

@@ -1,4 +1,4 @@
-"""The picture of a ledger."""
+"""The plot of a ledger's ideas."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,10 +12,10 @@ _ANSWERS = {"keep": GREEN, "discard": GREY, "undecided": ORANGE, "failed": RED}
 
 
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
-    """Plot ideas with their intervals, in order, and the best so far as a line.
+    """Plot ideas with their intervals in order, and the best so far as a line.
 
-    `gains` are the differences of each best from the start, by its number. An idea without a score
-    is a cross.
+    `gains` maps the number of each idea that was the best to the difference of its loss from the
+    start. An idea without a score is a cross.
     """
     with drawing(png, height=5) as (axes,):
         numbers = [*gains, len(ideas) + 0.5]
@@ -26,14 +26,14 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         for answer, color in _ANSWERS.items():
             axes.plot([], [], "o", color=color, label=answer)
         for idea in ideas:
-            color = _ANSWERS.get(idea.answer, BASELINE)  # without an answer yet
+            color = _ANSWERS.get(idea.answer, BASELINE)  # BASELINE: no answer yet
             difference, low, _ = idea.interval
             loss = gains[idea.best] + np.nan_to_num(difference)
             error = np.nan_to_num(difference - low, posinf=0.0)
             marker = "o" if idea.pairs else "x"
             axes.errorbar(idea.number, loss, yerr=error, fmt=marker, color=color)
             if idea.number in gains:
-                # Nothing else is drawn below the line.
+                # The name is below the line, where nothing else is drawn.
                 axes.text(
                     idea.number,
                     loss,
@@ -43,7 +43,7 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
                     rotation=30,
                     rotation_mode="anchor",
                 )
-        axes.margins(y=0.3)  # room for names
+        axes.margins(y=0.3)  # leaves space for names
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("idea")
         axes.set_ylabel("difference from the start (nats per token)")

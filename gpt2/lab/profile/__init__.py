@@ -1,1 +1,1 @@
-"""From a trace of training steps to what costs most of their time."""
+"""Find out from a trace of training steps where their time goes."""
