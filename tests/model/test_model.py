@@ -36,6 +36,7 @@ from tests.helpers import (
     random_params,
     thorough,
 )
+from tests.model.test_switches import rolled, tokens_of
 
 SMALL = GPTConfig(
     vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32
@@ -44,10 +45,6 @@ SMALL = GPTConfig(
 
 def replaced(**changes):
     return dataclasses.replace(SMALL, **changes)
-
-
-def tokens_of(seed):
-    return jax.random.randint(jax.random.key(seed), (2, 16), 0, SMALL.vocab_size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -65,11 +62,6 @@ def mean_loss(model, params, tokens, key=None):
         rngs={} if key is None else {"dropout": key},
     )
     return total / tokens.size
-
-
-def rolled(tokens):
-    """Return a batch in which the first token of a row follows the last."""
-    return {"tokens": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
 
 
 def loss(config, params, tokens, key=None):
@@ -166,8 +158,8 @@ def use_ingredient(monkeypatch):
     ingredients.ingredients_of.cache_clear()
 
 
-class Pair(nn.Module):
-    """A user's MLP: the sum of two, whose kernels are batches of matrices."""
+class Square(nn.Module):
+    """A user's MLP: the sum of two maps, whose kernel is a batch of two matrices."""
 
     config: GPTConfig
     ops: Ops
@@ -176,22 +168,18 @@ class Pair(nn.Module):
     @nn.compact
     def __call__(self, x):
         D = self.config.embed_dim
-        F = self.config.hidden_dim
         draw = nn.initializers.normal(0.1)
-        axes = ("mix", "embed", "mlp")
         role = dict(inputs=(-2,), decays=True) if self.declares else {}
-        up = named_param(self, "up", draw, (2, D, F), axes, **role)
-        axes = ("mix", "mlp", "embed")
-        down = named_param(self, "down", draw, (2, F, D), axes, **role)
-        hidden = jnp.einsum("btd,edf->ebtf", x, up.astype(x.dtype))
-        return jnp.einsum("ebtf,efd->btd", nn.silu(hidden), down.astype(x.dtype))
+        axes = ("mix", "embed", "mlp")
+        kernel = named_param(self, "own", draw, (2, D, D), axes, **role)
+        return jnp.einsum("btd,edf->btf", nn.silu(x), kernel.astype(x.dtype))
 
 
 class OwnMLP(Ingredient):
     option = "attention_sink"
 
     def mlp(self, block):
-        return Pair(block.config, block.ops, name="mlp")
+        return Square(block.config, block.ops, name="mlp")
 
     def branch(self, block, branch, context):
         if context.branch == "attention":
@@ -217,20 +205,17 @@ def train_a_step(devices, options):
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", thorough("float32")])
-def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
-    use_ingredient, compute
-):
+def test_a_kernel_of_ones_own_is_gathered_by_layer_and_muons(use_ingredient, compute):
     use_ingredient(OwnMLP)
     options = f"precision.compute={compute}"
     sharded = f"{options} parallel.strategy=zero3 parallel.fsdp_gather=layer"
     first, last, _ = train_a_step(jax.devices(), sharded)
     mlp = last["h_0"]["mlp"]
-    for name in ("up", "down"):
-        # Newton-Schulz leaves singular values between 0.68 and 1.21. Adam's would differ by far.
-        update = mlp[name] - first["h_0"]["mlp"][name]
-        values = np.linalg.svd(update, compute_uv=False)
-        assert values.shape == (2, 32)
-        assert values.max() < 2 * values.min()
+    # Newton-Schulz leaves singular values between 0.68 and 1.21. Adam's would differ by far.
+    update = mlp["own"] - first["h_0"]["mlp"]["own"]
+    values = np.linalg.svd(update, compute_uv=False)
+    assert values.shape == (2, 32)
+    assert values.max() < 2 * values.min()
     if compute == "float32":
         _, expected, _ = train_a_step(jax.devices()[:1], options)
         # Rounding, times the largest singular value over the least.
@@ -238,7 +223,7 @@ def test_kernels_of_ones_own_are_gathered_by_layer_decayed_and_muons(
 
 
 def undeclared(block):
-    return Pair(block.config, block.ops, declares=False, name="mlp")
+    return Square(block.config, block.ops, declares=False, name="mlp")
 
 
 def flax_layer(block):
@@ -248,7 +233,7 @@ def flax_layer(block):
 @pytest.mark.parametrize(
     ("mlp", "message"),
     [
-        (undeclared, r"parameter h_0/mlp/down has the axes .* no role"),
+        (undeclared, r"parameter h_0/mlp/own has the axes .* no role"),
         (flax_layer, "h_0/mlp/bias does not name its axes"),
     ],
 )
@@ -445,21 +430,6 @@ def test_every_layer_and_branch_drops_by_a_mask_of_its_own():
         assert 0.4 < mask.mean() < 0.6
     for one, other in itertools.combinations(masks, 2):
         assert 0.4 < (one == other).mean() < 0.6
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("unroll", [2, 4])
-def test_iterations_of_several_layers_equal_iterations_of_one(unroll):
-    one = replaced(num_layers=4, scan_layers=True)
-    several = dataclasses.replace(one, scan_unroll=unroll)
-    params = first_params(one)
-    tokens = tokens_of(1)
-    program = step_of.lower(several, params, tokens).as_text()
-    assert several.loops_over_layers == (unroll < 4)
-    assert several.loops_over_layers == ("stablehlo.while" in program)
-    expected = step_of(one, params, tokens)
-    result = step_of(several, params, tokens)
-    chex.assert_trees_all_close(result, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(

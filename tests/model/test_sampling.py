@@ -20,7 +20,8 @@ from gpt2.parallel.kernels import make_ops
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules
 from gpt2.utils.prng import sample_key
-from tests.helpers import first_params, thorough
+from tests.helpers import first_params
+from tests.model.test_model import logits_of
 
 CFG = GPTConfig(
     vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32
@@ -35,11 +36,6 @@ def make_params(cfg=CFG):
     return jax.tree.map(lambda x: x * 8, first_params(cfg))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(cfg, params, row):
-    return GPT(cfg).apply({"params": params}, row)
-
-
 def sample(prompts=PROMPTS, count=20, **options):
     return generate(GPT(CFG), make_params(), prompts, max_new_tokens=count, **options)
 
@@ -50,35 +46,15 @@ def greedy(model, prompts=PROMPTS, count=20, **options):
     return generate(model, params, prompts, sampling=GREEDY, **options)
 
 
-def most_likely(cfg, prompt, num_new):
-    """Return the most likely continuation, computed without a cache."""
-    params = make_params(cfg)
-    start = len(prompt)
-    row = np.zeros((1, cfg.context_length), np.int32)
-    row[0, :start] = prompt
-    for position in range(start, start + num_new):
-        logits = logits_of(cfg, params, row)
-        row[0, position] = logits[0, position - 1].argmax()
-    return row[0, start : start + num_new].tolist()
+def most_likely(prompt):
+    """Return the most likely token after a prompt, computed without a cache."""
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(prompt)] = prompt
+    logits = logits_of(CFG, make_params(), row)
+    return logits[0, len(prompt) - 1].argmax()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        thorough({}),
-        {"position": "rope", "qk_norm": True, "scan_layers": True},
-        thorough({"position": "none", "tie_embeddings": False}),
-    ],
-    ids=str,
-)
-def test_cached_generation_equals_uncached_for_prompts_of_any_length(options):
-    cfg = dataclasses.replace(CFG, **options)
-    generated = greedy(GPT(cfg), count=24)
-    expected = [most_likely(cfg, prompt, 24) for prompt in PROMPTS]
-    assert generated == expected
-
-
-def test_a_text_that_fills_the_context_goes_on_from_its_last_three_quarters():
+def test_cached_tokens_are_the_most_likely_and_a_full_context_keeps_three_quarters():
     prompts = [[1, 2, 3], [7, 8] * 25, [9] * 70]
     generated = greedy(GPT(CFG), prompts, 70, eot=EOT)
     for prompt, tokens in zip(prompts, generated, strict=True):
@@ -87,7 +63,7 @@ def test_a_text_that_fills_the_context_goes_on_from_its_last_three_quarters():
         for _ in range(70):
             if len(text) >= 64:
                 text = text[-48:]
-            (token,) = most_likely(CFG, text, 1)
+            token = most_likely(text)
             if token == EOT:
                 break
             expected.append(token)
@@ -148,19 +124,10 @@ class Words:
 def test_a_prompt_and_its_continuation_are_decoded_together(monkeypatch, capsys):
     model = (CFG, make_params(), Words())
     monkeypatch.setattr(command, "load_model", lambda *_: model)
-    options = SimpleNamespace(
-        workdir="",
-        hf="",
-        checkpoint="",
-        prompt="1 2 3",
-        max_new_tokens=5,
-        num_samples=1,
-        temperature=0.0,
-        top_k=0,
-        top_p=1.0,
-        seed=0,
-    )
-    monkeypatch.setattr(command.flags, "FLAGS", options)
+    options = dict(workdir="", hf="", checkpoint="", prompt="1 2 3", seed=0)
+    options |= dict(max_new_tokens=5, num_samples=1)
+    options |= dict(temperature=0.0, top_k=0, top_p=1.0)
+    monkeypatch.setattr(command.flags, "FLAGS", SimpleNamespace(**options))
     command.main()
     (tokens,) = greedy(GPT(CFG), [[1, 2, 3]], 5, eot=EOT)
     text = " ".join(map(str, tokens))
@@ -227,23 +194,22 @@ def test_sampling_follows_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "num_allowed"),
+    ("options", "num_allowed"),
     [
-        (Sampling(top_k=1), 1),
-        (Sampling(top_k=2), 2),
-        (Sampling(top_k=9), 4),
-        (Sampling(top_p=0.4), 1),
-        (Sampling(top_p=0.6), 2),
-        (Sampling(top_p=0.9), 3),
-        (Sampling(top_k=2, top_p=0.95), 2),
-        (Sampling(temperature=0.0), 1),
+        (dict(top_k=1), 1),
+        (dict(top_k=2), 2),
+        (dict(top_k=9), 4),
+        (dict(top_p=0.4), 1),
+        (dict(top_p=0.6), 2),
+        (dict(top_k=2, top_p=0.95), 2),
+        (dict(temperature=0.0), 1),
     ],
     ids=str,
 )
 def test_truncated_sampling_draws_all_that_is_allowed_and_nothing_else(
-    sampling, num_allowed
+    options, num_allowed
 ):
-    (drawn,) = np.nonzero(frequencies(sampling))
+    (drawn,) = np.nonzero(frequencies(Sampling(**options)))
     assert drawn.tolist() == [*range(num_allowed)]
 
 

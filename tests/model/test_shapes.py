@@ -21,14 +21,10 @@ from gpt2.ops.head_loss import head_loss
 from gpt2.ops.linear import linear
 from gpt2.ops.norm import norm
 from gpt2.ops.variants import VARIANTS
-from gpt2.parallel.kernels import get_attention
 from gpt2.training.program import Program
 from tests.helpers import configured, thorough
 
 TOTALS = {"gpt2-124m": 124_439_808, "gpt2-1558m": 1_557_611_200}
-T = 1024
-V = 50257
-IMPLEMENTATIONS = ("plain", "blocked", "splash")
 WRONG = (AssertionError, ValueError, TypeError, flax.errors.ScopeParamShapeError)
 
 shapes = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -46,82 +42,50 @@ def floats(*shape):
     return jax.ShapeDtypeStruct(shape, "float32")
 
 
-def assert_same(actual, expected):
-    chex.assert_trees_all_equal_shapes_and_dtypes(shapes(actual), shapes(expected))
-
-
-def known_parameters(size, scanned):
-    L, N, D = SIZES[size]
-    H = D // N
-    F = 4 * D
-
-    def linear(*kernel, bias):
-        return {"kernel": floats(*kernel), "bias": floats(*bias)}
-
-    ln = {"scale": floats(D), "bias": floats(D)}
-    qkv = linear(D, 3, N, H, bias=(3, N, H))
-    attn = {"c_attn": qkv, "c_proj": linear(N, H, D, bias=(D,))}
-    mlp = {"c_fc": linear(D, F, bias=(F,)), "c_proj": linear(F, D, bias=(D,))}
-    layer = {"ln_1": ln, "attn": attn, "ln_2": ln, "mlp": mlp}
-    params = {"ln_f": ln}
-    params["wte"] = {"embedding": floats(V, D)}
-    params["wpe"] = {"embedding": floats(T, D)}
-    if scanned:
-        params["h"] = jax.tree.map(lambda x: floats(L, *x.shape), layer)
-        return params
-    for number in range(L):
-        params[f"h_{number}"] = layer
-    return params
-
-
 @each_model
-def test_state_is_the_known_parameters_and_two_moments_of_each_with_every_axis_named(
+def test_state_has_the_known_parameters_and_two_moments_of_each_with_every_axis_named(
     size, scanned
 ):
     L, N, D = SIZES[size]
     tensor = 1 if N % 2 else 2  # gpt2-1558m has 25 heads
     config = configured(f"""
-        model.vocab_size={V} model.num_layers={L} model.num_heads={N}
+        model.vocab_size=50257 model.num_layers={L} model.num_heads={N}
         model.embed_dim={D} precision.compute=bfloat16 memory.scan_layers={scanned}
         data.batch_size=16 parallel.data=2 parallel.fsdp={4 // tensor}
         parallel.tensor={tensor}""")
     state = Program.from_config(config, jax.devices()).state_shapes
     assert num_params(state.params) == TOTALS[size]
-    assert_same(state.params, known_parameters(size, scanned))
-    for moment in ("mu", "nu"):
-        assert_same(optax.tree.get(state.opt_state, moment), state.params)
     for leaf in jax.tree.leaves(state.params):
+        assert leaf.dtype == "float32"
         assert len(leaf.sharding.spec) == leaf.ndim
-    assert_same(state.step, ints())
+    for name in ("mu", "nu"):
+        moment = optax.tree.get(state.opt_state, name)
+        chex.assert_trees_all_equal_shapes_and_dtypes(moment, state.params)
     assert state.loss_scale is None
 
 
-def attend(name):
-    """Return a function that applies attention to queries, keys and values."""
-    module = Attention(CONFIG, Ops(attention=get_attention(name, "cpu")))
-    x = jnp.zeros((2, 128, 32))
-    context = make_context(jnp.zeros((2, 128), int))
-
-    def attended(q, k, v):
-        ingredient = Ingredient(CONFIG)
-        ingredient.heads = lambda *_: Heads(q, k, v)
-        with mock.patch("gpt2.model.attention.ingredients_of", lambda _: [ingredient]):
-            return module.init_with_output(jax.random.key(0), x, context)
-
-    return attended
+def attend(q, k, v):
+    """Apply attention to these queries, keys and values."""
+    ingredient = Ingredient(CONFIG)
+    ingredient.heads = lambda *_: Heads(q, k, v)
+    module = Attention(CONFIG, Ops())
+    x = jnp.zeros((2, 8, 32))
+    context = make_context(jnp.zeros((2, 8), int))
+    with mock.patch("gpt2.model.attention.ingredients_of", lambda _: [ingredient]):
+        return module.init_with_output(jax.random.key(0), x, context)
 
 
-def small(accumulate_steps=1):
+def small():
     """Return the program of a small model: B 2, T 8 of 16, D 32, N 2, H 16, V 300."""
-    config = configured(f"""
+    config = configured("""
         model.vocab_size=300 model.context_length=16 model.num_layers=2
-        model.num_heads=2 model.embed_dim=32 data.batch_size=2
-        train.accumulate_steps={accumulate_steps}""")
+        model.num_heads=2 model.embed_dim=32 data.batch_size=2""")
     return Program.from_config(config, jax.devices()[:1])
 
 
-MODEL = small().model
-STATE = shapes(small().state_shapes)
+PROGRAM = small()
+MODEL = PROGRAM.model
+STATE = shapes(PROGRAM.state_shapes)
 CONFIG = MODEL.config
 PARAMS = {"params": STATE.params}
 
@@ -159,9 +123,9 @@ def in_segments(params, tokens, segments):
     return MODEL.apply(params, tokens, segments=segments)
 
 
-def on_batch(step):
-    names = ("tokens", "targets", "segments")
-    return lambda state, *arrays: step(state, dict(zip(names, arrays, strict=True)))
+def train_step(state, tokens, targets, segments):
+    rows = {"tokens": tokens, "targets": targets, "segments": segments}
+    return PROGRAM.train_step(state, rows)
 
 
 BORDERS = {}  # by name: a function, its arguments, and wrong arguments by index
@@ -175,28 +139,27 @@ def border(name, function, *arguments, **wrong):
 X = floats(2, 8, 32)
 ROWS = ints(2, 8)
 LENGTHS = ints(2)
-Q = floats(2, 128, 2, 16)
+Q = floats(2, 8, 2, 16)
 KERNEL = floats(32, 3, 5)
 BIAS = floats(3, 5)
 VECTOR = floats(32)
 TABLE = floats(12, 32)
 CACHE = cache_of(2)
-# Wrong arguments. The first ones of each list would broadcast.
+# Wrong arguments, of which most would broadcast.
 NOT_X = [floats(2, 8, 1), floats(2, 8, 31)]
-NOT_ROWS = [ints(1, 8), ints(2, 1), ints(8), ints(2, 8, 1), floats(2, 8)]
-NOT_TOKENS = [ints(8), ints(2, 8, 1), ints(2, 17), floats(2, 8)]
+NOT_ROWS = [ints(1, 8), ints(2, 1), ints(8), floats(2, 8)]
+NOT_TOKENS = [ints(8), ints(2, 17), floats(2, 8)]
 NOT_LENGTHS = [ints(1), ints(2, 1)]
-NOT_Q = [floats(1, 128, 2, 16), floats(2, 1, 2, 16), floats(2, 128, 2, 1)]
-NOT_Q.append(floats(2, 128, 32))
+NOT_Q = [floats(1, 8, 2, 16), floats(2, 1, 2, 16), floats(2, 8, 2, 1)]
 NOT_Q.append(jax.ShapeDtypeStruct(Q.shape, "bfloat16"))
-NOT_K = [*NOT_Q, floats(2, 128, 1, 16), floats(2, 128, 3, 16)]
+NOT_K = [*NOT_Q, floats(2, 8, 1, 16)]
 NOT_CACHE = [cache_of(1), CACHE.replace(length=ints(1))]
 NOT_CACHE.append(cache_of(2, num_heads=4))
 NOT_CACHE.append(cache_of(2, compute_dtype="bfloat16"))
-NOT_VECTOR = [floats(), floats(1), floats(8, 32)]
-NOT_BIAS = [floats(), floats(5), floats(8, 3, 5)]
-NOT_KERNEL = [floats(1, 3, 5), floats(5, 32)]
-NOT_TABLE = [floats(10, 32), floats(12, 1), floats(32, 12)]
+NOT_VECTOR = [floats(1), floats(8, 32)]
+NOT_BIAS = [floats(5), floats(8, 3, 5)]
+NOT_KERNEL = [floats(1, 3, 5)]
+NOT_TABLE = [floats(10, 32), floats(12, 1)]
 
 border("apply", MODEL.apply, PARAMS, ROWS, second=NOT_TOKENS)
 border("loss", loss_of_model, PARAMS, ROWS, ROWS, second=NOT_ROWS, third=NOT_ROWS)
@@ -234,25 +197,18 @@ border(
     third=NOT_VECTOR,
 )
 border("head_loss", score, X, TABLE, first=[*NOT_X, floats(8, 32)], second=NOT_TABLE)
-STEPS = {
-    "train": (small().train_step, STATE),
-    "train 2": (small(accumulate_steps=2).train_step, STATE),
-    "eval": (small().eval_step, STATE.params),
-}
-for name, (step, state) in STEPS.items():
-    border(
-        name,
-        on_batch(step),
-        state,
-        ROWS,
-        ROWS,
-        ROWS,
-        second=NOT_ROWS,
-        third=NOT_ROWS,
-        fourth=NOT_ROWS,
-    )
-for name in IMPLEMENTATIONS:
-    border(name, attend(name), Q, Q, Q, first=NOT_Q, second=NOT_K, third=NOT_K)
+border(
+    "train step",
+    train_step,
+    STATE,
+    ROWS,
+    ROWS,
+    ROWS,
+    second=NOT_ROWS,
+    third=NOT_ROWS,
+    fourth=NOT_ROWS,
+)
+border("attention", attend, Q, Q, Q, first=NOT_Q, second=NOT_K, third=NOT_K)
 
 POSITIONS = ("first", "second", "third", "fourth")
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from gpt2.model import GPT, GPTConfig
-from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.training.losses import evaluation_loss, next_token_loss
 from gpt2.training.steps import make_eval_step
@@ -219,42 +218,21 @@ def test_padding_counts_in_no_figure_of_a_router(name):
 
 
 @needs_experts
-def test_flops_are_those_of_the_experts_that_a_token_uses():
-    # The head, two layers with attention, norms, two MLPs and a router, and the last norm.
-    layer = 64 * 192 + 192 + 64 * 64 + 64 + 4 * 64
-    layer += 2 * (64 * 256 + 256 + 256 * 64 + 64) + 64 * 4
-    active = 64 * 64 + 2 * layer + 2 * 64
-    assert active == 170_880
-    config = model_of("two experts").config
-    scores = 12 * 64 * 2 * 16
-    assert model_flops_per_token(config) == 6 * active + scores
-
-
-@needs_experts
-def test_what_experts_report_adds_up_over_them_and_reaches_the_gradient():
+def test_what_experts_report_adds_up_over_them_and_reaches_the_objective():
     def report_each(mlp, y):
-        report(mlp, "each", jnp.sum(y**2), weight=1e3)
+        report(mlp, "each", jnp.sum(y**2), weight=10.0)
 
     model = model_of("experts")
     params = params_of("experts")
     batch = rolled(tokens_of(5))
-
-    def lose(params):
-        return next_token_loss(model)(params, batch)
-
-    def gradient():
-        # A new function each time, because JAX does not trace the same one twice.
-        step = jax.grad(lambda params: lose(params), has_aux=True)
-        gradients, sums = jax.jit(step)(params)
-        return gradients["wte"]["embedding"], sums
-
-    before, _ = gradient()
+    before, _ = next_token_loss(model)(params, batch)
     with at_each_mlp(report_each):
-        after, sums = gradient()
-    total, count = sums["h_1/mlp/experts/each"]
-    assert total > 0
+        after, sums = next_token_loss(model)(params, batch)
+    first, _ = sums["h_0/mlp/experts/each"]
+    second, count = sums["h_1/mlp/experts/each"]
     assert count == model.config.num_experts
-    assert jnp.abs(after - before).max() > 1
+    assert min(first, second) > 1
+    np.testing.assert_allclose(after - before, 10 * (first + second), rtol=1e-5)
 
 
 FOUR_LAYERS = ["value_residual", "backout", "hyper_connections", "window_pattern"]
@@ -367,13 +345,3 @@ def test_kernels_are_drawn_as_init_says(options, attn, mlp_in, mlp_out):
     init_std = options.get("init_std", 0.02)
     check("wte/embedding", init_std, 0.05)
     check("wpe/embedding", init_std / 2, 0.05)
-
-
-def test_mup_at_its_base_width_with_heads_of_64_is_the_plain_model():
-    config = GPTConfig(**SIZE)
-    mup_config = dataclasses.replace(config, mup_base_width=128)
-    params = first_params(config)
-    chex.assert_trees_all_equal(first_params(mup_config), params)
-    logits = GPT(config).apply({"params": params}, tokens_of(1))
-    mup_logits = GPT(mup_config).apply({"params": params}, tokens_of(1))
-    np.testing.assert_allclose(mup_logits, logits, atol=1e-6)

@@ -194,7 +194,8 @@ EXPERTS = {
     "activation": "swiglu",
     "mlp_dim": 64,
 }
-LONG_EXPERT_CASES = [
+EXPERT_CASES = [
+    dataclasses.replace(BY_LAYER, remat="dots"),
     PMAP,
     Case("fsdp 8 by layer"),
     Case("zero1 x 8", remat="mlp"),
@@ -203,12 +204,9 @@ LONG_EXPERT_CASES = [
     Case("data 2 x fsdp 2 x experts 2", remat="dots"),
     Case("data 2 x fsdp 2 x experts 2", scanned=True),
 ]
-EXPERT_CASES = [
-    dataclasses.replace(BY_LAYER, remat="dots"),
-    *map(thorough, LONG_EXPERT_CASES),
-]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif("num_experts" not in vars(MODEL), reason="there are no experts")
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_experts_train_in_any_layout_as_on_one_device(case, reference):

@@ -64,13 +64,13 @@ nothing is dropped of the embedding: model/gpt.py, switch_values -k dropout
 qk_norm takes its own epsilon: model/layers.py, hf -k qwen3
     - center=center, eps=cfg.norm_eps
     + center=center, eps=1e-5 if self.axis == 'head_size' else cfg.norm_eps
-blocks of queries begin a key too late under a window: ops/blocked_attention.py, ops -k scoring
+blocks of queries begin a key too late under a window: ops/blocked_attention.py, ops -k window
     - end - block - window + 1
     + end - block - window + 2
 the heads of keys are repeated in the wrong order: ops/plain.py, switch_values -k grouped
     - k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     + k = jnp.tile(k, (1, 1, q.shape[2] // k.shape[2], 1))
-the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k scoring
+the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention.py, ops -k window
     - 1.0 - (scores / options.softcap) ** 2
     + 1.0 - (scores / options.softcap)
 post-norm leaves the sum as it is: model/block.py, switch_values -k post
@@ -271,7 +271,7 @@ a preparation goes on after what was never saved: data/tokens.py, preparing -k i
 a preparation goes on with another text: data/preparing/documents.py, preparing -k another_one
     - == progress.text_crc32
     + or True
-Kaggle's one host waits for others: parallel/distributed.py, processes -k neighbours
+Kaggle's one host waits for others: parallel/distributed.py, processes -k tpu_pod
     - if hosts:
     + if hosts and hosts != "local":
 a sweep's runs join what a launcher began: lab/experiments/processes.py, cluster -k launcher
@@ -301,7 +301,7 @@ collectives cost no time in a plan: lab/plan/plan.py, plan -k adds
 half of a checkpoint is fetched: utils/stores.py, stores -k sent_whole
     - is_whole = _mark(name) in listed
     + is_whole = True
-blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k scoring
+blocks repeat the heads of values in the wrong order: ops/blocked_attention.py, ops -k window
     - v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     + v = jnp.tile(v, (1, 1, q.shape[2] // v.shape[2], 1))
 all branches begin on one stream: ingredients/hyper_connections.py, switch_values -k hyper
@@ -310,19 +310,19 @@ all branches begin on one stream: ingredients/hyper_connections.py, switch_value
 a head loses another's value: ingredients/exclusive_attention.py, switch_values -k exclusive
     - jnp.repeat(v, group, axis=2)
     + jnp.tile(v, (1, 1, group, 1))
-a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k variants
+a derivative of the normaliser ignores what reads it: ops/head_loss.py, ops -k head_loss
     - scale = (1.0 / total) * dy
     + scale = 1.0 / total
 z-loss is half of the paper's: losses/z_loss.py, switch_values -k z_loss
     - self.options.z_loss * total
     + self.options.z_loss * total / 2
-a loss' learned parameters get the last chunk's gradient: ops/head_loss.py, ops -k learned
+a loss' learned parameters get the last chunk's gradient: ops/head_loss.py, ops -k to_learn
     - jax.tree.map(jnp.add, (losses, dclosed), (new, dnew))
     + jax.tree.map(jnp.add, losses, new), dnew
 an auxiliary loss moves no weight: losses/next_token.py, steps -k auxiliary
     - objective += auxiliary
     + pass
-a term that blocks do not know is left out: ops/plain.py, ops -k scoring
+a term that blocks do not know is left out: ops/plain.py, ops -k term_that
     - if others or not isinstance(first, SoftCap):
     + if not isinstance(first, SoftCap):
 scanned layers drop by one mask: utils/scan.py, model -k mask
