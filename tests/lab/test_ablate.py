@@ -105,13 +105,16 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
 @pytest.mark.parametrize(
     ("vary", "message"),
     [
-        ("optim.name", r"optim\.name has no value\. Write OPTION=VALUE\."),
-        ("train.num_steps=60,80", "follows from --equal"),
+        (
+            "optim.name",
+            r"optim\.name has an option without a value\. Use OPTION=VALUE\.",
+        ),
+        ("train.num_steps=60,80", "--equal determines it"),
         ("optm.name=lion", r"optm\.name"),
         ("optim.name=muonn", r"The arm optim\.name=muonn cannot train"),
         ("seed=1,2", "--seeds"),
         ("recipe=missing.py", r"missing\.py"),
-        ("code=nothing", "nothing is no branch"),
+        ("code=nothing", "nothing is not a branch"),
     ],
 )
 def test_what_cannot_be_an_arm_is_told(vary, message):
@@ -121,7 +124,9 @@ def test_what_cannot_be_an_arm_is_told(vary, message):
 
 def test_two_axes_of_a_grid_do_not_set_the_same_option():
     vary = ("optim.name=lion+optim.learning_rate=1e-3", "optim.learning_rate=2e-3")
-    with pytest.raises(UserError, match=r"Several --vary set optim\.learning_rate"):
+    with pytest.raises(
+        UserError, match=r"More than one --vary flag sets optim\.learning_rate"
+    ):
         arms(*vary)
     assert len(arms(*vary, one_at_a_time=True)) == 3
 
@@ -140,7 +145,7 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
     assert (source / "train.py").read_text() == "2"
     assert (tmp_path / "train.py").read_text() == "1"
     (source / "train.py").write_text("3")
-    with pytest.raises(UserError, match="is no clean git worktree"):
+    with pytest.raises(UserError, match="is not a clean git worktree"):
         check_out(tmp_path / "sweep", found[2].commit)
 
 
@@ -635,9 +640,13 @@ DAMAGES = {
     "arms are swapped": (
         "runs",
         lambda runs: swap(runs / "baseline", runs / "optim.name=lion"),
-        "holds a run with optim.name=lion, not adamw",
+        "contains a run with optim.name=lion, not adamw",
     ),
-    "a seed is copied": ("runs/baseline", copy_run, "holds a run with seed=1, not 0"),
+    "a seed is copied": (
+        "runs/baseline",
+        copy_run,
+        "contains a run with seed=1, not 0",
+    ),
     "the outcome is cut": (
         f"{SEED}/outcome.json",
         cut,
@@ -682,7 +691,9 @@ def test_a_choice_is_not_made_by_a_damaged_run_and_not_by_anothers(tmp_path):
     assert set(sweep.with_choices().chosen) == {"baseline", "optim.name=lion"}
     folder = tmp_path / "tune" / "baseline"
     swap(*sorted(folder.iterdir()))
-    with pytest.raises(UserError, match=r"holds a run with optim\.learning_rate=0\.00"):
+    with pytest.raises(
+        UserError, match=r"contains a run with optim\.learning_rate=0\.00"
+    ):
         sweep.with_choices()
 
 
@@ -710,7 +721,7 @@ def test_runs_of_different_code_are_not_pooled(tmp_path, code_is):
     three.check_runs(to_come=True)
     code_is("new")
     two.check_runs(to_come=True)  # nothing is to come
-    told = r"baseline seed 0 has code old, and baseline seed 2 has new"
+    told = r"baseline seed 0 has the code old, but baseline seed 2 has the code new"
     with pytest.raises(UserError, match=told):
         three.check_runs(to_come=True)
     first = two.runs()[0]
@@ -731,7 +742,9 @@ def test_an_interrupted_run_goes_on_with_its_code_and_one_that_saved_nothing_wit
     code_is("new")
     sweep.check_runs(to_come=True)
     (run.workdir / "checkpoints" / "20").mkdir(parents=True)
-    with pytest.raises(UserError, match="has code new, and baseline seed 0 has old"):
+    with pytest.raises(
+        UserError, match="has the code new, but baseline seed 0 has the code old"
+    ):
         sweep.check_runs(to_come=True)
     sweep.check_runs()  # its steps are not compared
     code_is("old")

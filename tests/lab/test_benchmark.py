@@ -171,7 +171,9 @@ def test_a_peer_that_differs_or_runs_elsewhere_is_not_timed(fake):
     with pytest.raises(UserError, match="torch does not compute what jax computes"):
         measure.measure(cases("torch"), rounds=1, seconds=0.0)
     fake.setattr(Fake, "device", property(lambda self: f"{len(self.name)} x H100"))
-    with pytest.raises(UserError, match="torch runs on 5 x H100, and jax on 3 x H100"):
+    with pytest.raises(
+        UserError, match="torch runs on 5 x H100, but jax runs on 3 x H100"
+    ):
         measure.measure(cases("torch"), rounds=1, seconds=0.0)
 
 
@@ -273,7 +275,7 @@ def test_a_part_that_fails_costs_its_own_row_alone(tmp_path, monkeypatch):
     statuses = {row["part"]: row["status"] for row in rows if "status" in row}
     assert statuses == {
         "broken": "failed: see logs/broken.err",
-        "slow": "no end within 2 s",
+        "slow": "did not end within 2 s",
         "good": "done",
     }
     assert "ValueError: planted" in (tmp_path / "logs/broken.err").read_text()

@@ -330,7 +330,7 @@ def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
         ("logging.on_exit=python3 lower.py", r"logging\.on_exit"),
         ("optim.name=lion+logging.screen=x", r"sets logging\.screen"),
         ("optim.name=lion+train.eval_every=1", r"sets train\.eval_every"),
-        ("model.qk_norm", r"has no value\. Write OPTION=VALUE\."),
+        ("model.qk_norm", r"has an option without a value\. Use OPTION=VALUE\."),
         ("optim.name=lion,muon", "several"),
         ("optim.name=linon", "cannot train"),
     ],
@@ -522,7 +522,7 @@ def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
         ideas("code=.")
     assert ideas("code=.+optim.clip_norm=0.5")[1]
     path.write_text("def get_config(: broken")
-    with pytest.raises(UserError, match=r"default\.py does not work"):
+    with pytest.raises(UserError, match=r"default\.py cannot be run"):
         ideas("code=.")
     path.write_text(text)
     with open(project / "configs" / "quickstart.py", "a") as file:

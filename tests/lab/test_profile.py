@@ -93,7 +93,7 @@ def test_the_first_line_names_the_largest_cause_that_is_no_computation():
 
 
 def test_a_trace_without_operations_is_refused():
-    with pytest.raises(UserError, match="holds no step"):
+    with pytest.raises(UserError, match="contains no complete step"):
         break_down(trace_of())
 
 

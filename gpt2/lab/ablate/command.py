@@ -1,4 +1,4 @@
-"""What the commands of sweeps and ladders share: flags, how a sweep is made, what is printed."""
+"""Code that the commands for sweeps and ladders share: flags, making a sweep, printed texts."""
 
 import shlex
 import sys
@@ -30,40 +30,52 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "vary",
         [],
-        "OPTION=VALUE,... or recipe=FILE,... or code=BRANCH,...; several make a grid.",
+        "OPTION=VALUE,..., recipe=FILE,... or code=BRANCH,...: the arms. Several --vary flags make "
+        "a grid.",
     )
     flags.DEFINE_bool(
-        "one_at_a_time", False, "Change one thing at a time, in place of a grid."
+        "one_at_a_time",
+        False,
+        "Change one thing at a time, instead of training a grid.",
     )
     flags.DEFINE_list(
         "seeds",
         ["3"],
-        "Number of runs of each arm. 3,5,8 analyses after 3 and 5 seeds, and stops arms that then"
-        " have a verdict or are futile.",
+        "Number of seeds of each arm. 3,5,8 also analyses the results after 3 and 5 seeds, and "
+        "then stops arms that have a verdict or are futile.",
     )
     flags.DEFINE_integer(
-        "jobs", 1, "Runs at once, on a GPU each or a part of the CPU cores each.", 1
+        "jobs",
+        1,
+        "Number of runs at a time, each on its own GPU or its own part of the CPU cores.",
+        1,
     )
-    flags.DEFINE_enum("equal", "tokens", TERMS, "What is the same for all arms.")
+    flags.DEFINE_enum(
+        "equal", "tokens", TERMS, "The training cost that is the same for all arms."
+    )
     flags.DEFINE_multi_string(
-        "tune", [], "OPTION=VALUE,...: each arm first chooses its best value."
+        "tune",
+        [],
+        "OPTION=VALUE,...: each arm is first trained with each value, and uses its best one.",
     )
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Print the runs and their time, which short runs measure, and train nothing else.",
+        "Only print the runs and how long they would take, which short runs measure.",
     )
     flags.DEFINE_bool(
-        "report", False, "Only write the report of the runs that have ended so far."
+        "report",
+        False,
+        "Only write the report on the runs that have ended so far, and train nothing.",
     )
 
 
 def make_sweep(
     root: Path, arms: Sequence[Arm], slots: Sequence[Slot], *, module: str
 ) -> Sweep:
-    """Return the sweep of arms on the terms of the flags, after checks that need no training.
+    """Return the sweep of the arms with the terms in the flags, after checks without training.
 
-    `module` is the command that was run, for the report.
+    `module` is the command that was run, which the report prints.
     """
     looks = _read_looks(FLAGS.seeds)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
@@ -73,9 +85,9 @@ def make_sweep(
         dataset = prepare(arm.config.data)
         if score == BITS_PER_BYTE and dataset.targets_per_byte is None:
             raise UserError(
-                f"data.tokenizer={arm.config.data.tokenizer} loses bytes of the text, so that"
-                " its bits per byte cannot be compared",
-                "Vary tokenizers that keep the whole text",
+                f"data.tokenizer={arm.config.data.tokenizer} loses bytes of the text, so its bits"
+                " per byte cannot be compared with those of other tokenizers",
+                "Use tokenizers that encode the whole text",
             )
         config = arm.config.with_vocabulary(dataset.tokenizer.vocab_size)
         complete.append(replace(arm, config=config))
@@ -92,20 +104,20 @@ def make_sweep(
 
 
 def _read_looks(seeds: Sequence[str]) -> list[int]:
-    """Return the numbers of `--seeds`, sorted."""
+    """Return the numbers in `--seeds`, sorted."""
     looks = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(looks) > 1 else 1
     all_valid = 0 < len(looks) == len(seeds)
     if not all_valid or looks[0] < least or looks[-1] > CHOOSING_SEED:
         raise UserError(
             f"--seeds={','.join(seeds)} is not a list of numbers from {least} to {CHOOSING_SEED}",
-            "Write --seeds=3, or --seeds=3,5,8",
+            "Use for example --seeds=3, or --seeds=3,5,8",
         )
     return looks
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
-    """Return the list of a sweep's runs and their durations, from measured step times."""
+    """Return a text that lists a sweep's runs and how long they take, by measured step times."""
     seconds = {}
     for arm in sweep.arms:
         step, start = measure(sweep.root, arm, slots)
@@ -113,7 +125,7 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
         seconds[arm.name] = start + arm.config.train.num_steps * step
     lines = ["would train"]
     total = 0.0
-    # The values that tuning will choose do not change how long a run takes.
+    # The duration of a run does not depend on the values that tuning will choose.
     chosen = {name: sweep.chosen.get(name, {}) for name in seconds}
     for run in replace(sweep, chosen=chosen).all_runs():
         if run.outcome().state not in ENDED:
@@ -121,16 +133,18 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
             duration = format_duration(seconds[run.arm])
             lines.append(f"{run.label}  {run.config.train.num_steps} steps  {duration}")
     whole = format_duration(total / len(slots))
-    lines.append(f"about {whole} in all, without validations and checkpoints")
+    lines.append(f"about {whole} in all, excluding validations and checkpoints")
     return "\n".join(lines)
 
 
 def exit_code(runs: Sequence[Run]) -> int:
-    """Return 1 if a run failed or has not ended, after a line that says so; otherwise 0."""
+    """Return the exit code: 1 if a run failed or has not ended, which is also printed."""
     states = [run.outcome().state for run in runs]
     failed = states.count("failed")
     waiting = states.count("waiting")
     if failed or waiting:
-        print(f"{failed} runs failed, {waiting} have not ended; repeat the command")
+        print(
+            f"{failed} runs failed, and {waiting} have not ended; to train them, repeat the command"
+        )
         return 1
     return 0

@@ -1,1 +1,1 @@
-"""Time training steps, alone or next to PyTorch."""
+"""Measure the time of training steps, alone or together with PyTorch."""

@@ -1,19 +1,20 @@
-r"""Time a training step, alone or next to PyTorch's.
+r"""Measure the time of a training step, alone or together with PyTorch's.
 
     python -m gpt2.lab.benchmark train --config=configs/gpt2_124m.py --config.data.batch_size=2 \
         --peers=torch,torch_compile --vary=model.position=rope
 
-times a step of the config, in turn with PyTorch's and with one option changed. Clipping and the
-optimizer are timed; warm-up, compilation and data are not. Next to peers, dropout is 0, the
-learning rate is constant and the vocabulary is a multiple of 64. The losses of the first steps are
-compared, and nothing is timed if they differ. --rounds=1 gives a quick first impression.
+measures a step of the config, a step of PyTorch, and a step with one option changed, in turn. The
+time includes clipping and the optimizer, but not warm-up, compilation or data. With peers, dropout
+is 0, the learning rate is constant and the vocabulary is a multiple of 64. The losses of the first
+steps are compared, and nothing is measured if they differ. --rounds=1 is a quick first measurement.
 
     python -m gpt2.lab.benchmark suite --output=DIR
 
-runs this and train.py on a GPU, in parts with a time limit each. --config.a.b=v changes all parts.
+runs this command and train.py on a GPU, in parts, each with a time limit. --config.a.b=v changes an
+option of all parts.
 
 MFU is the model's FLOPs, 6 N + 12 L D T per token, divided by time and the data sheet's peak.
-Memory is the peak of a GPU's allocator, or of the process on a CPU.
+Memory is the peak of a GPU's allocator or, on a CPU, of the process.
 """
 
 from gpt2.utils import launch
@@ -42,26 +43,35 @@ COMMANDS = ("train", "suite")
 def define_flags() -> None:
     """Define the flags of both commands."""
     cli.define_config()
-    flags.DEFINE_list("peers", [], "train: torch, torch_compile or both.")
-    about = "train: Python that runs the peers, if this one has no PyTorch."
+    flags.DEFINE_list(
+        "peers", [], "train: PyTorch peers: torch, torch_compile or both."
+    )
+    about = (
+        "train: path of a Python that runs the peers, if this Python has no PyTorch."
+    )
     flags.DEFINE_string("peer_python", sys.executable, about)
     about = (
-        "train: another side with OPTION=VALUE,... or XLA_FLAGS=...; may be repeated."
+        "train: also measure with OPTION=VALUE,... or XLA_FLAGS=...; may be repeated."
     )
     flags.DEFINE_multi_string("vary", [], about)
-    flags.DEFINE_integer("rounds", 5, "Number of turns of each side.", lower_bound=1)
-    about = "Least seconds of a turn, without its first step."
+    flags.DEFINE_integer("rounds", 5, "Number of turns of each case.", lower_bound=1)
+    about = "Shortest duration of a turn in seconds, excluding its first step."
     flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
-    flags.DEFINE_bool("json", False, "Print a line of JSON for each side, not a table.")
+    flags.DEFINE_bool(
+        "json", False, "Print a line of JSON for each case instead of a table."
+    )
     flags.DEFINE_string("output", "", "suite: folder for the results.")
 
 
 def main(command: str) -> int:
-    """Run a command and return the exit code: 1 if a part of the suite failed."""
+    """Run a command and return the exit code, which is 1 if a part of the suite failed."""
     args = flags.FLAGS
     if command == "suite":
         if not args.output:
-            raise UserError("suite needs --output", "Name a folder for the results")
+            raise UserError(
+                "The command suite needs --output",
+                "Add --output=FOLDER for the results",
+            )
         output = Path(args.output).expanduser()
         return int(not suite.run_suite(output, cli.overrides()))
     rows = measure_cases()
@@ -74,11 +84,14 @@ def main(command: str) -> int:
 
 
 def measure_cases() -> list[Row]:
-    """Return a row for the config, for each peer and for each variation."""
+    """Return a row of results for the config, for each peer and for each variation."""
     args = flags.FLAGS
     has_torch = importlib.util.find_spec("torch") is not None
     if args.peers and args.peer_python == sys.executable and not has_torch:
-        raise UserError("--peers needs PyTorch", "Install it, or set --peer_python")
+        raise UserError(
+            "--peers needs PyTorch, which this Python does not have",
+            "Install it, or set --peer_python",
+        )
     case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}
     for peer in args.peers:
@@ -89,7 +102,7 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line, next to peers with options that they support."""
+    """Return the config of the command line. With peers, set options that the peers support."""
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:
@@ -101,7 +114,7 @@ def make_config(peers: list[str]) -> Config:
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": 0,
         "model.dropout": 0.0,
-        # A multiple of 64, as nanoGPT trains.
+        # The vocabulary is a multiple of 64, as in nanoGPT.
         "model.vocab_size": 64 * math.ceil(config.model.vocab_size / 64),
     }
     return with_options(config, options)

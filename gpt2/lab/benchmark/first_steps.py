@@ -1,8 +1,9 @@
-"""Check that two sides compute the same, by the losses of their first steps.
+"""Check that two implementations compute the same, by the losses of their first steps.
 
-Both sides draw equal weights by name, so that no weights have to be sent, and take `STEPS` steps on
-equal batches; later losses depend on gradients, clipping and the optimizer. Names are this
-project's, such as `h_0/attn/c_attn/kernel`. This module needs neither JAX nor PyTorch.
+Both draw the same weights, from the name of each parameter, so that no weights have to be sent, and
+take `STEPS` steps on the same batches. Losses after the first depend on gradients, clipping and the
+optimizer. The names are this project's names, such as `h_0/attn/c_attn/kernel`. This module needs
+neither JAX nor PyTorch.
 """
 
 import zlib
@@ -13,18 +14,18 @@ import numpy as np
 from gpt2.config import Config
 
 STEPS = 5
-# Largest relative difference of a loss by `precision.compute`. In bfloat16 the peers' losses differ
-# by 7e-3 from the same peers' in float32, at the quickstart's learning rate. A GPU multiplies
+# Largest relative difference of a loss, for each `precision.compute`. At the quickstart's learning
+# rate, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. A GPU multiplies
 # float32 as TF32, which is as precise as float16.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 
 
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return float32 weights, a function of the name and the shape.
+    """Return float32 weights, which depend only on the name and the shape.
 
-    Their sizes make differences visible: kernels preserve the size of a branch, where variants of
-    GELU differ most; tables are small, so that a norm's epsilon matters; the scale of the last norm
-    makes gradients large enough to be clipped.
+    The magnitudes are chosen to make differences visible: kernels preserve the magnitude of a
+    branch, where variants of GELU differ most; tables are small, so that a norm's epsilon matters;
+    the scale of the last norm makes gradients large enough to be clipped.
     """
     seed = zlib.crc32(name.encode())
     rng = np.random.default_rng(seed)
@@ -40,7 +41,7 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def draw_batch(config: Config, step: int = 0) -> np.ndarray:
-    """Return tokens and targets `[2, B, T]` int32 of a step, the same on every side."""
+    """Return int32 tokens and targets `[2, B, T]` of a step, the same for every implementation."""
     size, length, _ = config.shapes.largest
     rng = np.random.default_rng(step)
     return rng.integers(0, config.model.vocab_size, (2, size, length), np.int32)
@@ -49,9 +50,14 @@ def draw_batch(config: Config, step: int = 0) -> np.ndarray:
 def compare(
     ours: Sequence[float], theirs: Sequence[float], tolerance: float
 ) -> str | None:
-    """Describe the first difference between losses in nats per token; None if there is none."""
+    """Describe the first difference between losses in nats per token.
+
+    Return None if no difference exceeds the tolerance.
+    """
     differences = np.abs(np.divide(theirs, ours) - 1)
-    for i in np.flatnonzero(~(differences <= tolerance)):  # true for NaN as well
+    for i in np.flatnonzero(~(differences <= tolerance)):  # finds NaN as well
         difference = f"{differences[i]:.1e}"
-        return f"the loss of step {i + 1} differs by {difference}, and {tolerance:g} is allowed"
+        return (
+            f"the loss of step {i + 1} differs by {difference}, more than {tolerance:g}"
+        )
     return None

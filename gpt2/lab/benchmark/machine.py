@@ -1,4 +1,4 @@
-"""Print devices and versions as a line of JSON, and write a GPU's description, target.txtpb.
+"""Print devices and versions as a line of JSON, and write target.txtpb, XLA's GPU description.
 
 python -m gpt2.lab.benchmark.machine DIR
 """
@@ -17,7 +17,7 @@ from gpt2.utils.files import write_text
 
 
 def main(folder: Path) -> None:
-    """Print the line, and write the file into `folder`."""
+    """Print the line of JSON, and write target.txtpb to `folder`."""
     device = jax.devices()[0]
     row = describe_start(0)
     row["flags"] = os.environ.get("XLA_FLAGS")

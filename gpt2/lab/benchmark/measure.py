@@ -1,7 +1,8 @@
-"""Time several sides in turn: a case, the same case in PyTorch, and with other options.
+"""Measure several sides in turn: a case, the same case in PyTorch, and with other options.
 
-Each side runs in its own process, which sleeps between its turns. Because turns are short, all
-sides run under the same load, heat and clocks, and ratios compare steps that ran seconds apart.
+A side is a training step in its own process, which sleeps between its turns. Because turns are
+short, all sides run under the same load, heat and clocks, and ratios compare steps that ran seconds
+apart.
 """
 
 import abc
@@ -31,9 +32,9 @@ PEERS = ("torch", "torch_compile")
 
 
 class Case(NamedTuple):
-    """What a side trains: a config whose vocabulary is resolved, and its environment."""
+    """The config that a side trains, and the environment of its process."""
 
-    config: Config
+    config: Config  # `model.vocab_size` is set
     xla_flags: str = ""
     python: str = sys.executable
 
@@ -51,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Player(NamedTuple):
-    """A process with a `Side`, whose methods it runs on request until it is closed."""
+    """A process that runs the methods of a `Side` on request, until it is closed."""
 
     name: str
     process: subprocess.Popen[str]
@@ -61,7 +62,7 @@ class Player(NamedTuple):
         assert self.process.stdout
         with contextlib.suppress(
             BrokenPipeError
-        ):  # the process has ended, which is handled below
+        ):  # the process has ended; this is handled below
             request = json.dumps([method, *arguments])
             print(request, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
@@ -69,9 +70,10 @@ class Player(NamedTuple):
             return json.loads(answer)
         code = self.process.wait()
         if code > 0:
-            sys.exit(code)  # the process has printed why
+            sys.exit(code)  # the process has printed its error
         raise UserError(
-            f"{self.name} was killed by signal {-code}", "It may lack memory"
+            f"The process of {self.name} was killed by signal {-code}",
+            "If memory ran out, use a smaller --config.data.batch_size",
         )
 
     def close(self) -> None:
@@ -83,19 +85,19 @@ class Player(NamedTuple):
 
 
 class Side(abc.ABC):
-    """A training step and its state, in the process of a `Player`."""
+    """The interface of a training step with its state, in the process of a `Player`."""
 
     @abc.abstractmethod
     def info(self) -> Row:
-        """Return the `device`, such as `1 x cpu`, and other figures for the row."""
+        """Return the `device`, such as `1 x cpu`, and other values for the row of results."""
 
     @abc.abstractmethod
     def draw_batch(self, number: int) -> Any:
-        """Return a batch on the device, the same on every side."""
+        """Return a batch on the device, which is the same on every side."""
 
     @abc.abstractmethod
     def draw_weights(self) -> None:
-        """Start again, from weights that are the same on every side."""
+        """Start training again, from weights that are the same on every side."""
 
     @abc.abstractmethod
     def step(self, batch: Any) -> float:
@@ -116,7 +118,10 @@ class Side(abc.ABC):
         return np.diff(clock).tolist()
 
     def serve(self) -> None:
-        """Answer requests, lines of a method and its arguments, until standard input closes."""
+        """Answer requests until standard input closes.
+
+        Each line of standard input is a JSON list of a method and its arguments.
+        """
         for line in sys.stdin:
             method, *arguments = json.loads(line)
             answer = getattr(self, method)(*arguments)
@@ -124,10 +129,10 @@ class Side(abc.ABC):
 
 
 def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
-    """Time cases in turn, and return a row for each.
+    """Measure cases in turn, and return a row of results for each case.
 
-    Cases have names, among them `OURS` and maybe `PEERS`. Each has `rounds` turns of at least
-    `seconds`.
+    `cases` maps names to cases. It contains `OURS`, and may contain names from `PEERS`. Each case
+    has `rounds` turns of at least `seconds` seconds.
     """
     players: dict[str, Player] = {}
     steps: dict[str, int] = {}
@@ -137,14 +142,14 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             player = _start(name, each, len(cases))
             stack.callback(player.close)
             players[name] = player
-            # The first step compiles, unless the program is compiled already.
+            # The first of the three steps is ignored, because it may include the compilation.
             *_, usual = player.ask("times", 3)
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
         _compare_sides(players, cases[OURS].config.precision.compute)
         for _ in range(rounds):
             for name, player in players.items():
-                # The first step is slower, since the other sides have used the memory.
+                # The first step of a turn is slower, because the other sides have used the caches.
                 _, *times = player.ask("times", 1 + steps[name])
                 turns[name].append(statistics.median(times))
         infos = {name: player.ask("info") for name, player in players.items()}
@@ -159,7 +164,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             compared = ratio(turns[name], turns[OURS])
         row = {
             "name": name,
-            "turns": turns[name],  # seconds of the median step of each turn
+            "turns": turns[name],  # median seconds of a step in each turn
             "step_seconds": step,
             "tokens_per_second": tokens_per_second,
             "mfu": tokens_per_second / peak if peak else None,
@@ -170,7 +175,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
-    """Raise a UserError unless peers run on our device and compute our losses."""
+    """Raise a UserError if a peer runs on another device or computes other losses."""
     ours = players[OURS]
     our_device = ours.ask("info")["device"]
     tolerance = TOLERANCES[compute]
@@ -181,7 +186,7 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
         device = peer.ask("info")["device"]
         if device != our_device:
             raise UserError(
-                f"{name} runs on {device}, and {OURS} on {our_device}",
+                f"{name} runs on {device}, but {OURS} runs on {our_device}",
                 "Install both for the same hardware, and use one device: CUDA_VISIBLE_DEVICES=0",
             )
         our_losses = ours.ask("first_losses")
@@ -189,15 +194,15 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
         if wrong:
             raise UserError(
                 f"{name} does not compute what {OURS} computes: {wrong}",
-                "Use options of plain GPT-2, or leave out --peers",
+                "Use only options of plain GPT-2, or leave out --peers",
             )
 
 
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
-    """Return the mean ratio of turns to our turns, with the ends of its 95 % interval.
+    """Return the mean ratio of turns to our turns, and the ends of its 95 % interval.
 
-    Both are computed from the logarithms of each round's ratio, the interval by Student's t. A
-    single round has no interval.
+    The mean and the interval, by Student's t, are computed from the logarithms of each round's
+    ratio. With a single round there is no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)
@@ -209,10 +214,10 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
 
 
 def _start(name: str, case: Case, number: int) -> Player:
-    """Start the process of a side, one of `number` sides.
+    """Start the process of one of `number` sides.
 
-    On a GPU, JAX allocates three quarters of the memory at its start, which would leave a second
-    process without memory. So each side may allocate an equal part of nine tenths.
+    On a GPU, JAX would allocate three quarters of the memory when it starts, and leave too little
+    for a second process. Each side may therefore allocate an equal part of nine tenths.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:

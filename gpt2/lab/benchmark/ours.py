@@ -1,4 +1,4 @@
-"""Our side of `gpt2.lab.benchmark`: a training step, run on request."""
+"""The side of `gpt2.lab.benchmark` that runs this project's training step on request."""
 
 import dataclasses
 import json
@@ -35,14 +35,14 @@ class Training(Side):
         self._compiled = self._program.compile_train(self._state, batch)
 
     def info(self) -> Row:
-        """Return the figures for the row, besides times."""
+        """Return the values for the row of results, except times."""
         kind = self._devices[0].device_kind
-        # The devices of a CPU are parts of one CPU.
+        # All devices of a CPU are parts of the same CPU.
         number = 1 if kind == "cpu" else len(self._devices)
         flops = self._program.flops_per_token(self._shape)
         peak = total_peak_flops(self._config.precision.compute)
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        statistics = jax.devices()[0].memory_stats() or {}  # None on a CPU
+        statistics = jax.devices()[0].memory_stats() or {}  # CPUs have none
         return {
             "device": f"{number} x {kind}",
             "peak_tokens_per_second": peak / flops if peak else None,
@@ -56,8 +56,8 @@ class Training(Side):
         return self._program.backend.put_batch(make_batch(self._config, number))
 
     def draw_weights(self) -> None:
-        """Start again, from drawn weights."""
-        del self._state  # frees its memory for the new weights
+        """Start training again, from the weights of `draw_weight`."""
+        del self._state  # frees the memory for the new weights
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))
 
@@ -68,7 +68,7 @@ class Training(Side):
 
 
 def draw_params(cfg: GPTConfig) -> dict:
-    """Return the parameters that `draw_weight` draws, float32 in host memory."""
+    """Return the parameters that `draw_weight` draws, as float32 arrays in host memory."""
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -82,10 +82,12 @@ def draw_params(cfg: GPTConfig) -> dict:
 
 
 def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
-    """Return the batch of a step, int32 `[B, T]` in host memory."""
+    """Return the batch of a step: int32 arrays `[B, T]` in host memory."""
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
-    if config.data.document_mask:  # random documents of 256 tokens on average
+    if (
+        config.data.document_mask
+    ):  # documents have random lengths, 256 tokens on average
         begins = tokens % 256 == 0
         batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
     return batch
@@ -93,7 +95,7 @@ def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
 
 @exit_on_user_error()
 def main() -> None:
-    """Serve the steps of a config, given as JSON on the command line."""
+    """Serve the training steps of a config, which is given as JSON on the command line."""
     config = Config.from_dict(json.loads(sys.argv[1]))
     Training(config).serve()
 

@@ -1,6 +1,6 @@
 """GPT-2's training step in PyTorch, as nanoGPT computes it.
 
-`gpt2.lab.benchmark` times it as `torch`, and through `torch.compile` as `torch_compile`.
+`gpt2.lab.benchmark` measures it as `torch`, and with `torch.compile` as `torch_compile`.
 """
 
 import json
@@ -19,7 +19,7 @@ from gpt2.lab.benchmark.tables import Row
 
 
 class Block(nn.Module):
-    """A layer: attention and MLP, each a residual branch after a norm."""
+    """One layer: attention and MLP, each a residual branch with a norm before it."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -75,17 +75,17 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight)
 
 
-# This project's names for the `weight` of a module.
+# Module of PyTorch -> this project's name for its `weight`.
 WEIGHTS = {nn.Embedding: "embedding", nn.Linear: "kernel", nn.LayerNorm: "scale"}
 
 
 class Training(Side):
-    """A peer's model and optimizer, and its training step."""
+    """A peer: a model, an optimizer and a training step in PyTorch."""
 
     def __init__(self, peer: str, config: Config):
         self._config = config
         self._kind = "cuda" if torch.cuda.is_available() else "cpu"
-        # JAX multiplies in TF32 on NVIDIA GPUs, PyTorch's `high`. CPUs only have float32.
+        # On NVIDIA GPUs, JAX multiplies in TF32, which PyTorch calls `high`. CPUs have no TF32.
         wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
         if self._kind == "cuda" and wanted != "highest":
             torch.set_float32_matmul_precision("high")
@@ -109,7 +109,7 @@ class Training(Side):
             self._loss = torch.compile(self._loss)
 
     def info(self) -> Row:
-        """Return the figures for the row, besides times."""
+        """Return the values for the row of results, except times."""
         device = "cpu"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._kind == "cuda":
@@ -122,13 +122,13 @@ class Training(Side):
         }
 
     def draw_batch(self, number: int) -> torch.Tensor:
-        """Return tokens and targets `[2, B, T]` int64 on the device."""
+        """Return int64 tokens and targets `[2, B, T]` on the device."""
         drawn = first_steps.draw_batch(self._config, number)
         batch = torch.from_numpy(drawn).long()
         return batch.to(self._kind)
 
     def draw_weights(self) -> None:
-        """Start again, from drawn weights."""
+        """Start training again, from the weights of `draw_weight`."""
         for path, module in self._model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 if name == "weight":
@@ -156,7 +156,7 @@ class Training(Side):
     def _compute_loss(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return the mean loss of tokens and targets `[B, T]` int64."""
+        """Return the mean loss for int64 tokens and targets `[B, T]`."""
         compute = getattr(torch, self._config.precision.compute)
         is_mixed = compute != torch.float32
         with torch.autocast(self._kind, compute, enabled=is_mixed):
@@ -166,7 +166,7 @@ class Training(Side):
 
 
 def main() -> None:
-    """Serve the steps of a peer and of a config, both given on the command line."""
+    """Serve the training steps of a peer for a config, both given on the command line."""
     _, peer, text = sys.argv
     config = Config.from_dict(json.loads(text))
     Training(peer, config).serve()

@@ -1,9 +1,9 @@
 """Measure a GPU with one command, without a network.
 
-The suite consists of commands, each with a time limit, so that a failure costs no more than its own
-part. The output folder receives results.jsonl with a row for each result, report.md, the error
-output of each part, and target.txtpb, XLA's description of the GPU for `gpt2.lab.plan --chips`.
-Finished parts do not run again.
+The suite consists of parts: commands with a time limit, so that the failure of one part does not
+affect the others. The suite writes to the output folder: results.jsonl with a row for each result,
+report.md, the error output of each part, and target.txtpb, XLA's description of the GPU for
+`gpt2.lab.plan --chips`. Parts that have finished are not run again.
 """
 
 import contextlib
@@ -25,7 +25,10 @@ from gpt2.utils.files import write_text
 
 
 class Part(NamedTuple):
-    """Arguments for Python, and a time limit. A run of train.py has the part's name."""
+    """A part of the suite: the arguments for Python, and a time limit in seconds.
+
+    If the part is a run of train.py, its workdir has the part's name.
+    """
 
     name: str
     seconds: float
@@ -33,7 +36,7 @@ class Part(NamedTuple):
 
 
 def make_parts(output: Path) -> list[Part]:
-    """Return the parts in the order in which they run, the most important first."""
+    """Return the parts in the order in which they run. The most important parts come first."""
     root = Path(__file__).parents[3]
 
     def options(size: str, layers: int, rows: int) -> tuple[str, ...]:
@@ -42,7 +45,7 @@ def make_parts(output: Path) -> list[Part]:
             "--config.train.accumulate_steps=1",
             f"--config.data.batch_size={rows}",
             "--config.memory.remat=none",
-            # Parameters of layers are stacked, and the loop over layers is unrolled.
+            # These two options stack the parameters of layers and unroll the loop over layers.
             "--config.memory.scan_layers=True",
             f"--config.memory.scan_unroll={layers}",
         )
@@ -61,31 +64,36 @@ def make_parts(output: Path) -> list[Part]:
         "--config.logging.profile_start=50",
         "--config.logging.profile_steps=5",
     )
-    characters = f"--config={root}/configs/shakespeare_char.py"  # reads input.txt
+    # This config reads input.txt.
+    characters = f"--config={root}/configs/shakespeare_char.py"
     peers: tuple[str, ...] = ()
     if importlib.util.find_spec("torch"):
         peers = ("--peers=torch_compile",)
     forms = ("--vary=precision.logits=bfloat16", "--vary=data.document_mask=True")
-    return [  # a quarter of an hour in all
+    return [  # all parts together take a quarter of an hour
         Part("machine", 30, ("-m", "gpt2.lab.benchmark.machine", str(output))),
         Part("124m-32", 120, (*step, *small, *peers)),
         Part("1558m", 150, (*step, *options("1558m", 48, 16))),
         Part("forms", 150, (*step, *small, *forms)),
         Part("loop", 120, run("loop", *loop)),
         Part("profile", 30, ("-m", "gpt2.lab.profile", str(output / "loop"))),
-        # The same run again: equal losses mean that it is deterministic.
+        # This repeats the run `loop`. If the losses are equal, the run is deterministic.
         Part("again", 60, run("again", *loop)),
-        # The only published result that fits into the time: a loss of 1.4697 (nanoGPT).
+        # This is the only published result that can be reproduced in the time, nanoGPT's loss of
+        # 1.4697.
         Part("characters", 130, run("characters", characters)),
     ]
 
 
 def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
-    """Run the parts with `overrides`, options by dotted name; return whether all succeeded."""
+    """Run all parts, and return whether all succeeded.
+
+    `overrides` maps dotted names of options to values, which are set in every part.
+    """
     results = output / "results.jsonl"
     logs = output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    # SIGTERM also has to end the part that runs, which holds the device.
+    # SIGTERM must also end the part that is running, because it holds the device.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows: list[Row] = []
     if results.exists():
@@ -94,7 +102,7 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
     for name, seconds, command in make_parts(output):
         if name in done:
             continue
-        if name not in ("machine", "profile"):  # which have no config
+        if name not in ("machine", "profile"):  # these two parts have no config
             command += tuple(f"--config.{key}={overrides[key]}" for key in overrides)
         found, status = run_command(command, seconds, logs / f"{name}.err")
         found += describe_run(output / name)
@@ -112,7 +120,7 @@ def run_command(
 ) -> tuple[list[Row], str]:
     """Run Python, and return the rows that it prints and its status: `done`, or why it failed.
 
-    Its child processes end with it, because a process that lives on holds the GPU's memory.
+    Its child processes are killed at the end, because they would hold the GPU's memory.
     """
     status = "done"
     with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
@@ -128,19 +136,19 @@ def run_command(
             if process.wait(limit):
                 status = f"failed: see {log.parent.name}/{log.name}"
         except subprocess.TimeoutExpired:
-            status = f"no end within {limit:.0f} s"
+            status = f"did not end within {limit:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answers.seek(0)
-        # Other lines come from libraries.
+        # Lines that do not begin with a brace come from libraries.
         lines = [line for line in answers if line.startswith("{")]
     return [json.loads(line) for line in lines], status
 
 
 def describe_run(workdir: Path) -> list[Row]:
-    """Return a row with the last speed that a run logged, or nothing."""
+    """Return a row with the last speed that a run logged, or no row if there is none."""
     rows: list[Row] = []
     for record in read_metrics(workdir / "metrics.jsonl"):
         if "perf/step_seconds" in record:
@@ -149,13 +157,13 @@ def describe_run(workdir: Path) -> list[Row]:
 
 
 def report(rows: list[Row]) -> str:
-    """Return report.md: the figures of the machine, and a table of the results."""
+    """Return the content of report.md: facts about the machine, and a table of the results."""
     lines = ["# Benchmark", ""]
     others: list[Row] = []
     for row in rows:
         if "name" in row:
             others.append(row)
-        elif "status" not in row:  # the machine's
+        elif "status" not in row:  # this row describes the machine
             lines += [f"- {name}: {row[name]}" for name in row]
         elif row["status"] != "done":
             others.append(row | {"name": row["status"]})

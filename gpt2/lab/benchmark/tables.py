@@ -1,11 +1,11 @@
-"""Write rows of results as a table."""
+"""Format rows of results as a table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from gpt2.utils.text import format_count
 
-Row = dict[str, Any]  # figures by name, of types that JSON has
+Row = dict[str, Any]  # name -> value, of a type that JSON supports
 
 
 def _ratio(interval: Sequence[float]) -> str:
@@ -16,7 +16,8 @@ def _ratio(interval: Sequence[float]) -> str:
     return text
 
 
-# The title of a column, the figure of a row that it shows, and a function that writes the figure.
+# For each column: its title, the name of the value that it shows, and a function that formats the
+# value.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("part", "part", str),
     ("", "name", str),
@@ -31,8 +32,8 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table with a column for each figure that some row has."""
-    import pandas as pd  # the Python of peers may lack it
+    """Return a table with a column for each value in `_COLUMNS` that at least one row has."""
+    import pandas as pd  # the Python that runs peers may not have pandas
 
     found = pd.DataFrame(rows)
     columns = {}

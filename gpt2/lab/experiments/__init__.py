@@ -1,1 +1,1 @@
-"""What sweeps, ledgers and comparisons share: arms, their runs, what runs yield, and pages."""
+"""Code that sweeps, ledgers and comparisons share: arms, runs, results and report pages."""

@@ -1,4 +1,4 @@
-"""Arms: the variants that are compared, as `--vary` and `--idea` name them."""
+"""Arms: the variants that are compared, which `--vary` and `--idea` describe."""
 
 import contextlib
 import csv
@@ -24,31 +24,32 @@ from gpt2.errors import UserError
 from gpt2.lab.experiments.checkouts import WORKING_TREE, find_commit, source_folder
 from gpt2.lab.experiments.run_folder import Run, Setting, Settings, describe
 
-# Names that a `--vary` may set next to options.
+# Names that a `--vary` may set in addition to options.
 _RECIPE = "recipe"
 _CODE = "code"
-_TUNABLE = ("optim.", "loss.")  # groups that do not change what a fair comparison is
-_LONGEST_NAME = 150  # characters; file systems allow 255 bytes for a folder's name
+# Option groups that may be tuned for each arm and still leave the comparison fair.
+_TUNABLE = ("optim.", "loss.")
+_LONGEST_NAME = 150  # in characters; file systems allow 255 bytes for a folder's name
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
     """One variant of a comparison."""
 
-    # How it differs from the baseline, such as `optim.name=muon`. Its folder has the same name.
+    # The difference from the baseline, such as `optim.name=muon`. The arm's folder has this name.
     name: str
-    config: Config  # the seed is that of the first run
-    commit: str = ""  # of the code that trains it; "" is the working tree
-    # Options that only that commit has.
+    config: Config  # its seed is the seed of the arm's first run
+    commit: str = ""  # the commit of the code that trains the arm; "": the working tree
+    # Options that only the code of `commit` has.
     extra: Settings = dataclasses.field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, Setting]:
-        """All options by name, including those that only its commit has."""
+        """All options by name, including options that only the code of `commit` has."""
         return {**flatten(self.config.to_dict()), **self.extra}
 
     def source(self, root: Path) -> Path:
-        """Return the folder of the arm's code in a sweep or ledger at `root`."""
+        """Return the folder of the arm's code. `root` is the folder of the sweep or ledger."""
         return source_folder(root, self.commit)
 
     def make_run(
@@ -59,9 +60,9 @@ class Arm:
         *,
         chooses: bool = False,
     ) -> Run:
-        """Return the run of the arm's seed `number`, counted from its first seed.
+        """Return the arm's run with its `number`-th seed, counted from 0.
 
-        `tuned` are the options that tuning tries, if the run `chooses` them, or has chosen.
+        `tuned` are the options that tuning has chosen or, if the run `chooses`, that it tries.
         """
         tuned = tuned or {}
         folder = root / "runs" / self.name
@@ -79,12 +80,12 @@ class Arm:
         )
 
     def to_tree(self) -> dict[str, object]:
-        """Return the arm as JSON holds it and as `from_options` reads it."""
+        """Return the arguments of `from_options` as JSON."""
         return {"name": self.name, "options": self.options, "commit": self.commit}
 
     @classmethod
     def from_options(cls, name: str, options: Settings, commit: str) -> "Arm":
-        """Return the arm with these options; this code may lack some that `commit` has."""
+        """Return the arm with these options, some of which only the code of `commit` may have."""
         known = dict(options)
         extra = {key: known.pop(key) for key in options.keys() - OPTIONS.keys()}
         return cls(name, Config.from_dict(known), commit, extra)
@@ -94,7 +95,10 @@ Differences = dict[str, tuple[object, object]]  # option -> the old and the new 
 
 
 def differences(old: Arm, new: Arm) -> Differences:
-    """Return the options whose values differ between two arms; `none` for a missing one."""
+    """Return the options whose values differ between two arms.
+
+    A missing option has the value `none`.
+    """
     before = old.options | {_CODE: old.commit or WORKING_TREE}
     after = new.options | {_CODE: new.commit or WORKING_TREE}
     changed = Differences()
@@ -108,7 +112,7 @@ def differences(old: Arm, new: Arm) -> Differences:
 def refuse_differences(
     what: str, changed: Mapping[str, tuple[object, object]], remedy: str
 ) -> None:
-    """Raise a UserError that names every value that is not the old one."""
+    """Raise a UserError that lists the changed values, if there are any."""
     texts = []
     for name, (old, new) in changed.items():
         if old != new:
@@ -118,11 +122,12 @@ def refuse_differences(
 
 
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
-    """Return the arms of a comparison. The baseline, which is `config` itself, is the first.
+    """Return the arms of a comparison. The first one is the baseline, which has `config` itself.
 
     Each `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`, where `.` is the
     working tree. A value may set further options, as in `optim.name=muon+optim.weight_decay=0.0`.
-    After `code=BRANCH` these may be options that only the branch has. Quotes protect a comma.
+    After `code=BRANCH` these may be options that only the branch has. A value that contains a comma
+    has to be quoted.
     """
     axes = [_read_axis(text) for text in vary]
     points: Iterable[Sequence[Settings]] = itertools.product(*axes)
@@ -131,7 +136,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     arms = {"baseline": Arm("baseline", config)}
     for point in points:
         usual: dict[str, Setting] = {_CODE: WORKING_TREE}
-        # A recipe replaces the options of the config, so each value that stands next to it counts.
+        # A recipe replaces all options of the config, so every value after it is a difference.
         if not any(_RECIPE in value for value in point):
             usual |= flatten(config.to_dict())
         labels = []
@@ -139,7 +144,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
             if not value.items() <= usual.items():
                 labels.append(_label(value))
         if not labels:
-            continue  # the baseline
+            continue  # this point is the baseline
         name = ",".join(labels)
         if len(name) > _LONGEST_NAME:
             name = f"{name[:_LONGEST_NAME]}-{zlib.crc32(name.encode()):08x}"
@@ -152,7 +157,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
-    """Return the values of each `--tune`. Every arm tries all of them."""
+    """Return the values of each `--tune`, all of which every arm tries."""
     taken = set[str]()
     for text in vary:
         taken.update(*_read_axis(text))
@@ -163,12 +168,13 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]
         for name in names:
             if not name.startswith(_TUNABLE):
                 raise UserError(
-                    f"--tune={text} would change what is compared",
-                    "Tune options of optim. or loss. only",
+                    f"--tune={text} sets {name}, which would make the comparison unfair",
+                    "Tune only options of optim. and loss.",
                 )
             if name in taken:
                 raise UserError(
-                    f"{name} is varied or tuned twice", "Remove one of its flags"
+                    f"More than one --vary or --tune sets {name}",
+                    "Remove one of these flags",
                 )
         taken |= names
         axes.append(axis)
@@ -176,16 +182,16 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]
 
 
 def _read_axis(text: str) -> list[Settings]:
-    """Read `OPTION=VALUE,...`."""
+    """Return the settings of each value in `OPTION=VALUE,...`."""
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
     if not values or not all(values):
-        raise UserError(f"{text} has no value", "Write OPTION=VALUE")
+        raise UserError(f"{text} has an option without a value", "Use OPTION=VALUE")
     return [_read_value(f"{name}={value}") for value in values]
 
 
 def _read_value(text: str) -> Settings:
-    """Read `OPTION=VALUE` and any `+OPTION=VALUE` after it."""
+    """Return the settings in `OPTION=VALUE` and in each `+OPTION=VALUE` after it."""
     options: dict[str, Setting] = {}
     for pair in re.split(r"\+(?=[a-z_]+\.[a-z_0-9]+=)", text):
         name, value = pair.split("=", 1)
@@ -194,16 +200,16 @@ def _read_value(text: str) -> Settings:
         elif name in OPTIONS or options.get(_CODE, WORKING_TREE) == WORKING_TREE:
             options[name] = read_option(name, value)
         else:
-            # The type of an option that only the branch has is not known here.
+            # If only the branch has the option, its type is not known here.
             options[name] = value
             with contextlib.suppress(ValueError):
                 options[name] = json.loads(value.lower())
     if "seed" in options:
-        raise UserError("seed cannot be varied", "Use --seeds=N")
+        raise UserError("The option seed cannot be varied", "Use --seeds=N")
     if "train.num_steps" in options:
         raise UserError(
-            "train.num_steps cannot be varied, since it follows from --equal",
-            "Start a sweep for each length",
+            "The option train.num_steps cannot be varied, because --equal determines it",
+            "Start a sweep for each number of steps",
         )
     return options
 
@@ -213,7 +219,7 @@ def _label(value: Settings) -> str:
     if _RECIPE in value:
         pairs[_RECIPE] = Path(str(value[_RECIPE])).stem
     text = "+".join(f"{name}={setting}" for name, setting in pairs.items())
-    return re.sub(r"[^\w.,=+-]+", "_", text)  # it becomes the name of a folder
+    return re.sub(r"[^\w.,=+-]+", "_", text)  # the label becomes the name of a folder
 
 
 def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
@@ -221,7 +227,9 @@ def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
     options: dict[str, Setting] = {}
     for value in values:
         for key in value.keys() & options.keys():
-            raise UserError(f"Several --vary set {key}", "Use --one_at_a_time")
+            raise UserError(
+                f"More than one --vary flag sets {key}", "Use --one_at_a_time"
+            )
         options |= value
     try:
         commit = find_commit(str(options.pop(_CODE, WORKING_TREE)))

@@ -6,9 +6,9 @@ from statistics import mean, stdev
 
 
 def spread(values: Collection[float]) -> str:
-    """Write a mean and, if there are several values, their standard deviation.
+    """Return a mean as a text and, if there are several values, their standard deviation.
 
-    Both have four decimals, or five digits from 100 on.
+    Numbers have four decimals or, if one of them is 100 or larger, five digits.
     """
     if not len(values):
         return "-"
@@ -25,19 +25,19 @@ def spread(values: Collection[float]) -> str:
 
 
 def number(value: float, form: str) -> str:
-    """Write a number; `-` if it is not finite."""
+    """Return a number as a text, or `-` if the number is not finite."""
     if math.isfinite(value):
         return f"{value:{form}}"
     return "-"
 
 
 def interval(low: float, high: float, form: str) -> str:
-    """Write an interval; "" if an end is not finite."""
+    """Return an interval as a text, or "" if an end is not finite."""
     if math.isfinite(high - low):
         return f"({low:{form}} to {high:{form}})"
     return ""
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that a terminal would act on."""
+    """Return a text in which control characters, which a terminal would obey, are escaped."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""Versions of this code: commits, the differences between them, and git worktrees of them."""
+"""Versions of this code: commits, their differences, and git worktrees."""
 
 import os
 import subprocess
@@ -8,75 +8,75 @@ from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE
 from gpt2.utils.files import locked
 
-WORKING_TREE = "."  # the value of `code=` that stands for the files as they are
+WORKING_TREE = "."  # the value of `code=` for the current files
 
 
 def find_commit(name: str) -> str:
-    """Return the commit of a branch, tag or commit; "" for the working tree."""
+    """Return the commit of a branch or tag, or "" for the working tree."""
     if name == WORKING_TREE:
         return ""
     commit = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
     if not commit:
         raise UserError(
-            f"code={name} is no branch, tag or commit of {SOURCE}",
+            f"code={name} is not a branch, tag or commit of {SOURCE}",
             "Run `git branch` to see the branches",
         )
     return commit
 
 
 def diff(old: str, new: str, form: str = "--patch") -> str:
-    """Return how the Python files of commit `new` differ from commit `old`."""
+    """Return git's diff of the Python files of two commits."""
     return _git("diff", form, old, new, "--", "*.py")
 
 
 def contains(commit: str, other: str) -> bool:
     """Return whether `commit` has all changes of `other`, so that a merge changes nothing.
 
-    The history cannot answer that: a snapshot is in no history, and a later commit may undo a
-    change.
+    The history is not sufficient to find this out, because it does not contain snapshots, and a
+    later commit may undo a change.
     """
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")
 
 
 def snapshot() -> str:
-    """Return a commit of the working tree as it is; "" without a checkout."""
+    """Return a commit of the current working tree, or "" if there is no git checkout."""
     if not _git("ls-files", "train.py"):
         return ""
     return _git("stash", "create") or _git("rev-parse", "HEAD")
 
 
 def source_folder(root: Path, commit: str) -> Path:
-    """Return the folder of a commit's code in a sweep or ledger at `root`."""
+    """Return the folder of a commit's code. `root` is the folder of the sweep or ledger."""
     return root / "code" / commit if commit else SOURCE
 
 
 def check_out(root: Path, commit: str) -> Path:
-    """Return the folder of a commit's code, and make it as a git worktree if it is missing."""
+    """Return the folder of a commit's code. If it is missing, create it as a git worktree."""
     source = source_folder(root, commit)
     if not commit:
         return source
-    # Several processes may check out the same commit at once.
+    # The lock is needed because several processes may check out the same commit at once.
     with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
             path = str(source.absolute())
             _git("worktree", "add", "-f", "--detach", path, commit)
         if not source.exists() or _git("status", "--porcelain", folder=source):
             raise UserError(
-                f"{source} is no clean git worktree",
+                f"{source} is not a clean git worktree",
                 f"Remove {source}, and repeat the command",
             )
     return source
 
 
 def _git(*arguments: str, folder: Path | None = None) -> str:
-    """Return what git prints in `folder`, or in this checkout; "" if the command fails."""
+    """Run git in `folder`, or in this checkout. Return its output, or "" if it fails."""
     command = ["git", "--no-optional-locks", "-C", str(folder or SOURCE), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:  # git is not installed
         return ""
-    # git ignores a checkout of another user, for example one that a container has mounted.
+    # git does not read a checkout that belongs to another user, as may happen in a container.
     if "dubious ownership" in done.stderr:
         raise UserError(
             f"git does not read {SOURCE}, which belongs to another user",

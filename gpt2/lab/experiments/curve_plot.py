@@ -1,4 +1,4 @@
-"""Validation curves in one picture, and how the lab draws pictures."""
+"""A plot of validation curves, and the context in which the lab draws all its plots."""
 
 import contextlib
 import itertools
@@ -13,7 +13,7 @@ from gpt2.lab.experiments.results import AMOUNTS, Curve
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colors that colour-blind people can tell apart (Okabe and Ito 2008).
+# Colors that colour-blind people can distinguish (Okabe and Ito 2008).
 BLUE = "#0072b2"
 RED = "#d55e00"
 GREEN = "#009e73"
@@ -21,7 +21,7 @@ ORANGE = "#e69f00"
 GREY = "#6b7280"
 BASELINE = "#4b5563"
 COLORS = (BLUE, RED, GREEN, "#cc79a7", ORANGE, "#56b4e9", "#8c6d31")
-_LINES = ("-", "--", ":", "-.")  # of all curves, once the colors are used up
+_LINES = ("-", "--", ":", "-.")  # the next style is used once all colors are used up
 
 
 def plot_curves(
@@ -31,8 +31,8 @@ def plot_curves(
 ) -> None:
     """Plot the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
-    `curves` are by the arm's name, the baseline first, one for each seed. A single validation is a
-    dot, and a curve without tokens is a horizontal line.
+    `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline.
+    A single validation is a dot, and a curve without tokens is a horizontal line.
     """
     height = 4.6 + 0.12 * len(curves)
     styles = [("-", BASELINE), *itertools.product(_LINES, COLORS)]
@@ -47,7 +47,8 @@ def plot_curves(
                         level, label=visible(name), color=color, linestyle=line
                     )
                     continue
-                # Runs of one arm are validated at the same steps. A shorter curve has not ended.
+                # Runs of an arm are validated at the same steps. If a curve is shorter, its run has
+                # not ended.
                 number = min(len(curve.scores) for curve in members)
                 x = np.mean([getattr(c, amount)[:number] for c in members], axis=0)
                 y = np.array([curve.scores[:number] for curve in members])
@@ -61,7 +62,7 @@ def plot_curves(
                 )
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
             axes.set_xlabel(title)
-        # The high losses of the first steps would leave little room for the others.
+        # The high losses of the first steps would leave little space for the other losses.
         shown = list[float]()
         for curve in itertools.chain(*curves.values()):
             skipped = len(curve.scores) // 10
@@ -74,12 +75,12 @@ def plot_curves(
 def drawing(
     png: Path, height: float, width: float = 9, columns: int = 1
 ) -> Iterator[list["Axes"]]:
-    """Yield panels to draw in, and write them to a file with a legend below."""
-    # pyplot would open a window system and keep global state.
+    """Yield the panels of a new figure. At the end, add a legend and write the figure to a file."""
+    # pyplot would have global state, and would connect to a window system.
     import matplotlib
     from matplotlib.figure import Figure
 
-    # A name that holds two dollar signs is no formula.
+    # Otherwise matplotlib takes a name with two dollar signs for a formula.
     with matplotlib.rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
         (panels,) = figure.subplots(1, columns, sharey=True, squeeze=False)
@@ -87,7 +88,7 @@ def drawing(
             axes.grid(alpha=0.3)
         yield panels
         handles, labels = panels[0].get_legend_handles_labels()
-        if labels:  # below the panels, where they hide nothing
+        if labels:  # the legend is below the panels, where it does not hide curves
             figure.legend(
                 handles, labels, fontsize=9, loc="outside lower left", ncols=1 + columns
             )
@@ -95,5 +96,5 @@ def drawing(
 
 
 def visible(name: str) -> str:
-    """Return a label that matplotlib shows: it leaves out names that begin with `_`."""
+    """Return a label that matplotlib shows, even if the name begins with `_`."""
     return f"\u200b{name}" if name.startswith("_") else name

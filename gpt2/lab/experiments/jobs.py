@@ -1,4 +1,4 @@
-"""Trains runs, several at once, each as a process of train.py."""
+"""Train several runs at a time, each as a process of train.py."""
 
 import contextlib
 import fcntl
@@ -20,14 +20,14 @@ from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
 
-_DIVERGED = 3  # the exit code of train.py
-# The outcome of each run when this process first saw it. A run that had failed by then is tried
-# again. Outcomes are compared and not times, since clocks of file servers differ.
+_DIVERGED = 3  # the exit code of train.py for a run that diverged
+# The outcome of each run when this process first read it. A run that had already failed is trained
+# again. Outcomes are compared rather than times, because the clocks of file servers differ.
 _first_outcomes: dict[Path, Outcome] = {}
 
 
 def make_slots(jobs: int) -> list[Slot]:
-    """Return the resources of `jobs` runs at once: a GPU each, or a part of the CPU cores each."""
+    """Return the resources of `jobs` simultaneous runs: a GPU or some of the CPU cores for each."""
     cores = list(range(os.cpu_count() or 1))
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
@@ -36,7 +36,7 @@ def make_slots(jobs: int) -> list[Slot]:
     if jobs > number:
         unit = "GPUs" if gpus else "CPU cores"
         raise UserError(
-            f"--jobs={jobs} is more than the {number} {unit}",
+            f"--jobs={jobs} is more than the number of {unit}, {number}",
             f"Use --jobs={number} or fewer",
         )
     if gpus:
@@ -49,22 +49,22 @@ def make_slots(jobs: int) -> list[Slot]:
 
 
 def _visible_gpus() -> list[str]:
-    """Return the names by which CUDA knows the GPUs of this process."""
+    """Return CUDA's names of the GPUs that this process may use."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
     number = len(list(Path("/dev").glob("nvidia[0-9]*")))
     every = ",".join(map(str, range(number)))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", every)
-    # CUDA reads -1 as no GPU.
+    # For CUDA, -1 means that there is no GPU.
     return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
 
 
 def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
-    """Train the runs that have not ended, and print the score of each when it ends.
+    """Train the runs that have not ended, and print the score of each run when it ends.
 
-    Other processes may train the same runs. An interrupted run continues. A run that had failed
-    before this process began is tried again; a diverged run is not, because it would diverge again.
-    On SIGTERM the runs in progress save their state.
+    Other processes may train the same runs. An interrupted run continues. A run that failed before
+    this process began is trained again, but a diverged run is not, because it would diverge again.
+    On SIGTERM, the runs in progress save their state.
     """
     free = list(slots)
     training = list[_Training]()
@@ -80,7 +80,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                     continue
                 if hash_code(run.source) != codes[run.source]:
                     raise UserError(
-                        f"The code has changed before {run.label} began to train",
+                        f"The code in {run.source} has changed since this command began",
                         "Restore the code, and repeat the command",
                     )
                 training.append(_Training(run, lock, free.pop()))
@@ -97,11 +97,11 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
         for job in training:
             job.process.terminate()
         for job in training:
-            job.process.wait()  # it saves its state
+            job.process.wait()  # the run saves its state before it ends
 
 
 def _has_ended(run: Run) -> bool:
-    """Return whether a run is not to be trained, or trained again, by this process."""
+    """Return whether this process does not have to train a run, or to train it again."""
     outcome = run.outcome()
     if outcome.state == "failed":
         return outcome != _first_outcomes[run.folder]
@@ -114,7 +114,7 @@ def _take(run: Run) -> TextIO | None:
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # After a sweep was killed, its run may still save its state.
+        # If a sweep was killed, a run of it may still be saving its state.
         still_saves = is_locked(run.workdir / ".lock")
         if not still_saves and not _has_ended(run):
             return lock
@@ -132,7 +132,7 @@ class _Training:
         run.prepare()
         self._log = run.folder / "log.txt"
         self._log.touch()
-        # Earlier attempts wrote what is before.
+        # Text before this offset is from earlier attempts.
         self._log_start = self._log.stat().st_size
         command = [
             str(run.source / "train.py"),
@@ -143,7 +143,7 @@ class _Training:
         self.process = start(command, self._log, slot._replace(environment=environment))
 
     def end(self, code: int, score: str) -> str:
-        """Write how the run ended, release its lock, and return its score or its error as text."""
+        """Write the outcome of the run, release its lock, and return its score or error as text."""
         outcome = self._read_outcome(code)
         write_json(self.run.folder / "outcome.json", outcome._asdict())
         self._lock.close()
@@ -152,7 +152,7 @@ class _Training:
         return f"{outcome.state}: {outcome.error}"
 
     def _read_outcome(self, code: int) -> Outcome:
-        """Return how the process ended, from its exit code and its log."""
+        """Return the outcome of the process, determined from its exit code and its log."""
         attempt = secrets.token_hex(4)
         if not code:
             return Outcome("finished", attempt=attempt)
@@ -161,7 +161,8 @@ class _Training:
             return Outcome("failed", f"killed by {name}", attempt)
         error = f"exit code {code}"
         log = self._log.read_bytes()[self._log_start :].decode(errors="replace")
-        # The last line of the most informative kind: JAX prints further lines after a traceback.
+        # The error is the last line of the most informative kind, because JAX prints more lines
+        # after a traceback. Later patterns are more informative.
         for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
             for line in re.findall(rf"^{kind}", log, re.MULTILINE):
                 error = line.strip()

@@ -1,4 +1,4 @@
-"""Pages of reports: templates, and HTML files that need no network."""
+"""Report pages: templates, and HTML files that do not need a network."""
 
 import base64
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _LAB = Path(__file__).parents[1]
 
 
 def render(template: str, **context: object) -> str:
-    """Fill a template, named by its path below gpt2/lab. Templates *.html.j2 escape all values."""
+    """Fill a template, given its path relative to gpt2/lab. In *.html.j2, values are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_LAB),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -26,7 +26,7 @@ def render(template: str, **context: object) -> str:
 
 
 def write_page(root: Path, title: str, body: str, pictures: Sequence[str]) -> None:
-    """Write report.html. The pictures of `root` that its body names become part of it."""
+    """Write `root`/report.html. The `pictures` in `root` that `body` shows are embedded in it."""
     for name in pictures:
         data = base64.b64encode((root / name).read_bytes()).decode()
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{data}"')

@@ -11,32 +11,33 @@ from typing import NamedTuple
 
 
 class Slot(NamedTuple):
-    """The CPUs and environment variables that one run at a time uses."""
+    """The CPU cores and environment variables for one run at a time."""
 
     cores: Set[int]
     environment: dict[str, str]
 
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
-    """Start a Python file that appends to `log`, and gets SIGTERM when this process ends."""
-    # Imported here, because a child that becomes another file must not import JAX before.
+    """Start a Python file, which appends to `log` and gets SIGTERM when this process ends."""
+    # This import is here because the child, which runs this file first, must not import JAX.
     from gpt2.parallel.distributed import ALONE
 
     cores = ",".join(map(str, slot.cores))
     with open(log, "ab") as file:
         return subprocess.Popen(
-            # -P: this file must not import its neighbours. It then becomes the other file.
+            # The child runs this file, which then becomes the given file. With -P, this file does
+            # not import modules from its own folder.
             [sys.executable, "-P", __file__, cores, *command],
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             env=os.environ | {ALONE: "1"} | slot.environment,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which stops its runs
+            start_new_session=True,  # Ctrl-C reaches only this process, which stops its runs
         )
 
 
 def become(cores: str, *command: str) -> None:
-    """Turn this process into a Python file that runs on some cores, and ends with its parent."""
+    """Run a Python file in place of this one, on the given cores, until the parent ends."""
     if sys.platform == "linux":
         os.sched_setaffinity(0, map(int, cores.split(",")))
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

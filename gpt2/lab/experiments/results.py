@@ -1,4 +1,4 @@
-"""What runs yield: final scores, metrics and validation curves."""
+"""The results of runs: final scores, metrics and validation curves."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from gpt2.lab.experiments.terms import flops
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.code import SOURCE
 
-Amount = Callable[[int], float]  # of a number of steps
+Amount = Callable[[int], float]  # a function of the number of steps
 AMOUNTS = {  # fields of a curve, with their titles in pictures and tables
     "tokens": "tokens",
     "flops": "FLOPs",
@@ -26,21 +26,21 @@ METRICS = ("train/", "eval/", "perf/")  # prefixes of the metrics in results.csv
 
 
 class Curve(NamedTuple):
-    """The validations of a run, oldest first: arrays `[number of validations]`, float64."""
+    """The validations of a run, oldest first: float64 arrays with a value for each validation."""
 
-    tokens: np.ndarray  # that training has read so far
-    flops: np.ndarray  # of training so far, by the model's formula
-    seconds: (
-        np.ndarray
-    )  # of training steps, without validation, checkpoints and compilation
-    scores: np.ndarray  # the metric that is compared
+    tokens: np.ndarray  # number of tokens that training has read so far
+    flops: np.ndarray  # training FLOPs so far, by gpt2/model/flops.py
+    # Time in training steps so far, excluding validation, checkpoints and compilation.
+    seconds: np.ndarray
+    scores: np.ndarray  # the compared metric
 
 
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
-    """Return a row for each run: the columns of results.csv, its label, its curve and its score.
+    """Return a table with a row for each run.
 
-    The score, the metric that is compared, is NaN for a run that has not finished. A folder that
-    holds another run is a UserError.
+    It has the columns of results.csv, and the run's label, curve and score. The score is the
+    compared metric, or NaN for a run that has not finished. Raise a UserError if a folder contains
+    another run.
     """
     rows = []
     for run in runs:
@@ -78,7 +78,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 
 
 def unknown(steps: int) -> float:
-    """Return NaN: the FLOPs of code whose formula may not be ours."""
+    """Return NaN, because other code may have another formula for its FLOPs."""
     return math.nan
 
 
@@ -101,11 +101,12 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
 
 
 def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) -> None:
-    """Raise a UserError if runs of one name differ in their text, or runs of one arm in their code.
+    """Raise a UserError if runs cannot be compared.
 
-    With `to_come`, runs that have not ended count with the code that would train them now.
+    Runs with the same options for data must have the same text, and runs with the same source must
+    have the same code. With `to_come`, this includes the code that would train future runs now.
     """
-    # The first run of each corpus and of each source, with its fingerprint.
+    # The first run of each corpus, and of each source folder, with its fingerprint.
     texts: dict[DataConfig, tuple[bytes, Run]] = {}
     codes: dict[Path, tuple[str, Run]] = {}
     for run in runs:
@@ -114,8 +115,8 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
             old, first = codes.setdefault(run.source, (code, run))
             if old != code:
                 raise UserError(
-                    f"Runs of different code cannot be compared: {first.label} has code {old},"
-                    f" and {run.label} has {code}",
+                    f"Runs of different code cannot be compared: {first.label} has the code {old},"
+                    f" but {run.label} has the code {code}",
                     f"Restore the code, or remove {first.folder}",
                 )
         path = run.workdir / "data.json"

@@ -1,7 +1,7 @@
-"""A run of the lab is a folder: its options, its log, how it ended, and its workdir.
+"""The folder of a run of the lab.
 
-config.json holds the options, log.txt the output of train.py, outcome.json how the run ended, and
-run/ is the workdir of train.py.
+It contains config.json with the options, log.txt with the output of train.py, outcome.json, which
+says how the run ended, and run/, the workdir of train.py.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from gpt2.utils.files import reading, write_json
 from gpt2.utils.stores import is_url
 
 Setting = bool | int | float | str  # the value of an option
-Settings = Mapping[str, Setting]  # by the options' dotted names
-ENDED = ("finished", "diverged")  # the states of runs that are not trained again
+Settings = Mapping[str, Setting]  # dotted name of an option -> its value
+ENDED = ("finished", "diverged")  # states of runs that are not trained again
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """The way in which a run ended."""
 
-    # finished, diverged (NaN or Inf), failed, or waiting if it has not ended.
+    # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str
-    error: str = ""  # the log line that says why
-    attempt: str = ""  # a random id: two attempts may fail with the same error
+    error: str = ""  # the log line that states the cause
+    attempt: str = ""  # a random id, because two attempts may fail with the same error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Run:
     arm: str  # the arm's name
     config: Config
     folder: Path
-    # The options that the run tries, or that tuning has chosen for it.
+    # The tuned options: tuning has chosen these values, or the run tries them.
     tuned: Settings = dataclasses.field(default_factory=dict)
-    chooses: bool = False  # whether the run belongs to the tuning
-    source: Path = SOURCE  # the folder of its train.py
+    chooses: bool = False  # whether the run is a tuning run
+    source: Path = SOURCE  # the folder that contains the run's train.py
     # Options that only the code in `source` has.
     extra: Settings = dataclasses.field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Run:
         return f"{self.arm}{values} seed {self.config.seed}"
 
     def options(self) -> dict[str, Setting]:
-        """Return the options that its code has, by name, as config.json holds them."""
+        """Return the options that the run's code has, by name, as they are in config.json."""
         options = {**flatten(self.config.to_dict()), **self.extra}
         if self.source != SOURCE:
             usual = flatten(Config().to_dict())
@@ -70,7 +70,7 @@ class Run:
                 if options.pop(name) != usual.get(name):
                     raise UserError(
                         f"The code in {self.source} has no option {name}",
-                        "Leave the option out, or name other code",
+                        "Leave the option out, or choose another version of the code with code=",
                     )
         return options
 
@@ -84,10 +84,11 @@ class Run:
                 return Outcome("waiting")
 
     def read(self, score: str) -> list[dict]:
-        """Return the metrics, and raise a UserError if the folder holds another or a damaged run.
+        """Return the records of metrics.jsonl.
 
-        A run that has ended must have the options and the seed that are expected. A finished run
-        must have the metric `score` at its last step.
+        Raise a UserError if the folder contains another run, or a damaged one: a run that has ended
+        must have the expected options, and a finished run must have the metric `score` at its last
+        step.
         """
         options = self.options()
         state = self.outcome().state
@@ -100,11 +101,11 @@ class Run:
             actual = flatten(json.loads(text))
             self.codes()
         for name, expected in options.items():
-            # Code of another version may lack an option.
+            # Another version of the code may not have the option.
             value = actual.get(name, expected)
             if value != expected:
                 raise UserError(
-                    f"{self.folder} holds a run with {name}={value}, not {expected}",
+                    f"{self.folder} contains a run with {name}={value}, not {expected}",
                     remedy,
                 )
         if state == "diverged":
@@ -125,8 +126,8 @@ class Run:
     def codes(self, *, to_come: bool = False) -> set[str]:
         """Return the hashes of the code that trained the run's steps.
 
-        A run that has not ended has none, unless steps `to_come` count: then it has those of its
-        checkpoint and of the code that would train it now.
+        If the run has not ended, return no hashes or, with `to_come`, the hashes of the code that
+        trained its checkpoint and of the code that would train it now.
         """
         starts = read_starts(self.workdir)
         if self.outcome().state in ENDED:
@@ -138,14 +139,14 @@ class Run:
         return trained | {hash_code(self.source)}
 
     def parameters(self) -> str:
-        """Return the number of parameters as the run's log has it, such as `1.3M`."""
+        """Return the number of parameters from the run's log, such as `1.3M`."""
         path = self.folder / "log.txt"
         log = path.read_text(errors="replace") if path.exists() else ""
         match = re.search(r"(\S+) parameters", log)
         return match[1] if match else ""
 
     def prepare(self) -> None:
-        """Write the options for train.py, and remove the outcome of an earlier attempt."""
+        """Write config.json for train.py, and remove the outcome of an earlier attempt."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)
         write_json(self.folder / "config.json", self.options())
@@ -153,23 +154,23 @@ class Run:
 
 @functools.cache
 def defaults_of(source: Path) -> Settings:
-    """Return the options of the code in a folder, with their defaults."""
+    """Return the defaults of the options that the code in a folder has."""
     path = source / "configs" / "default.py"
-    with reading(path, "", "does not work"):  # the code of a branch may be broken
+    with reading(path, "", "cannot be run"):  # the code of a branch may be broken
         code = runpy.run_path(str(path))
         return flatten(code["get_config"]())
 
 
 def find_root(flag: str, path: str | None) -> Path:
-    """Return the folder of a sweep or of a ledger that a flag names."""
+    """Return the folder of a sweep or ledger, given the name and the value of its flag."""
     if not path or is_url(path):
         raise UserError(
-            f"--{flag}={path or ''} is no folder",
-            f"Write --{flag}=FOLDER, and mount a bucket to use it",
+            f"--{flag}={path or ''} must name a local folder",
+            f"Use --{flag}=FOLDER; to use a bucket, mount it as a folder first",
         )
     return Path(path).expanduser()
 
 
 def describe(settings: Settings) -> str:
-    """Write options as `optim.learning_rate=0.001,optim.beta2=0.95`."""
+    """Return options as a text, `optim.learning_rate=0.001,optim.beta2=0.95`."""
     return ",".join(f"{name}={value}" for name, value in settings.items())

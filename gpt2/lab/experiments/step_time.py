@@ -1,4 +1,4 @@
-"""Short runs that measure the time of a step, and lengths of runs on equal terms."""
+"""Measure the time of a step with short runs, and choose lengths of runs on equal terms."""
 
 import contextlib
 import json
@@ -21,14 +21,15 @@ _STEPS = 40
 
 
 def make_measuring_run(root: Path, arm: Arm) -> Run:
-    """Return a short run of an arm, whose folder is named after all that decides its speed."""
+    """Return a short run of an arm, whose folder name has a hash of all that affects its speed."""
     options = {
         "train.num_steps": _STEPS,
         "train.log_every": _STEPS // 4,
         "train.eval_every": 0,
         "train.eval_batches": 1,
-        # The schedule does not change the time of a step. A constant one fits into few steps, and a
-        # slow warm-up keeps the run from diverging. A longer arm keeps its folder.
+        # The schedule does not affect the time of a step. A constant schedule works with few steps,
+        # and a slow warm-up prevents the run from diverging. As these options are the same for
+        # every length of an arm, a longer arm has the same folder.
         "optim.schedule": "constant",
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": _STEPS,
@@ -42,13 +43,14 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
 
 
 def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
-    """Return the seconds of an arm's step, and those of a run's start and compilation.
+    """Return the seconds of an arm's step, and the seconds of a run's start and compilation.
 
-    They come from a short run, which is trained once and stays in `root`.
+    Both are measured by a short run, which is trained only once and stored in `root`.
     """
     run = make_measuring_run(root, arm)
     print(f"measuring {arm.name}", flush=True)
-    with contextlib.redirect_stdout(None):  # a score after so few steps means nothing
+    # A score after few steps is meaningless, so it is not printed.
+    with contextlib.redirect_stdout(None):
         train_all([run], slots[:1], LOSS)
     if run.outcome().state != "finished":
         raise UserError(
@@ -57,7 +59,7 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
         )
     records = pd.DataFrame(read_metrics(run.workdir / "metrics.jsonl"))
     steps = records["perf/step_seconds"].dropna()
-    step = float(steps[1:].median())  # the first one includes the compilation
+    step = float(steps[1:].median())  # the first line includes the compilation
     whole = float(records["perf/total_seconds"].max())
     return step, whole - _STEPS * step
 
@@ -68,14 +70,14 @@ def equalize(
     root: Path,
     slots: Sequence[Slot],
 ) -> list[Arm]:
-    """Return the arms with numbers of steps that cost the same tokens, FLOPs or seconds.
+    """Return the arms with numbers of steps such that all have the same tokens, FLOPs or seconds.
 
-    The first arm keeps its number of steps.
+    The number of steps of the first arm does not change.
     """
     first, *others = arms
 
     def cost(arm: Arm) -> float:
-        """Return the cost of a step, on average over the run."""
+        """Return the mean cost of a step over the run, in the unit of `terms`."""
         steps = arm.config.train.num_steps
         if terms == "tokens":
             return arm.config.shapes.tokens(steps) / steps
@@ -84,7 +86,7 @@ def equalize(
             return step
         if arm.commit != first.commit:
             raise UserError(
-                f"The FLOPs of {arm.name} are unknown, because it is another version of the code",
+                f"The FLOPs of {arm.name} are unknown, because it has another version of the code",
                 "Use --equal=tokens or --equal=seconds",
             )
         return flops(arm.config, steps) / steps

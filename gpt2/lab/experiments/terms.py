@@ -1,6 +1,6 @@
-"""Equal terms: the metric in which arms are compared, and lengths of runs.
+"""Equal terms of a comparison: the metric in which arms are compared, and the lengths of runs.
 
-Configs have their vocabulary: `model.vocab_size` is not 0.
+In all configs here `model.vocab_size` is set, and not 0.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.model.flops import model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
-# Options that decide the validation split, and options that decide its first batches.
+# Options that determine the validation split, and options that determine its first batches.
 _TEXT = ("data.corpus", "data.val_fraction", "data.unique")
 _PART = (
     "train.eval_batches",
@@ -28,7 +28,7 @@ BITS_PER_BYTE = "eval/bits_per_byte"
 def choose_score(arms: Sequence[Arm]) -> str:
     """Return the metric in which arms are compared: nats per token, or bits per byte.
 
-    Arms whose validation texts differ are a UserError.
+    Raise a UserError if the validation texts of arms differ.
     """
 
     def differs(name: str) -> bool:
@@ -37,20 +37,21 @@ def choose_score(arms: Sequence[Arm]) -> str:
     if any(map(differs, _TEXT)):
         raise UserError(
             "Arms differ in data.corpus, data.val_fraction or data.unique,"
-            " so that their validation texts differ",
+            " so their validation texts differ",
             "Vary other options",
         )
     reads_part = any(arm.config.train.eval_batches for arm in arms)
     if reads_part and any(map(differs, _PART)):
         raise UserError(
-            "The arms would be validated on different batches",
-            "Use --config.train.eval_batches=0, which reads the whole split",
+            "Arms differ in train.eval_batches, data.batch_size, model.context_length or"
+            " data.tokenizer, so they would be validated on different parts of the split",
+            "Use --config.train.eval_batches=0 to validate on the whole split",
         )
     return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
 
 
 def with_length(arm: Arm, num_steps: int) -> Arm:
-    """Return an arm whose runs have `num_steps`, and whose durations change in proportion."""
+    """Return an arm with `num_steps` steps. Options that count steps change in proportion."""
     optim = arm.config.optim
     before = arm.config.train.num_steps
     changes_shape = len(arm.config.shapes.pieces) > 1
@@ -58,8 +59,8 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     if named and num_steps != before:
         raise UserError(
             f"A schedule of {arm.name} names steps of a run of {before} steps,"
-            f" but on equal terms the run has {num_steps}",
-            "Use a schedule without steps",
+            f" but on equal terms the run has {num_steps} steps",
+            "Use a schedule that does not name steps",
         )
     options = {"train.num_steps": max(1, num_steps)}
     for name, about in OPTIONS.items():
@@ -69,6 +70,6 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
 
 
 def flops(config: Config, steps: int) -> float:
-    """Return the model's FLOPs of a number of steps."""
+    """Return the model's FLOPs in the first `steps` steps."""
     cfg = config.gpt()
     return config.shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps)

@@ -41,7 +41,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     arm = arms[-1]  # this is the best itself if the idea changes nothing
     number = len(ledger.ideas)
     _refuse_options(text, best, arm)
-    choose_score([best, arm])  # refuses a validation on other batches
+    choose_score([best, arm])  # raises if the two were validated on different batches
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",
@@ -64,14 +64,18 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
 
 
 def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
-    """Refuse options that decide the text, the seed, the starting weights or the validation."""
+    """Raise a UserError if an idea sets options that are not a part of the recipe.
+
+    Such options affect the text, the seed, the initial weights or the validation.
+    """
     for name, about in OPTIONS.items():
-        if about.is_recipe or name == "train.num_steps":  # it follows from --equal
+        # --equal determines the number of steps.
+        if about.is_recipe or name == "train.num_steps":
             continue
         if option(arm.config, name) != option(best.config, name):
             raise UserError(
-                f"--idea={text} sets {name}, which is no part of the model or its training",
-                "Leave it out, or start another --ledger with it",
+                f"--idea={text} sets {name}, which is not a part of the model or its training",
+                "Leave this option out, or start another --ledger with it",
             )
 
 

@@ -2,8 +2,8 @@
 
     python -m gpt2.lab.profile runs/quickstart
 
-The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. A workdir may be a
-URL, whose trace is only printed. For rooflines and single operations open the trace with xprof.
+The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. If it is a URL, the
+result is printed but not written. For rooflines and single operations open the trace with xprof.
 """
 
 from gpt2 import cli
@@ -15,11 +15,11 @@ from gpt2.utils.stores import fetch, is_url
 
 
 def main(*paths: str) -> None:
-    """Print and write the breakdown of a trace."""
+    """Print the breakdown of a trace, and write it to profile.txt."""
     if len(paths) != 1:
         raise UserError(
-            f"The command needs one trace, and {len(paths)} are named",
-            "Give a run's workdir",
+            f"The command needs one trace, but {len(paths)} are named",
+            "Name the workdir of one run",
         )
     folder, file = find_trace(fetch(paths[0]))
     text = describe(break_down(read_trace(file)))

@@ -1,4 +1,4 @@
-"""Charge the time of the traced steps to what the devices compute, and to what they wait for."""
+"""Attribute the time of traced steps to the devices' operations and to the causes of idle time."""
 
 import itertools
 from collections import Counter, defaultdict
@@ -10,26 +10,26 @@ from gpt2.lab.profile.trace import Operation, Trace
 from gpt2.utils.text import format_seconds
 
 IDLE = "idle within a step"
-# What devices wait for between two steps, besides phases of the loop.
+# Causes of idle time between two steps, in addition to the phases of the loop.
 LOOP = "the host's loop"
 LAUNCH = "start of a program"
-# A moment is charged to the first of these that runs in it, so that "collectives" are those that no
-# computation hides.
+# If operations of several kinds run at the same time, the time is attributed to the first kind in
+# this order. The time of "collectives" is therefore the part that no computation overlaps.
 _ORDER = ("matrix products", "other computation", "collectives")
 _COMPUTATION = _ORDER[:2]
-_WORTH_NAMING = 0.02  # as a fraction of a step
+_WORTH_NAMING = 0.02  # smallest fraction of a step for a cause in the headline
 
 
 class Breakdown(NamedTuple):
-    """Where the time of a step goes."""
+    """The time of a step, divided by what the devices do."""
 
     num_steps: int
-    # Per step, by kind of operation or by what the devices wait for.
+    # Kind of operation, or cause of idle time -> its seconds per step.
     seconds: dict[str, float]
 
 
 def break_down(trace: Trace) -> Breakdown:
-    """Charge the time from the first operation of the first step to the last of the last one."""
+    """Attribute the time between the start of the first step and the end of the last one."""
     program = _program_of_steps(trace)
     own = [operation for operation in trace.operations if operation.program == program]
     runs = _runs(own, len(trace.steps))
@@ -44,10 +44,10 @@ def break_down(trace: Trace) -> Breakdown:
         if kinds:
             within[kinds[0]] += end - start
             continue
-        if active:  # other programs
+        if active:  # programs other than the step
             between[active[0]] += end - start
             continue
-        number = sum(run[0] < end for run in runs)  # of the run that comes next
+        number = sum(run[0] < end for run in runs)  # the index of the next run
         idle_since = max(run[1] for run in runs[:number])
         if idle_since > start:
             within[IDLE] += end - start
@@ -63,7 +63,10 @@ def break_down(trace: Trace) -> Breakdown:
 def _timeline(
     operations: Sequence[Operation], program: str, began: float, ended: float
 ) -> Iterator[tuple[float, float, list[str]]]:
-    """Yield start and end of each interval, and the kinds and other programs that run in it."""
+    """Yield the start and end of each interval, and what runs in it.
+
+    That is a list of the kinds of the step's operations, and of the names of other programs.
+    """
     changes = [(began, "", 0), (ended, "", 0)]
     for operation in operations:
         name = operation.kind
@@ -81,7 +84,7 @@ def _timeline(
 
 
 def describe(found: Breakdown) -> str:
-    """Return a breakdown as text: what costs most, then a table."""
+    """Return a breakdown as a text: a headline with the largest cost, then a table."""
     step = sum(found.seconds.values())
     of_step = f"of each step's {format_seconds(step)}"
     computing = sum(found.seconds.get(kind, 0.0) for kind in _COMPUTATION)
@@ -105,15 +108,19 @@ def _program_of_steps(trace: Trace) -> str:
     for operation in trace.operations:
         seconds[operation.program] += operation.end - operation.start
     if not seconds:
-        raise UserError("The trace holds no step", "Trace more steps")
-    # Under pmap, steps of training and validation have the same name: the longest program counts.
+        raise UserError("The trace contains no complete step", "Trace more steps")
+    # With pmap, the programs of training and validation have the same name. The train step is the
+    # program with the longest time.
     return max(seconds, key=lambda name: ("train_step" in name, seconds[name]))
 
 
 def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
-    """Return start and end of each run of the step, on any device; the host saw `num_steps`."""
-    # A GPU's trace does not number runs. There a run begins with the first of the operations that
-    # run once in a step.
+    """Return the start and end of each run of the step, over all devices.
+
+    `num_steps` is the number of steps that the host dispatched.
+    """
+    # A GPU's trace does not number the runs. A run then begins with an operation that runs once in
+    # each step.
     counts = Counter(operation.name for operation in own)
     once = min(counts, key=lambda name: (counts[name] != num_steps, counts[name]))
     spans: dict[int, tuple[float, float]] = {}
@@ -130,7 +137,10 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
 def _causes(
     trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Return what the host did while the devices were idle before run `number`, in seconds."""
+    """Return the seconds of each activity of the host while devices were idle before a run.
+
+    `number` is the index of the run.
+    """
     next_steps = trace.steps[number:]
     if next_steps and next_steps[0].start <= idle_since:
         return {LAUNCH: end - start}  # the devices did not wait for the host
@@ -142,7 +152,9 @@ def _causes(
     known = sum(causes.values())
     rest = end - start - known
     cause = LOOP
-    if rest < known:  # what starts the step is late for the same reason
+    if (
+        rest < known
+    ):  # the remaining time has the same cause, which delayed the step's start
         cause = max(causes, key=causes.__getitem__)
     causes[cause] += rest
     return causes

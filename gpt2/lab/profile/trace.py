@@ -1,4 +1,4 @@
-"""Read a trace of JAX's profiler: what the devices ran, and what the host did meanwhile."""
+"""Read a trace of JAX's profiler: the operations of devices, and the phases of the host."""
 
 import re
 from collections.abc import Iterator
@@ -13,8 +13,9 @@ from gpt2.utils.files import reading
 
 # Phases of `StepClock` during which devices may wait.
 PHASES = ("data wait", "validation", "tasks", "checkpoint")
-# Kinds of operations by the names that XLA and libraries give to instructions and kernels: the
-# first pattern that matches. `ynn` are XLA:CPU's products, `nvjet` cuBLAS's.
+# Kind of operation -> a pattern for the names of its instructions and kernels, which XLA and
+# libraries choose. The first pattern that matches determines the kind. `ynn` is the name of
+# XLA:CPU's matrix products, and `nvjet` of cuBLAS's.
 KINDS = {
     "collectives": "all-reduce|all-gather|reduce-scatter|all-to-all|collective|nccl",
     "matrix products": "dot|gemm|nvjet|cutlass|convolution|ynn|onednn|cudnn|fmha",
@@ -23,7 +24,7 @@ KINDS = {
 
 
 class Span(NamedTuple):
-    """What the host did for some time, in seconds since the trace began."""
+    """An activity of the host, with its start and end in seconds since the trace began."""
 
     name: str
     start: float
@@ -31,42 +32,45 @@ class Span(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """What a device ran for some time; `run` numbers the calls of `program`, 0 if unknown."""
+    """An operation of a device, with its start and end in seconds since the trace began."""
 
     name: str
     start: float
     end: float
-    kind: str  # of `KINDS`
+    kind: str  # a key of `KINDS`
     program: str = ""
-    run: int = 0
+    run: int = 0  # the number of the call of `program`; 0 if it is unknown
 
 
 class Trace(NamedTuple):
-    """The content of a trace in the order of time."""
+    """The content of a trace. All lists are ordered by time."""
 
     operations: list[
         Operation
-    ]  # of all programs, on one device or on all simulated ones
-    steps: list[Span]  # when the host dispatched each step
-    phases: list[Span]  # of the host's loop, named as in `PHASES`
+    ]  # of all programs, on one accelerator or on all devices of a CPU
+    steps: list[Span]  # the host's dispatch of each step
+    phases: list[Span]  # phases of the host's loop, with the names in `PHASES`
 
 
 def find_trace(path: Path) -> tuple[Path, Path]:
-    """Return the profile folder and the newest trace of a workdir, such a folder, or a trace."""
+    """Return the profile folder and its newest trace file.
+
+    `path` is a workdir, a profile folder, or a trace file.
+    """
     if path.is_file():
         return path.parent, path
     folder = path / "profile" if (path / "profile").is_dir() else path
-    traces = [*folder.glob("plugins/profile/*/*.xplane.pb")]  # of process 0
+    traces = [*folder.glob("plugins/profile/*/*.xplane.pb")]  # traces of process 0
     if not traces:
         raise UserError(
-            f"{path} holds no trace",
+            f"{path} does not contain a trace",
             "Train with --config.logging.profile_start=10 --config.logging.profile_steps=5",
         )
     return folder, max(traces, key=lambda file: file.stat().st_mtime)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file `*.xplane.pb` of JAX's profiler for CPUs and GPUs."""
+    """Read a trace file of JAX's profiler, `*.xplane.pb`."""
     with reading(path, "Trace the run again"):
         data = ProfileData.from_file(str(path))
         planes = {plane.name: plane for plane in data.planes}
@@ -87,7 +91,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _operations(plane: ProfilePlane) -> Iterator[Operation]:
-    """Yield the operations of a plane, without loops and calls, which contain others."""
+    """Yield the operations of a plane, except loops and calls, which contain other operations."""
     lines = list(plane.lines)
     # On accelerators, other lines repeat the operations by module and by step.
     streams = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
@@ -97,8 +101,8 @@ def _operations(plane: ProfilePlane) -> Iterator[Operation]:
             stats = dict(event.stats)
             name = str(stats.get("hlo_op", ""))
             if not name and not streams:
-                continue  # the host does other work, too
-            # A CUDA graph does not name the instruction that a kernel runs for.
+                continue  # the host also does other work
+            # In a CUDA graph, the trace does not name the instruction to which a kernel belongs.
             if not name or name.startswith("command_buffer"):
                 name = event.name
             operation = Operation(
