@@ -13,9 +13,9 @@ Data: OpenWebText (9.0B tokens); its Parquet files need 24 GB in the cache. With
 Expect: a validation loss of about 2.85 after 600,000 steps, four days on eight A100s. nanoGPT
 published this loss for its model, which has no biases. OpenAI's weights of this size have a loss of
 3.12 on the same text.
-With a machine: 18,865 steps of 524,288 tokens of FineWeb, in micro-batches that fit into the
-machine's memory. llm.c published a loss of 3.29. docs/recipes.md says how to get the text, and how
-long the training takes on each machine.
+With the name of a machine, such as v5e-8, the config has 18,865 steps of 524,288 tokens of FineWeb,
+in micro-batches that fit into the machine's memory. llm.c published a loss of 3.29. docs/recipes.md
+says how to get the text, and how long the training takes on each machine.
 """
 
 from ml_collections import ConfigDict

@@ -34,7 +34,7 @@ class UserError(Exception):
 class DivergedError(ArithmeticError):
     """An error for NaN or Inf in training: `what` is not finite at `step`.
 
-    `before` says whether `what` was computed from the state before the step or from the one after.
+    `before` says whether `what` was computed from the state before the step, or from the new state.
     """
 
     def __init__(self, step: int, what: str, *, before: bool):

@@ -63,7 +63,7 @@ def define_flags() -> None:
 
 
 def main(*directories: str) -> None:
-    """Plot the curves, and print the end of each and the options that differ from the first run."""
+    """Plot the curves. Print the last score of each, and the options that differ from the first."""
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
         workdirs |= _find_workdirs(path)

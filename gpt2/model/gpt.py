@@ -4,9 +4,9 @@ Dimension letters, here and in all docstrings and comments of the project:
     B batch   T time   S cache length   D embed   N heads   H head size   F hidden   V vocabulary
     L layers   K heads of keys and values
 
-The model is that of Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
-Details follow OpenAI's code: biases in all linear maps and norms, GELU in its tanh form, LayerNorm
-before each branch and after the last one, and an output head that is the token embedding.
+The model was published by Radford et al. 2019, "Language Models are Unsupervised Multitask
+Learners". Details follow OpenAI's code: biases in all linear maps and norms, GELU in its tanh form,
+LayerNorm before each branch and after the last one, and an output head that is the token embedding.
 
 A model computes with the functions in `ops`: the reference implementations of gpt2/ops/plain.py, or
 kernels that a backend puts in their place. Each variation of GPT-2 that few models have is a file

@@ -159,9 +159,9 @@ def relu_squared(x: Array) -> Array:
     return jnp.square(jnp.maximum(x, 0))
 
 
-# The functions that `model.activation` names. One is applied between the MLP's two linear maps. For
-# names that end in "glu", it is applied to the result of a third map, the gate, which multiplies
-# the result of the first map (Shazeer 2020).
+# The functions that `model.activation` names. The MLP applies the function between its two linear
+# maps. For names that end in "glu", the MLP applies it to the result of a third map, the gate, and
+# multiplies the result of the first map by it (Shazeer 2020).
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": gelu_tanh,
     "gelu": gelu_erf,

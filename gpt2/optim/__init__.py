@@ -1,7 +1,4 @@
-"""Optimizers and learning-rate schedules.
-
-Optimizers that optax contains are used from there. One chain of transformations surrounds them all.
-"""
+"""Optimizers and learning-rate schedules, from optax where it has them."""
 
 from gpt2.optim.optimizers import OPTIMIZERS, make_optimizer
 from gpt2.optim.schedules import SCHEDULES, make_schedule

@@ -62,7 +62,7 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Set entries of an update that oppose the gradient to 0 (Liang et al. 2024, algorithm 1).
+    """Set to 0 all entries of an update that oppose the gradient (Liang et al. 2024, algorithm 1).
 
     The other entries of a tensor are divided by the fraction of entries that remain. This fraction
     excludes entries whose gradient is 0.

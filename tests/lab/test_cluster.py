@@ -14,7 +14,7 @@ from gpt2.parallel import distributed
 def test_a_run_of_a_sweep_is_no_part_of_what_a_launcher_began(tmp_path, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # which is not installed
-    with pytest.raises(UserError, match="need the package mpi4py"):
+    with pytest.raises(UserError, match="needs the package mpi4py"):
         distributed._find_launcher()
     show = "from gpt2.parallel import distributed; print(distributed._find_launcher())"
     assert printed(tmp_path, show, os.sched_getaffinity(0)) == "None\n"

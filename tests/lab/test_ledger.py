@@ -321,7 +321,7 @@ def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
 @pytest.mark.parametrize(
     ("idea", "told"),
     [
-        ("data.corpus=text:other.txt", r"sets data\.corpus, which is no part"),
+        ("data.corpus=text:other.txt", r"sets data\.corpus, which is not a part"),
         ("data.val_fraction=0.2", r"val_fraction"),
         ("data.tokenizer=byte", "tokenizer"),
         ("data.data_dir=/forged", r"data\.data_dir"),

@@ -1,4 +1,4 @@
-"""Code that the commands for sweeps and ladders share: flags, making a sweep, printed texts."""
+"""Functions that the commands for sweeps and ladders share, among them the definition of flags."""
 
 import shlex
 import sys

@@ -19,7 +19,7 @@ _OPEN = "to be decided"
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's compared runs, or only of its runs in a state."""
+    """Return the rows of an arm's compared runs, or only of the runs in the given state."""
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:

@@ -42,7 +42,8 @@ class Training(Side):
         flops = self._program.flops_per_token(self._shape)
         peak = total_peak_flops(self._config.precision.compute)
         on_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        statistics = jax.devices()[0].memory_stats() or {}  # CPUs have none
+        # memory_stats() is None on CPUs.
+        statistics = jax.devices()[0].memory_stats() or {}
         return {
             "device": f"{number} x {kind}",
             "peak_tokens_per_second": peak / flops if peak else None,

@@ -136,7 +136,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     arms = {"baseline": Arm("baseline", config)}
     for point in points:
         usual: dict[str, Setting] = {_CODE: WORKING_TREE}
-        # A recipe replaces all options of the config, so every value after it is a difference.
+        # A recipe replaces all options of the config. A value next to it is then part of the label
+        # even if it is the config's value.
         if not any(_RECIPE in value for value in point):
             usual |= flatten(config.to_dict())
         labels = []

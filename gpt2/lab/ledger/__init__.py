@@ -1,1 +1,1 @@
-"""A ledger of ideas: each idea is compared with the best so far, and few false ideas are kept."""
+"""A ledger of ideas: each idea is compared with the best so far, and kept if it is better."""

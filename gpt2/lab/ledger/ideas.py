@@ -1,4 +1,4 @@
-"""Make an entry of the ledger from `--idea`, as a change of the best so far."""
+"""Make an entry of a ledger from the value of `--idea`, which is a change of the best so far."""
 
 import re
 from collections.abc import Sequence

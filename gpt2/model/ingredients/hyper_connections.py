@@ -1,4 +1,4 @@
-"""Hyper-connections: several residual streams, which branches read and write by learned weights.
+"""Hyper-connections: several residual streams, which branches read and write with learned weights.
 
 This is the dynamic version of Zhu et al. 2024, arXiv 2409.19606. For n streams, each branch gets a
 kernel `[D, n + 2]`, a norm, static weights `[n + 2, n]` and two scales. At initialisation a branch

@@ -34,9 +34,9 @@ LOSS_TERMS: tuple[type[LossTerm], ...] = (Ahead, ZLoss)
 
 
 def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
-    """Return GPT-2's training loss: the cross-entropy of the next token in nats, and its terms.
+    """Return GPT-2's training loss: the cross-entropy of the next token in nats.
 
-    `options` determine the terms. train.py may use another function with this signature.
+    `options` may add further terms. train.py may use another function with this signature.
     """
     terms = [term(options) for term in LOSS_TERMS if term.is_wanted(options)]
 
