@@ -92,7 +92,7 @@ MISTAKES = """
     gpt2.lab.compare run --reference=points.csv | points.csv
     gpt2.lab.profile in.txt | in.txt
     gpt2.lab.ablate SHORT --vary=optim.nme=adam --workdir=sweep | optim.name
-    gpt2.lab.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | the baseline alone
+    gpt2.lab.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | only the baseline
     gpt2.lab.ledger SHORT --ledger=s3://bucket/ideas | --ledger
 """
 
