@@ -285,6 +285,11 @@ class Model:
         "muP: the embed_dim for which the learning rates were tuned; 0: off (Yang et al. 2022, "
         "Tensor Programs V, arXiv 2203.03466)",
     )
+    mup_base_depth: int = option(
+        0,
+        "num_layers at which the learning rates were tuned; 0: off (Dey et al. 2025, CompleteP, "
+        "arXiv 2505.01618)",
+    )
     attention: Attention = option(
         "auto",
         "implementation of attention; plain: the reference implementation; blocked: for CPUs; "

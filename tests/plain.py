@@ -39,6 +39,13 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
     def drop(x):
         return x * next(factors, 1.0)
 
+    def branch(y):
+        """Return what a branch adds: Dey et al. 2025, table 1, with alpha = 1."""
+        y = drop(y)
+        if cfg.mup_base_depth:
+            y = y * cfg.mup_base_depth / cfg.num_layers
+        return y
+
     def second_branch(params, x):
         if not cfg.num_experts:
             return mlp(cfg, params, x)
@@ -79,10 +86,10 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
             y, first_values = attention(
                 cfg, block["attn"], before, tokens, layer, first_values, factors
             )
-            x = norm(cfg, block["ln_1"], add(drop(y)))
+            x = norm(cfg, block["ln_1"], add(branch(y)))
             before, add = connect(cfg, block, "connect_2", x)
             y = second_branch(block["mlp"], before)
-            x = norm(cfg, block["ln_2"], add(drop(y)))
+            x = norm(cfg, block["ln_2"], add(branch(y)))
             continue
         y = norm(cfg, block["ln_1"], before)
         y, first_values = attention(
@@ -90,14 +97,14 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
         )
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_1_post"], y)
-        x = add(drop(y))
+        x = add(branch(y))
         between, add = connect(cfg, block, "connect_2", x)
         read = before if cfg.parallel_block else between
         y = norm(cfg, block["ln_2"], read)
         y = second_branch(block["mlp"], y)
         if cfg.norm_position == "sandwich":
             y = norm(cfg, block["ln_2_post"], y)
-        x = add(drop(y))
+        x = add(branch(y))
     if cfg.backout:
         x = x - params["backout"] * middle
     if cfg.hyper_connections:

@@ -48,7 +48,8 @@ class ModelConfig(default.Model):
         for name in ("hyper_connections", "num_experts"):
             # muP has no rule for the weights of streams, and Muon's router would move more in a
             # wider model. By name, because these options are deleted with their ingredients.
-            if self.mup_base_width and vars(self).get(name):
+            is_mup = self.mup_base_width or self.mup_base_depth
+            if is_mup and vars(self).get(name):
                 raise UserError(
                     f"model.mup_base_width has no rule for model.{name}",
                     "Set one of them to 0",
@@ -92,6 +93,11 @@ class ModelConfig(default.Model):
     def width_ratio(self) -> float:
         """Width over `mup_base_width`, at which rates were tuned; 1 without muP."""
         return self.embed_dim / (self.mup_base_width or self.embed_dim)
+
+    @cached_property
+    def depth_ratio(self) -> float:
+        """Depth over `mup_base_depth`, at which rates were tuned; 1 without CompleteP."""
+        return self.num_layers / (self.mup_base_depth or self.num_layers)
 
     @cached_property
     def kv_heads(self) -> int:

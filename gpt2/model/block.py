@@ -34,7 +34,13 @@ class Block(nn.Module):
         for ingredient in ingredients_of(cfg):
             x = ingredient.block_input(self, x, context)
         context = context.replace(block_input=x)
-        dropout = nn.Dropout(cfg.dropout, deterministic=context.deterministic)
+        drop = nn.Dropout(cfg.dropout, deterministic=context.deterministic)
+
+        def dropout(y: Array) -> Array:
+            y = drop(y)
+            if cfg.mup_base_depth:  # CompleteP, arXiv 2505.01618: the sum has 2 L terms
+                y = y / cfg.depth_ratio
+            return y
 
         def attention(x: Array) -> Array:
             return Attention(cfg, ops, name="attn")(x, context)

@@ -111,7 +111,7 @@ def kernel_stddev(cfg: GPTConfig, fan_in: int, *, is_projection: bool) -> float:
     if is_projection:
         # Two branches in each layer add to the residual stream. Division by the square root of
         # their number makes the variance of the sum independent of the depth (GPT-2, section 2.3).
-        stddev /= math.sqrt(2 * cfg.num_layers)
+        stddev /= math.sqrt(2 * (cfg.mup_base_depth or cfg.num_layers))
     return stddev
 
 

@@ -50,6 +50,7 @@ def test_a_size_has_its_width_batch_and_tokens(depth, width, batch, steps):
     assert config.model.num_layers == config.model.num_heads == depth
     assert config.model.embed_dim == width
     assert config.model.mup_base_width == 128
+    assert config.model.mup_base_depth == 4
     assert config.data.batch_size == batch
     assert config.train.num_steps == steps
     assert config.optim.warmup_steps == round(steps / 10)

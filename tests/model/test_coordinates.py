@@ -1,6 +1,8 @@
-"""muP: in a few steps, activations move equally far at every width, but only with muP.
+"""In a few steps, activations move equally far at every width with muP, and at every depth with
+CompleteP, and only with them.
 
-Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1.
+Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1; Dey et al. 2025 (arXiv 2505.01618),
+figure 3.
 """
 
 import math

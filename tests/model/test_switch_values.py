@@ -330,6 +330,7 @@ SIZE = dict(vocab_size=64, context_length=16, num_layers=2, num_heads=2, embed_d
         ({"init_std": 0.1}, 0.1, 0.1, 0.1 / 2),
         ({"init": "fan_in"}, 128**-0.5, 128**-0.5, 512**-0.5 / 2),
         ({"mup_base_width": 32}, 0.02 / 2, 0.02 / 2, 0.02 / 4),
+        ({"mup_base_depth": 8}, 0.02, 0.02, 0.02 / 4),
         ({"zero_init_projections": True}, 0.02, 0.02, 0.0),
     ],
 )

@@ -93,6 +93,7 @@ SWITCHES = {
     "init_std": "model.init_std=0.1",
     "zero_init_projections": "model.zero_init_projections=True",
     "mup": "model.mup_base_width=16",
+    "completep": "model.mup_base_depth=1",
     "z_loss": "loss.z_loss=0.1",
     "ahead": "loss.ahead=0.5,0.25 loss.ahead_fade=8",
 }

@@ -6,6 +6,7 @@
 | tokens | r^3 times, as the parameters of the blocks | Hoffmann et al. 2022, arXiv 2203.15556 |
 | batch size | grows with tokens^0.383 | Bergsma et al. 2025, arXiv 2505.13738 |
 | rates of matrices | muP, whose base width is the config's | Yang et al. 2022, arXiv 2203.03466 |
+| residual branches | divided by r, as CompleteP says | Dey et al. 2025, arXiv 2505.01618 |
 | all rates | grow with the root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
 | weight decay | averages over the same fraction of the run | Bergsma et al. 2025, section 3 |
 """
@@ -57,6 +58,7 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
         "model.num_kv_heads": int(kv_heads),
         "model.mlp_dim": int(mlp_dim),
         "model.mup_base_width": model.mup_base_width or model.embed_dim,
+        "model.mup_base_depth": model.mup_base_depth or model.num_layers,
         "data.batch_size": batch_size,
         "optim.weight_decay": optim.weight_decay * decay,
     }
