@@ -1,8 +1,7 @@
-"""In a few steps, activations move equally far at every width with muP, and at every depth with
-CompleteP, and only with them.
+"""In a few steps, activations move equally far at every width and depth, if their rules are used.
 
-Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1; Dey et al. 2025 (arXiv 2505.01618),
-figure 3.
+muP: Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1. CompleteP: Dey et al. 2025
+(arXiv 2505.01618).
 """
 
 import math
@@ -86,3 +85,51 @@ def test_activations_of_every_width_move_alike_under_mup_and_grow_without(optimi
     least = 1.0 if optimizer == "adamw" else 0.7
     for name, power in plain.items():
         assert power > least, name
+
+
+def stream_movement(depth: int, base: int, optimizer: str) -> float:
+    """Return the mean absolute change of the residual stream after `STEPS` steps."""
+    changes = f"""
+        model.embed_dim=64 model.num_heads=4 model.num_layers={depth}
+        model.context_length={LENGTH} model.mup_base_depth={base}
+        data.batch_size={ROWS} train.num_steps={STEPS} optim.name={optimizer}
+        optim.weight_decay=0.0 optim.eps=1e-8"""
+    config = config_of("default", changes)
+    program = Program.from_config(config, jax.devices()[:1])
+    state = program.init_state()
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
+    batch = program.backend.put_batch(batch_of(tokens))
+    last = f"h_{depth - 1}"
+
+    @jax.jit
+    def stream(params):
+        _, captured = program.model.apply(
+            {"params": params},
+            batch["tokens"],
+            capture_intermediates=lambda module, _: module.name == last,
+        )
+        ((output, _),) = captured["intermediates"][last]["__call__"]
+        return output[0]
+
+    before = stream(state.params)
+    step = program.compile_train(state, batch)
+    for _ in range(STEPS):
+        state, _ = step(state, batch)
+    return float(jnp.abs(stream(state.params) - before).mean())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("optimizer", "least"), [("adamw", 0.8), ("muon", 0.5)])
+def test_the_stream_of_every_depth_moves_alike_under_completep_and_grows_without(
+    optimizer, least
+):
+    depths = (2, 4, 8)
+
+    def power(base):
+        movements = [stream_movement(depth, base, optimizer) for depth in depths]
+        slope, _ = np.polyfit(np.log(depths), np.log(movements), 1)
+        return slope
+
+    assert abs(power(base=2)) < 0.2
+    assert power(base=0) > least
