@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 from ml_collections import ConfigDict
 
-# Ranges. A round bracket excludes the bound.
+# Ranges of numbers. A parenthesis excludes the bound.
 Positive = Annotated[int, "[1, inf)"]
 Steps = Annotated[int, "[1, 2147483647]"]  # the state counts steps in int32
 Seed = Annotated[int, "[0, 4294967295]"]  # random keys use 32 bits of a seed
@@ -80,7 +80,7 @@ def option(
 
 @dataclass(frozen=True)
 class Model:
-    """The architecture of the model, and how attention is computed."""
+    """The architecture of the model, and the implementation of attention."""
 
     vocab_size: int = option(
         0, "number of tokens in the vocabulary; 0: the size of the tokenizer"

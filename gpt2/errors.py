@@ -62,7 +62,7 @@ def exit_on_user_error() -> Iterator[None]:
             raise
         message, code = end
         if isinstance(error, KeyboardInterrupt):
-            # sys.exit would crash where XLA compiles in a thread.
+            # sys.exit would crash if a thread were compiling with XLA.
             exit_process(message, code)
         log(message)
         run_on_exit(code, message)

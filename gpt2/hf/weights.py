@@ -1,4 +1,4 @@
-"""Load models from runs and Hugging Face directories, and convert one to the other."""
+"""Load models from runs and Hugging Face directories, and convert between the two."""
 
 import dataclasses
 import re

@@ -83,7 +83,7 @@ class Linear(nn.Module):
         return checkpoint_name(y, self._result)
 
     def parts(self, x: Array) -> list[Array]:
-        """Map `[..., C]` by a kernel `[C, P, O1, .., Om]` to P results `[..., O1, .., Om]`."""
+        """Apply a kernel `[C, P, O1, .., Om]` to `[..., C]`: P results `[..., O1, .., Om]`."""
         dtype = self.config.compute_dtype
         y = self.ops.linear_parts(x, self.kernel, self.bias, dtype=dtype)
         return checkpoint_name(y, self._result)

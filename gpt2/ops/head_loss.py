@@ -88,11 +88,11 @@ class _Head(NamedTuple):
 
     loss: Callable[
         ..., tuple[Array, Tree]
-    ]  # of logits, rows, and the arrays that it closed over
+    ]  # a function of logits, rows, and the arrays that it closed over
     dtype: jnp.dtype  # dtype of the operands of products
     logits_dtype: jnp.dtype
     variants: Variants
-    chunk: int  # positions of each sequence whose logits exist at a time
+    chunk: int  # number of positions per sequence whose logits exist at a time
 
     def cast(self, table: Array) -> Array:
         """Return the table in the dtype of the products' operands."""

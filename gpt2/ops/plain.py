@@ -403,7 +403,7 @@ def pad_vocab(table: Array) -> Array:
 
 
 def constrain(x: Array, *names: str) -> Array:
-    """Shard an activation by the logical names of its last axes."""
+    """Shard an activation according to the logical names of its last axes."""
     return x
 
 

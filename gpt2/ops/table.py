@@ -25,7 +25,8 @@ from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Batch, Tree
 
 Attention = Callable[[Array, Array, Array, Scoring], Array]
-# Turns `kernel(q, k, v, segments)` into one that runs on each device's own heads.
+# A function that turns `kernel(q, k, v, segments)` into a kernel that runs on each device's own
+# heads.
 Spread = Callable[[Callable], Callable]
 LookUp = Callable[[Array, Array, DTypeLike], Array]
 Param = Callable[[nn.Module, str, Init, Shape, ParamInfo], Array]

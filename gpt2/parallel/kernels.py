@@ -112,12 +112,12 @@ def _find_obstacle(
 
 
 def _is_older(device: jax.Device) -> bool:
-    """Return whether a device is older than TPU v4 or Ampere, too old for fused attention."""
-    # Mosaic has no 16-bit products for these.
+    """Return whether a device is older than TPU v4 or Ampere, and too old for fused attention."""
+    # Mosaic has no 16-bit products for TPU v2 and v3.
     if device.device_kind in ("TPU v2", "TPU v3"):
         return True
     capability = getattr(device, "compute_capability", "9")
-    # AMD's capabilities are names.
+    # The compute capability of an AMD GPU is a name, not a number.
     return not capability[0].isdigit() or float(capability) < 8
 
 

@@ -84,9 +84,9 @@ class Rules:
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     """Return the mesh axes that split an array whose logical axes are `names`.
 
-    As in Flax, a mesh axis splits only the first logical axis that is mapped to it. For example, it
-    splits the experts, and not also the hidden units of each expert. If this raises KeyError for a
-    name that you have added, add the name to `parallel.rules` or to `WHOLE` as well.
+    As in Flax, a mesh axis splits only the first logical axis that is mapped to it: for example the
+    experts, but not the hidden units of each expert. If this raises KeyError for a name that you
+    have added, add the name to `parallel.rules` or to `WHOLE` as well.
     """
     taken = set[str]()
     entries = []

@@ -80,14 +80,14 @@ def start_blocked(mode, pauses=PRESSES, number="SIGINT", before="default_int_han
         (
             {"mode": IN_A_STEP},
             130,
-            "SIGINT: finishing the step, then saving; a second one exits at once\n"
+            "SIGINT: finishing the step, then saving; a second signal exits at once\n"
             "stopped at once by a second SIGINT; it continues\n",
         ),
         # Jobs of a script's `&` ignore SIGINT.
         (
             {"mode": IN_A_STEP, "number": "SIGTERM", "before": "SIG_IGN"},
             143,
-            "SIGTERM: finishing the step, then saving; a second one exits at once\n"
+            "SIGTERM: finishing the step, then saving; a second signal exits at once\n"
             "stopped at once by a second SIGTERM; it continues\n",
         ),
     ],

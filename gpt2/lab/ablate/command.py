@@ -73,7 +73,7 @@ def define_flags() -> None:
 def make_sweep(
     root: Path, arms: Sequence[Arm], slots: Sequence[Slot], *, module: str
 ) -> Sweep:
-    """Return the sweep of the arms with the terms in the flags, after checks without training.
+    """Return the sweep of `arms` with the terms in the flags, after all checks before training.
 
     `module` is the command that was run, which the report prints.
     """

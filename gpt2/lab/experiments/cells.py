@@ -1,4 +1,4 @@
-"""Numbers as text for the cells of tables."""
+"""Format numbers for the cells of tables."""
 
 import math
 from collections.abc import Collection

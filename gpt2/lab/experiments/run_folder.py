@@ -75,7 +75,7 @@ class Run:
         return options
 
     def outcome(self) -> Outcome:
-        """Return how the run ended."""
+        """Return the outcome of the run, read from outcome.json."""
         path = self.folder / "outcome.json"
         with reading(path, f"Remove {path}, and repeat the command"):
             try:
@@ -154,7 +154,7 @@ class Run:
 
 @functools.cache
 def defaults_of(source: Path) -> Settings:
-    """Return the defaults of the options that the code in a folder has."""
+    """Return all options of the code in a folder, with their default values."""
     path = source / "configs" / "default.py"
     with reading(path, "", "cannot be run"):  # the code of a branch may be broken
         code = runpy.run_path(str(path))

@@ -219,7 +219,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
     best_error, error = results.error
     if best_state != "finished":
         raise UserError(
-            f"The run {pair[0].label} of the best {best_state}: {best_error}",
+            f"{pair[0].label}, the run of the best, {best_state}: {best_error}",
             f"See {pair[0].folder}",
         )
     if state == "diverged":

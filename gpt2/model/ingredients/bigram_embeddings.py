@@ -23,7 +23,7 @@ class BigramEmbeddings(Ingredient):
         cfg = self.config
         rows = cfg.bigram_embeddings
         tokens = context.tokens
-        # A first token also has a pair. Its previous token is `vocab_size`, which no real token is.
+        # The first token also has a pair. The id `vocab_size`, which no token has, comes before it.
         previous = shift(
             tokens, first_previous(context), context, missing=cfg.vocab_size
         )

@@ -44,7 +44,7 @@ class Experts(Ingredient):
         return branch._replace(layer=mixture)
 
     def active_fraction(self, axes: Names) -> float:
-        """Return the fraction of experts that process a token; 1 for other parameters."""
+        """Return the fraction of experts that process a token, or 1 for other parameters."""
         if "experts" not in axes:
             return 1.0
         return self.config.experts_per_token / self.config.num_experts
