@@ -266,12 +266,37 @@ def test_a_gain_below_what_is_worth_keeping_is_not_kept(ideas):
     assert ideas("optim.name=lion", least=0.05)[0] == "keep"
 
 
-def test_a_dud_is_discarded_and_shares_the_runs_of_the_best(ideas):
+def test_every_idea_and_the_best_train_with_seeds_that_stood_nowhere_before(ideas):
+    def is_recorded(run):
+        drawn = [idea.seeds for idea in read_ledger(ideas.root).ideas]
+        assert drawn[-1][-1] == run.config.seed
+
+    ideas.meanwhile = is_recorded
     for idea in ("optim.beta2=0.97", "optim.beta2=0.96"):
         answer, runs = ideas(idea)
         assert answer == "discard" and runs
-    pairs = [len(idea.pairs) for idea in read_ledger(ideas.root).ideas]
-    assert len(ideas.trained) == sum(pairs) + max(pairs)
+    first, second = [idea.seeds for idea in read_ledger(ideas.root).ideas[1:]]
+    seeds = [*first, *second]
+    assert len({*seeds}) == len(seeds) == len(ideas.trained) / 2
+    assert min(seeds) > 2**16  # 0, 1, 2, ... would be known
+    for arm in (1, 2):
+        folders = (ideas.root / "runs").glob(f"{arm:03}-*/seed-*")
+        assert {folder.name for folder in folders} == {
+            f"seed-{seed}" for seed in (first, second)[arm - 1]
+        }
+
+
+def test_a_pair_goes_on_with_its_seed_after_a_kill(ideas):
+    def killed(run):
+        raise KeyboardInterrupt
+
+    ideas.meanwhile = killed
+    with pytest.raises(KeyboardInterrupt):
+        ideas("optim.name=lion")
+    (seed,) = read_ledger(ideas.root).ideas[1].seeds
+    ideas.meanwhile = lambda run: None
+    assert ideas("optim.name=lion") == ("keep", 5)
+    assert read_ledger(ideas.root).ideas[1].seeds[0] == seed
 
 
 def test_an_idea_that_is_tried_again_costs_nothing_and_brings_its_evidence(ideas):
@@ -350,14 +375,13 @@ def test_a_ledger_goes_on_with_the_options_that_it_began_with(ideas):
 
 
 def test_pairs_on_another_text_are_not_compared(ideas):
-    def prepared(text):
-        return lambda run: (run.workdir / "data.json").write_text(text)
+    def prepared(run):
+        text = "first" if len(ideas.trained) <= 2 else "second"
+        (run.workdir / "data.json").write_text(text)
 
-    ideas.meanwhile = prepared("first")
-    ideas("optim.name=lion")
-    ideas.meanwhile = prepared("second")
+    ideas.meanwhile = prepared
     with pytest.raises(UserError, match="another text than"):
-        ideas("optim.name=muon")
+        ideas("optim.name=lion")
 
 
 def test_minutes_end_an_idea_that_is_not_decided(ideas):
@@ -395,7 +419,7 @@ def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
         append(ideas.root, before.ideas[0])
         assert path.read_bytes().startswith(whole)
         assert read_ledger(ideas.root) == before
-    path.write_bytes(b"".join(lines[:3]) + lines[3][:9])
+    path.write_bytes(b"".join(lines[:7]) + lines[7][:9])
     assert ideas("optim.name=lion") == ("keep", 0)  # runs that have ended are not lost
     assert read_ledger(ideas.root).ideas[1].pairs == pairs
     assert len(pairs) == 3
@@ -408,7 +432,7 @@ def edited(line):
 DAMAGES = {  # the lines of a ledger of an idea -> damaged ones, and the first that is
     "the start is lost": (lambda lines: lines[1:], 1),
     "a line is lost": (lambda lines: [*lines[:2], *lines[3:]], 3),
-    "an answer is edited": (lambda lines: [*lines[:-1], edited(lines[-1])], 6),
+    "an answer is edited": (lambda lines: [*lines[:-1], edited(lines[-1])], 9),
 }
 
 
@@ -570,5 +594,5 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     assert tried.keys() == {"start", "optim.name=lion", "optim.learning_rate=1e30"}
     assert sum(tried.values()) == pairs
     starts = [read_rows(path) for path in root.rglob("environment.jsonl")]
-    # Seeds of the best and of one idea, one of the other, none twice.
-    assert [len(rows) for rows in starts] == [1] * (2 * pairs + 1)
+    # The pairs of one idea, and one pair of the other; no run begins twice.
+    assert [len(rows) for rows in starts] == [1] * (2 * pairs + 2)

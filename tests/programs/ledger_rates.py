@@ -56,6 +56,7 @@ def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
     """
     rng = np.random.default_rng(seed)
     best = rng.standard_normal((num, PAIRS))
+    best_deviation = np.ones((num, 1))
     trained = np.zeros(num, int)  # runs of the best
     kept = np.zeros(num, int)
     false = np.zeros(num, int)
@@ -67,6 +68,9 @@ def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
         is_gain = rng.random(num) < share
         gain = np.where(is_gain, GAINS[sizes], 0.0)
         deviation = np.where(rng.random(num) < noisy, 3.0, 1.0)[:, None]
+        if rule is by_evidence:  # each idea has seeds of its own
+            best = best_deviation * rng.standard_normal((num, PAIRS))
+            trained[:] = 0
         # Scores are told from the true mean of the best.
         idea = deviation * rng.standard_normal((num, PAIRS)) - gain[:, None]
         keep, pairs = rule(best, idea, number, kept)
@@ -83,6 +87,7 @@ def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
         has_run = np.arange(PAIRS) < pairs[:, None]
         heir = np.where(has_run, idea + gain[:, None], fresh)
         best = np.where(keep[:, None], heir, best)
+        best_deviation = np.where(keep[:, None], deviation, best_deviation)
     return false / np.maximum(kept, 1), found / np.maximum(tried, 1), runs
 
 

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import contextlib
 import math
+import secrets
 import sys
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ import pandas as pd
 from absl import flags
 
 from gpt2 import cli
+from gpt2.config import with_options
 from gpt2.data import prepare
 from gpt2.errors import UserError
 from gpt2.lab.experiments import cells
@@ -33,7 +35,7 @@ from gpt2.lab.experiments.checkouts import check_out, diff, find_commit, snapsho
 from gpt2.lab.experiments.jobs import make_slots, train_all
 from gpt2.lab.experiments.pages import render, write_page
 from gpt2.lab.experiments.results import check_comparable, read_results
-from gpt2.lab.experiments.run_folder import find_root
+from gpt2.lab.experiments.run_folder import Run, find_root
 from gpt2.lab.experiments.step_time import measure
 from gpt2.lab.experiments.terms import LOSS, TERMS
 from gpt2.lab.ledger.evidence import evidence, findable, is_futile, most_evidence
@@ -182,6 +184,10 @@ def _try_idea(root: Path) -> Idea:
                 idea.seconds += now - start
                 append(root, idea)
                 return idea
+            if len(idea.seeds) <= len(idea.pairs):
+                # Whoever knew a seed before could choose the idea by its luck.
+                idea.seeds.append(secrets.randbelow(2**32))
+                append(root, idea)
         answer, why = _train_pair(root, ledger, idea)
         pair_seconds = time.monotonic() - now
 
@@ -204,16 +210,18 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
 
 
 def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
-    """Train the best and the idea with the next seed, and add the pair to the ledger.
+    """Train the best and the idea with the last seed, and add the pair to the ledger.
 
     If the idea diverged or failed, and so has no score, return the answer and the reason.
     """
-    seed = len(idea.pairs)
-    arms = (ledger.ideas[idea.best].arm, idea.arm)
-    pair = [arm.make_run(root, seed) for arm in arms]
+    runs = list[Run]()
+    for seed in idea.seeds:
+        for arm in (ledger.ideas[idea.best].arm, idea.arm):
+            config = with_options(arm.config, {"seed": seed})
+            runs.append(replace(arm, config=config).make_run(root, 0))
+    pair = runs[-2:]
     train_all(pair, make_slots(1), LOSS)
-    earlier = [arm.make_run(root, number) for number in range(seed) for arm in arms]
-    check_comparable([*earlier, *pair], LOSS)
+    check_comparable(runs, LOSS)
     results = read_results(pair, LOSS)
     best_state, state = results.state
     best_error, error = results.error
@@ -228,7 +236,8 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
         return "failed", error
     with files.locked(root / _LOCK):
         idea = read_ledger(root).ideas[idea.number]
-        if len(idea.pairs) == seed:  # otherwise, another process has added the pair
+        # Otherwise, another process has added the pair.
+        if len(idea.pairs) * 2 < len(runs):
             best_score, score = results.score
             idea.pairs.append((best_score, score))
             append(root, idea)

@@ -1,9 +1,9 @@
 r"""The evidence for an idea, which is valid after every pair of runs, and the levels of a ledger.
 
-An idea and the best so far train with the same seeds. x_1, x_2, ... are the differences of their
-final losses, idea - best. The null hypothesis is that their mean is 0 or above. Let n be the number
-of pairs, m their mean, S = sum (x_i - m)^2, r = 1 + n tau^2, tau = 3, and F_n the distribution
-function of Student's t with n degrees of freedom. Then the evidence is
+An idea and the best so far train with the same seeds, which are new for each idea. x_1, x_2, ...
+are the differences of their final losses, idea - best. The null hypothesis is that their mean is 0
+or above. Let n be the number of pairs, m their mean, S = sum (x_i - m)^2, r = 1 + n tau^2, tau = 3,
+and F_n the distribution function of Student's t with n degrees of freedom. Then the evidence is
 
     E_n = 2 r^(-1/2) ((S + n m^2) / (S + n m^2 / r))^(n/2)
           F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)),
@@ -16,22 +16,20 @@ decision to stop depends only on ratios of differences, as it does here. A ledge
 compute it after each pair, and may continue an idea later with the pairs that it has.
 
 The assumptions are: the differences of an idea are independent and normal with the same standard
-deviation, which may be different for each idea. The evidence for different ideas is dependent,
-because they share the runs of the best.
+deviation, which may be different for each idea. Ideas share no runs: seeds are drawn when a pair
+begins, so that nobody can choose an idea by the runs that judge it.
 
 In a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea as soon as
 
     E_n >= 1 / (alpha gamma_t (K + 1)),  alpha = 0.1,  gamma_t = t^(-1.3) / zeta(1.3),
 
-where K is the number of ideas that have been kept so far. An idea gets its t with its first pair,
-or when it diverges. An idea whose runs fail has no E_n: its code failed, and no score was seen, so
-the gamma_t of other ideas do not depend on scores, and the gamma_t of all E_n add up to at most 1.
+where K is the number of ideas that have been kept so far. An idea gets its t when its first pair
+begins, even if its runs fail. So no gamma_t depends on scores, and all gamma_t add up to at most 1.
 When an idea is kept, at least K + 1 ideas are kept. The idea therefore adds at most alpha gamma_t
 E_n to the fraction of false ideas, and all ideas together add at most alpha in expectation,
 whatever the dependence of the e-values is. The proof assumes that an e-value is final when it is
-tested. Here an idea may also continue after K has grown because of the scores of other ideas, which
-share the runs of the best. `python -m tests.programs.ledger_rates` simulates this, and
-docs/ledger.md has the rates.
+tested. Here an idea may also continue after K has grown because of the scores of other ideas.
+`python -m tests.programs.ledger_rates` simulates this, and docs/ledger.md has the rates.
 """
 
 import math

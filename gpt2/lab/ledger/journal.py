@@ -30,6 +30,8 @@ class Idea:
     best: int  # the number of the best idea, with which this one is compared
     arm: Arm
     code: str  # the hash of the arm's code
+    # Drawn at random, each when its pair begins. The last pair may not have ended.
+    seeds: list[int] = field(default_factory=list)
     # The final losses of the best and of the idea, for each seed.
     pairs: list[tuple[float, float]] = field(default_factory=list)
     answer: str = ""  # keep, discard, undecided or failed; "" until there is an answer
