@@ -134,6 +134,11 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
     return None
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the error's type if it has none."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def warn(message: str) -> None:
     """Print a one-line warning to stderr."""
     log(f"warning: {message}")

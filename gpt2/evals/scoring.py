@@ -24,6 +24,7 @@ from rich.progress import track
 from gpt2.errors import UserError
 from gpt2.model import GPT, with_kernels
 from gpt2.model.sampling import bucket
+from gpt2.parallel.compiled import run_alone
 
 # Number of tokens of a batch on each device. The logits of an eighth of these tokens are in memory
 # at a time. A large batch uses an accelerator fully. A small batch wastes less padding, and its
@@ -150,7 +151,7 @@ class Scorer:
         ):
             members = [requests[row] for row in rows]
             batch = jax.device_put(_pad(members, size, length), self._rows)
-            result = self._score(self._params, batch)
+            result = run_alone(self._score, self._params, batch)
             columns = [column.tolist() for column in jax.device_get(result)]
             for index, *values in zip(rows, *columns, strict=False):
                 scores[index] = Score(*values)

@@ -22,6 +22,7 @@ from gpt2.errors import UserError
 from gpt2.model.cache import KVCache, extend
 from gpt2.model.gpt import GPT, Params
 from gpt2.model.one_device import with_kernels
+from gpt2.parallel.compiled import run_alone
 from gpt2.utils.prng import sample_key
 from gpt2.utils.scan import in_layout
 
@@ -138,19 +139,14 @@ def generate(
         for row, text in zip(tokens, texts, strict=True):
             row[: len(text)] = text
         number = min(max_new_tokens - done, max(1, context - longest))
-        new = _generate(
-            params,
-            tokens,
-            lengths,
-            key,
-            done,
-            number,
-            end,
+        draw = partial(
+            _generate,
             model=model,
             sampling=sampling,
             cache_length=bucket(longest + number, context),
             vocab_size=vocab_size or cfg.vocab_size,
         )
+        new = run_alone(draw, params, tokens, lengths, key, done, number, end)
         for i, row in enumerate(np.asarray(new)):
             texts[i] += row[:number].tolist()
             drawn[i] += row[:number].tolist()

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from gpt2.errors import UserError, first_line
+from gpt2.parallel import distributed
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
 
@@ -56,17 +58,36 @@ class CompiledStep:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program. Raise TypeError or ValueError if it was compiled for other arguments."""
-        outputs = self._compiled(*arguments)
-        if not self._has_run:
-            # During the first run cuDNN captures CUDA graphs, and fails if another thread uses the
-            # GPU.
-            jax.block_until_ready(outputs)
-            self._has_run = True
+        if self._has_run:
+            return self._compiled(*arguments)
+        outputs = run_alone(self._compiled, *arguments)
+        self._has_run = True
         return outputs
 
     def text(self) -> str:
         """Return the optimised program as HLO text."""
         return self._compiled.as_text()
+
+
+def run_alone(program: Callable, *arguments: Any) -> Any:
+    """Run a program while nothing else uses its devices, as is necessary the first time.
+
+    cuDNN captures a CUDA graph during the first run. Any other work on the GPU makes the capture
+    fail, or is captured and lost.
+    """
+    jax.block_until_ready(arguments)
+    try:
+        return jax.block_until_ready(program(*arguments))
+    except jax.errors.JaxRuntimeError as error:
+        is_too_large = "RESOURCE_EXHAUSTED" in str(error)
+        is_on_cpu = jax.default_backend() == "cpu"
+        if is_too_large or is_on_cpu or distributed.is_lost_peer(error):
+            raise
+        raise UserError(
+            f"A program failed in its first run ({first_line(error)})",
+            "The same command with --config.model.attention=plain uses no kernel of a library",
+            exit_code=1,
+        ) from error
 
 
 # The train step and the norm-logging step, for each shape of a batch.

@@ -94,13 +94,18 @@ def ends_together() -> Iterator[None]:
         if not jax.distributed.is_initialized():
             raise
         message = "".join(traceback.format_exception(error))
-        if isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)):
+        if is_lost_peer(error):
             message = (
                 "error: Another process of this run has ended. "
                 "Run the same commands again to continue."
             )
         message, code = describe_exit(error) or (message, 1)
         exit_process(message, code)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error says that another process of the run is gone."""
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
 
 
 def _find_launcher() -> str | None:

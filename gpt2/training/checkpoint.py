@@ -152,7 +152,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         leaves = jax.tree.leaves(state)
         if any(leaf.is_deleted() for leaf in leaves):
             return False
-        return all(bool(jnp.isfinite(leaf).all()) for leaf in leaves)
+        try:
+            return all(bool(jnp.isfinite(leaf).all()) for leaf in leaves)
+        except jax.errors.JaxRuntimeError:  # A device has failed.
+            return False
 
     def save(
         self,

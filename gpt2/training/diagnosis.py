@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from gpt2.errors import DivergedError, UserError
 from gpt2.model.gpt import Params
 from gpt2.parallel import gather_whole
-from gpt2.parallel.compiled import Steps
+from gpt2.parallel.compiled import Steps, run_alone
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
@@ -90,7 +90,7 @@ class Diagnosis:
         names = list[str]()
         probe = _make_probe(program.at(shapes.at(error.step)), step, names)
         compiled = program.backend.compile_eval(probe)
-        flags = gather_whole(compiled(state.params, batch), mesh)
+        flags = gather_whole(run_alone(compiled, state.params, batch), mesh)
         is_bad = jax.device_get(flags) > 0
         if is_bad.any():
             return f"{names[is_bad.argmax()]} was the first"

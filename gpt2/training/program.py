@@ -1,7 +1,7 @@
 """A run's program, built once from its options and its devices.
 
-All commands take model, loss, optimizer, backend and steps from here. Building a `Program` computes
-and places nothing.
+All commands take model, loss, optimizer, backend and steps from here. Building a `Program` places
+nothing, and computes nothing but the check of a library's kernel.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from gpt2.ops import Ops
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, make_backend
 from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
+from gpt2.parallel.kernel_check import check_attention
 from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout
 from gpt2.parallel.state_sharding import with_shardings
@@ -62,6 +63,9 @@ class Program:
     watch_step: Callable
     eval_step: Callable
     with_config: Callable[[Config], "Program"]  # of the same parts
+    kernel_fault: (
+        str  # why attention is computed without its kernel; see check_attention
+    )
 
     @classmethod
     def from_config(
@@ -76,7 +80,12 @@ class Program:
     ) -> "Program":
         """Return the program of a config whose vocabulary is resolved."""
         check_layout(config, len(devices))
-        gpt = model(config.gpt())
+        gpt_config = config.gpt()
+        terms = score_term_options(gpt_config)
+        gpt_config, kernel_fault = check_attention(
+            gpt_config, devices[0], terms, is_masked=config.data.document_mask
+        )
+        gpt = model(gpt_config)
         shapes = jax.eval_shape(partial(draw_params, gpt), jax.random.key(0))
         backend = make_backend(
             config.parallel,
@@ -84,8 +93,7 @@ class Program:
             list(devices),
             gather_by=choose_gather(config, devices, num_params(shapes)),
         )
-        ops = backend.make_ops(gpt.config, score_term_options(gpt.config))
-        gpt = gpt.clone(ops=ops)
+        gpt = gpt.clone(ops=backend.make_ops(gpt.config, terms))
         num_steps = config.train.num_steps
         rates = schedule(config.optim, num_steps)
         chain = optimizer(
@@ -127,6 +135,7 @@ class Program:
                 schedule=schedule,
                 optimizer=optimizer,
             ),
+            kernel_fault=kernel_fault,
         )
 
     def init(self, key: Array) -> TrainState:
@@ -190,7 +199,7 @@ class Program:
         """The implementation of attention, for the first screen."""
         cfg = self.model.config
         name, why = choose_attention(cfg, self._device, score_term_options(cfg))
-        if why:
+        if why := self.kernel_fault or why:
             return f"by the reference implementation: {why}"
         if self.config.model.dropout and name != "plain":
             return f"by {name} (with dropout, by the reference implementation)"

@@ -54,8 +54,9 @@ class Pair:
     of the other.
     """
 
-    def __init__(self, workdir, *flags, launcher=None, variables=""):
+    def __init__(self, workdir, *flags, launcher=None, variables="", script="train.py"):
         self.workdir = workdir
+        self.script = script
         self.flags = [f"--workdir={workdir}", *TINY, *FLAGS.split(), *flags]
         self.launcher = launcher
         self.variables = variables
@@ -76,7 +77,7 @@ class Pair:
         for setting in settings.format(index, 1 - index).split():
             name, _, value = setting.partition("=")
             variables[name] = value
-        command = [sys.executable, "train.py", *flags]
+        command = [sys.executable, self.script, *flags]
         with self.logs[index].open("w") as log:
             return subprocess.Popen(
                 command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT

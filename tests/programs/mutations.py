@@ -202,6 +202,24 @@ bytes that are not UTF-8 are left out: evals/perplexity.py, evals -k not_utf_8
 bits per byte with the logarithm to base 10: training/validation.py, evals -k bits_per_byte
     - / math.log(2.0)
     + / math.log10(2.0)
+batches are placed by the thread that reads them: training/batches.py, first_runs -k only_the
+    - with closing(prefetch(batches)) as read:
+    + with closing(prefetch(map(self._put, batches))) as read:
+a user's batches are computed on the accelerator: data/loading/prefetch.py, first_runs -k only_the
+    - with jax.default_device(host):
+    + with contextlib.nullcontext():
+a first run is not alone: parallel/compiled.py, first_runs -k only_the
+    - if self._has_run:
+    + if True:
+a late check of a kernel uses the devices: parallel/kernel_check.py, kernel_check -k hangs
+    - if is_late.is_set():
+    + if False:
+a kernel may return NaN: parallel/kernel_check.py, kernel_check -k wrong
+    - if not error <= LIMIT:
+    + if error > LIMIT:
+the check of a kernel does not compare gradients: parallel/kernel_check.py, kernel_check -k wrong
+    - return output, *backward(gradient)
+    + return (output,)
 a pause counts as a hang: telemetry/reporter.py, telemetry -k watchdog
     - if self._clock.current in ("step", "data wait")
     + if True

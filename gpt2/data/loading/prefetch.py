@@ -6,6 +6,8 @@ import threading
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
+import jax
+
 from gpt2 import signals
 
 T = TypeVar("T")
@@ -14,19 +16,22 @@ T = TypeVar("T")
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """Yield from `batches`, while a thread reads up to two more.
 
+    What JAX computes in the thread runs on the CPU, because only the caller may use accelerators.
     Errors of the thread are raised where its batch is due. A signal that stops the run is raised as
     `Stopped`, since the thread may wait for text that never comes.
     """
     ready = queue.Queue[T | BaseException | None](1)  # the thread holds one more
     is_closed = threading.Event()
+    host = jax.local_devices(backend="cpu")[0]
 
     def read() -> None:
         end = None
         try:
-            for batch in batches:
-                ready.put(batch)
-                if is_closed.is_set():
-                    return
+            with jax.default_device(host):
+                for batch in batches:
+                    ready.put(batch)
+                    if is_closed.is_set():
+                        return
         except BaseException as error:
             end = error
         ready.put(end)

@@ -1,0 +1,122 @@
+"""Check a library's kernel for attention on this machine, before a run relies on it.
+
+If a driver or a library does not suit a device, a kernel can fail, hang or return wrong values. The
+check runs the kernel forward and backward on every local device, and the formula of
+gpt2/ops/plain.py on the CPU. If they differ, the model computes with the formula.
+"""
+
+import dataclasses
+import functools
+import queue
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpt2.config import GPTConfig
+from gpt2.errors import UserError, first_line
+from gpt2.ops import Scoring, plain
+from gpt2.ops.plain import SoftCap
+from gpt2.parallel import distributed
+from gpt2.parallel.kernels import Terms, choose_attention, get_attention
+
+# The other kernels are part of this project, and XLA compiles them as it compiles the formulas.
+LIBRARY_KERNELS = ("cudnn", "splash")
+# Positions that are checked at most: two of splash's largest blocks. The formula stores scores for
+# each pair of positions.
+MAX_LENGTH = 1024
+SECONDS = 120.0  # after which a kernel counts as hanging
+# The largest relative error of a row: 16 times the spacing of bfloat16 at 1. On CPUs, rounding to
+# bfloat16 causes errors up to 0.03, and a window that is one position too long 0.37 or more.
+LIMIT = 16 * 2**-7
+
+
+def check_attention(
+    cfg: GPTConfig, device: jax.Device, terms: Terms, *, is_masked: bool
+) -> tuple[GPTConfig, str]:
+    """Return the config without a kernel that fails on this machine, and how it fails.
+
+    If none fails, return `cfg` and an empty string. Every process of a run must call this, and gets
+    the same result. `is_masked` says whether batches have segments.
+    """
+    name, _ = choose_attention(cfg, device, terms)
+    # A device that JAX does not list exists only for its compiler.
+    if name not in LIBRARY_KERNELS or device not in jax.devices():
+        return cfg, ""
+    faults = distributed.from_all(_find_fault(name, cfg, is_masked))
+    fault = next(filter(None, faults), "")
+    if not fault:
+        return cfg, ""
+    fault = f"{name} failed on this machine ({fault})"
+    if cfg.attention != "auto":
+        raise UserError(f"model.attention={fault}", "Use --config.model.attention=auto")
+    return dataclasses.replace(cfg, attention="plain"), fault
+
+
+@functools.cache
+def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
+    """Return how a kernel fails on the devices of this process, or an empty string."""
+    fault = queue.Queue[str]()
+    is_late = threading.Event()
+
+    def check() -> None:
+        try:
+            for window in {*cfg.windows}:
+                error = _largest_error(name, cfg, window, is_masked, is_late)
+                if not error <= LIMIT:  # NaN is wrong too
+                    fault.put(f"its results are wrong by {error:.0%}")
+                    return
+            fault.put("")
+        except Exception as error:  # libraries raise many types
+            fault.put(first_line(error))
+
+    threading.Thread(target=check, name="kernel check", daemon=True).start()
+    try:
+        return fault.get(timeout=SECONDS)
+    except queue.Empty:
+        is_late.set()
+        return f"no result after {SECONDS:g} s"
+
+
+def _largest_error(name, cfg, window, is_masked, is_late):
+    """Return the largest error of a row `[H]` of a kernel's results.
+
+    It is relative to the size of the row, or to the mean size of rows if that is larger.
+    """
+    T = min(cfg.context_length, MAX_LENGTH)
+    rng = np.random.default_rng(0)
+    inputs = []
+    # Queries, keys, values, and the gradient of the output.
+    for heads in (cfg.num_heads, cfg.kv_heads, cfg.kv_heads, cfg.num_heads):
+        x = rng.standard_normal((1, T, heads, cfg.head_size), np.float32)
+        inputs.append(x.astype(cfg.compute_dtype))
+    terms = (SoftCap(cfg.attention_softcap),) if cfg.attention_softcap else ()
+    segments = jnp.arange(T)[None] * 3 // T if is_masked else None
+    scoring = Scoring(cfg.head_size**-0.5, min(window, T // 2), terms, segments)
+
+    def differentiate(attention, q, k, v, gradient):
+        attend = partial(attention, scoring=scoring)
+        output, backward = jax.vjp(attend, q, k, v)
+        return output, *backward(gradient)
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        formula = jax.jit(partial(differentiate, plain.attention))
+        expected = formula(*[np.float32(x) for x in inputs])
+
+    kernel = get_attention(name, jax.default_backend())
+    on_each_device = jax.pmap(
+        partial(differentiate, kernel), devices=jax.local_devices()
+    )
+    copies = [np.stack([x] * jax.local_device_count()) for x in inputs]
+    program = on_each_device.lower(*copies).compile()
+    if is_late.is_set():
+        return 0.0  # the run has begun, and nothing else may use its devices
+    errors = []
+    for values, wanted in zip(program(*copies), expected, strict=True):
+        sizes = np.linalg.norm(wanted, axis=-1)
+        sizes = np.maximum(sizes, np.sqrt(np.mean(sizes**2)))
+        difference = np.float32(values) - np.asarray(wanted)
+        errors.append(np.max(np.linalg.norm(difference, axis=-1) / sizes))
+    return np.max(errors)
