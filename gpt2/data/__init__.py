@@ -1,7 +1,7 @@
 """Text -> documents -> tokens on disk -> batches.
 
 datasets.py                 `prepare`: from the options of `data.` to a `Dataset`
-corpus.py                   the interfaces: `Corpus`, `Dataset`, `Source`
+interfaces.py               `Corpus`, `Dataset`, `Source`
 readers/                    a corpus prefix each: where documents or tokens come from
 preparing/                  documents -> tokens in a folder, split, encoded once
 loading/packing.py          tokens -> rows
@@ -9,7 +9,7 @@ loading/token_batches.py    rows -> `batch(step)`, a function of the seed and th
 loading/user_batches.py     batches that a user's function returns
 """
 
-from gpt2.data.corpus import Dataset
 from gpt2.data.datasets import prepare
+from gpt2.data.interfaces import Dataset
 
 __all__ = ["Dataset", "prepare"]

@@ -1,5 +1,6 @@
 """GPT-2's way of writing bytes as characters, and the tokenizer.json files that follow it."""
 
+import json
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,23 +42,20 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     vocabulary = dict(model["vocab"])
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
     alphabet = byte_alphabet()
-    pairs = list[tuple[str, str]]()
-    for merge in model["merges"]:
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        pairs.append((left, right))
-    merged = [left + right for left, right in pairs]
-    if vocabulary.keys() != {*alphabet, *merged}:
+    # A merge is a pair, or in older files two tokens with a space between them.
+    merged = ["".join(merge).replace(" ", "") for merge in model["merges"]]
+    longer = [token for token in vocabulary if token not in alphabet]
+    longer.sort(key=vocabulary.__getitem__)
+    if longer != merged or not alphabet.keys() <= vocabulary.keys():
         return None
-    ids = [vocabulary[token] for token in merged]
-    known = {eot, *vocabulary.values()}
     # An id without a token cannot be decoded.
-    if ids != sorted(ids) or known != {*range(len(vocabulary) + 1)}:
+    if {eot, *vocabulary.values()} != {*range(len(vocabulary) + 1)}:
         return None
     # tiktoken merges any two tokens whose bytes are a token, the library only listed pairs. They
     # agree on every text if the listed pairs alone merge the characters of each token into it.
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer
 
-    library = Tokenizer(models.BPE(vocabulary, pairs))
+    library = Tokenizer(Tokenizer.from_str(json.dumps(tree)).model)
     for encoding in library.encode_batch(merged):
         if len(encoding.ids) > 1:
             return None

@@ -3,13 +3,16 @@
 import dataclasses
 import re
 from fractions import Fraction
+from pathlib import Path
 
 from gpt2.config import DataConfig
-from gpt2.data.corpus import Dataset, require_finished_tokenizer
+from gpt2.data.interfaces import Dataset
 from gpt2.data.loading.token_batches import TokenDataset
 from gpt2.data.readers import open_corpus
+from gpt2.data.tokenizer import build
 from gpt2.data.tokens import PreparedTokens
 from gpt2.errors import UserError
+from gpt2.utils import files
 
 _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 
@@ -29,7 +32,8 @@ def prepare(data: DataConfig) -> Dataset:
 
 
 def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
-    require_finished_tokenizer(data)
+    # The parts share it, so that it is refused if it would be trained on each of them.
+    tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     parts = dict[str, tuple[Fraction, PreparedTokens]]()
     for corpus, weight in weights.items():
         dataset = prepare(dataclasses.replace(data, corpus=corpus))
@@ -40,7 +44,7 @@ def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
             )
         ((_, tokens),) = dataset.parts.values()
         parts[corpus] = weight, tokens
-    return TokenDataset(tokens.tokenizer, parts)
+    return TokenDataset(tokenizer, parts)
 
 
 def read_mixture(spec: str) -> dict[str, Fraction]:
@@ -58,3 +62,16 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
         weights[name] = Fraction(weight)
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
+
+
+def refuse_other(path: Path, dataset: Dataset) -> bool:
+    """Refuse a dataset that differs from a run's data.json; returns False if that is missing."""
+    saved = files.read_sealed(path)
+    if saved is None:
+        return False
+    if saved != dataset.describe():
+        raise UserError(
+            f"The text or tokenizer is no longer what {path.parent} was trained on",
+            "Restore it, or give another --workdir",
+        )
+    return True

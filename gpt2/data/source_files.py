@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpt2.errors import UserError
+from gpt2.utils import stores
 from gpt2.utils.files import reading
-from gpt2.utils.stores import Remote, find, is_url
+from gpt2.utils.stores import Remote
 
 # Files of up to this size in all are hashed at each start; of larger ones, size and time count.
 _HASHED_BYTES = 1 << 26
@@ -18,23 +19,26 @@ File = Path | Remote
 
 
 class SourceFiles:
-    """Files in a fixed order. `labels` say how they are read, for the fingerprint."""
+    """Files in a fixed order. `labels` say how they are read, or name a source without files."""
 
     def __init__(self, find: Callable[[], Sequence[File]], *labels: str):
         self._find = find
         self._labels = labels
         self.paths = find()
-        self.num_bytes = _total_size(self.paths)
-        self.fingerprint = _fingerprint(self.paths, *labels)
+        self.num_bytes = sum(map(_size, self.paths))
+        # Differs whenever the text may differ.
+        self.fingerprint = _fingerprint(self.paths, labels)
 
     def have_changed(self) -> bool:
         """Return whether the files or their content differ from when they were opened."""
-        return _fingerprint(self._find(), *self._labels) != self.fingerprint
+        return _fingerprint(self._find(), self._labels) != self.fingerprint
 
 
 def match_files(pattern: str) -> Sequence[File]:
     """Return the files that a URL or a glob (`**` included) matches, in order: at least one."""
-    files = find(pattern) if is_url(pattern) else _glob(pattern)
+    find = stores.find if stores.is_url(pattern) else find_paths
+    # In a name such as `[2024] notes`, brackets do not stand for one of several characters.
+    files = find(pattern) or find(pattern.replace("[", "[[]"))
     if not files:
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
@@ -43,8 +47,12 @@ def match_files(pattern: str) -> Sequence[File]:
     return files
 
 
-def _glob(pattern: str) -> list[Path]:
-    names = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+def find_paths(pattern: str) -> list[Path]:
+    """Return the file of this very name, otherwise the files that match it as a glob."""
+    pattern = os.path.expanduser(pattern)
+    if os.path.isfile(pattern):
+        return [Path(pattern)]
+    names = sorted(glob.glob(pattern, recursive=True))
     # Links may lead to a file in many ways. It counts once, by its shortest name.
     by_target = dict[str, Path]()
     for name in sorted(names, key=len):
@@ -53,16 +61,13 @@ def _glob(pattern: str) -> list[Path]:
     return sorted(by_target.values(), key=str)
 
 
-def _total_size(files: Sequence[File]) -> int:
-    size = 0
-    for file in files:
-        size += file.size if isinstance(file, Remote) else file.stat().st_size
-    return size
+def _size(file: File) -> int:
+    return file.size if isinstance(file, Remote) else file.stat().st_size
 
 
-def _fingerprint(files: Sequence[File], *labels: str) -> str:
+def _fingerprint(files: Sequence[File], labels: Sequence[str]) -> str:
     """Return a hash of labels, of the paths of files and of their content."""
-    is_read = _total_size(files) <= _HASHED_BYTES
+    is_read = sum(map(_size, files)) <= _HASHED_BYTES
     parts = list[str | int](labels)
     for file in files:
         if isinstance(file, Remote):

@@ -44,14 +44,6 @@ END_OF_TEXTS = (
     "<eos>",
     "[SEP]",
 )
-# Options of a tokenizer.json that change the beginning of a text, with values that do not.
-_CONTINUATION = dict(
-    prepend="",
-    prepend_scheme="never",
-    add_prefix_space=False,
-    strip_left=False,
-    start=0,
-)
 NAMES = ("gpt2", "byte", "char")
 
 Ids = Sequence[int] | np.ndarray
@@ -64,8 +56,9 @@ class Tokenizer(abc.ABC):
     name: str  # for people
     vocab_size: int
     eot: int | None  # the end-of-text token; None: the vocabulary has none
-    # Whether the tokens of a text are those of its parts, if it is cut before white space.
-    encodes_parts: bool
+    # Whether a text has to be encoded at once. If not, its tokens are the tokens of its parts,
+    # provided that it is cut before white space.
+    needs_whole: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
     @abc.abstractmethod
@@ -75,10 +68,6 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def decode_bytes(self, ids: Ids) -> bytes:
         """Return the UTF-8 bytes that the token ids stand for."""
-
-    def encode_continuation(self, text: str) -> np.ndarray:
-        """Return the ids of a text that follows another one, int32 [num_tokens]."""
-        return self.encode(text)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
         """Return a text's ids, and the number of its bytes that cannot be decoded from them."""
@@ -107,7 +96,7 @@ class BytePairTokenizer(Tokenizer):
         pattern: a regular expression for the pieces of a text in which bytes are merged.
     """
 
-    encodes_parts = True  # GPT-2's pattern begins a token there
+    needs_whole = False  # GPT-2's pattern begins a token there
 
     def __init__(
         self,
@@ -173,41 +162,47 @@ class HuggingFaceTokenizer(Tokenizer):
     otherwise `eos`.
     """
 
-    encodes_parts = False  # its pattern may have tokens across white space
+    name = "tokenizer.json"
+    needs_whole = True  # its pattern may have tokens across white space
 
-    def __init__(self, tree: Tree, name: str, end_of_text: str = "", eos: str = ""):
-        self.name = name
-        self._backend = _backend(tree)
-        # Encodes text that follows other text.
-        steps = json.dumps(tree | {"model": None})
-        rest = json.loads(steps, object_hook=_as_continuation)
-        self._rest = _backend(rest | {"model": tree["model"]})
+    def __init__(self, tree: Tree, end_of_text: str = "", eos: str = ""):
+        from tokenizers import Tokenizer as Backend
+
+        self._backend = Backend.from_str(json.dumps(tree))
+        # An added token that a text spells is text.
+        self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
-        if known and not end_of_text:
-            end_of_text = known[0]
-        if end_of_text and end_of_text not in vocabulary:
-            raise UserError(
-                f"data.end_of_text={end_of_text} is no token of {name}",
-                "Give one of its tokens",
-            )
-        self.eot = vocabulary.get(end_of_text) if end_of_text else None
+        if not end_of_text:
+            known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
+            end_of_text = known[0] if known else ""
+        self.eot = vocabulary[end_of_text] if end_of_text else None
         self.saved = tree | {"end_of_text": end_of_text}
+        special = {end_of_text} & vocabulary.keys()
+        for token in self._backend.get_added_tokens_decoder().values():
+            if token.special:
+                special.add(token.content)
+        # A vocabulary of words or of Unigram gives such a token to a text that spells it. The text
+        # gets the tokens of its characters instead.
         model = tree["model"]
-        unknown = (vocabulary.get(model.get("unk_token")), model.get("unk_id"))
-        self._special = [] if self.eot is None else [self.eot]
-        for i, token in self._backend.get_added_tokens_decoder().items():
-            if token.special and i not in unknown:
-                self._special.append(i)
+        unknown = vocabulary.get(model.get("unk_token"), model.get("unk_id"))
+        self._spellings = dict[int, list[int]]()
+        for text in special:
+            if vocabulary[text] != unknown:
+                ids = [vocabulary[letter] for letter in text if letter in vocabulary]
+                self._spellings[vocabulary[text]] = ids
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int32 [num_tokens]."""
-        return self._encode(text, self._backend)
-
-    def encode_continuation(self, text: str) -> np.ndarray:
-        """Return the ids of a text that follows another one, int32 [num_tokens]."""
-        return self._encode(text, self._rest)
+        remedy = "Give a tokenizer that knows all characters"
+        with reading(f"A text by {self.name}", remedy):
+            # The batch method, unlike `encode`, lets other threads run meanwhile.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        ids = encoding.ids
+        if not self._spellings.keys().isdisjoint(ids):
+            spelled = [self._spellings.get(i, [i]) for i in ids]
+            ids = list(itertools.chain.from_iterable(spelled))
+        return np.array(ids, np.int32)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
         """Return a text's ids, and how many of its bytes are unknown or altered."""
@@ -218,47 +213,10 @@ class HuggingFaceTokenizer(Tokenizer):
         lost = Counter(text.encode()) - Counter(back.encode())
         return ids, max(lost.total(), 1)
 
-    def _encode(self, text: str, backend: Any) -> np.ndarray:
-        # The batch method, unlike `encode`, lets other threads run meanwhile.
-        remedy = "Give a tokenizer that knows all characters"
-        with reading(f"a text by {self.name}", remedy):
-            (encoding,) = backend.encode_batch([text], add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        is_special = np.isin(ids, self._special)
-        if not is_special.any():
-            return ids
-        # The text spells a special token, which the vocabulary of Unigram holds. It is cut within
-        # the spelling.
-        pieces = list[np.ndarray]()
-        begin = 0
-        for number in np.flatnonzero(is_special):
-            start, _ = encoding.offsets[number]
-            pieces.append(self._encode(text[begin : start + 1], backend))
-            backend = self._rest
-            begin = start + 1
-        return np.concatenate([*pieces, self._encode(text[begin:], backend)])
-
     def decode_bytes(self, ids: Ids) -> bytes:
         """Return the UTF-8 bytes of the ids' text, special tokens included."""
         text = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
         return text.encode()
-
-
-def _backend(tree: Tree) -> Any:
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend.from_str(json.dumps(tree))
-    backend.encode_special_tokens = True  # text that spells a special token is text
-    return backend
-
-
-def _as_continuation(node: Tree) -> Tree:
-    """Return an object of a tokenizer.json that leaves the beginning of a text as it is."""
-    if node.get("type") == "Metaspace":
-        node.setdefault("prepend_scheme")
-    for name in node.keys() & _CONTINUATION.keys():
-        node[name] = _CONTINUATION[name]
-    return node
 
 
 # GPT-2's tokenizer, and one that is trained on a text
@@ -364,7 +322,7 @@ def _configured_eos(path: Path) -> str:
 
 def build(
     spec: str,
-    texts: Iterable[str] = (),
+    texts: Iterable[str] | None = None,
     *,
     many_documents: bool = True,
     end_of_text: str = "",
@@ -382,12 +340,17 @@ def build(
     if spec == "byte":  # no two bytes merge
         ranks = {bytes([byte]): byte for byte in range(256)}
         return BytePairTokenizer(ranks, 256, {"kind": "byte"}, "byte")
+    if is_path(spec):
+        return load(fetch_file(spec), end_of_text)
+    if texts is None:
+        raise UserError(
+            f"data.tokenizer={spec} is trained on one corpus of text, which data.corpus is not",
+            "Let gpt2.data.prepare train it on a text, and name the tokenizer.json in its folder",
+        )
     if spec == "char":
         characters = set(itertools.chain.from_iterable(texts))
         return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
-    if spec.startswith("bpe:"):
-        return train_bpe(tokens_by_name(spec), texts)
-    return load(fetch_file(spec), end_of_text)
+    return train_bpe(tokens_by_name(spec), texts)
 
 
 def load(path: Path, end_of_text: str = "") -> Tokenizer:
@@ -410,9 +373,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 gpt2_like = None if end_of_text else gpt2_like_ranks(tree)
                 if gpt2_like:
                     return BytePairTokenizer(*gpt2_like, tree)
-                return HuggingFaceTokenizer(
-                    tree, path.name, end_of_text, _configured_eos(path)
-                )
+                return HuggingFaceTokenizer(tree, end_of_text, _configured_eos(path))
             case _:
                 raise ValueError("it holds no tokenizer")
 

@@ -2,11 +2,12 @@
 
 import bisect
 import functools
+import itertools
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,36 +41,33 @@ class Split:
 
 
 class TokenWriter:
-    """Append token ids to the files of splits. After each `close`, new files begin."""
+    """Append token ids to splits. Each `flush` writes new files."""
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
         self._directory = directory
         self._splits = splits
-        self._files = dict[str, IO[bytes]]()  # the open file of each split
+        self._unwritten: dict[str, list[np.ndarray]] = {name: [] for name in splits}
 
     def append(self, name: str, tokens: np.ndarray) -> None:
         """Append token ids [num_tokens] to a split."""
-        if not len(tokens):
-            return
-        split = self._splits[name]
-        if name not in self._files:
-            shard = Shard(f"{name}-{len(split.shards):05}.bin", 0, 0)
-            split.shards.append(shard)
-            # A killed process may have left a file of this name, which no count includes.
-            self._files[name] = (self._directory / shard.file).open("wb")
-        stored = tokens.astype(self.dtype).tobytes()
-        self._files[name].write(stored)
-        shard = split.shards[-1]
-        split.shards[-1] = shard._replace(num_tokens=shard.num_tokens + len(tokens))
-        split.num_tokens += len(tokens)
-        split.crc32 = zlib.crc32(stored, split.crc32)
+        self._unwritten[name].append(tokens.astype(self.dtype))
+        self._splits[name].num_tokens += len(tokens)
 
-    def close(self) -> None:
-        """Close the open files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+    def flush(self) -> list[str]:
+        """Write a file for each split that has grown, and return the names of the files."""
+        written = list[str]()
+        for name, split in self._splits.items():
+            stored = b"".join(self._unwritten[name])
+            self._unwritten[name].clear()
+            if stored:
+                file = f"{name}-{len(split.shards):05}.bin"
+                (self._directory / file).write_bytes(stored)
+                num_tokens = len(stored) // self.dtype.itemsize
+                split.shards.append(Shard(file, 0, num_tokens))
+                split.crc32 = zlib.crc32(stored, split.crc32)
+                written.append(file)
+        return written
 
 
 @functools.lru_cache(OPEN_MAPS)
@@ -87,12 +85,10 @@ class TokenStream:
     def __init__(self, shards: Iterable[Shard], dtype: str, directory: Path = Path()):
         self._dtype = dtype
         self._shards = list[Shard]()
-        self._ends = list[int]()
-        end = 0
         for file, skip, num_tokens in shards:
             self._shards.append(Shard(str(directory / file), skip, num_tokens))
-            end += num_tokens
-            self._ends.append(end)
+        sizes = (shard.num_tokens for shard in self._shards)
+        self._ends = list(itertools.accumulate(sizes))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -35,7 +35,9 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         context = tokenizer.encode(example["ctx"])
         endings = []
         for text in example["endings"]:
-            tokens = tokenizer.encode_continuation(" " + text)
+            # A tokenizer.json may begin a text differently from what follows another text.
+            row = tokenizer.encode(example["ctx"] + " " + text)
+            tokens = row[len(context) :]
             endings.append(continuation(context, tokens, scorer.context_length))
         # This raises an error for the test split, which has no labels.
         label = range(len(endings)).index(int(example["label"]))

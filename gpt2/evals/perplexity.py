@@ -38,8 +38,7 @@ def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[F
             document_mask=data.document_mask,
         )
         requests = []
-        for index in range(1, len(loader) + 1):
-            batch = loader.batch(index)
+        for batch in loader.batches():
             window = {key: rows[0] for key, rows in batch.items()}
             requests.append(Request(**window))
         scores = scorer.score(requests, "validation")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
 from gpt2.data import prepare
-from gpt2.data.corpus import refuse_other
+from gpt2.data.datasets import refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, require_choice
 from gpt2.evals.core import core

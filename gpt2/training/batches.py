@@ -10,7 +10,7 @@ import numpy as np
 from gpt2.config import Config
 from gpt2.config.shapes import Shape
 from gpt2.data import Dataset
-from gpt2.data.corpus import Batch as HostBatch
+from gpt2.data.interfaces import Batch as HostBatch
 from gpt2.data.loading.prefetch import prefetch
 from gpt2.errors import UserError
 from gpt2.parallel import Backend, distributed

@@ -20,7 +20,8 @@ import jax
 
 from gpt2.config import Config, flatten, load_config
 from gpt2.config.options import OPTIONS
-from gpt2.data.corpus import Dataset, refuse_other
+from gpt2.data import Dataset
+from gpt2.data.datasets import refuse_other
 from gpt2.data.preparing.prepared_folder import data_folder
 from gpt2.data.readers import reads_files
 from gpt2.data.tokenizer import Tokenizer, is_path

@@ -1,12 +1,11 @@
 """Corpora, preparing and storing: what goes in comes out, once, whole and split apart."""
 
 import gzip
-import json
-import re
 import threading
 import time
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -15,7 +14,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from gpt2.data import tokens
 from gpt2.data.preparing import documents as documents_module
-from gpt2.data.preparing.documents import TextCorpus
+from gpt2.data.preparing.text_corpus import TextCorpus
+from gpt2.data.readers import open_corpus
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from tests.helpers import documents_of, tokens_of, write_rows
@@ -41,18 +41,17 @@ def test_single_text_is_split_as_nanogpt_splits_it(tmp_path, make):
     text = "".join(_document(i) for i in range(40)) + "odd"
     (tmp_path / "input.txt").write_text(text, encoding="utf-8")
     dataset = make(f"text:{tmp_path}/input.txt", "char")
-    n = len(text)
-    train = text[: int(n * 0.9)]
-    validation = text[int(n * 0.9) :]
     characters = sorted(set(text))
     assert dataset.tokenizer.vocab_size == len(characters)
-    for split, part in (("train", train), ("validation", validation)):
+    num_train = int(len(text) * 0.9)
+    validation = text[num_train:]
+    for split, part in (("train", text[:num_train]), ("validation", validation)):
         wanted = [characters.index(c) for c in part]
         np.testing.assert_array_equal(tokens_of(dataset, split), wanted)
-    held_out = dataset.splits["validation"]
-    assert held_out.num_tokens == len(validation)
-    assert held_out.num_bytes == len(validation.encode())
-    assert held_out.num_documents == 1
+    counts = dataset.splits["validation"]
+    assert counts.num_tokens == len(validation)
+    assert counts.num_bytes == len(validation.encode())
+    assert counts.num_documents == 1
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2", "bpe:300", "char"])
@@ -64,34 +63,34 @@ def test_documents_are_joined_by_end_of_text_and_all_kept_in_one_split_each(
     train = documents_of(dataset, "train")
     validation = documents_of(dataset, "validation")
     assert sorted(train + validation) == sorted(documents)
-    assert train and validation and not {*train} & {*validation}
-    assert len(documents) > len({*documents})  # so that one could be in both
+    assert train
+    assert validation
+    assert {*train}.isdisjoint(validation)
     for split, texts in (("train", train), ("validation", validation)):
         assert dataset.splits[split].num_documents == len(texts)
         assert dataset.splits[split].num_bytes == len("".join(texts).encode())
 
 
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
-def test_validation_is_the_share_of_bytes_asked_for(make, many, share):
-    sizes = [
-        split.num_bytes for split in make(many[0], val_fraction=share).splits.values()
-    ]
-    assert sizes[1] / sum(sizes) == pytest.approx(share, abs=0.01)
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5])
+def test_validation_is_the_fraction_of_bytes_asked_for(make, many, fraction):
+    splits = make(many[0], val_fraction=fraction).splits
+    total = sum(split.num_bytes for split in splits.values())
+    wanted = pytest.approx(fraction, abs=0.01)
+    assert splits["validation"].num_bytes / total == wanted
 
 
 def test_all_of_a_text_may_be_validation_for_a_model_that_is_only_scored(
     make, many, tmp_path
 ):
-    alone = tmp_path / "alone.txt"
-    alone.write_text("one text\n" * 100)
-    for spec in (many[0], f"text:{alone}"):
-        dataset = make(spec, val_fraction=1.0)
-        assert dataset.splits["train"].num_tokens == len(dataset.stream("train")) == 0
-        assert dataset.splits["validation"].num_documents == (
-            1 if "alone" in spec else len(many[1])
-        )
-    text = dataset.tokenizer.decode(dataset.stream("validation").read(0, 10**6))
-    assert text == alone.read_text()
+    spec, documents = many
+    dataset = make(spec, val_fraction=1.0)
+    assert len(dataset.stream("train")) == 0
+    assert dataset.splits["validation"].num_documents == len(documents)
+    text = "one text\n" * 100
+    (tmp_path / "alone.txt").write_text(text)
+    dataset = make(f"text:{tmp_path}/alone.txt", val_fraction=1.0)
+    assert len(dataset.stream("train")) == 0
+    assert dataset.tokenizer.decode(tokens_of(dataset, "validation")) == text
 
 
 def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monkeypatch):
@@ -118,33 +117,67 @@ def test_file_formats_agree(tmp_path, make, capsys):
     (texts / "loop").symlink_to(texts)
     table = pyarrow.table({"text": [*documents, None]})
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
-    lines = "".join(json.dumps({"text": d}) + "\n" for d in documents).encode()
-    (tmp_path / "d.jsonl").write_bytes(lines)
+    write_rows(tmp_path / "d.jsonl", [{"text": document} for document in documents])
+    lines = (tmp_path / "d.jsonl").read_bytes()
     cut = len(lines) // 2  # two members, as parallel compressors write them
-    (tmp_path / "d.jsonl.gz").write_bytes(
-        gzip.compress(lines[:cut]) + gzip.compress(lines[cut:])
-    )
-    zstd = [
-        pyarrow.compress(part, "zstd").to_pybytes()
-        for part in (lines[:cut], lines[cut:])
+    for ending, codec in (("gz", "gzip"), ("zst", "zstd")):
+        members = b""
+        for part in (lines[:cut], lines[cut:]):
+            members += pyarrow.compress(part, codec).to_pybytes()
+        (tmp_path / f"d.jsonl.{ending}").write_bytes(members)
+    corpora = [
+        f"text:{texts}/**/*.txt",
+        f"parquet:{tmp_path}/*.parquet",
+        f"jsonl:{tmp_path}/d.jsonl",
+        f"jsonl:{tmp_path}/d.jsonl.gz",
+        f"jsonl:{tmp_path}/d.jsonl.zst",
     ]
-    (tmp_path / "d.jsonl.zst").write_bytes(b"".join(zstd))
-    corpora = [f"text:{texts}/**/*.txt", f"parquet:{tmp_path}/*.parquet"]
-    corpora += [f"jsonl:{tmp_path}/d.jsonl{ending}" for ending in ("", ".gz", ".zst")]
-    joined = {}
+    streams = []
     for corpus in corpora:
         dataset = make(corpus, "gpt2")
-        streams = [tokens_of(dataset, split) for split in ("train", "validation")]
-        joined[corpus] = np.concatenate(streams).tolist()
-    told = f"warning: 1 of 61 rows of {tmp_path}/d.parquet are null in 'text', and left out\n"
-    assert capsys.readouterr().err.count(told) == 1
-    train = documents_of(dataset, "train")
-    order = train + [d for d in documents if d not in train]
-    concatenation = "".join(f"<|endoftext|>{d}" for d in order)
+        train = tokens_of(dataset, "train")
+        streams.append([*train, *tokens_of(dataset, "validation")])
+    warning = f"1 of 61 rows of {tmp_path}/d.parquet are null in 'text', and left out\n"
+    assert capsys.readouterr().err.count(warning) == 1
+    order = documents_of(dataset, "train", "validation")
+    assert sorted(order) == sorted(documents)
     encoding = dataset.tokenizer._encoding  # tiktoken's
-    expected = encoding.encode(concatenation, allowed_special="all")
-    assert set(documents) == set(order)
-    assert all(tokens == expected for tokens in joined.values())
+    joined = "".join(f"<|endoftext|>{document}" for document in order)
+    expected = encoding.encode(joined, allowed_special="all")
+    for stream in streams:
+        assert stream == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "corpus"),
+    [
+        ("[2024] notes/a.txt", "text:[2024] notes/a.txt"),
+        ("[2024] notes/b.txt", "text:[2024] notes/*.txt"),
+        ("[2024] notes/a.jsonl", "jsonl:[2024] notes/a.jsonl#text"),
+        ("what? *.jsonl", "jsonl:what? *.jsonl"),
+        ("c#/a.jsonl", "jsonl:c#/a.jsonl"),
+        ("c#/b.jsonl", "jsonl:c#/*.jsonl#text"),
+        ("c#.jsonl", "jsonl:c#.jsonl"),
+        ("a (1)/a.jsonl", "jsonl:a (1)/a.jsonl#text"),
+        ("2024/a.txt", "text:[0-9]*/a.txt"),
+    ],
+)
+def test_names_with_marks_of_patterns_are_read(tmp_path, monkeypatch, path, corpus):
+    monkeypatch.chdir(tmp_path)
+    file = Path(path)
+    file.parent.mkdir(exist_ok=True)
+    write_rows(file, [{"text": "text"}])
+    source = open_corpus(corpus).source
+    assert [str(path) for path in source.paths] == [path]
+    if file.suffix == ".jsonl":
+        assert list(open_corpus(corpus).documents()) == ["text"]
+
+
+def test_a_name_in_a_store_may_have_brackets():
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/names/[2024] notes/a.jsonl", b'{"text": "text"}\n')
+    corpus = open_corpus("jsonl:memory://names/[2024] notes/*.jsonl#text")
+    assert list(corpus.documents()) == ["text"]
 
 
 def test_any_stretch_can_be_read_across_files(tmp_path):
@@ -153,17 +186,17 @@ def test_any_stretch_can_be_read_across_files(tmp_path):
     writer = tokens.TokenWriter(tmp_path, 70_000, stored)
     for part in np.split(ids, [1, 3, 50, 50, 333]):
         writer.append("train", part)
-        writer.close()
+        writer.flush()
     writer.append("validation", ids[:9])
-    writer.close()
-    assert writer.dtype == np.uint32 and len(stored["train"].shards) == 5
+    assert writer.flush() == ["validation-00000.bin"]
+    assert writer.dtype == np.uint32
+    assert len(stored["train"].shards) == 5
     stream = tokens.TokenStream(stored["train"].shards, "uint32", tmp_path)
     assert len(stream) == 400
     for start in range(0, 400, 3):
         for length in (1, 7, 8, 40, 400):
-            np.testing.assert_array_equal(
-                stream.read(start, length), ids[start:][:length]
-            )
+            part = stream.read(start, length)
+            np.testing.assert_array_equal(part, ids[start:][:length])
     validation = tokens.TokenStream(stored["validation"].shards, "uint32", tmp_path)
     assert validation.read(0, 99).tolist() == list(ids[:9])
 
@@ -233,7 +266,7 @@ def test_more_shards_are_read_than_files_stay_open(tmp_path):
     writer = tokens.TokenWriter(tmp_path, 70_000, split)
     for token in ids:
         writer.append("train", token[None])
-        writer.close()
+        writer.flush()
     stream = tokens.TokenStream(split["train"].shards, "uint32", tmp_path)
     descriptors = Path("/proc/self/fd")
     num_before = len(list(descriptors.iterdir())) if descriptors.exists() else 0
@@ -248,39 +281,45 @@ def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
     path.write_text(_document(1, 500))
     first = make(f"text:{path}")
     stamp = (first.directory / "prepared.json").stat().st_mtime_ns
-    again = make(f"text:{path}")
-    assert again.directory == first.directory
-    assert (again.directory / "prepared.json").stat().st_mtime_ns == stamp
-    others = [make(f"text:{path}", "char"), make(f"text:{path}", val_fraction=0.2)]
+    assert make(f"text:{path}").directory == first.directory
+    assert (first.directory / "prepared.json").stat().st_mtime_ns == stamp
+    directories = {first.directory}
+    directories.add(make(f"text:{path}", "char").directory)
+    directories.add(make(f"text:{path}", val_fraction=0.2).directory)
     path.write_text(_document(2, 500))
-    others.append(make(f"text:{path}"))
-    assert len({d.directory for d in [first, *others]}) == 4
+    directories.add(make(f"text:{path}").directory)
+    assert len(directories) == 4
 
 
-def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(tmp_path, make, capsys):
+DAMAGE = {
+    "cut": lambda data: data[: len(data) // 2],
+    "altered": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(
+    tmp_path, make, capsys, damage
+):
     path = tmp_path / "input.txt"
     path.write_text(_document(1, 500))
     whole = make(f"text:{path}")
-    wanted = whole.stream("train").read(0, 10**6)
-    files = [each for each in whole.directory.iterdir() if each.suffix != ".md"]
+    wanted = tokens_of(whole, "train")
+    files = list(whole.directory.iterdir())
     assert len(files) > 3
     for file in files:
-        for damage in ("cut", "altered", "missing"):
-            if damage == "missing" and file.name == "prepared.json":
-                continue  # then nothing is prepared
-            data = bytearray(file.read_bytes())
-            file.unlink()
-            if damage != "missing":
-                data[len(data) // 2] ^= 1
-                file.write_bytes(data[: len(data) // 2] if damage == "cut" else data)
-            again = make(f"text:{path}")
-            told = capsys.readouterr().err
-            assert re.match(
-                rf"warning: {again.directory} is damaged, and is prepared again", told
-            ), file
-            np.testing.assert_array_equal(again.stream("train").read(0, 10**6), wanted)
-            make(f"text:{path}")
-            assert capsys.readouterr().err == ""
+        content = file.read_bytes()
+        file.unlink()
+        if DAMAGE[damage]:
+            file.write_bytes(DAMAGE[damage](content))
+        capsys.readouterr()
+        again = make(f"text:{path}")
+        np.testing.assert_array_equal(tokens_of(again, "train"), wanted)
+        warning = f"warning: {again.directory} is damaged, and is prepared again\n"
+        if damage == "missing" and file.name == "prepared.json":
+            warning = ""  # nothing was prepared
+        assert capsys.readouterr().err == warning
 
 
 def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):

@@ -1,15 +1,14 @@
 """Prepared tokens -> batches: a batch is a function of the seed and the step alone."""
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 
 from gpt2.config import Config
-from gpt2.data.corpus import Batch, Dataset, Source, WeightedBatches
+from gpt2.data.interfaces import Batch, Dataset, Parts, Source, WeightedBatches
 from gpt2.data.loading.packing import PACKINGS, Rows, document_start, hashed
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.data.tokens import PreparedTokens
@@ -18,9 +17,6 @@ from gpt2.utils.text import format_count
 
 IGNORED = -1
 ALL_ROWS = slice(None)
-
-# Prepared tokens by name, with their weights.
-Parts = Mapping[str, tuple[Fraction, PreparedTokens]]
 
 
 @dataclass(frozen=True)
@@ -67,23 +63,22 @@ class TokenBatches(Source):
     """
 
     def __init__(self, dataset: TokenDataset, config: Config):
-        data = config.data
         self._dataset = dataset
-        self._eot = None
+        self._config = config
         self._context_length = config.model.context_length
         self._shapes = config.shapes
+        self._eot = None
         self.rows = dict[str, Rows]()
         # The fraction of a part in what the parts before it leave.
-        self._ratios = dict[str, tuple[int, int]]()
-        self._validation = dict[str, ValidationLoader]()
+        self._ratios = dict[str, Fraction]()
         left = Fraction(1)
         seed = config.seed
         for name, (weight, part) in dataset.parts.items():
-            if data.document_mask:
+            if config.data.document_mask:
                 self._eot = document_start(part, "data.document_mask=True")
             if self.rows:  # otherwise parts of equal size would have the same order
                 seed = hashed((seed, len(self.rows)))
-            rows = PACKINGS[data.packing](part, self._context_length, seed)
+            rows = PACKINGS[config.data.packing](part, self._context_length, seed)
             largest = self._shapes.largest.tokens // self._context_length
             needed = math.ceil(largest * weight)
             if rows.num_rows < needed:
@@ -94,15 +89,8 @@ class TokenBatches(Source):
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.rows[name] = rows
-            self._ratios[name] = (weight / left).as_integer_ratio()
+            self._ratios[name] = weight / left
             left -= weight
-            self._validation[name] = ValidationLoader(
-                part,
-                batch_size=config.micro_batch_size,
-                context_length=self._context_length,
-                document_mask=data.document_mask,
-                num_batches=config.train.eval_batches * config.train.accumulate_steps,
-            )
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Return `rows` of the batch of a step."""
@@ -115,39 +103,45 @@ class TokenBatches(Source):
     def _read(self, start: int, length: int) -> np.ndarray:
         """Return up to `length` tokens of a row, from the target at `start` on."""
         number, offset = divmod(start, self._context_length)
-        for name, (numerator, denominator) in self._ratios.items():
-            rows = self.rows[name]
-            number_in_part = number * numerator // denominator
-            # The last part, whose ratio is 1, takes what the others leave.
-            if (number + 1) * numerator // denominator > number_in_part:
-                break
-            number -= number_in_part
-        return rows.read(number_in_part)[offset : offset + length]
+        before = self._count_rows(number)
+        after = self._count_rows(number + 1)
+        (name,) = (name for name in before if after[name] > before[name])
+        row = self.rows[name].read(before[name])
+        return row[offset : offset + length]
+
+    def _count_rows(self, number: int) -> dict[str, int]:
+        """Return how many of the first `number` rows of the run each part has."""
+        counts = dict[str, int]()
+        for name, ratio in self._ratios.items():
+            counts[name] = math.floor(number * ratio)
+            number -= counts[name]
+        return counts
 
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
         """Return the validation batches of each part, and the targets for each byte of text."""
+        train = self._config.train
         validation = dict[str, WeightedBatches]()
-        is_whole = not num_batches
-        for name, loader in self._validation.items():
-            weight, _ = self._dataset.parts[name]
-            numbers = range(1, 1 + (num_batches or len(loader)))
-            batches = map(functools.partial(loader.batch, rows=rows), numbers)
-            validation[name] = float(weight), batches
-            is_whole = is_whole and loader.is_whole
-        return validation, self._dataset.targets_per_byte if is_whole else None
+        targets_per_byte = self._dataset.targets_per_byte
+        for name, (weight, part) in self._dataset.parts.items():
+            loader = ValidationLoader(
+                part,
+                batch_size=self._config.micro_batch_size,
+                context_length=self._context_length,
+                document_mask=self._config.data.document_mask,
+                num_batches=num_batches or train.eval_batches * train.accumulate_steps,
+            )
+            validation[name] = float(weight), loader.batches(rows)
+            if not loader.is_whole:
+                targets_per_byte = None
+        return validation, targets_per_byte
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return how often each part has been read after `step` steps."""
-        left = self._shapes.tokens(step) // self._context_length
-        epochs = dict[str, float]()
-        for name, rows in self.rows.items():
-            numerator, denominator = self._ratios[name]
-            num_rows = left * numerator // denominator
-            epochs[name] = num_rows / rows.num_rows
-            left -= num_rows
-        return epochs
+        num_rows = self._shapes.tokens(step) // self._context_length
+        counts = self._count_rows(num_rows)
+        return {name: counts[name] / self.rows[name].num_rows for name in counts}
 
     def describe(self, num_steps: int) -> str:
         """Return the size of each part, and how often its training split is read."""
@@ -183,20 +177,16 @@ class ValidationLoader:
         self._stream = tokens.stream("validation")
         self._batch_size = batch_size
         self._context_length = context_length
-        whole = -(-(len(self._stream) - 1) // (batch_size * context_length))
-        self._num_batches = min(num_batches or whole, whole)
-        # Whether the batches cover the split.
-        self.is_whole = self._num_batches == whole
+        starts = range(0, len(self._stream) - 1, batch_size * context_length)
+        self._starts = starts[: num_batches or None]
+        self.is_whole = self._starts == starts  # whether the batches cover the split
 
-    def __len__(self) -> int:
-        return self._num_batches
-
-    def batch(self, number: int, rows: slice = ALL_ROWS) -> Batch:
-        """Return `rows` of a batch. Batches are counted 1, 2, 3, ...."""
+    def batches(self, rows: slice = ALL_ROWS) -> Iterator[Batch]:
+        """Yield `rows` of each batch."""
         length = self._context_length
-        size = self._batch_size * length
-        starts = range((number - 1) * size, number * size, length)
-        return assemble(self._stream.read, starts[rows], length, self._eot)
+        for start in self._starts:
+            starts = range(start, start + self._batch_size * length, length)
+            yield assemble(self._stream.read, starts[rows], length, self._eot)
 
 
 def assemble(

@@ -7,24 +7,27 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from gpt2.config import Config, DataConfig
 from gpt2.data import tokenizer as tokenizers
-from gpt2.data.corpus import (
+from gpt2.data.interfaces import (
     Batch,
     Corpus,
     Dataset,
+    Parts,
     Source,
     WeightedBatches,
-    require_finished_tokenizer,
 )
-from gpt2.data.loading.token_batches import IGNORED, Parts
+from gpt2.data.loading.token_batches import IGNORED
 from gpt2.errors import UserError, warn
 
-MakeBatches = Callable[..., Iterable[object]]
+UserBatch = Mapping[str, Any]  # array-likes by name
+MakeBatches = Callable[..., Iterable[UserBatch]]
 NUM_STATES = 16  # retained: more than the batches that are read ahead
+INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,6 @@ class BatchFunction(Corpus):
 
     def prepare(self, data: DataConfig) -> "UserDataset":
         """Return the batches with their tokenizer."""
-        require_finished_tokenizer(data)
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return UserDataset(tokenizer, self)
 
@@ -58,21 +60,20 @@ class UserDataset(Dataset):
 
     def open(self, config: Config) -> "UserBatches":
         """Return the batches of a run. Options that only text can follow are refused."""
-        name = self.made_by.name
-        data = config.data
-        if config.train.batch_schedule or config.train.context_schedule:
+        options = {
+            "train.batch_schedule": config.train.batch_schedule,
+            "train.context_schedule": config.train.context_schedule,
+            "data.document_mask": config.data.document_mask,
+            "data.packing": config.data.packing != "concat",
+        }
+        given = [name for name, is_given in options.items() if is_given]
+        if given:
             raise UserError(
-                f"{name} returns batches of one shape, and train.batch_schedule and "
-                "train.context_schedule change the shape",
-                "Leave both empty",
-            )
-        if data.document_mask or data.packing != "concat":
-            raise UserError(
-                f"{name} returns finished batches, which data.document_mask and data.packing "
+                f"{self.made_by.name} returns finished batches, which {' and '.join(given)} "
                 "cannot change",
-                "Leave out both options, and return `segments` with the batches",
+                "Leave out these options; the function may return `segments`",
             )
-        return UserBatches(name, self.made_by.function, config)
+        return UserBatches(self.made_by.name, self.made_by.function, config)
 
 
 class UserBatches(Source):
@@ -89,16 +90,17 @@ class UserBatches(Source):
         self._function = function
         self._context_length = config.model.context_length
         self._train_options = config.train
-        vocab_size = config.model.vocab_size
+        largest = config.model.vocab_size - 1
         # The smallest and the largest value of arrays that the model or the loss interprets.
         self._ranges = {
-            "tokens": (0, vocab_size - 1),
-            "targets": (IGNORED, vocab_size - 1),
+            "tokens": (0, largest),
+            "targets": (IGNORED, largest),
             "mask": (0, 1),
-            "segments": (0, 2**31 - 1),
+            "segments": (0, INT32.max),
         }
-        self._names = frozenset[str]()  # of the arrays of the first batch
-        self._last_step: int | None = None
+        self._required = {"tokens", "targets"}
+        self._batches: Iterator[UserBatch] | None = None
+        self._get_state: Callable[[], object] | None = None
         self._states = dict[int, str]()  # by the step after which they were taken
         self._restored = ""
 
@@ -116,16 +118,13 @@ class UserBatches(Source):
 
     def batch(self, step: int, rows: slice) -> Batch:
         """Return the batch of a step. Steps come in order, and each only once."""
-        if self._last_step is None:
+        if self._batches is None:
             if step > 1 and not self._restored:
                 warn(
                     f"{self._name} saves no state, so step {step} reads its first batch"
                 )
-            self._batches = self._repeat(self._restored)
-        elif step != self._last_step + 1:
-            raise UserError(f"{self._name} cannot return a batch a second time")
+            self._batches = self._repeat()
         batch = next(self._batches)
-        self._last_step = step
         if self._get_state:
             pickled = pickle.dumps(self._get_state())
             self._states[step] = base64.b64encode(pickled).decode()
@@ -151,19 +150,19 @@ class UserBatches(Source):
                 part = slice(start, start + num_rows)
                 yield {name: array[part] for name, array in arrays.items()}
 
-    def _repeat(self, state: str) -> Iterator[object]:
-        """Yield the user's training batches forever, the first time from a state."""
+    def _repeat(self) -> Iterator[UserBatch]:
+        """Yield the user's training batches forever, the first time from the restored state."""
+        yield from self._read("train", self._restored)
         while True:
-            yield from self._read("train", state)
-            state = ""
+            yield from self._read("train")
 
-    def _read(self, split: str, state: str = "") -> Iterator[object]:
+    def _read(self, split: str, state: str = "") -> Iterator[UserBatch]:
         """Yield the user's batches of a split once, from a state if there is one."""
-        iterable = self._function(split=split)
+        iterable: Any = self._function(split=split)
         saved = pickle.loads(base64.b64decode(state)) if state else None
         if state and hasattr(iterable, "load_state_dict"):
             iterable.load_state_dict(saved)
-        iterator = iter(iterable)
+        iterator: Any = iter(iterable)
         if state and hasattr(iterator, "set_state"):
             iterator.set_state(saved)
         if split == "train":
@@ -179,26 +178,21 @@ class UserBatches(Source):
                 "Return at least one",
             )
 
-    def _convert(self, batch: object, num_rows: int, *, may_be_short: bool) -> Batch:
+    def _convert(self, batch: UserBatch, num_rows: int, *, may_be_short: bool) -> Batch:
         """Return a user's batch as arrays `[num_rows, T]`, or name the array that is wrong.
 
         Missing rows, which `may_be_short` allows, are added with nothing to predict.
         """
-        if not isinstance(batch, Mapping):
-            kind = type(batch).__name__
-            raise UserError(f"{self._name} returns a {kind} as a batch", "Return dicts")
-        missing = ({"tokens", "targets"} | self._names) - {*batch}
-        if missing:
+        if missing := self._required - batch.keys():
             raise UserError(
                 f"{self._name} returns a batch without {', '.join(sorted(missing))}",
                 "Return the same arrays in all batches, tokens and targets among them",
             )
-        arrays = {name: self._convert_array(name, batch[name]) for name in batch}
         length = self._context_length
-        given = num_rows
-        if may_be_short:
-            given = min(arrays["tokens"].size // length, num_rows)
-        for name, array in arrays.items():
+        given = min(len(batch["tokens"]), num_rows) if may_be_short else num_rows
+        arrays = Batch()
+        for name, values in batch.items():
+            array = self._convert_array(name, values)
             if array.shape != (given, length):
                 raise UserError(
                     f"{self._name} returns {name} of shape {array.shape}, not "
@@ -211,7 +205,7 @@ class UserBatches(Source):
         targets[targets < 0] = IGNORED
         if "mask" in arrays:
             targets[arrays.pop("mask") == 0] = IGNORED
-        self._names = self._names or frozenset(arrays)
+        self._required |= arrays.keys()
         if np.all(targets == IGNORED):
             raise UserError(
                 f"{self._name} returns a batch whose targets and mask leave nothing to predict",
@@ -222,21 +216,15 @@ class UserBatches(Source):
     def _convert_array(self, name: str, values: object) -> np.ndarray:
         """Return int32 or, of an array whose name is the user's, float32 of the same values."""
         array = np.asarray(values)
-        is_known = name in self._ranges
-        lowest, highest = self._ranges.get(name, (-(2**31), 2**31 - 1))
+        is_float = name not in self._ranges and array.dtype.kind == "f"
+        lowest, highest = self._ranges.get(name, (INT32.min, INT32.max))
+        is_right = (lowest <= array) & (array <= highest) & (array % 1 == 0)
+        if name == "targets":
+            is_right |= array == -100  # PyTorch's index of ignored targets
         # A masked array would lose its mask.
-        is_right = array.dtype.kind in "biuf" and not np.ma.is_masked(values)
-        if is_right and not is_known and array.dtype.kind == "f":
-            return array.astype(np.float32)
-        if is_right:
-            in_range = (lowest <= array) & (array <= highest)  # NaN is in no range
-            if name == "targets":
-                in_range |= array == -100  # PyTorch's index of ignored targets
-            is_right = bool(in_range.all()) and not np.any(array % 1)
-        if not is_right:
-            numbers = "whole numbers" if is_known else "floats or whole numbers"
+        if np.ma.is_masked(values) or not (is_float or is_right.all()):
             raise UserError(
-                f"{self._name} returns {name} of {array.dtype} with other values than {numbers} "
-                f"from {lowest} to {highest}"
+                f"{self._name} returns {name} of {array.dtype} with values that are masked, or "
+                f"are not whole numbers from {lowest} to {highest}"
             )
-        return array.astype(np.int32)
+        return array.astype(np.float32 if is_float else np.int32)

@@ -4,17 +4,15 @@ A hash of everything that the tokens depend on is part of the folder's name. One
 writes it, under another name, and renames it when it is complete.
 """
 
-import abc
 import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 
 from gpt2.config import DataConfig
 from gpt2.data import tokenizer as tokenizers
-from gpt2.data.corpus import Corpus
 from gpt2.data.loading.token_batches import TokenDataset
 from gpt2.data.source_files import SourceFiles, hash_tree
 from gpt2.data.tokens import PreparedTokens, Split, map_shard
@@ -23,6 +21,7 @@ from gpt2.utils import files, stores
 
 FORMAT = 8  # of a folder. With another number, every corpus is prepared again
 FACTS = "prepared.json"  # is written last, and marks the folder as complete
+TOKENIZER = "tokenizer.json"
 # What a preparation has written so far, from which it continues.
 PROGRESS = "written.json"
 
@@ -30,44 +29,43 @@ PROGRESS = "written.json"
 # their sizes are compared.
 _READ_BYTES = 1 << 28
 
+# Writes tokenizer.json and the tokens of both splits into a folder.
+Write = Callable[[DataConfig, Path], PreparedTokens]
 
-@dataclass(frozen=True, kw_only=True)
-class StoredCorpus(Corpus):
-    """A corpus that is prepared as a folder of tokens."""
 
-    # Differs whenever the tokens may differ; computed without a network.
-    fingerprint: str
-    files: SourceFiles | None = None  # None: the text cannot change while it is read
+def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> TokenDataset:
+    """Return the tokens of a corpus, which are written or fetched first if this machine has none.
 
-    @abc.abstractmethod
-    def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Write tokenizer.json and the tokens of both splits."""
-
-    def prepare(self, data: DataConfig) -> TokenDataset:
-        """Return the tokens, which are written or fetched first if this machine has none."""
-        url = prepared_url(data, self.fingerprint)
-        directory = stores.local_folder(url).absolute()
-        tokens = _read(directory)
-        if tokens is None:
-            try:
-                with files.locked(directory.with_name(f".{directory.name}.lock")):
-                    # Another process or machine may have prepared it since.
-                    stores.fetch(url)
-                    tokens = _read(directory) or _write(self, data, directory)
-            except OSError as error:
-                raise UserError(
-                    f"The prepared corpus cannot be written in {directory.parent} ({error})",
-                    "Make room, and repeat the command, which continues. --config.data.data_dir "
-                    "and $GPT2_DATA_DIR name another folder",
-                ) from error
-        stores.push(url, directory)
-        if lost := sum(split.num_lost for split in tokens.splits.values()):
-            num_bytes = sum(split.num_bytes for split in tokens.splits.values())
-            warn(
-                f"{data.tokenizer} does not know or alters {lost / num_bytes:.2%} of the bytes of "
-                f"{data.corpus} ({lost:,}): bits per byte are not computed"
-            )
-        return TokenDataset.single(tokens)
+    Args:
+        data: the options.
+        source: what the corpus is read from.
+        write: the function that writes the folder.
+    """
+    url = prepared_url(data, source.fingerprint)
+    directory = stores.local_folder(url).absolute()
+    tokens = _read(directory)
+    if tokens is None:
+        try:
+            with files.locked(directory.with_name(f".{directory.name}.lock")):
+                # Another process or machine may have prepared it since.
+                stores.fetch(url)
+                tokens = _read(directory)
+                if tokens is None:
+                    tokens = _write(data, source, write, directory)
+        except OSError as error:
+            raise UserError(
+                f"The prepared corpus cannot be written in {directory.parent} ({error})",
+                "Make room, and repeat the command, which continues. --config.data.data_dir "
+                "and $GPT2_DATA_DIR name another folder",
+            ) from error
+    stores.push(url, directory)
+    if lost := sum(split.num_lost for split in tokens.splits.values()):
+        num_bytes = sum(split.num_bytes for split in tokens.splits.values())
+        warn(
+            f"{data.tokenizer} does not know or alters {lost / num_bytes:.2%} of the bytes of "
+            f"{data.corpus} ({lost:,}): bits per byte are not computed"
+        )
+    return TokenDataset.single(tokens)
 
 
 def prepared_url(data: DataConfig, fingerprint: str) -> str:
@@ -94,12 +92,14 @@ def _read(directory: Path) -> PreparedTokens | None:
     is_read = total <= _READ_BYTES
     if files.find_damage(directory, facts["files"], read=is_read):
         return None
-    tokenizer = tokenizers.load(directory / "tokenizer.json")
+    tokenizer = tokenizers.load(directory / TOKENIZER)
     splits = {name: Split(**split) for name, split in facts["splits"].items()}
     return PreparedTokens(directory, tokenizer, splits, facts["dtype"])
 
 
-def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedTokens:
+def _write(
+    data: DataConfig, source: SourceFiles, write: Write, directory: Path
+) -> PreparedTokens:
     """Write a corpus into another folder, continuing an earlier attempt, and rename it."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, and is prepared again")
@@ -107,7 +107,7 @@ def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedT
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(exist_ok=True)
     try:
-        tokens = corpus.write(data, partial)
+        tokens = write(data, partial)
         for name, split in tokens.splits.items():
             # A model that is only scored may use all of the text for validation.
             is_read = name == "validation" or data.val_fraction < 1
@@ -117,13 +117,13 @@ def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedT
                     f"{name} split of data.corpus={data.corpus}",
                     "Choose another fraction, or a longer text",
                 )
-        if corpus.files and corpus.files.have_changed():
+        if source.have_changed():
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(
                 f"The text that data.corpus={data.corpus} names has changed while it was read",
                 "Repeat the command",
             )
-        names = ["tokenizer.json"]
+        names = [TOKENIZER]
         for path in sorted(partial.glob("*.bin")):
             names.append(path.name)
         facts = {
@@ -140,4 +140,4 @@ def _write(corpus: StoredCorpus, data: DataConfig, directory: Path) -> PreparedT
         if not (partial / PROGRESS).exists():
             shutil.rmtree(partial, ignore_errors=True)
     (directory / PROGRESS).unlink(missing_ok=True)
-    return replace(tokens, directory=directory)
+    return PreparedTokens(directory, tokens.tokenizer, tokens.splits, tokens.dtype)

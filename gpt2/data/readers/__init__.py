@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from gpt2.data.corpus import Corpus
+from gpt2.data.interfaces import Corpus
 from gpt2.data.readers import (
     downloads,
     packaged_texts,

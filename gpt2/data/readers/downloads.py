@@ -5,8 +5,9 @@ import struct
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
-from gpt2.data.preparing.documents import TextCorpus
+from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.readers.text_files import read_parquet, split_field
+from gpt2.data.source_files import SourceFiles
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
 
@@ -30,7 +31,7 @@ def _open_hugging_face(argument: str) -> TextCorpus:
             for path in sorted(map(str, hub.ls(folder, detail=False))):
                 yield from read_parquet(path, hub.open(path), column)
 
-    return TextCorpus(fingerprint=f"hf-{name}-{column}", documents=documents)
+    return TextCorpus(SourceFiles(list, "hf", name, column), documents)
 
 
 def _find_hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
@@ -44,20 +45,15 @@ def _find_hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
     if not subset:
         subset = subsets[0] if len(subsets) == 1 else "default"
     folder = f"{root}/{subset}/train"
-    if hub.exists(folder):
-        return folder
-    if hub.exists(f"{root}/{subset}/partial-train"):
+    # Of a large data set the hub's copy may hold only the first 5 GB, as `partial-train`.
+    if not hub.exists(folder):
         raise UserError(
-            f"The hub's Parquet copy of {repository} holds only the first part of its training "
-            "split, about 5 GB",
-            "Read the data set's own files: "
+            f"The hub's Parquet copy of {repository} holds no whole training split in "
+            f"{subset!r}; its subsets are {', '.join(subsets[:20])}",
+            f"Name a subset, hf:{repository}/SUBSET#{column}, or the data set's own files, "
             f"parquet:hf://datasets/{repository}/PATH/*.parquet#{column}",
         )
-    raise UserError(
-        f"hf:{repository} has no training split in {subset!r}; its subsets are "
-        f"{', '.join(subsets[:20])}",
-        f"Name one of them: hf:{repository}/SUBSET#{column}",
-    )
+    return folder
 
 
 def _open_tfds(argument: str) -> TextCorpus:
@@ -83,7 +79,7 @@ def _open_tfds(argument: str) -> TextCorpus:
             if num_read != num_records:
                 raise EOFError(f"{num_read:,} of its {num_records:,} records are there")
 
-    return TextCorpus(fingerprint=f"tfds-{name}-{feature}", documents=documents)
+    return TextCorpus(SourceFiles(list, "tfds", name, feature), documents)
 
 
 def _read_tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:

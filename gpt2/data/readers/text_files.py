@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from gpt2.data.preparing.documents import TextCorpus
-from gpt2.data.source_files import SourceFiles, match_files
+from gpt2.data.preparing.text_corpus import TextCorpus
+from gpt2.data.source_files import SourceFiles, find_paths, match_files
 from gpt2.errors import warn
 from gpt2.utils.files import reading
 from gpt2.utils.stores import local_path
@@ -18,15 +18,20 @@ _warn_once = functools.cache(warn)  # a corpus is read several times
 
 
 def split_field(argument: str) -> tuple[str, str]:
-    """Split `NAME#FIELD`. The field is `text` if it is left out."""
-    name, _, field = argument.partition("#")
+    """Split `NAME#FIELD` at the last `#`, unless files have all of it as their name.
+
+    The field is `text` if it is left out.
+    """
+    name, mark, field = argument.rpartition("#")
+    if not mark or find_paths(argument):
+        return argument, "text"
     return name, field or "text"
 
 
 def _open_text(pattern: str) -> TextCorpus:
     """Each file is a document."""
-    files = SourceFiles(partial(match_files, pattern), "text")
-    return TextCorpus.from_files(files, lambda: files.paths)
+    source = SourceFiles(partial(match_files, pattern), "text")
+    return TextCorpus(source, lambda: source.paths, source.num_bytes)
 
 
 def _open_records(
@@ -34,13 +39,13 @@ def _open_records(
 ) -> TextCorpus:
     """Each record that `read` finds in the files of `GLOB#FIELD` is a document."""
     pattern, field = split_field(argument)
-    files = SourceFiles(partial(match_files, pattern), kind, field)
+    source = SourceFiles(partial(match_files, pattern), kind, field)
 
     def documents() -> Iterator[str]:
-        for file in files.paths:
+        for file in source.paths:
             yield from read(str(file), local_path(file), field)
 
-    return TextCorpus.from_files(files, documents)
+    return TextCorpus(source, documents, source.num_bytes)
 
 
 def _read_json_lines(name: str, path: Path, field: str) -> Iterator[str]:
