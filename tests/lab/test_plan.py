@@ -112,6 +112,8 @@ CHIPS_HLO = """HloModule jit_step, is_scheduled=true, num_partitions=8
 }
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %kernel = f32[8] custom-call(%p), backend_config={"rows": {
+}}, metadata={}
   %f1 = (bf16[4], bf16[32]) fusion(%x), kind=kCustom, calls=%start
   %f2 = (bf16[8], bf16[32]) fusion(%f1), kind=kCustom, calls=%async_collective_fusion.2
   %f3 = bf16[32] fusion(%f2), kind=kCustom, calls=%done

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,17 +44,20 @@ class Collective(NamedTuple):
 
 def collectives(text: str) -> list[Collective]:
     """Return the collectives of a program in HLO that run between two devices or more."""
-    computations, entry = _split(text)
+    computations: Computations = {}
+    entry = ""
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        computations[name] = body
+        if is_entry:
+            entry = name
     found = list[Collective]()
 
     def walk(name: str, times: int) -> None:
-        lines = computations[name]
-        for line in lines:
+        body = computations[name]
+        for line in body.splitlines():
             # A TPU's compiler may divide a collective into several fusions. Only the first one
             # counts, which returns a tuple of the results that it has begun.
-            if _CHAIN in line and not re.search(
-                r"= \(.*\) custom-call\(", _root(lines)
-            ):
+            if _CHAIN in line and not _BEGINS.search(body):
                 continue
             match = _INSTRUCTION.search(line)
             if match:
@@ -102,35 +105,17 @@ _CALLED = re.compile(
 )
 # Marks the fusions of a TPU that belong to one collective.
 _CHAIN = "chain_id="
+# The result of the first of them.
+_BEGINS = re.compile(r"ROOT .* = \(.*\) custom-call\(")
 # A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
-Computations = dict[str, list[str]]  # the lines of instructions by a computation's name
-
-
-def _split(text: str) -> tuple[Computations, str]:
-    """Return the computations of a program, and the name of the one that calls the others."""
-    computations: Computations = {"": []}
-    entry = ""
-    name = ""
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
-        if header:
-            name = header[2]
-            computations[name] = []
-            if header[1]:
-                entry = name
-        else:
-            computations[name].append(line)
-    return computations, entry
-
-
-def _root(lines: Iterable[str]) -> str:
-    """Return the line of a computation that computes its result."""
-    for line in lines:
-        if line.lstrip().startswith("ROOT"):
-            return line
-    return ""
+Computations = dict[str, str]  # the instructions, a line each, by a computation's name
+# The word ENTRY if it calls the others, its name, and its instructions, whose attributes may have
+# lines that begin with a bracket.
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}$", re.M | re.S)
+# The result of a loop's condition.
+_LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 
 def _iterations(line: str, computations: Computations) -> int:
@@ -142,12 +127,10 @@ def _iterations(line: str, computations: Computations) -> int:
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     if count is None and condition:
-        lines = computations.get(condition[1], [])
-        compare = r" compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT"
-        limit = re.search(compare, _root(lines))
+        body = computations.get(condition[1], "")
+        limit = _LIMIT.search(body)
         if limit:
-            constant = rf"%?{re.escape(limit[1])} = .* constant\((\d+)\)"
-            count = re.search(constant, "\n".join(lines))
+            count = re.search(rf"{re.escape(limit[1])} = .* constant\((\d+)\)", body)
     if count is None:
         warn("The length of a loop is unknown. Its collectives are counted once")
         return 1
