@@ -715,9 +715,9 @@ class Memory:
     )
     scan_unroll: Positive = option(
         1,
-        "number of layers per iteration of the loop of scan_layers, a divisor of num_layers. If it "
-        "is num_layers, parameters are stacked but there is no loop: fewer kernels on GPUs, but "
-        "slower on TPUs (docs/performance.md)",
+        "number of layers per iteration of the loop of scan_layers. If it is num_layers, "
+        "parameters are stacked but there is no loop: fewer kernels on GPUs, but slower on TPUs "
+        "(docs/performance.md)",
         needs="memory.scan_layers",
     )
 

@@ -29,7 +29,7 @@ ROOMS = {
     "evals": 5.5,
     "hf": 6.0,
     "generate": 0.6,
-    "lab/plan": 3.9,
+    "lab/plan": 3.8,
     "lab/profile": 2.1,
     "lab/benchmark": 5.7,
     "lab": 35.6,

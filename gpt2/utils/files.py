@@ -39,9 +39,8 @@ def _reason(error: Exception) -> str:
     """Return what went wrong, without the path, which the message has already."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    if isinstance(
-        error, FileNotFoundError
-    ):  # fsspec hides the answer of a server behind it
+    if isinstance(error, FileNotFoundError):
+        # fsspec hides the answer of a server behind it.
         return str(error.__cause__ or error.strerror or "it does not exist")
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -149,13 +148,11 @@ def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
     With `read=False` only sizes are compared.
     """
     try:
-        for name, (
-            size,
-            _,
-        ) in digests.items():  # sizes first, because reading takes long
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes, not {size}"
+        # Sizes first, because reading takes long.
+        for name, digest in digests.items():
+            size = (folder / name).stat().st_size
+            if size != digest[0]:
+                return f"{name} has {size} bytes, not {digest[0]}"
         if not read:
             return ""
         for name, digest in digest_files(folder, digests).items():
