@@ -80,7 +80,7 @@ def main() -> int:
     args = flags.FLAGS
     if args.debug:
         jax.config.update("jax_disable_most_optimizations", True)
-    exit_at_interrupt("the same command continues")
+    exit_at_interrupt("to continue, repeat the command")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     devices = find_devices(config)
     distributed.only_first(set_on_exit)(config.logging.on_exit)
@@ -214,7 +214,10 @@ def train(run: Run, state: TrainState, start: int) -> int:
     checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
         by = stop.requested.name
-        log(f"stopped by {by} at step {step}; the same command continues", sys.stdout)
+        log(
+            f"stopped by {by} at step {step}; to continue, repeat the command",
+            sys.stdout,
+        )
         return 128 + stop.requested
 
     # Finish: loss.png, samples.txt and the summary on the screen.

@@ -91,7 +91,7 @@ def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.
         message = f"{name} is missing, or does not have the shape {tensor.shape}"
         raise UserError(message, remedy)
     if array.dtype.name not in FLOATS:
-        raise UserError(f"{name} has {array.dtype} values in place of floats", remedy)
+        raise UserError(f"{name} has {array.dtype} values instead of floats", remedy)
     parameter = tensor.from_stored(array)
     if not np.isfinite(parameter).all():
         raise UserError(f"{name} has NaN or Inf", "Save or download it again")

@@ -62,7 +62,8 @@ class Shards:
         """Return this device's shard of the sum of all devices' whole gradients."""
         # The shards are moved to the outermost axis, because TPU compilers turn a reduce-scatter of
         # the last axis into an all-reduce if a shard does not fill the 128 lanes. They also do so
-        # for a single reduce-scatter over several axes of a torus, so there is one for each axis.
+        # for a reduce-scatter over several axes of a torus, so each axis has its own
+        # reduce-scatter.
         shape = gradient.shape
         shards = gradient.reshape(
             *shape[: self.axis], self.number, -1, *shape[self.axis + 1 :]

@@ -180,7 +180,8 @@ def _parts(
 ) -> list[Array]:
     if bias is None:
         return [spec.product(x, kernel, None) for kernel in kernels]
-    # The cast comes before the biases are separated. Otherwise XLA:GPU launches a kernel for each.
+    # The biases are cast before they are separated. Otherwise XLA:GPU launches a kernel for each
+    # bias.
     biases = bias.astype(spec.result)
     return [
         spec.product(x, kernel, b) for kernel, b in zip(kernels, biases, strict=True)

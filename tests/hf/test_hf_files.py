@@ -234,7 +234,7 @@ def with_tensor(source, name, change):
 @pytest.mark.parametrize("dtype", [np.int32, np.complex64])
 def test_tensors_that_hold_no_weights_are_refused(dtype, source):
     with_tensor(source, "transformer.wte.weight", lambda table: table.astype(dtype))
-    with pytest.raises(UserError, match="in place of floats"):
+    with pytest.raises(UserError, match="instead of floats"):
         hf.load(source)
 
 

@@ -41,7 +41,8 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Numbers = float | Array
 
-_FALSE_FRACTION = 0.1  # alpha: the largest expected fraction of false ideas among kept
+# alpha: the largest expected fraction of false ideas among the ideas that are kept.
+_FALSE_FRACTION = 0.1
 _DECAY = 1.3  # the exponent in gamma_t
 _TAU = 3.0  # the scale of expected gains, in standard deviations
 _FUTILE = 0.2  # `is_futile` uses an interval of level 1 - _FUTILE
