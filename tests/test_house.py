@@ -22,7 +22,7 @@ ROOMS = {
     "optim": 6.3,
     "parallel": 8.5,
     "training": 11.2,
-    "data": 15.8,
+    "data": 15.3,
     "telemetry": 5.1,
     "config cli errors signals": 7.0,
     "utils": 7.0,
