@@ -322,7 +322,9 @@ def test_the_best_itself_and_scores_that_do_not_differ_are_not_kept(ideas, capsy
 
 def test_ideas_that_do_not_train_are_in_the_ledger(ideas):
     assert ideas("optim.name=adam") == ("failed", 2)
-    assert ideas("optim.name=adam") == ("failed", 1)  # another try
+    assert ideas("optim.name=adam") == ("failed", 2)  # another idea, by its seeds
+    first, second = read_ledger(ideas.root).ideas[1:]
+    assert first.number != second.number and first.seeds != second.seeds
     assert ideas("optim.name=adamw+optim.learning_rate=1e-3+optim.beta1=0.8")[1]
     idea = read_ledger(ideas.root).ideas[1]
     assert (idea.answer, idea.why) == ("failed", "it broke")
@@ -330,17 +332,47 @@ def test_ideas_that_do_not_train_are_in_the_ledger(ideas):
     assert ideas("optim.name=lion")[0] == "discard"
 
 
-def test_an_idea_whose_runs_break_costs_no_level(ideas, capsys):
+def test_an_idea_whose_runs_break_has_spent_its_place(ideas, capsys):
     def level_after(idea, name="next_level"):
         ideas(idea)
         return json.loads(capsys.readouterr().out)[name]
 
-    assert level_after("optim.name=adam") == pytest.approx(level_at(1, 0))
-    assert level_after("optim.name=sgd") == pytest.approx(level_at(2, 0))  # diverged
+    assert level_after("optim.name=adam") == pytest.approx(level_at(2, 0))
+    assert level_after("optim.name=sgd") == pytest.approx(level_at(3, 0))  # diverged
     ideas.loss = lambda config: 3.9 if config.optim.name == "adam" else 4.0
-    assert level_after("optim.beta2=0.97") == pytest.approx(level_at(3, 0))
     assert level_after("optim.name=adam", "level") == pytest.approx(level_at(3, 0))
-    assert read_ledger(ideas.root).best.number == 1
+    assert read_ledger(ideas.root).best.number == 3
+
+
+def test_a_run_that_failed_is_not_repeated_after_a_kill(ideas):
+    def killed(run):
+        if run.outcome().state == "failed":
+            raise KeyboardInterrupt
+
+    ideas.meanwhile = killed
+    with pytest.raises(KeyboardInterrupt):
+        ideas("optim.name=adam")
+    ideas.loss = lambda config: 3.0
+    assert ideas("optim.name=adam") == ("failed", 0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (4.05, "worse or no different"),
+        (3.9935, "8 pairs are too few to tell; --pairs=16 continues"),
+    ],
+)
+def test_a_discard_says_whether_more_pairs_would_help(ideas, capsys, loss, reason):
+    ideas.noise = 0.0
+    scores = iter([0.0, 0.01, 0.0, -0.011, 0.0, 0.01] * 9)
+    ideas.loss = lambda config: (
+        next(scores) + (loss if config.optim.name == "lion" else 4.0)
+    )
+    assert ideas("optim.name=lion")[0] == "discard"
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["why"] == reason
+    assert answer["steps"] == answer["best_steps"] == 100
 
 
 @pytest.mark.parametrize(
@@ -506,7 +538,9 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     best = read_ledger(ideas.root).best
     assert best.text == "code=. (train.py)"
     assert best.arm.name == f"001-code=working-tree-0-g{best.arm.commit[:9]}"
-    assert "clear; level 2.54%; ledger 1 idea, 1 kept" in capsys.readouterr().out
+    answer = capsys.readouterr().out
+    assert "clear; level 2.54%; a run of 100 steps takes 0:00:00, and" in answer
+    assert "; ledger 1 idea, 1 kept" in answer
     # Who goes on in it loses nothing of what was kept, committed or not.
     more = project / "configs" / "modern.py"
     more.write_text("more = 1\n")

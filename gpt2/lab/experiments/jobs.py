@@ -134,6 +134,7 @@ class _Training:
         self._log.touch()
         # Text before this offset is from earlier attempts.
         self._log_start = self._log.stat().st_size
+        self._began = time.monotonic()
         command = [
             str(run.source / "train.py"),
             f"--config={run.folder / 'config.json'}",
@@ -154,11 +155,12 @@ class _Training:
     def _read_outcome(self, code: int) -> Outcome:
         """Return the outcome of the process, determined from its exit code and its log."""
         attempt = secrets.token_hex(4)
+        seconds = time.monotonic() - self._began
         if not code:
-            return Outcome("finished", attempt=attempt)
+            return Outcome("finished", "", seconds, attempt)
         if code < 0:
             name = signal.Signals(-code).name
-            return Outcome("failed", f"killed by {name}", attempt)
+            return Outcome("failed", f"killed by {name}", seconds, attempt)
         error = f"exit code {code}"
         log = self._log.read_bytes()[self._log_start :].decode(errors="replace")
         # The error is the last line of the most informative kind, because JAX prints more lines
@@ -167,4 +169,4 @@ class _Training:
             for line in re.findall(rf"^{kind}", log, re.MULTILINE):
                 error = line.strip()
         state = "diverged" if code == _DIVERGED else "failed"
-        return Outcome(state, error, attempt)
+        return Outcome(state, error, seconds, attempt)

@@ -33,6 +33,7 @@ class Outcome(NamedTuple):
     # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str
     error: str = ""  # the log line that states the cause
+    seconds: float = 0.0  # of its process, by the clock of the process that started it
     attempt: str = ""  # a random id, because two attempts may fail with the same error
 
 

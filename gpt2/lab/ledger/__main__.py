@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from absl import flags
 
@@ -143,7 +144,9 @@ def _enter_idea(root: Path) -> Idea:
                 idea, number=number, answer="discard", why=_IS_BEST, level=level
             )
         for other in ledger.ideas:
-            if other.best == idea.best and other.same(idea):
+            # An idea that failed may be tried again, as a new idea with new seeds.
+            is_open = other.answer != "failed"
+            if is_open and other.best == idea.best and other.same(idea):
                 return other
         if most_evidence(FLAGS.pairs) < 1 / level:
             raise UserError(
@@ -202,10 +205,15 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
     level = ledger.level(idea.number)
     if evidence(differences)[-1] >= 1 / level:
         return "keep", "clear"
+    more = 2 * FLAGS.pairs
     if len(differences) >= FLAGS.pairs:
-        return "undecided", f"{FLAGS.pairs} pairs are used up"
+        why = f"{FLAGS.pairs} pairs are used up; --pairs={more} continues"
+        return "undecided", why
+    if is_futile(differences, more, level):
+        return "discard", "worse or no different"
     if is_futile(differences, FLAGS.pairs, level):
-        return "discard", f"{FLAGS.pairs} pairs would hardly show that it is better"
+        why = f"{FLAGS.pairs} pairs are too few to tell; --pairs={more} continues"
+        return "discard", why
     return "", ""
 
 
@@ -220,7 +228,10 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
             config = with_options(arm.config, {"seed": seed})
             runs.append(replace(arm, config=config).make_run(root, 0))
     pair = runs[-2:]
-    train_all(pair, make_slots(1), LOSS)
+    slots = make_slots(1)
+    train_all(pair[:1], slots, LOSS)
+    if pair[1].outcome().state == "waiting":  # a run that failed is not repeated
+        train_all(pair[1:], slots, LOSS)
     check_comparable(runs, LOSS)
     results = read_results(pair, LOSS)
     best_state, state = results.state
@@ -240,6 +251,8 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
         if len(idea.pairs) * 2 < len(runs):
             best_score, score = results.score
             idea.pairs.append((best_score, score))
+            best_seconds, seconds = [run.outcome().seconds for run in pair]
+            idea.times.append((best_seconds, seconds))
             append(root, idea)
     return "", ""
 
@@ -265,6 +278,9 @@ def _write_page(root: Path, ledger: Ledger) -> None:
 def _print_answer(ledger: Ledger, idea: Idea) -> None:
     """Print the answer on an idea and the state of the ledger, as a text or as JSON."""
     difference, low, high = idea.interval
+    best = ledger.ideas[idea.best]
+    steps = [each.arm.config.train.num_steps for each in (idea, best)]
+    best_seconds, seconds = np.array(idea.times or [(math.nan, math.nan)]).mean(0)
     commit = ledger.best.arm.commit
     changed = differences(ledger.ideas[0].arm, ledger.best.arm)
     changed.pop("code", None)
@@ -279,6 +295,10 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         "high": high,
         "pairs": len(idea.pairs),
         "seconds": idea.seconds,
+        "steps": steps[0],
+        "best_steps": steps[1],
+        "run_seconds": seconds,
+        "best_run_seconds": best_seconds,
         "level": idea.level,
         "ideas": len(ledger.ideas) - 1,
         "kept": len(ledger.kept),
@@ -302,6 +322,11 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
             f" after {counted(len(idea.pairs), 'pair')}, {format_duration(idea.seconds)},"
             f" {idea.why}; level {idea.level:.2%}"
         )
+        if idea.times:
+            text += f"; a run of {steps[0]} steps takes {format_duration(seconds)}"
+            text += (
+                f", and {steps[1]} steps of the best {format_duration(best_seconds)}"
+            )
     text += (
         f"; ledger {counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept,"
         f" the next at {facts['next_level']:.2%}"

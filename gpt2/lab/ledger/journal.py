@@ -34,6 +34,8 @@ class Idea:
     seeds: list[int] = field(default_factory=list)
     # The final losses of the best and of the idea, for each seed.
     pairs: list[tuple[float, float]] = field(default_factory=list)
+    # The seconds of the runs of the best and of the idea, for each seed.
+    times: list[tuple[float, float]] = field(default_factory=list)
     answer: str = ""  # keep, discard, undecided or failed; "" until there is an answer
     why: str = ""  # the reason for the answer
     level: float = 0.0  # the level at which the answer was found
@@ -110,7 +112,7 @@ def read_ledger(root: Path) -> Ledger:
                 raise ValueError("the line was altered, or an earlier line is missing")
             idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
             ideas[idea.number] = idea
-            if idea.pairs or idea.answer == "discard":
+            if idea.seeds or idea.pairs or idea.answer == "discard":
                 ledger.tests.setdefault(idea.number)
     ledger.ideas = list(ideas.values())
     return ledger
