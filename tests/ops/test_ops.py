@@ -337,18 +337,17 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(new, kv_heads, dtype)
     q = normal(0, 2, 9, 4, 8).astype(dtype)
     k = normal(1, 2, 9, kv_heads, 8).astype(dtype)
     v = normal(2, 2, 9, kv_heads, 8).astype(dtype)
+    terms = (SoftCap(2.0), nearer_first, add_column)
+    scoring = Scoring(8**-0.5, window=4, terms=terms)
+    expected = plain.attention(q, k, v, scoring)[:, -new:]
     garbage = jnp.full((2, 3, kv_heads, 8), 1e9, dtype)
 
     def cache(x):
         return jnp.concatenate([x, garbage], axis=1).swapaxes(1, 2)
 
-    terms = (SoftCap(2.0), nearer_first, add_column)
-    scoring = Scoring(8**-0.5, window=4, terms=terms)
     attend = jax.jit(partial(plain.attention_cached, scoring=scoring))
-    lengths = jnp.array([9, 9])
-    actual = attend(q[:, -new:], cache(k), cache(v), lengths)
-    expected = plain.attention(q, k, v, scoring)
-    assert_close(actual, expected[:, -new:], dtype)
+    actual = attend(q[:, -new:], cache(k), cache(v), jnp.array([9, 9]))
+    assert_close(actual, expected, dtype)
 
 
 # Platforms of kinds of devices, and compute capabilities, which GPUs alone have.
