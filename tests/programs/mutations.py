@@ -121,7 +121,7 @@ a window sees one token more: ops/plain.py, switch_values -k window
 dropped weights of attention are not made up for: ops/plain.py, switch_values -k dropout
     - jnp.where(keep, weights / keep_rate, 0.0)
     + jnp.where(keep, weights, 0.0)
-a scan gives the window to the layers that see all: model/attention.py, switches -k 'cached and gemma'
+a scan gives the window to layers that see all: model/attention.py, switches -k 'cached and gemma'
     - different.index(value) for value in values
     + different.index(value) for value in values[::-1]
 values mix with the layer before: ingredients/value_residual.py, switch_values -k four_layers
