@@ -144,7 +144,9 @@ def _plot(
             if not course.forecast:
                 continue
             color = COLORS[i % len(COLORS)]
-            shift = 1.06 ** (i - (len(courses) - 1) / 2)  # keeps bars apart
+            shift = 1.06 ** (
+                i - (len(courses) - 1) / 2
+            )  # so that bars do not cover each other
             x = np.array(compute) * shift
             value, low, high = np.array(course.multipliers).T
             axes.errorbar(
