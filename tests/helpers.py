@@ -296,10 +296,11 @@ def write_run(run, final, state="finished", error="", noise=None):
 
 
 def copy_project(project):
-    """Copy the code that trains to a directory."""
-    for name in ("gpt2", "configs"):
+    """Copy the code and its tests to a new directory."""
+    for name in ("gpt2", "configs", "tests"):
         shutil.copytree(ROOT / name, project / name)
-    shutil.copy(ROOT / "train.py", project)
+    for name in ("train.py", "eval.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, project)
 
 
 def git(project, *commands):

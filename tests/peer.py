@@ -1,13 +1,14 @@
-"""PyTorch's answers for models whose weights are drawn by numpy, and this project's.
+"""PyTorch's results for models whose weights are drawn by numpy, and this project's.
 
     python tests/peer.py
 
-writes them to tests/golden/, with torch and transformers installed (the extra `peers`), so that
-the tests know them on machines without.
+writes PyTorch's to tests/golden/, for tests on machines without PyTorch. It needs torch and
+transformers (the extra `peers`).
 """
 
 import importlib.util
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,24 +22,24 @@ from gpt2 import hf
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.hf.config import read_config
 from gpt2.hf.families import family_for
-from gpt2.hf.family import Tensor
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
 
 
 def needs_peers(test):
-    """Marks a test that needs PyTorch and transformers, which a machine may lack."""
+    """Mark a test that needs PyTorch and transformers, which a machine may lack."""
     missing = not all(map(importlib.util.find_spec, ("torch", "transformers")))
     reason = "needs PyTorch and transformers: pip install -e '.[peers]'"
-    return pytest.mark.peers(pytest.mark.skipif(missing, reason=reason)(test))
+    skipped = pytest.mark.skipif(missing, reason=reason)(test)
+    return pytest.mark.peers(skipped)
 
 
 GOLDEN = Path(__file__).parent / "golden"
 NUM_NEW = 64
 
-# GPT-2 in four shapes: OpenAI's options; a head of its own with another MLP; another epsilon and a
-# width that is no multiple; and the real 124M. The other families: options of rope as transformers
-# 4 and 5 write them, several bases, two epsilons.
+# GPT-2 in four shapes: OpenAI's options; an untied head with another MLP; another epsilon and an
+# MLP whose width is no multiple; and the real 124M. The other families have options of rope as
+# transformers 4 and 5 write them, several bases and two epsilons.
 _GPT2 = dict(n_layer=2, n_head=2, n_embd=24, n_positions=80, vocab_size=67)
 _LINEAR = dict(num_hidden_layers=2, max_position_embeddings=96, vocab_size=131)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=80)
@@ -124,34 +125,34 @@ _STDS = {
 
 
 def write_model(directory: Path, name: str) -> Path:
-    """Writes a Hugging Face directory with the weights that a seed gives."""
+    """Write a Hugging Face directory with seeded weights."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = (
-        dict(model_type="gpt2", bos_token_id=None, eos_token_id=None) | CONFIGS[name]
-    )
+    config = {"model_type": "gpt2", "bos_token_id": None, "eos_token_id": None}
+    config |= CONFIGS[name]
     (directory / "config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(0)
     stds = _STDS.get(name, {"": 0.05})
 
-    def draw(tensor: Tensor) -> np.ndarray:
-        path = tensor.path
-        mean = 1.0 if path.endswith("scale") else 0.0
-        std = [value for end, value in stds.items() if path.endswith(end)][-1]
-        return (mean + std * rng.standard_normal(tensor.shape)).astype(np.float32)
-
     cfg = read_config(directory)
-    drawn = {tensor.name: draw(tensor) for tensor in family_for(cfg).tensors(cfg)}
+    drawn = {}
+    for tensor in family_for(cfg).tensors(cfg):
+        mean = 1.0 if tensor.path.endswith("scale") else 0.0
+        std = [value for end, value in stds.items() if tensor.path.endswith(end)][-1]
+        values = mean + std * rng.standard_normal(tensor.shape)
+        drawn[tensor.name] = values.astype(np.float32)
     save_file(drawn, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
 def rewrite(directory: Path, change: Callable[[dict], dict], shards: int = 1) -> None:
-    """Writes a model's tensors anew, changed, in one file or in shards."""
-    arrays = change(load_file(directory / "model.safetensors"))
+    """Change a model's tensors, and write them to one file or to shards."""
+    whole = directory / "model.safetensors"
+    arrays = change(load_file(whole))
     if shards == 1:
-        return save_file(arrays, directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    names: dict = {}
+        save_file(arrays, whole)
+        return
+    whole.unlink()
+    names = {}
     for shard in range(shards):
         file = f"model-{shard}.safetensors"
         part = {name: arrays[name] for name in list(arrays)[shard::shards]}
@@ -162,32 +163,34 @@ def rewrite(directory: Path, change: Callable[[dict], dict], shards: int = 1) ->
 
 
 def rewrite_config(directory: Path, **changes: object) -> None:
-    """Changes options of a config.json, and removes those that are "absent"."""
-    config = json.loads((directory / "config.json").read_text()) | changes
-    kept = {name: value for name, value in config.items() if value != "absent"}
-    (directory / "config.json").write_text(json.dumps(kept))
+    """Change options of a config.json, and remove those that are "absent"."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    remaining = {name: value for name, value in config.items() if value != "absent"}
+    path.write_text(json.dumps(remaining))
 
 
 def characters(count: int, first: int = 100) -> CharTokenizer:
-    """Returns a tokenizer of so many tokens."""
-    return CharTokenizer("".join(map(chr, range(first, first + count))), has_eot=False)
+    """Return a tokenizer of a number of tokens."""
+    text = "".join(map(chr, range(first, first + count)))
+    return CharTokenizer(text, has_eot=False)
 
 
 def tokens(name: str, length: int = 48) -> np.ndarray:
-    """Returns what the model reads, [2, length] int64."""
-    return np.random.default_rng(1).integers(
-        0, CONFIGS[name]["vocab_size"], (2, length)
-    )
+    """Return random tokens, `[2, length]` int64."""
+    rng = np.random.default_rng(1)
+    return rng.integers(0, CONFIGS[name]["vocab_size"], (2, length))
 
 
 def probe(array: np.ndarray) -> list[float]:
-    """Returns two numbers that a change anywhere in an array changes."""
+    """Return two numbers that a change anywhere in an array changes."""
     flat = np.asarray(array, np.float64).ravel()
-    return [float(np.linalg.norm(flat)), float(flat @ np.cos(np.arange(flat.size)))]
+    weighted = flat @ np.cos(np.arange(flat.size))
+    return [float(np.linalg.norm(flat)), float(weighted)]
 
 
 def torch_answers(directory: Path, name: str) -> dict:
-    """Returns PyTorch's logits [2, T, V], gradients of the mean loss, and greedy tokens."""
+    """Return PyTorch's logits `[2, T, V]`, gradients of the mean loss, and greedy tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -196,61 +199,59 @@ def torch_answers(directory: Path, name: str) -> dict:
     ids = torch.tensor(tokens(name))
     output = model(ids, labels=ids)
     output.loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[family.full_name(name)] = parameter.grad.numpy()
     prompt = ids[:1, :8]
+    mask = torch.ones_like(prompt)
     greedy = dict(max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
-    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
+    generated = model.generate(prompt, attention_mask=mask, **greedy)
     return {
         "loss": output.loss.item(),
         "logits": output.logits.detach().numpy(),
-        "gradients": {
-            family.full_name(name): parameter.grad.numpy()
-            for name, parameter in model.named_parameters()
-        },
+        "gradients": gradients,
         "generated": generated[0, 8:].tolist(),
     }
 
 
 def our_answers(directory: Path, name: str) -> dict:
-    """Returns what `torch_answers` gives, by this project."""
+    """Return what `torch_answers` returns, computed by this project."""
     cfg, params = hf.load(directory)
+    model = GPT(cfg)
     ids = tokens(name)
 
-    def loss(params):
-        rows = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
-        lost, _ = GPT(cfg).apply({"params": params}, rows, method="loss")
-        return lost / ids[:, 1:].size
+    def mean_loss(params):
+        batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+        total, _ = model.apply({"params": params}, batch, method="loss")
+        return total / batch["targets"].size
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
-    leaves = flatten_dict(gradients, sep="/")
+    loss, by_path = jax.jit(jax.value_and_grad(mean_loss))(params)
+    leaves = flatten_dict(by_path, sep="/")
+    gradients = {}
+    for tensor in family_for(cfg).tensors(cfg):
+        gradients[tensor.name] = tensor.to_stored(leaves[tensor.path])
+    logits = jax.jit(model.apply)({"params": params}, ids)
+    prompt = ids[:1, :8].tolist()
+    greedy = Sampling(0.0)
     (generated,) = generate(
-        GPT(cfg),
-        params,
-        ids[:1, :8].tolist(),
-        max_new_tokens=NUM_NEW,
-        sampling=Sampling(0.0),
+        model, params, prompt, max_new_tokens=NUM_NEW, sampling=greedy
     )
     return {
-        "loss": float(value),
-        "logits": np.asarray(jax.jit(GPT(cfg).apply)({"params": params}, ids)),
-        "gradients": {
-            tensor.name: tensor.to_stored(leaves[tensor.path])
-            for tensor in family_for(cfg).tensors(cfg)
-        },
+        "loss": float(loss),
+        "logits": np.asarray(logits),
+        "gradients": gradients,
         "generated": generated,
     }
 
 
 def write_golden() -> None:
-    """Writes the answers for the small models."""
-    import tempfile
-
+    """Write the answers for the small models."""
     for name in SMALL:
         with tempfile.TemporaryDirectory() as scratch:
             answers = torch_answers(write_model(Path(scratch), name), name)
-        answers["logits"] = [
-            np.round(row, 6).tolist() for row in answers["logits"][0, ::12]
-        ]
-        answers["gradients"] = {k: probe(v) for k, v in answers["gradients"].items()}
+        answers["logits"] = np.round(answers["logits"][0, ::12], 6).tolist()
+        gradients = answers["gradients"]
+        answers["gradients"] = {key: probe(gradients[key]) for key in gradients}
         (GOLDEN / f"{name}.json").write_text(json.dumps(answers) + "\n")
 
 

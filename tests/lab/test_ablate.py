@@ -34,7 +34,7 @@ from gpt2.lab.experiments.arms import Arm, make_arms, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import _Training, make_slots
 from gpt2.lab.experiments.results import read_curve
-from gpt2.lab.experiments.run_folder import Run, defaults_of
+from gpt2.lab.experiments.run_folder import Run
 from gpt2.lab.experiments.step_time import equalize, make_measuring_run, measure
 from gpt2.lab.experiments.terms import (
     LOSS,
@@ -158,45 +158,37 @@ def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
     make_repository(source, "train.py", "2\n3\n")
     with pytest.raises(UserError, match=r"There is no option optim\.twist"):
         arms("code=.+optim.twist=0.5")
-    own = "optim.twist=0.5+loss.turn=True+loss.kind=soft+optim.weight_decay=0.3"
-    found = arms(f"code=my/idea+{own}")
-    assert names(found) == [
-        "baseline",
-        "code=my_idea+optim.twist=0.5+loss.turn=True+loss.kind=soft+optim.weight_decay=0.3",
-    ]
-    extra = {"optim.twist": 0.5, "loss.turn": True, "loss.kind": "soft"}
-    assert found[1].extra == extra
-    assert found[1].config.optim.weight_decay == 0.3
+    found = arms("code=my/idea+optim.twist=0.5+loss.kind=soft+optim.beta1=0.8")
+    name = "code=my_idea+optim.twist=0.5+loss.kind=soft+optim.beta1=0.8"
+    assert names(found) == ["baseline", name]
+    _, idea = found
+    assert idea.extra == {"optim.twist": 0.5, "loss.kind": "soft"}
+    assert idea.config.optim.beta1 == 0.8
     sweep = dataclasses.replace(sweep_in(tmp_path / "sweep"), arms=tuple(found))
     sweep = sweep.with_choices()
     rng = np.random.default_rng(0)
     for run in sweep.runs():
         if run.extra and not run.source.exists():
             shutil.copytree(ROOT / "configs", run.source / "configs")
-            with pytest.raises(UserError, match=r"has no option (loss|optim)\."):
-                run.read("eval/loss")
             options = run.source / "configs" / "default.py"
-            own = "    turn: bool = False\n    kind: str = 'hard'\n    z_loss:"
-            replace_text(options, "    z_loss:", own)
-            replace_text(options, "    ema:", "    twist: float = 0.0\n    ema:")
-            defaults_of.cache_clear()
+            kind = "    kind: str = 'hard'\n"
+            replace_text(options, "    z_loss:", f"{kind}    z_loss:")
+            twist = "    twist: float = 0.0\n"
+            replace_text(options, "    ema:", f"{twist}    ema:")
         write_run(run, 3.8, noise=rng)
     sweep.save()
     assert load_sweep(sweep.root) == sweep
-    changed = sweep.runs()[1]
-    options = json.loads((changed.folder / "config.json").read_text())
-    assert options["optim.twist"] == 0.5
-    assert options["loss.kind"] == "soft"
     text = report_of(sweep)
     assert "| optim.twist | 0.5 | none |" in text
-    assert f"| code | {found[1].commit} | . |" in text
+    assert f"| code | {idea.commit} | . |" in text
     first, second, *_ = rows_of(sweep.root)
     assert float(first["flops"]) > 0
     assert second["flops"] == ""  # by which formula?
     assert re.search(r"^\| code=my_idea\S+ \| \S+ .*\| - \| \S+ ", text, re.M)
     with pytest.raises(UserError, match="The FLOPs of code=my_idea"):
         equal(found, "flops")
-    replace_text(changed.workdir / "config.json", 'twist": 0.5', 'twist": 0.7')
+    changed = sweep.runs()[1].workdir / "config.json"
+    replace_text(changed, 'twist": 0.5', 'twist": 0.7')
     with pytest.raises(UserError, match=r"optim\.twist=0\.7, not 0\.5"):
         sweep.check_runs()
 
@@ -390,18 +382,6 @@ def test_a_report_of_single_validations_shows_no_curves(tmp_path):
     assert "differences.png" in text
 
 
-def test_a_difference_stands_beside_the_baselines_mean_that_it_is_from(tmp_path):
-    sweep = sweep_in(tmp_path, "optim.name=lion,muon", looks=[3, 5])
-    sweep = dataclasses.replace(sweep, seeds={"baseline": 5, "optim.name=muon": 5})
-    for run in sweep.runs():
-        final = {"baseline": 4.0, "optim.name=lion": 3.0, "optim.name=muon": 3.98}
-        write_run(run, final[run.arm] + 0.01 * run.config.seed)
-    text = report_of(sweep)
-    assert "| baseline | 5 | 4.0200 ± 0.0158 |" in text
-    assert "| optim.name=lion | 3 | 3.0100 ± 0.0100 | 4.0100 | -1.0000 |" in text
-    assert "| optim.name=muon | 5 | 4.0000 ± 0.0158 | 4.0200 | -0.0200 |" in text
-
-
 def test_programs_read_the_verdicts_of_the_report(tmp_path):
     sweep = filled(tmp_path, num_seeds=5)
     write_run(sweep.runs()[2], 3.8, "diverged")  # of optim.name=muon
@@ -511,7 +491,8 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     with pytest.raises(UserError, match="equal=tokens, not flops"):
         continued(sweep_in(tmp_path, "optim.name=lion", equal="flops"))
     other = continued(sweep_in(tmp_path, "data.tokenizer=byte"))
-    assert (before.score, other.score) == ("eval/loss", "eval/bits_per_byte")
+    assert before.score == "eval/loss"
+    assert other.score == "eval/bits_per_byte"
     # All that differs is named, before what only follows from it.
     shorter = {"train.num_steps": 900, "train.eval_batches": 2, "data.batch_size": 8}
     shorter = with_options(BASE, shorter)
@@ -527,79 +508,82 @@ def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
     assert continued(five).raised_from == 0  # no run has ended
     filled(tmp_path)
     raised = continued(five)
-    assert (raised.raised_from, raised.looks) == (3, [5])
+    assert raised.raised_from == 3
+    assert raised.looks == [5]
     assert "Seeds were raised from 3 to 5" in report_of(raised)
 
 
+LION = "optim.name=lion"
+MUON = "optim.name=muon"
+ADAM = "optim.name=adam"
+LOOKS = [3, 5, 8]
+
+
 def train(sweep, losses, rng):
-    """Ends the runs that have not ended, and returns the sweep with the seeds that follow."""
+    """End the runs that have not ended, and return the sweep with the seeds that follow."""
     for run in sweep.runs():
         if run.outcome().state == "waiting":
             write_run(run, losses[run.arm], noise=rng)
     return grow(sweep)
 
 
-def test_looks_end_what_is_clear_or_hopeless_and_the_others_go_on(tmp_path):
+def test_looks_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
     """A look's verdict is that of its own seeds, whatever is trained later."""
-    rng = np.random.default_rng(2)
-    muon = "optim.name=muon"
-    lion = "optim.name=lion"
-    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=[3, 5, 8])
-    losses = LOSSES | {lion: 3.0, muon: 3.795, "optim.name=adam": 3.8}
+    rng = np.random.default_rng(4)
+    losses = {"baseline": 3.8, LION: 3.0, MUON: 3.795, ADAM: 3.8}
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=LOOKS)
     assert grow(sweep) == sweep  # nothing has ended
+    second = train(sweep, losses, rng)
+    assert second.seeds == {"baseline": 5, MUON: 5, ADAM: 5}
+    verdicts = judge(second, second.results())
+    words = [verdict.words for verdict in verdicts.values()]
+    assert words == ["better", "to be decided", "to be decided"]
+    high = verdicts[LION].high
+    third = train(second, losses, rng)
+    assert third.seeds == {"baseline": 8, MUON: 8, ADAM: 5}  # which is futile
+    assert train(third, losses, rng) == third
+    verdicts = judge(third, third.results())
+    assert verdicts[LION].high == high
+    assert verdicts[LION].p_value < 0.05
+    assert verdicts[ADAM].words.startswith("undecided")
+    assert verdicts[MUON].words == "better"
+    assert "3 or 5 or 8 seeds each" in report_of(third)
+
+
+def test_looks_wait_for_all_runs_and_end_an_arm_that_failed(tmp_path):
+    rng = np.random.default_rng(2)
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=LOOKS)
+    losses = {"baseline": 3.8, LION: 3.0, MUON: 3.8, ADAM: 3.8}
+    states = {MUON: "failed"}
     for run in sweep.runs():
-        write_run(
-            run, losses[run.arm], "failed" if run.arm == muon else "finished", noise=rng
-        )
-    assert grow(sweep).seeds == {"baseline": 5, "optim.name=adam": 5}
-    for run in sweep.runs()[2::4]:
-        (run.folder / "outcome.json").unlink()
-    assert judge(sweep, sweep.results())[lion].words == "to be decided"
-    seen = train(sweep, losses, rng)
-    assert seen.seeds == {"baseline": 5, muon: 5, "optim.name=adam": 5}
-    first = judge(seen, seen.results())
-    assert [each.words for each in first.values()] == [
-        "better",
-        "to be decided",
-        "to be decided",
-    ]
-    last = train(seen, losses, rng)
-    assert set(last.seeds.values()) == {5, 8} and len(last.runs()) == 3 + 5 + 8 + 8
-    done = train(last, losses, rng)
-    assert done == last
-    verdicts = judge(done, done.results())
-    assert verdicts[lion].high == first[lion].high and verdicts[lion].p_value < 0.05
-    assert verdicts["optim.name=adam"].words.startswith("undecided")
-    done.save()
-    assert continued(sweep) == dataclasses.replace(done, raised_from=0)
-    assert "3 or 5 or 8 seeds each" in report_of(done)
-    more = continued(
-        sweep_in(tmp_path, "optim.name=soap", looks=[3, 5, 8])
-    ).with_choices()
-    assert (
-        train(more, losses | {"optim.name=soap": 3.795}, rng).seeds["optim.name=soap"]
-        == 5
-    )
+        state = states.get(run.arm, "finished")
+        write_run(run, losses[run.arm], state, noise=rng)
+    assert grow(sweep).seeds == {"baseline": 5, ADAM: 5}
+    (sweep.runs()[-1].folder / "outcome.json").unlink()
+    assert judge(sweep, sweep.results())[LION].words == "to be decided"
+
+
+def test_an_arm_that_is_added_to_a_sweep_with_looks_begins_with_the_first(tmp_path):
+    rng = np.random.default_rng(2)
+    sweep = sweep_in(tmp_path, LION, looks=LOOKS)
+    replace = dataclasses.replace
+    replace(sweep, seeds={"baseline": 8, LION: 8}).save()
+    assert continued(sweep).seeds == {"baseline": 8, LION: 8}
+    more = continued(sweep_in(tmp_path, MUON, looks=LOOKS)).with_choices()
+    losses = {"baseline": 3.8, LION: 3.0, MUON: 3.795}
+    assert train(more, losses, rng).seeds[MUON] == 5
     for other in ([8], [3, 8]):
         with pytest.raises(UserError, match=r"seeds=\[3, 5, 8\], not"):
-            continued(dataclasses.replace(sweep, looks=other))
+            continued(replace(sweep, looks=other))
 
 
 def test_runs_on_another_text_are_not_compared(tmp_path):
     sweep = filled(tmp_path)
-    for i, run in enumerate(sweep.runs()):
-        (run.workdir / "data.json").write_text(
-            json.dumps({"sha256": "a" if i < 4 else "b"})
-        )
+    for index, run in enumerate(sweep.runs()):
+        digest = "first" if index < 4 else "second"
+        (run.workdir / "data.json").write_text(digest)
     with pytest.raises(UserError, match=r"another text than .*baseline/seed-0"):
         sweep.check_runs()
-
-
-def swap(first, second):
-    aside = first.with_name("aside")
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
 
 
 def replace_text(path, old, new):
@@ -618,83 +602,50 @@ def copy_run(arm):
     shutil.copytree(arm / "seed-1/run", arm / "seed-0/run")
 
 
+def put_nan(metrics):
+    replace_text(metrics, '"eval/loss": 3', '"eval/loss": NaN, "x": 3')
+
+
+def end_early(metrics):
+    replace_text(metrics, '{"step": 1000', "")
+
+
+def swap_arms(runs):
+    (runs / "baseline").rename(runs / "aside")
+    (runs / "optim.name=lion").rename(runs / "baseline")
+    (runs / "aside").rename(runs / "optim.name=lion")
+
+
 SEED = "runs/baseline/seed-0"
 METRICS = f"{SEED}/run/metrics.jsonl"
-OPTIONS = f"{SEED}/run/config.json"
-STARTS = f"{SEED}/run/environment.jsonl"
-SCORE = '"eval/loss": 3'
-# A place, what becomes of it (its content, a part of its text and another, or a function), and
-# what is told.
-DAMAGES = {
-    "metrics end early": (
+DAMAGES = [  # a path, what happens to it, and the error
+    (
         METRICS,
-        ('{"step": 1000', ""),
-        r"The metrics of .*seed-0 end at step 900 of 1000 with .*\. Remove .*seed-0, and",
+        end_early,
+        r"The metrics of .*seed-0 end at step 900 of 1000 .*\. Remove ",
     ),
-    "no metrics": (METRICS, Path.unlink, "end at step 0 of 1000"),
-    "the score is NaN": (
-        METRICS,
-        (SCORE, '"eval/loss": NaN, "x": 3'),
-        "end at step 1000 of 1000 with eval/loss=nan",
-    ),
-    "arms are swapped": (
-        "runs",
-        lambda runs: swap(runs / "baseline", runs / "optim.name=lion"),
-        "contains a run with optim.name=lion, not adamw",
-    ),
-    "a seed is copied": (
-        "runs/baseline",
-        copy_run,
-        "contains a run with seed=1, not 0",
-    ),
-    "the outcome is cut": (
-        f"{SEED}/outcome.json",
-        cut,
-        r"seed-0/outcome\.json cannot be read",
-    ),
-    "options are gone": (OPTIONS, Path.unlink, "seed-0 cannot be read"),
-    "starts are garbage": (STARTS, b"garbage", "seed-0 cannot be read"),
-    "the sweep is cut": (
-        "sweep.json",
-        cut,
-        r"sweep\.json cannot be read .*or remove the file",
-    ),
-}
+    (METRICS, put_nan, "end at step 1000 of 1000 with eval/loss=nan"),
+    ("runs", swap_arms, "contains a run with optim.name=lion, not adamw"),
+    ("runs/baseline", copy_run, "contains a run with seed=1, not 0"),
+    (f"{SEED}/outcome.json", cut, r"seed-0/outcome\.json cannot be read"),
+    (f"{SEED}/run/config.json", Path.unlink, "seed-0 cannot be read"),
+    ("sweep.json", cut, r"sweep\.json cannot be read .*or remove the file"),
+]
 
 
-@pytest.mark.parametrize(("place", "change", "told"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_sweep_has_no_verdict_and_is_told_in_one_line(
-    tmp_path, place, change, told
+@pytest.mark.parametrize(("path", "change", "message"), DAMAGES)
+def test_a_damaged_sweep_has_no_verdict_and_one_line_says_why(
+    tmp_path, path, change, message
 ):
     filled(tmp_path)
-    path = tmp_path / place
-    if isinstance(change, bytes):
-        path.write_bytes(change)
-    elif isinstance(change, tuple):
-        replace_text(path, *change)
-    else:
-        change(path)
-    with pytest.raises(UserError, match=told) as error:
+    change(tmp_path / path)
+    with pytest.raises(UserError, match=message) as error:
         sweep = load_sweep(tmp_path).with_choices()
         sweep.check_runs()
         write_report(sweep)
     assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match=told):  # before it judges, too
+    with pytest.raises(UserError, match=message):  # before it judges, too
         load_sweep(tmp_path).results()
-
-
-def test_a_choice_is_not_made_by_a_damaged_run_and_not_by_anothers(tmp_path):
-    tune = {"optim.learning_rate": [1e-3, 2e-3]}
-    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
-    for run in sweep.choosing_runs():
-        write_run(run, 3 + run.config.optim.learning_rate)
-    assert set(sweep.with_choices().chosen) == {"baseline", "optim.name=lion"}
-    folder = tmp_path / "tune" / "baseline"
-    swap(*sorted(folder.iterdir()))
-    with pytest.raises(
-        UserError, match=r"contains a run with optim\.learning_rate=0\.00"
-    ):
-        sweep.with_choices()
 
 
 def began(run, *starts):
@@ -769,11 +720,16 @@ def test_a_step_can_be_measured_whatever_the_schedule_and_the_checkpoints(
     config = with_options(BASE, options)
     run = make_measuring_run(tmp_path, Arm("baseline", config))
     rates = make_schedule(run.config.optim, 40)(np.arange(40))
-    assert all(np.diff(rates) > 0) and rates[-1] < config.optim.learning_rate
-    longer = make_measuring_run(tmp_path, with_length(Arm("baseline", BASE), 2000))
-    assert longer == make_measuring_run(tmp_path, Arm("baseline", BASE))
-    larger = with_options(BASE, {"data.batch_size": 32})
-    assert run.folder != make_measuring_run(tmp_path, Arm("baseline", larger)).folder
+    assert all(np.diff(rates) > 0)
+    assert rates[-1] < config.optim.learning_rate
+
+
+def test_arms_of_the_same_step_are_measured_once(tmp_path):
+    arm = Arm("baseline", BASE)
+    run = make_measuring_run(tmp_path, arm)
+    assert make_measuring_run(tmp_path, with_length(arm, 2000)) == run
+    larger = Arm("baseline", with_options(BASE, {"data.batch_size": 32}))
+    assert make_measuring_run(tmp_path, larger).folder != run.folder
 
 
 def write_measure(root, arm):
@@ -796,21 +752,12 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
         write_measure(tmp_path, arm)
     assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
     asked, last, total = describe_runs(sweep, slots).splitlines()
-    told = capsys.readouterr().out
-    assert "baseline: 0.1 seconds a step" in told and "seed" not in told
+    text = capsys.readouterr().out
+    assert "baseline: 0.1 seconds a step" in text
+    assert "seed" not in text
     assert asked == "would train"
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
     assert total.startswith("about 0:02:00 in all, ")
-
-
-def test_a_dry_run_counts_what_tuning_leaves_to_compare(tmp_path):
-    tune = {"optim.learning_rate": [1e-3, 2e-3]}
-    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
-    for arm in sweep.arms:
-        write_measure(tmp_path, arm)
-    *_, last, total = describe_runs(sweep, make_slots(1)).splitlines()
-    assert last == "optim.name=lion seed 2  1000 steps  0:02:00"
-    assert total.startswith("about 0:20:00 ")  # 2 * 2 runs choose, and 2 * 3 follow
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):
@@ -819,13 +766,13 @@ def test_runs_at_once_share_the_cores(monkeypatch):
     assert make_slots(1)[0].cores == cores
     if len(cores) > 1:
         one, two = make_slots(2)
-        assert one.cores and two.cores and not one.cores & two.cores
+        assert one.cores
+        assert two.cores
+        assert not one.cores & two.cores
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)] == [
-        "4",
-        "7",
-    ]
+    devices = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in make_slots(2)]
+    assert devices == ["4", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # none, as is known to CUDA
     with pytest.raises(UserError, match="CPU cores"):
         make_slots(1000)
@@ -833,12 +780,13 @@ def test_runs_at_once_share_the_cores(monkeypatch):
 
 def test_the_table_on_the_screen_has_at_most_80_columns(capsys):
     name = "optim.learning_rate=0.001," * 8
-    verdict = {"arm": name, "difference": "-0.0300", "interval": "(-0.0400 to -0.0200)"}
-    print_verdicts(pd.DataFrame([verdict | {"verdict": "undecided: at most 0.03"}]))
-    lines = capsys.readouterr().out.splitlines()
+    interval = "(-0.0400 to -0.0200)"
+    row = {"arm": name, "difference": "-0.0300", "interval": interval}
+    print_verdicts(pd.DataFrame([row | {"verdict": "undecided: at most 0.03"}]))
+    _, *lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "".join(line.split()[0] for line in lines[1:]) == name
-    assert all(text in "\n".join(lines) for text in ("-0.0300", verdict["interval"]))
+    assert "".join(line.split()[0] for line in lines) == name
+    assert interval in "".join(lines)
 
 
 def test_each_process_tries_a_failed_run_once_whatever_the_clock(tmp_path, monkeypatch):

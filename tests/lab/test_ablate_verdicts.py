@@ -13,7 +13,6 @@ from gpt2.lab.ablate.judge import judge as judge_sweep
 from gpt2.lab.ablate.power import dunnett_quantile
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.ablate.verdicts import CLEAR, Sample, compare
-from tests.helpers import thorough
 from tests.programs import verdict_rates
 
 NUM_ARMS = 5
@@ -191,8 +190,7 @@ FINE = sample([3.0, 3.1, 3.2])
 @pytest.mark.parametrize(
     ("baseline", "arm", "words"),
     [
-        (sample([3.0]), sample([2.0]), "fewer than two runs finished: no verdict"),
-        (FINE, sample([]), "fewer than two runs finished: no verdict"),
+        (FINE, sample([2.0]), "fewer than two runs finished: no verdict"),
         (sample([]), FINE, "fewer than two runs of the baseline finished: no verdict"),
         (FINE, sample([2.0, 2.1, 2.2], diverged=2), "diverged in 2 of 5 runs"),
         (
@@ -210,8 +208,8 @@ FINE = sample([3.0, 3.1, 3.2])
 def test_words_say_why_there_is_no_verdict(baseline, arm, words):
     verdict = compare(baseline, {"arm": arm})["arm"]
     assert verdict.words == words
-    found = (verdict.low, verdict.high, verdict.p_value, verdict.detectable())
-    assert np.isnan(found).all()
+    for value in (verdict.low, verdict.high, verdict.p_value, verdict.detectable()):
+        assert math.isnan(value)
     assert verdict.difference == pytest.approx(arm.mean - baseline.mean, nan_ok=True)
 
 
@@ -235,9 +233,9 @@ def test_arms_without_a_test_do_not_widen_the_intervals_of_others():
     assert compare(FINE, {}) == {}
 
 
-@pytest.mark.parametrize("deviations", [(0.5, 0.1, 0.3), thorough((0.1, 0.2, 0.1))])
-def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations(deviations):
+def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations():
     """What is measured is taken for the truth, and swept again and again."""
+    deviations = (0.5, 0.1, 0.3)
     rng = np.random.default_rng(12)
     unit = np.linspace(-1.0, 1.0, 3)  # whose deviation is 1
     baseline, *arms = [deviation * unit for deviation in deviations]

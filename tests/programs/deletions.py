@@ -10,7 +10,6 @@ family of Hugging Face models, would be deleted with it, and are not run.
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,20 +18,12 @@ from pathlib import Path
 from gpt2.config.options import OPTIONS
 from gpt2.model.ingredients import INGREDIENTS
 from gpt2.training.losses import LOSS_TERMS
+from tests.helpers import copy_project
 
-ROOT = Path(__file__).parents[2]
 CHECKS = (
     ["-m", "pytest", "-n0", "tests/model/test_switches.py", "-k", "llama or modded"],
     ["-c", "from gpt2.training import Program"],
 )
-
-
-def copy_project(folder):
-    """Copy the files that git tracks."""
-    names = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
-    for name in names.splitlines():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
 
 
 def delete(folder, kind):

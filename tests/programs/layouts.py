@@ -1,4 +1,4 @@
-"""Trains one small model in every layout, and prints how far each differs from one device.
+"""Train one small model in every layout, and print how far each differs from one device.
 
     python -m tests.programs.layouts
 
@@ -99,9 +99,12 @@ class Setup:
     """A case, ready to run."""
 
     def __init__(self, case: Case):
-        devices = jax.devices()[:1] if case.layout == "one device" else jax.devices()
+        devices = jax.devices()
+        if case.layout == "one device":
+            devices = devices[:1]
         self.program = Program.from_config(case.config(), devices)
-        self.backend, self.shapes = self.program.backend, self.program.state_shapes
+        self.backend = self.program.backend
+        self.shapes = self.program.state_shapes
 
     @functools.cached_property
     def compiled(self) -> CompiledStep:
@@ -109,20 +112,22 @@ class Setup:
         return self.program.compile_train(self.program.init_state(), self.batch(0))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
-        """Returns a batch with rows of unequal length, so that means of means would differ."""
+        """Return a batch with rows of unequal length, so that means of means would differ."""
         rng = np.random.default_rng(step)
         length = MODEL.context_length
         tokens = rng.integers(0, MODEL.vocab_size, (BATCH_SIZE, length + 1))
+        tokens = tokens.astype(np.int32)
         lengths = rng.integers(1, length + 1, (BATCH_SIZE, 1))
-        targets = np.where(np.arange(length) < lengths, tokens[:, 1:], -1)
+        is_real = np.arange(length) < lengths
+        targets = np.where(is_real, tokens[:, 1:], np.int32(-1))
         rows = self.backend.local_rows(BATCH_SIZE)
         batch = {"tokens": tokens[rows, :-1], "targets": targets[rows]}
-        return self.backend.put_batch({k: v.astype(np.int32) for k, v in batch.items()})
+        return self.backend.put_batch(batch)
 
     def train(
         self, start=0, state: TrainState | None = None, save: Callable | None = None
-    ):
-        state = self.program.init_state() if state is None else state
+    ) -> Result:
+        state = state or self.program.init_state()
         losses = []
         for step in range(start, NUM_STEPS):
             state, metrics = self.compiled(state, self.batch(step))
@@ -130,31 +135,32 @@ class Setup:
             if save:
                 save(state, step + 1)
         params = jax.device_get(gather_whole(state.eval_params, self.backend.mesh))
-        return Result(np.array(losses), by_name(in_layout(params, scanned=False)))
+        unrolled = in_layout(params, scanned=False)
+        return Result(np.array(losses), by_name(unrolled))
 
 
 setup = functools.cache(Setup)
 
 
 def loss_difference(result: Result, reference: Result) -> float:
-    """Returns the largest relative difference of a loss; `result` may have begun later."""
-    return float(
-        np.abs(result.losses / reference.losses[-len(result.losses) :] - 1).max()
-    )
+    """Return the largest relative difference of a loss; `result` may have begun later."""
+    expected = reference.losses[-len(result.losses) :]
+    return float(np.abs(result.losses / expected - 1).max())
 
 
 def difference(result: Result, reference: Result) -> float:
-    """Returns that of losses, or the largest norm of a parameter's difference over its norm."""
+    """Return the largest relative difference of a loss or, by its norm, of a parameter."""
     assert result.params.keys() == reference.params.keys()
     norm = np.linalg.norm
-    found = (
-        norm(result.params[name] - x) / norm(x) for name, x in reference.params.items()
-    )
-    return max(loss_difference(result, reference), *map(float, found))
+    largest = loss_difference(result, reference)
+    for name, expected in reference.params.items():
+        distance = norm(result.params[name] - expected)
+        largest = max(largest, float(distance / norm(expected)))
+    return largest
 
 
 def continued(case: Case, others: list[Case], directory: Path) -> dict[Case, Result]:
-    """Saves `case` after two steps and continues it as each of `others`."""
+    """Save `case` after two steps and continue it as each of `others`."""
 
     def save(state: TrainState, step: int) -> None:
         if step == 2:
@@ -163,30 +169,33 @@ def continued(case: Case, others: list[Case], directory: Path) -> dict[Case, Res
     with Checkpointer(directory) as checkpointer:
         setup(case).train(save=save)
         checkpointer.wait()
-        return {
-            other: setup(other).train(2, checkpointer.restore(2, setup(other).program))
-            for other in others
-        }
+        results = {}
+        for other in others:
+            state = checkpointer.restore(2, setup(other).program)
+            results[other] = setup(other).train(2, state)
+        return results
 
 
 def main() -> None:
     reference = setup(REFERENCE).train()
-    worst = [0.0]
+    differences = []
 
     def show(name: str, result: Result) -> None:
-        worst.append(difference(result, reference))
-        print(f"{name:<78} {worst[-1]:.1e}", flush=True)
+        differences.append(difference(result, reference))
+        print(f"{name:<78} {differences[-1]:.1e}", flush=True)
 
     for options in itertools.product(LAYOUTS, (1, 4), ("none", "full"), (False, True)):
-        show(str(Case(*options)).removeprefix("Case"), setup(Case(*options)).train())
+        case = Case(*options)
+        show(str(case), setup(case).train())
     # Every second layout scans its layers, so that checkpoints cross between both.
     cases = [Case(name, scanned=index % 2 == 1) for index, name in enumerate(LAYOUTS)]
     for case in cases:
         with tempfile.TemporaryDirectory() as directory:
             for other, result in continued(case, cases, Path(directory)).items():
                 show(f"{case.layout}, continued at step 2 as {other.layout}", result)
-    if max(worst) > TOLERANCE:
-        raise SystemExit(f"a difference of {max(worst):.1e} is above {TOLERANCE:.0e}")
+    worst = max(differences)
+    if worst > TOLERANCE:
+        raise SystemExit(f"A difference of {worst:.1e} is above {TOLERANCE:.0e}")
 
 
 if __name__ == "__main__":

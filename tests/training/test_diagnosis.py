@@ -94,11 +94,6 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
         ("one device", ""),
         thorough("pmap", "memory.remat=full"),
         thorough("by layer", "memory.remat=full"),
-        pytest.param(
-            "by step",
-            "memory.scan_layers=False memory.remat=full",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_weight_and_an_output_are_named(tmp_path, layout, options):
@@ -169,6 +164,5 @@ def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     assert "parameter ln_f/scale was the first" in str(explained)
     explained = diagnosis.explain(error, state)
     assert "every parameter is finite" in str(explained)
-    lost = Diagnosis(None, None, tmp_path, CHECKPOINTER, None, None)
-    explained = lost.explain(error, None)
+    explained = diagnosis.explain(error, None)  # which breaks the diagnosis
     assert "the first such tensor was not found" in str(explained)

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,29 +13,11 @@ from tests.helpers import (
     ROOT,
     SECONDS,
     TINY,
-    finish,
     metrics_of,
-    patched,
     run,
-    start,
     struck,
     thorough,
-    wait_for_step,
 )
-
-# Saves are slow, because the thread that saves computes the digests.
-SLOW_SAVES = """
-import time
-from gpt2.training import checkpoint
-
-digest = checkpoint.digest_folder
-checkpoint.digest_folder = lambda folder: time.sleep({seconds}) or digest(folder)
-"""
-ENDLESS = """
-    --config.data.corpus=synthetic --config.train.num_steps=1000000 --config.train.eval_every=0
-    --config.train.eval_batches=1 --config.train.checkpoint_every=0"""
-ENDLESS = [*TINY, *ENDLESS.split()]
-
 
 # A busy process may handle a signal late, and takes two that are close for one press.
 PRESSES = (0.5, *[0.6] * 9)
@@ -132,25 +113,6 @@ def test_a_signal_that_is_ignored_where_a_run_begins_stays_ignored(capfd):
     finally:
         signal.signal(signal.SIGINT, before)
     assert "SIGINT is ignored" in capfd.readouterr().err
-
-
-@pytest.mark.thorough
-def test_a_second_signal_leaves_a_save_and_prints_what_the_same_command_does(tmp_path):
-    workdir = tmp_path / "run"
-    script = patched(tmp_path, SLOW_SAVES.format(seconds=10 * SECONDS))
-    process = start(workdir, *ENDLESS, script=script)
-    wait_for_step(process, workdir, 3)
-    process.terminate()
-    while process.poll() is None:
-        if list(workdir.glob("checkpoints/*tmp*")):
-            break
-        time.sleep(0.1)
-    time.sleep(1)
-    process.terminate()
-    code, _, stderr = finish(process, SECONDS)  # long before the save would end
-    assert code == 143
-    assert "stopped at once" in stderr
-    assert "the same command" in stderr
 
 
 WAITING = """

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-import gpt2
 from configs import quickstart
 from gpt2.config import Config, DataConfig, with_options
 from gpt2.data import prepare
@@ -245,22 +244,18 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     new, continued = read_starts(tmp_path)
     assert new["step"] == 0
     assert continued["step"] == 20
+    assert continued["code"] == new["code"]
     began = datetime.fromisoformat(new["time"])
     assert timedelta() <= datetime.now(UTC) - began < timedelta(hours=1)
     assert new["command"] == ["train.py", "--config.seed=3"]
-    assert new["gpt2"] == gpt2.__version__
     assert new["jax"] == version("jax")
     assert new["commit"] is None
-    assert new["clean"] is None
     assert new["devices"] == jax.device_count()
-    assert new["processes"] == 1
-    assert new["code"] == continued["code"]
     monkeypatch.setattr(code, "hash_code", lambda: "c0de")
     # The checkpoint of step 20 was damaged.
     run_files.begin(tmp_path, make_config(), DATA, 10)
     first, last = read_starts(tmp_path)
-    assert first["step"] == 0
-    assert first["code"] == new["code"]
+    assert first == new
     assert last["step"] == 10
     assert last["code"] == "c0de"
 
@@ -308,7 +303,7 @@ def test_the_hash_of_the_code_is_of_what_a_run_computes(tmp_path, file, text, sa
 @pytest.mark.skipif(not shutil.which("git"), reason="git is missing")
 @pytest.mark.parametrize(
     ("changed", "clean"),
-    [("gpt2/__init__.py", False), ("gpt2/new.py", False), ("ignored/new.py", True)],
+    [("gpt2/new.py", False), ("ignored/new.py", True)],
 )
 def test_a_checkout_is_clean_until_its_code_changes(
     tmp_path, monkeypatch, changed, clean
