@@ -17,6 +17,7 @@ from gpt2.config.options import (
     Options,
     flatten,
     no_option,
+    read_option,
     require_option,
 )
 from gpt2.config.run import Config, read_options
@@ -80,8 +81,12 @@ def parse_flags(argv: list[str]) -> list[str]:
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
             if match := re.match(r"--?(?:no)?config\.", argument):
-                name = argument[match.end() :].partition("=")[0]
+                name, _, value = argument[match.end() :].partition("=")
                 require_option(name, "--config.")
+                if value:
+                    read_option(
+                        name, value
+                    )  # with an error message that is plainer than absl's
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([argument for argument in argv if argument != "--help"])
             _list_options()
@@ -108,6 +113,11 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     """Return the message for an unknown flag, which may be an option or a flag of nanoGPT."""
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
+    if error.flagvalue.endswith("=resume"):  # --init_from=resume
+        return UserError(
+            f"There is no flag --{error.flagname}",
+            "A run continues by itself: give the same --workdir again",
+        )
     message = str(error)  # names the nearest flag, if one is near
     if "config" in flags.FLAGS and "Did you mean" not in message:
         return no_option(error.flagname, "--config.")
@@ -116,13 +126,18 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
 
 def define_config() -> None:
     """Define `--config=FILE` and its overrides `--config.a.b=v`."""
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        "A file of options, such as those in configs/, or a run's config.json; "
-        "configs/quickstart.py by default. --config.group.option=value sets one option.",
-        flag_values=flags.FLAGS,
-    )
+    try:
+        config_flags.DEFINE_config_file(
+            "config",
+            None,
+            "A file of options, such as those in configs/, or a run's config.json; "
+            "configs/quickstart.py by default. --config.group.option=value sets one option.",
+            flag_values=flags.FLAGS,
+        )
+    except (
+        flags.CantOpenFlagFileError
+    ) as error:  # from --flagfile=FILE, which absl reads here
+        raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser()
     flag.default_as_str = None  # in --help, where the text above names the default
@@ -197,8 +212,8 @@ def define_run() -> None:
     )
     flags.register_validator(
         "coordinator",
-        lambda given: given is None or re.fullmatch(r".+:\d+", given),
-        "it is not HOST:PORT, such as localhost:1234",
+        _is_address,
+        "it is not HOST:PORT, such as localhost:1234, with a port from 1 to 65535",
     )
     flags.register_multi_flags_validator(
         ["process_index", "num_processes"],
@@ -207,3 +222,11 @@ def define_run() -> None:
         ),
         "--process_index counts from 0, and must be less than --num_processes",
     )
+
+
+def _is_address(text: str | None) -> bool:
+    """Return whether `text` is HOST:PORT or None."""
+    if text is None:
+        return True
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 1 <= int(port) <= 65535

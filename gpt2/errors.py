@@ -127,6 +127,8 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         if error.filename:
             message += f" ({os.fsdecode(error.filename)})"
         error = UserError(message)
+    if str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS is wrong
+        error = UserError(str(error))
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):

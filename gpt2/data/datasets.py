@@ -19,7 +19,7 @@ _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
 
 def prepare(data: DataConfig) -> Dataset:
     """Return the dataset of `data.corpus`. A text is written as tokens first, once."""
-    weights = _read_mixture(data.corpus)
+    weights = read_mixture(data.corpus)
     if weights:
         return _prepare_mixture(data, weights)
     try:
@@ -47,7 +47,7 @@ def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
     return TokenDataset(tokenizer, parts)
 
 
-def _read_mixture(spec: str) -> dict[str, Fraction]:
+def read_mixture(spec: str) -> dict[str, Fraction]:
     """Return the weights, which add to 1, of `0.7*ONE+0.3*OTHER`; of one corpus, nothing."""
     if not _PLUS.match(f"+{spec}"):
         return {}

@@ -21,9 +21,9 @@ import jax
 from gpt2.config import Config, flatten, load_config
 from gpt2.config.options import OPTIONS
 from gpt2.data import Dataset
-from gpt2.data.datasets import refuse_other
+from gpt2.data.datasets import read_mixture, refuse_other
 from gpt2.data.preparing.prepared_folder import data_folder
-from gpt2.data.readers import reads_files
+from gpt2.data.readers import open_corpus, reads_files
 from gpt2.data.tokenizer import Tokenizer, is_path
 from gpt2.errors import UserError, log, warn
 from gpt2.model.gpt import Params
@@ -125,6 +125,11 @@ def refuse_changes(workdir: Path, config: Config) -> None:
             changed.append(f"{name}={value}, not {now[name]}")
     place = stores.url_or_path(workdir)
     if changed:
+        # A misspelt corpus is reported first, since another --workdir would not help.
+        corpus = config.data.corpus
+        for part in read_mixture(corpus) or [corpus]:
+            with contextlib.suppress(ModuleNotFoundError):
+                open_corpus(part)
         raise UserError(
             f"--workdir={place} holds a run with {'; '.join(changed)}",
             "Give another --workdir, or the options of the run",

@@ -50,8 +50,8 @@ def prepare_process() -> None:
     if not has_tpu and not _is_installed("jax_plugins"):
         # Without a TPU, libtpu would print messages that look like failures.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    platforms = os.environ.get("JAX_PLATFORMS", "cpu")
-    if "cpu" not in platforms:  # Batches are read on the CPU.
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms and "cpu" not in platforms:  # Batches are read on the CPU.
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         lacks_tunables = "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux"

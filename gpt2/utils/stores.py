@@ -98,7 +98,7 @@ def fetch_file(path: str | Path) -> Path:
 def writing(target: str | Path) -> Iterator[Path]:
     """Yield a local path for a new file or folder, which is sent to `target` if that is a URL."""
     if not is_url(target):
-        path = Path(target).expanduser()
+        path = _expand(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
         return
@@ -140,7 +140,7 @@ def local_folder(path: str | Path) -> Path:
     """Return the local folder for a path or a URL: the working copy of a URL."""
     if is_url(path):
         return _cache("stores", str(path))
-    return Path(path).expanduser()
+    return _expand(path)
 
 
 def url_or_path(folder: Path) -> str:
@@ -195,7 +195,9 @@ def push(url: str | Path, folder: Path) -> None:
         changed = {name for name in here if not record.holds(name, here[name])}
         gone = set[str]()
         for name in record.versions.keys() - here.keys():
-            if 0 <= _step(name) < newest and _mark(name) not in here:
+            is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
+            # A run that continues removes its samples, which mark a finished run.
+            if is_superseded or name == "samples.txt":
                 gone.add(name)
         if not changed and not gone:
             return
@@ -273,9 +275,18 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
             os.removedirs(path.parent)
 
 
+def _expand(path: str | Path) -> Path:
+    """Return a path with the home directory in place of `~`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        remedy = "Set HOME, or GPT2_DATA_DIR and XDG_CACHE_HOME"
+        raise UserError(f"{path}: this user has no home directory", remedy) from error
+
+
 def _cache(kind: str, url: str) -> Path:
     """Return the path in the cache for what lies at a URL."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    cache = _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
     name = Path(url).name.partition(" ")[0]
     return cache / "gpt2-jax" / kind / f"{name}-{digest[:12]}"

@@ -110,12 +110,13 @@ def test_a_config_file_may_set_a_few_options_in_dicts_and_numbers_of_numpy(
         ("--config.data.block_size=1", "mean --config.model.context_length?"),
         ("--block_size=1", "mean --config.model.context_length?"),
         ("--init_from=gpt2", "mean --config.train.init_from?"),
+        ("--init_from=resume", "same --workdir"),
         ("--out_dir=out", "mean --workdir?"),
         ("--config.model.n_layer=1", "mean --config.model.num_layers?"),
         ("--config.model.num_heads[0]=3", "mean --config.model.num_heads?"),
         ("--frobnicate=1", "frobnicate"),
-        ("--config.data.batch_size=x", "data.batch_size=x: invalid literal for int()"),
-        ("--config.model.bias=maybe", "model.bias=maybe: ('Non-boolean argument"),
+        ("--config.data.batch_size=x", "data.batch_size=x is not of type int"),
+        ("--config.model.bias=maybe", "model.bias=maybe is not of type bool"),
         ("--config=none.py", "none.py"),
         ("--flagfile=none", "none"),
     ],
@@ -185,6 +186,13 @@ def test_a_command_parses_runs_and_ends_with_the_code_of_its_main():
     assert done.returncode == 0 and b"--steps: How many." in done.stdout
     done = run_command("--stps=2")
     assert (done.returncode, done.stdout) == (2, b"") and b"stps" in done.stderr
+
+
+def test_a_backend_that_jax_has_not_is_a_line():
+    body = "import jax; jax.config.update('jax_platforms', 'wrong'); jax.devices()"
+    done = run_command(body=body)
+    assert done.returncode == 2 and done.stderr.startswith(b"error: Unable to")
+    assert done.stderr.count(b"\n") == 1
 
 
 def test_a_screen_that_takes_no_line_ends_no_program():

@@ -75,6 +75,7 @@ MISTAKES = """
     train.py --config=hf/config.json --workdir=x | hf/config.json
     train.py SHORT --num_processes=2 | coordinator
     train.py SHORT --coordinator=localhost | HOST:PORT
+    train.py SHORT --coordinator=localhost:99999 | 65535
     train.py SHORT --process_index=7 --num_processes=2 --coordinator=localhost:1 | process_index=7
     eval.py | workdir
     eval.py --workdir=older | seed

@@ -328,6 +328,12 @@ def test_a_checkout_is_clean_until_its_code_changes(
     assert commit_and_clean() == (None, None)
 
 
+def test_a_corpus_that_does_not_exist_is_named_before_the_options_of_the_run(tmp_path):
+    workdir = write_run(tmp_path, make_config())
+    with pytest.raises(UserError, match=r"data\.corpus='txt:a' names no corpus"):
+        run_files.check_options(workdir, make_config(corpus="txt:a"))
+
+
 @pytest.mark.parametrize("folder", ["/proc", "/sys"])
 def test_a_folder_that_cannot_be_written_is_refused_before_data_are_read(folder):
     workdir = Path(folder) / "nope"

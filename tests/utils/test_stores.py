@@ -314,6 +314,17 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
         prepare(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    with pytest.raises(UserError, match=r"no home directory.*XDG_CACHE_HOME"):
+        stores.local_folder("s3://bucket/run")
+    with pytest.raises(UserError, match=r"no home directory.*XDG_CACHE_HOME"):
+        stores.local_folder("~/run")
+    assert str(stores.local_folder("/data/run")) == "/data/run"
+
+
 def test_a_cached_file_that_was_cut_is_fetched_again(store):
     store[0].pipe_file("/a.txt", b"all of it")
     (file,) = stores.find("memory://a.txt")

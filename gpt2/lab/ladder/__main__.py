@@ -77,7 +77,7 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if len(arms) == 1:
         raise UserError(
-            "--vary is missing or contains only the baseline's values, so there is nothing to compare",
+            "--vary is missing or contains only values of the baseline, so nothing is compared",
             "Give --vary=OPTION=VALUE,...",
         )
     sweeps = []
