@@ -163,8 +163,8 @@ a shape holds a step too long: config/shapes.py, loader -k schedule
     - if start < step)]
     + if start < step - 1 or not start)]
 a shorter row starts where the row before it did: data/loading/token_batches.py, loader -k schedule
-    - rows.read(number_in_part)[offset : offset + length]
-    + rows.read(number_in_part)[offset // 2 : offset // 2 + length]
+    - row[offset : offset + length]
+    + row[offset // 2 : offset // 2 + length]
 a window stays as it was at first: training/program.py, train -k by_hand
     - return self if same else
     + return self if True else
@@ -273,10 +273,7 @@ a look sees what was trained after it: lab/ablate/judge.py, ablate_verdicts -k l
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
     - tree |= {"truncation": None, "padding": None}
     + pass
-a preparation goes on after what was never saved: data/tokens.py, preparing -k is_killed
-    - self._files[name] = (self._directory / shard.file).open("wb")
-    + self._files[name] = (self._directory / shard.file).open("ab")
-a preparation goes on with another text: data/preparing/documents.py, preparing -k another_one
+a preparation goes on with another text: data/preparing/text_corpus.py, preparing -k another_one
     - == progress.text_crc32
     + or True
 Kaggle's one host waits for others: parallel/distributed.py, processes -k tpu_pod
@@ -285,9 +282,6 @@ Kaggle's one host waits for others: parallel/distributed.py, processes -k tpu_po
 a sweep's runs join what a launcher began: lab/experiments/processes.py, cluster -k launcher
     - | {ALONE: "1"}
     + | {}
-a part of a document is encoded as a document: data/tokenizer.py, tokenizer -k of_its_parts
-    - return self._encode(text, self._rest)
-    + return self._encode(text, self._backend)
 marks are sent among what they mark: utils/stores.py, stores -k mark_comes
     - for group in (names - marks, marks)
     + for group in (names,)
