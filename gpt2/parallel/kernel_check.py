@@ -21,6 +21,7 @@ from gpt2.ops import Scoring, plain
 from gpt2.ops.plain import SoftCap
 from gpt2.parallel import distributed
 from gpt2.parallel.kernels import Terms, choose_attention, get_attention
+from gpt2.utils.platform import host_device
 
 # The other kernels are part of this project, and XLA compiles them as it compiles the formulas.
 LIBRARY_KERNELS = ("cudnn", "splash")
@@ -60,11 +61,12 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
     """Return how a kernel fails on the devices of this process, or an empty string."""
     fault = queue.Queue[str]()
     is_late = threading.Event()
+    host = host_device()
 
     def check() -> None:
         try:
             for window in {*cfg.windows}:
-                error = _largest_error(name, cfg, window, is_masked, is_late)
+                error = _largest_error(name, cfg, window, is_masked, is_late, host)
                 if not error <= LIMIT:  # NaN is wrong too
                     fault.put(f"its results are wrong by {error:.0%}")
                     return
@@ -80,7 +82,7 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
         return f"no result after {SECONDS:g} s"
 
 
-def _largest_error(name, cfg, window, is_masked, is_late):
+def _largest_error(name, cfg, window, is_masked, is_late, host):
     """Return the largest error of a row `[H]` of a kernel's results.
 
     It is relative to the size of the row, or to the mean size of rows if that is larger.
@@ -101,7 +103,7 @@ def _largest_error(name, cfg, window, is_masked, is_late):
         output, backward = jax.vjp(attend, q, k, v)
         return output, *backward(gradient)
 
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with jax.default_device(host):
         formula = jax.jit(partial(differentiate, plain.attention))
         expected = formula(*[np.float32(x) for x in inputs])
 

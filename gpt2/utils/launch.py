@@ -50,9 +50,6 @@ def prepare_process() -> None:
     if not has_tpu and not _is_installed("jax_plugins"):
         # Without a TPU, libtpu would print messages that look like failures.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    platforms = os.environ.get("JAX_PLATFORMS")
-    if platforms and "cpu" not in platforms:  # Batches are read on the CPU.
-        os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         lacks_tunables = "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux"
         if lacks_tunables and not is_second and "jax" not in sys.modules:

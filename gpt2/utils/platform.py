@@ -1,6 +1,10 @@
 """The kind of device that a program is compiled for."""
 
+import os
+
 import jax
+
+from gpt2.errors import UserError
 
 
 def jit_is_off() -> bool:
@@ -11,3 +15,15 @@ def jit_is_off() -> bool:
 def platform_of(device: jax.Device) -> str:
     """Return `cpu`, `gpu` or `tpu`; a device that exists only for its compiler reports `cuda`."""
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+
+
+def host_device() -> jax.Device:
+    """Return the CPU as a device, for work that must not use accelerators."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        raise UserError(
+            f"JAX_PLATFORMS={platforms} does not contain cpu",
+            f"Set JAX_PLATFORMS={platforms},cpu",
+        ) from error

@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -203,6 +204,16 @@ def test_prefetch_works_ahead_and_no_further():
     assert len(made) == 3
     batches.close()
     assert list(batches) == []
+
+
+def test_a_process_without_a_cpu_for_jax_is_refused(monkeypatch):
+    def find(backend):
+        raise RuntimeError(f"Unknown backend: '{backend}' requested")
+
+    monkeypatch.setattr(jax, "local_devices", find)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(UserError, match="Set JAX_PLATFORMS=cuda,cpu"):
+        next(prefetch([1]))
 
 
 def test_errors_while_prefetching_reach_the_consumer():

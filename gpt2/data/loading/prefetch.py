@@ -9,6 +9,7 @@ from typing import TypeVar
 import jax
 
 from gpt2 import signals
+from gpt2.utils.platform import host_device
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """
     ready = queue.Queue[T | BaseException | None](1)  # the thread holds one more
     is_closed = threading.Event()
-    host = jax.local_devices(backend="cpu")[0]
+    host = host_device()
 
     def read() -> None:
         end = None
