@@ -84,9 +84,8 @@ def parse_flags(argv: list[str]) -> list[str]:
                 name, _, value = argument[match.end() :].partition("=")
                 require_option(name, "--config.")
                 if value:
-                    read_option(
-                        name, value
-                    )  # with an error message that is plainer than absl's
+                    # With an error message that is plainer than absl's.
+                    read_option(name, value)
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([argument for argument in argv if argument != "--help"])
             _list_options()

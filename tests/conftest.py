@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Files that take longest, which come first: else one process would end the last of them alone.
-LONGEST = "train switch_values steps layouts model packing switches workdir ops"
+LONGEST = "train against_numpy steps layouts model packing switches workdir ops"
 
 
 def pytest_collection_modifyitems(items):

@@ -120,9 +120,8 @@ def _run(
         child = os.fork()
         if not child:
             # A busy machine gives fewer seconds of the processor than of the clock.
-            resource.setrlimit(
-                resource.RLIMIT_CPU, (seconds, seconds + 9)
-            )  # SIGXCPU first
+            # SIGXCPU first.
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 9))
             signal.alarm(5 * seconds)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(stdout.fileno(), 1)

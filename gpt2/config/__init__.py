@@ -12,8 +12,8 @@ from gpt2.config.run import (
     ParallelConfig,
     RulesConfig,
     TrainConfig,
+    get_option,
     load_config,
-    option,
     read_options,
     with_options,
 )

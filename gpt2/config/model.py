@@ -140,9 +140,8 @@ class GPTConfig(ModelConfig):
             values[name] = option.check(name, value)
         check_effects(values, _OPTIONS)
         super().__post_init__()
-        inspect.getmembers(
-            self
-        )  # computes the sizes now, outside of any traced function
+        # Computes the sizes now, outside of any traced function.
+        inspect.getmembers(self)
 
     @cached_property
     def loops_over_layers(self) -> bool:

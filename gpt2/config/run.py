@@ -24,10 +24,10 @@ from gpt2.config.options import (
     read_factor,
     read_items,
 )
-from gpt2.config.shapes import Shape, Shapes, read_steps
+from gpt2.config.shapes import ShapeSchedule, StepShape, read_steps
 from gpt2.errors import UserError
 
-# Options of `train.` that change the shape of a step, and the field of `Shape` that they change.
+# Options of `train.` that change the shape of a step, and the fields of `StepShape`.
 _SHAPE_SCHEDULES = {
     "batch_schedule": "batch_size",
     "context_schedule": "context_length",
@@ -216,7 +216,7 @@ class Config(default.Options):
                 self.at(shape)  # checks its options
 
     @cached_property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> ShapeSchedule:
         """The shapes of the run's steps."""
         changes: dict[int, dict[str, int]] = {0: {}}
         for name, size in _SHAPE_SCHEDULES.items():
@@ -225,14 +225,14 @@ class Config(default.Options):
             for start, value in values.items():
                 changes.setdefault(start, {})[size] = value
         model = self.model
-        shape = Shape(self.data.batch_size, model.context_length, model.window)
+        shape = StepShape(self.data.batch_size, model.context_length, model.window)
         pieces = {}
         for start in sorted(changes):
             shape = shape._replace(**changes[start])
             pieces[start] = shape
-        return Shapes(pieces)
+        return ShapeSchedule(pieces)
 
-    def at(self, shape: Shape) -> "Config":
+    def at(self, shape: StepShape) -> "Config":
         """Return the options of a run whose steps all have a shape, except for its context."""
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
@@ -301,7 +301,7 @@ def _build(group: type[Any], options: Options) -> Any:
     return group(**values)
 
 
-def option(config: Config, name: str) -> Any:
+def get_option(config: Config, name: str) -> Any:
     """Return the value of an option by its dotted name."""
     return attrgetter(name)(config)
 

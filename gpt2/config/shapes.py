@@ -28,7 +28,7 @@ def read_steps(
     return dict(values)
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """The static sizes of a compiled step, named as their options."""
 
     batch_size: int
@@ -42,12 +42,12 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shapes:
+class ShapeSchedule:
     """The shape of every step. `pieces` maps the number of steps before a shape to the shape."""
 
-    pieces: dict[int, Shape]
+    pieces: dict[int, StepShape]
 
-    def at(self, step: int) -> Shape:
+    def at(self, step: int) -> StepShape:
         """Return the shape of a step, counted from 1."""
         return self.pieces[max(start for start in self.pieces if start < step)]
 
@@ -55,7 +55,7 @@ class Shapes:
         """Return the tokens in the first `steps` steps."""
         return int(self.sum(lambda shape: shape.tokens, steps))
 
-    def sum(self, amount: Callable[[Shape], float], steps: int) -> float:
+    def sum(self, amount: Callable[[StepShape], float], steps: int) -> float:
         """Sum the amounts of the first `steps` steps, given the amount of a step by its shape."""
         total = 0.0
         ends = [*self.pieces, steps][1:]
@@ -65,11 +65,11 @@ class Shapes:
         return total
 
     @property
-    def last(self) -> Shape:
+    def last(self) -> StepShape:
         """The shape of the last steps."""
         return self.pieces[max(self.pieces)]
 
     @property
-    def largest(self) -> Shape:
+    def largest(self) -> StepShape:
         """The shape with the most tokens; the last one if several have the same number."""
         return max(reversed(self.pieces.values()), key=lambda shape: shape.tokens)

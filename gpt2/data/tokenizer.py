@@ -119,9 +119,8 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int32 [num_tokens]."""
-        text = text.encode(
-            "utf-8", "replace"
-        ).decode()  # half a surrogate pair is no character
+        # Half a surrogate pair is no character.
+        text = text.encode("utf-8", "replace").decode()
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         return ids.astype(np.int32)
 

@@ -71,9 +71,8 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
             "Use the config.json that was saved with the weights",
         )
     num_tokens = cfg.vocab_size
-    with contextlib.suppress(
-        UserError
-    ):  # without a tokenizer, all rows are taken for tokens
+    # Without a tokenizer, all rows are taken for tokens.
+    with contextlib.suppress(UserError):
         num_tokens = load_tokenizer(directory, cfg).vocab_size
     for name in {"wte", "lm_head"} & params.keys():
         params[name] = {"embedding": params[name]["embedding"][:num_tokens]}

@@ -69,7 +69,7 @@ class Attention(nn.Module):
         y = ops.constrain(y, "batch", "length", "heads", "head_size")
         shape = (N, H, D)
         axes = ("heads", "head_size", "embed")
-        project = Linear(cfg, ops, shape, axes, 2, is_projection=True, name="c_proj")
+        project = Linear(cfg, ops, shape, axes, 2, adds_to_residual=True, name="c_proj")
         return project(y)
 
     def _project(self, x: Array) -> list[Array]:
@@ -169,9 +169,8 @@ def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
     """
     half = len(frequencies)
     context = cfg.rope_context
-    if (
-        cfg.rope_scaling == "llama3"
-    ):  # 0 at 1 turn, 1 at 4 turns; arXiv 2407.21783, and Meta's code
+    # 0 at 1 turn, 1 at 4 turns; arXiv 2407.21783, and Meta's code.
+    if cfg.rope_scaling == "llama3":
         fraction = (context * frequencies / (2 * math.pi) - 1) / (4 - 1)
         return jnp.clip(fraction, 0, 1)
     # YaRN, arXiv 2309.00071: the fraction is 1 at 32 turns and 0 at 1 turn. Between them it is

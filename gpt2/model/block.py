@@ -11,7 +11,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.attention import Attention
 from gpt2.model.ingredients import ingredients_of
 from gpt2.model.layers import MLP, Norm
-from gpt2.model.seams import Branch, Context, Layer
+from gpt2.model.seams import Branch, Context, Sublayer
 from gpt2.ops import Ops
 
 Stream = tuple[Array, dict[str, Array]]  # [B, T, D], and `Context.carried`
@@ -58,24 +58,24 @@ class Block(nn.Module):
 
     @nn.nowrap
     def _add_branch(
-        self, x: Array, layer: Layer, dropout: Layer, context: Context
+        self, x: Array, sublayer: Sublayer, dropout: Sublayer, context: Context
     ) -> Array:
-        """Add the attention or MLP branch: return `x + dropout(layer(norm(x)))`, `[B, T, D]`."""
+        """Add the attention or MLP branch: return `x + dropout(sublayer(norm(x)))`, `[B, T, D]`."""
         cfg = self.config
         name = "ln_1" if context.branch == "attention" else "ln_2"
         norm = Norm(cfg, self.ops, name=name)
         # In a parallel block, attention and MLP read the same stream (GPT-J, GPT-NeoX).
         read = context.block_input if cfg.parallel_block else x
-        branch = Branch(read, x, layer, dropout)
+        branch = Branch(read, x, sublayer, dropout)
         for ingredient in ingredients_of(cfg):
             branch = ingredient.branch(self, branch, context)
-        read, x, layer, dropout = branch
+        read, x, sublayer, dropout = branch
 
         if cfg.norm_position == "post":  # Vaswani et al. 2017
-            x = norm(x + dropout(layer(read)))
+            x = norm(x + dropout(sublayer(read)))
         elif cfg.norm_position == "sandwich":  # Gemma 2, arXiv 2408.00118
             second_norm = Norm(cfg, self.ops, name=f"{name}_post")
-            x = x + dropout(second_norm(layer(norm(read))))
+            x = x + dropout(second_norm(sublayer(norm(read))))
         else:
-            x = x + dropout(layer(norm(read)))
+            x = x + dropout(sublayer(norm(read)))
         return self.ops.constrain(x, "batch", "sequence", "embed")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gpt2.config import GPTConfig
-from gpt2.config.shapes import Shape
+from gpt2.config.shapes import StepShape
 from gpt2.model.gpt import GPT
 from gpt2.model.ingredients import ingredients_of
 from gpt2.utils.parameters import is_declared
@@ -36,7 +36,7 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
     return total
 
 
-def model_flops_per_token(cfg: GPTConfig, shape: Shape | None = None) -> float:
+def model_flops_per_token(cfg: GPTConfig, shape: StepShape | None = None) -> float:
     """Return the training FLOPs per token: `6 N + 12 L D T`, N = `count_compute_parameters(cfg)`.
 
     As in PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, scores above the

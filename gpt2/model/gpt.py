@@ -28,7 +28,7 @@ from gpt2.model.attention import rope_rotation
 from gpt2.model.block import Block
 from gpt2.model.ingredients import ingredients_of
 from gpt2.model.layers import Embedding, Norm
-from gpt2.model.seams import Context, Layer
+from gpt2.model.seams import Context, Sublayer
 from gpt2.ops import Ops, plain
 from gpt2.ops.plain import LogitsLoss, SoftCap, compute_logits
 from gpt2.utils.parameters import ParamInfo, is_declared, param_info
@@ -123,7 +123,7 @@ class GPT(nn.Module):
 
         def loss_of_logits(logits: Array, part: Batch) -> tuple[Array, Tree]:
             logits = self._change_logits(logits, context)
-            return logits_loss(plain.hide_padding(logits, cfg.vocab_size), part)
+            return logits_loss(plain.mask_padding(logits, cfg.vocab_size), part)
 
         with jax.named_scope("head"):
             head_loss = ops.head_loss
@@ -177,7 +177,7 @@ class GPT(nn.Module):
         x = dropout(x, deterministic=context.deterministic)
         x = ops.constrain(x, "batch", "sequence", "embed")
 
-        layers: Layer = partial(self._layers, context=context)
+        layers: Sublayer = partial(self._layers, context=context)
         for ingredient in ingredients_of(cfg):
             layers = ingredient.layers(self, layers, context)
         x = layers(x)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.config import GPTConfig
 from gpt2.ops import Ops
-from gpt2.ops.plain import ACTIVATIONS, Activation, Init, Names, Shape
+from gpt2.ops.plain import ACTIVATIONS, Activation, AxisNames, Init, Shape
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.remat import ATTENTION_LINEAR, MLP_LINEAR
 
@@ -22,7 +22,7 @@ def named_param(
     name: str,
     init: Init,
     shape: Shape,
-    axes: Names,
+    axes: AxisNames,
     *,
     inputs: tuple[int, ...] = (),
     decays: bool = False,
@@ -45,16 +45,16 @@ class Linear(nn.Module):
         shape: shape of the kernel: contracted axes, then new axes.
         axes: names of the kernel's axes.
         num_contract: number of contracted axes.
-        is_projection: whether the result is added to the residual stream.
+        adds_to_residual: whether the result is added to the residual stream.
         activation: elementwise function of the input, applied before the kernel.
     """
 
     config: GPTConfig
     ops: Ops
     shape: Shape
-    axes: Names
+    axes: AxisNames
     num_contract: int = 1
-    is_projection: bool = False
+    adds_to_residual: bool = False
     activation: Activation | None = None
 
     def setup(self):
@@ -96,19 +96,21 @@ class Linear(nn.Module):
     @nn.nowrap
     def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
         fan_in = math.prod(shape[: self.num_contract])
-        stddev = kernel_stddev(self.config, fan_in, is_projection=self.is_projection)
+        stddev = kernel_stddev(
+            self.config, fan_in, adds_to_residual=self.adds_to_residual
+        )
         return nn.initializers.normal(stddev)(key, shape, dtype)
 
 
-def kernel_stddev(cfg: GPTConfig, fan_in: int, *, is_projection: bool) -> float:
+def kernel_stddev(cfg: GPTConfig, fan_in: int, *, adds_to_residual: bool) -> float:
     """Return the standard deviation with which a kernel is drawn."""
-    if is_projection and cfg.zero_init_projections:  # Zhang et al. 2019, Fixup
+    if adds_to_residual and cfg.zero_init_projections:  # Zhang et al. 2019, Fixup
         return 0.0
     stddev = cfg.init_std
     if cfg.init == "fan_in":  # LeCun et al. 1998, section 4.6
         stddev = fan_in**-0.5
     stddev /= cfg.width_ratio**0.5  # muP, Yang et al. 2022, table 8
-    if is_projection:
+    if adds_to_residual:
         # Two branches in each layer add to the residual stream. Division by the square root of
         # their number makes the variance of the sum independent of the depth (GPT-2, section 2.3).
         stddev /= math.sqrt(2 * (cfg.mup_base_depth or cfg.num_layers))
@@ -161,7 +163,7 @@ class Embedding(nn.Module):
     config: GPTConfig
     ops: Ops
     num_rows: int
-    axes: Names
+    axes: AxisNames
     stddev: float
     width: int = 0
 
@@ -210,7 +212,7 @@ class MLP(nn.Module):
             ops,
             (F, D),
             ("mlp", "embed"),
-            is_projection=True,
+            adds_to_residual=True,
             activation=None if cfg.is_gated else activation,
             name="c_proj",
         )

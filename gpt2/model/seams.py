@@ -12,9 +12,9 @@ from flax import struct
 from jax import Array
 
 from gpt2.config import DEFAULTS, GPTConfig
-from gpt2.ops.plain import Names, ScoreTerm
+from gpt2.ops.plain import AxisNames, ScoreTerm
 
-Layer = Callable[[Array], Array]  # from [B, T, D] to [B, T, D]
+Sublayer = Callable[[Array], Array]  # from [B, T, D] to [B, T, D]
 
 
 class Context(struct.PyTreeNode):
@@ -56,12 +56,12 @@ class Context(struct.PyTreeNode):
 
 
 class Branch(NamedTuple):
-    """A residual branch: the stream becomes `stream + dropout(layer(norm(read)))`."""
+    """A residual branch: the stream becomes `stream + dropout(sublayer(norm(read)))`."""
 
     read: Array  # [B, T, D]
     stream: Array  # [B, T, D]
-    layer: Layer  # attention or MLP
-    dropout: Layer
+    sublayer: Sublayer  # attention or MLP
+    dropout: Sublayer
 
 
 class Heads(NamedTuple):
@@ -100,7 +100,7 @@ class Ingredient:
         """Change the embedded tokens `[B, T, D]`, to which positions are added next."""
         return x
 
-    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+    def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
         """Wrap the function that applies all layers."""
         return layers
 
@@ -109,7 +109,7 @@ class Ingredient:
         return x
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Change the input or the layer of a residual branch, or the stream it is added to."""
+        """Change the input or the sublayer of a residual branch, or the stream it is added to."""
         return branch
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
@@ -139,7 +139,7 @@ class Ingredient:
         """
         return logits
 
-    def active_fraction(self, axes: Names) -> float:
+    def active_fraction(self, axes: AxisNames) -> float:
         """Return the fraction of a parameter that a token uses, to count FLOPs.
 
         `axes` are the names of the parameter's axes.

@@ -222,7 +222,7 @@ def _blocks(T, segments, window, transposed):
         queries = slice(end - block, end)
         keys = slice(start, end)
         query, key = pairs(jnp.arange(T), queries, keys)
-        visible = plain.sees(query, key, window)
+        visible = plain.visible_keys(query, key, window)
         if segments is not None:
             visible = visible & jnp.equal(*pairs(segments, queries, keys))
         blocks.append((queries, keys, visible))

@@ -34,7 +34,7 @@ LARGE_TABLE_ROWS = 2048
 
 
 def head_loss(
-    loss: LogitsLoss,
+    logits_loss: LogitsLoss,
     hidden: Array,
     table: Array,
     rows: Batch,
@@ -51,11 +51,11 @@ def head_loss(
     example = jax.eval_shape(partial(jax.tree.map, lambda x: x[:, :chunk]), rows)
     # Learned parameters that the loss closes over become arguments, so that JAX computes their
     # gradients.
-    loss, closed_over = jax.closure_convert(loss, logits, example)
-    sums = jax.eval_shape(loss, logits, example, *closed_over)
+    logits_loss, closed_over = jax.closure_convert(logits_loss, logits, example)
+    sums = jax.eval_shape(logits_loss, logits, example, *closed_over)
     zeros = jax.tree.map(jnp.zeros_like, sums)
     dtype = jnp.dtype(dtype)
-    head = _Head(loss, dtype, jnp.dtype(logits_dtype), variants, chunk)
+    head = _Head(logits_loss, dtype, jnp.dtype(logits_dtype), variants, chunk)
     return _loss(hidden.astype(dtype), table, rows, closed_over, zeros, head)
 
 
@@ -86,9 +86,8 @@ def _choose_chunk(length: int, fitting: int) -> int:
 class _Head(NamedTuple):
     """The static part of the operation: everything but its arrays."""
 
-    loss: Callable[
-        ..., tuple[Array, Tree]
-    ]  # a function of logits, rows, and the arrays that it closed over
+    # A function of logits, rows, and the arrays that it closed over.
+    logits_loss: Callable[..., tuple[Array, Tree]]
     dtype: jnp.dtype  # dtype of the operands of products
     logits_dtype: jnp.dtype
     variants: Variants
@@ -123,7 +122,7 @@ def _loss(
 
     def add_chunk(sums, chunk):
         hidden, rows = chunk
-        new = head.loss(head.logits(hidden, table), rows, *closed_over)
+        new = head.logits_loss(head.logits(hidden, table), rows, *closed_over)
         return jax.tree.map(jnp.add, sums, new), None
 
     return _scan(add_chunk, zeros, (hidden, rows), head.chunk)[0]
@@ -140,7 +139,7 @@ def _loss_fwd(hidden, stored, rows, closed_over, zeros, head):
         hidden, rows = chunk
 
         def loss(logits, closed_over):
-            return head.loss(logits, rows, *closed_over)
+            return head.logits_loss(logits, rows, *closed_over)
 
         derive = jax.value_and_grad(loss, (0, 1), has_aux=True)
         new, (dlogits, dnew) = derive(head.logits(hidden, table), closed_over)

@@ -23,7 +23,7 @@ from gpt2.utils.remat import CORE_ATTENTION
 from gpt2.utils.trees import Batch, Tree
 
 # The logit of a padding token. Its exponential is 0. It is finite, because 0 times infinity is NaN.
-IMPOSSIBLE = -1e9
+MASKED_LOGIT = -1e9
 
 Activation = Callable[[Array], Array]
 # A function of scores [B, N, T, S], positions of queries [T, 1] and positions of keys [S] that
@@ -182,7 +182,7 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     time = jnp.arange(q.shape[1])
-    visible = sees(time[:, None], time, scoring.window)
+    visible = visible_keys(time[:, None], time, scoring.window)
     if (segments := scoring.segments) is not None:
         visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
     scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
@@ -227,7 +227,7 @@ def attention_cached(
             return term(scores[None], query, key)[0]
 
         scores = jax.vmap(apply_term)(scores, query[:, 0])
-    visible = sees(query, key, scoring.window)
+    visible = visible_keys(query, key, scoring.window)
     weights = masked_softmax(scores, visible).astype(q.dtype)
     weights = weights.reshape(B, K, -1, S)
     out = jnp.einsum(
@@ -237,7 +237,7 @@ def attention_cached(
     return jnp.moveaxis(out, 1, 2).astype(q.dtype)
 
 
-def sees(query: Array, key: Array, window: int) -> Array:
+def visible_keys(query: Array, key: Array, window: int) -> Array:
     """Return the boolean mask of the keys that queries see.
 
     `query` and `key` are positions, whose shapes broadcast to the shape of the mask.
@@ -295,7 +295,7 @@ def rope(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def head_loss(
-    loss: LogitsLoss,
+    logits_loss: LogitsLoss,
     hidden: Array,
     table: Array,
     batch: Batch,
@@ -303,13 +303,13 @@ def head_loss(
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Array, Tree]:
-    """Return `loss(logits, batch)`, where the logits are `hidden table^T`.
+    """Return `logits_loss(logits, batch)`, where the logits are `hidden table^T`.
 
     `hidden` is `[B, T, D]` and `table` is `[V, D]`; the operands of their product have `dtype`. A
     kernel may store logits in `logits_dtype`.
     """
     logits = compute_logits(hidden, table, dtype)
-    objective, logged = loss(logits, jax.lax.stop_gradient(batch))
+    objective, logged = logits_loss(logits, jax.lax.stop_gradient(batch))
     return objective, jax.lax.stop_gradient(logged)
 
 
@@ -318,7 +318,7 @@ def log_sum_exp(logits: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=-1)
 
 
-def pick(logits: Array, targets: Array) -> Array:
+def target_logits(logits: Array, targets: Array) -> Array:
     """Return the logits `[B, T]` of the targets, and 0 where a target is -1.
 
     XLA can fuse a comparison, unlike a gather, with other passes over the logits, and can split it
@@ -328,7 +328,7 @@ def pick(logits: Array, targets: Array) -> Array:
     return jnp.where(is_target, logits, 0.0).sum(-1)
 
 
-def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
+def masked_sum(losses: Array, targets: Array) -> tuple[Array, Array]:
     """Return the sum of losses `[B, T]` where targets are not -1, and the number of these targets.
 
     Both are float32 scalars.
@@ -340,17 +340,17 @@ def sum_real(losses: Array, targets: Array) -> tuple[Array, Array]:
 
 def cross_entropy(logits: Array, batch: Batch) -> tuple[Array, Tree]:
     """Return the sum of `-log softmax(logits)` at the targets in nats, and no sums to log."""
-    losses = log_sum_exp(logits) - pick(logits, batch["targets"])
-    return sum_real(losses, batch["targets"])[0], ()
+    losses = log_sum_exp(logits) - target_logits(logits, batch["targets"])
+    return masked_sum(losses, batch["targets"])[0], ()
 
 
-def hide_padding(logits: Array, vocab_size: int) -> Array:
-    """Set the logits of padding tokens, from index `vocab_size` on, to `IMPOSSIBLE`."""
+def mask_padding(logits: Array, vocab_size: int) -> Array:
+    """Set the logits of padding tokens, from index `vocab_size` on, to `MASKED_LOGIT`."""
     chex.assert_axis_dimension_gteq(logits, -1, vocab_size)
     tokens = jnp.arange(logits.shape[-1])
     if vocab_size == tokens.size:
         return logits
-    return jnp.where(tokens < vocab_size, logits, IMPOSSIBLE)
+    return jnp.where(tokens < vocab_size, logits, MASKED_LOGIT)
 
 
 def compute_logits(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
@@ -378,7 +378,7 @@ def add_rows(x: Array, table: Array) -> Array:
 
 Init = Callable[..., Array]  # a function of a key, a shape and a dtype
 Shape = tuple[int, ...]
-Names = tuple[str, ...]  # logical names of axes
+AxisNames = tuple[str, ...]  # logical names of axes
 
 
 def param(

@@ -60,7 +60,7 @@ class HeadLoss(Protocol):
 
     def __call__(  # noqa: D102
         self,
-        loss: LogitsLoss,
+        logits_loss: LogitsLoss,
         hidden: Array,
         table: Array,
         batch: Batch,

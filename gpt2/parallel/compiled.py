@@ -91,7 +91,7 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
 
 
 # The train step and the norm-logging step, for each shape of a batch.
-Steps = dict[Any, tuple[CompiledStep, Callable]]
+CompiledSteps = dict[Any, tuple[CompiledStep, Callable]]
 
 
 def compile_once(

@@ -45,7 +45,7 @@ SHORT_NARROW = 64
 # The value of `model.attention` for the preferred kernel of each platform.
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
 
-# Names of options that add a term to the scores. No kernel supports these terms.
+# AxisNames of options that add a term to the scores. No kernel supports these terms.
 Terms = Collection[str]
 
 

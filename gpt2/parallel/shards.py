@@ -10,13 +10,13 @@ from jax import Array
 
 from gpt2.ops import Ops, plain
 from gpt2.ops.fsdp import Shard, Shards, gather, gathering, look_up
-from gpt2.ops.plain import Init, Names, Shape
+from gpt2.ops.plain import AxisNames, Init, Shape
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
 # A function that returns how a parameter with these logical axes is sharded, or None if devices
 # hold it whole.
-ShardsFor = Callable[[Names], Shards | None]
+ShardsFor = Callable[[AxisNames], Shards | None]
 
 
 def gather_by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:

@@ -9,7 +9,7 @@ from functools import cache, partial
 import jax
 
 from gpt2.config import Config
-from gpt2.config.shapes import Shape
+from gpt2.config.shapes import StepShape
 from gpt2.telemetry.chips import total_peak_flops
 from gpt2.utils import launch
 from gpt2.utils.text import format_duration
@@ -52,7 +52,7 @@ class StepClock:
     def for_run(
         cls,
         config: Config,
-        flops_per_token: Callable[[Shape], float],
+        flops_per_token: Callable[[StepShape], float],
         num_runs: int = 1,
         since: float = launch.BEGAN,
     ) -> "StepClock":
@@ -63,7 +63,7 @@ class StepClock:
         """
 
         @cache
-        def cost(shape: Shape) -> float:
+        def cost(shape: StepShape) -> float:
             return shape.tokens * flops_per_token(shape)
 
         return cls(

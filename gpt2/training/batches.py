@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from gpt2.config import Config
-from gpt2.config.shapes import Shape
+from gpt2.config.shapes import StepShape
 from gpt2.data import Dataset
 from gpt2.data.interfaces import Batch as HostBatch
 from gpt2.data.loading.prefetch import prefetch
@@ -70,12 +70,12 @@ class Batches:
             placed[name] = weight, self._ahead(batches)
         return placed, targets_per_byte
 
-    def examples(self, start: int = 0) -> tuple[dict[Shape, Batch], Batch]:
+    def examples(self, start: int = 0) -> tuple[dict[StepShape, Batch], Batch]:
         """Return a batch of each shape after `start`, and one of validation."""
         validation, _ = self.validation(1)
         _, first = next(iter(validation.values()))
         example = next(iter(first))
-        examples = dict[Shape, Batch]()
+        examples = dict[StepShape, Batch]()
         for begin in self._shapes.pieces:
             shape = self._shapes.at(max(begin, start) + 1)
             rows = self._local_rows(shape.batch_size)

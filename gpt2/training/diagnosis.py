@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from gpt2.errors import DivergedError, UserError
 from gpt2.model.gpt import Params
 from gpt2.parallel import gather_whole
-from gpt2.parallel.compiled import Steps, run_alone
+from gpt2.parallel.compiled import CompiledSteps, run_alone
 from gpt2.training.batches import Batches
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.program import Program
@@ -42,7 +42,7 @@ class Diagnosis:
     batches: Batches
     workdir: Path
     checkpointer: Checkpointer
-    steps: Steps
+    steps: CompiledSteps
     first_state: Callable[[], TrainState]
 
     def explain(self, error: DivergedError, state: TrainState) -> UserError:

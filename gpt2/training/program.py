@@ -15,14 +15,14 @@ import optax
 from jax import Array
 
 from gpt2.config import Config
-from gpt2.config.shapes import Shape
+from gpt2.config.shapes import StepShape
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients import score_term_options
 from gpt2.ops import Ops
 from gpt2.optim import joint_norm, make_optimizer, make_schedule
 from gpt2.parallel import Backend, make_backend
-from gpt2.parallel.compiled import CompiledStep, Steps, compile_once
+from gpt2.parallel.compiled import CompiledStep, CompiledSteps, compile_once
 from gpt2.parallel.kernel_check import check_attention
 from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout
@@ -34,10 +34,10 @@ from gpt2.training.state import TrainState
 from gpt2.training.statistics import make_watch_step
 from gpt2.training.steps import (
     Metrics,
-    compute_both,
     make_eval_step,
     make_train_step,
     make_update,
+    select_both,
 )
 from gpt2.utils.platform import platform_of
 from gpt2.utils.prng import init_key
@@ -114,7 +114,7 @@ class Program:
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
             norm=joint_norm if is_one_gpu else optax.tree.norm,
-            choose=jax.lax.cond if platform == "cpu" else compute_both,
+            choose=jax.lax.cond if platform == "cpu" else select_both,
         )
         # Validation computes cross-entropy. A user's loss adds its other quantities.
         others = None if loss is next_token_loss else own_loss
@@ -162,13 +162,13 @@ class Program:
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
+        """ShapeSchedule, dtypes and shardings of the state."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         return with_shardings(shapes, self.backend.state_shardings(shapes))
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of the largest batch, int32."""
+        """ShapeSchedule and shardings of the largest batch, int32."""
         size, length, _ = self.config.shapes.largest
         whole = jax.ShapeDtypeStruct(
             self.backend.batch_shape(size, length),
@@ -185,7 +185,7 @@ class Program:
         """The number of parameters."""
         return num_params(self.state_shapes.params)
 
-    def flops_per_token(self, shape: Shape) -> float:
+    def flops_per_token(self, shape: StepShape) -> float:
         """Return the model FLOPs of one token, in training steps of a shape."""
         return model_flops_per_token(self.model.config, shape)
 
@@ -205,7 +205,7 @@ class Program:
             return f"by {name} (with dropout, by the reference implementation)"
         return "by the reference implementation" if name == "plain" else f"by {name}"
 
-    def describe(self, batches: Batches, steps: Steps, start: int) -> str:
+    def describe(self, batches: Batches, steps: CompiledSteps, start: int) -> str:
         """Return the run's first screen: facts that follow from its options, data and devices."""
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
@@ -227,14 +227,16 @@ class Program:
             )
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
-    def at(self, shape: Shape) -> "Program":
+    def at(self, shape: StepShape) -> "Program":
         """Return the program whose attention window is that of a shape."""
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
-    def compile_steps(self, state: TrainState, examples: Mapping[Shape, Tree]) -> Steps:
+    def compile_steps(
+        self, state: TrainState, examples: Mapping[StepShape, Tree]
+    ) -> CompiledSteps:
         """Compile the train step and the norm-logging step for a batch of each shape."""
-        steps = Steps()
+        steps = CompiledSteps()
         for shape, batch in examples.items():
             program = self.at(shape)
             steps[shape] = (

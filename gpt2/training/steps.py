@@ -100,7 +100,9 @@ def make_update(
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")
             grad_norm = norm(grads)
-            keep, judged, about_skips = _judge(state, metrics["train/loss"], grad_norm)
+            accepts, guarded, skip_metrics = _judge(
+                state, metrics["train/loss"], grad_norm
+            )
 
             def take():
                 # Within a branch, XLA would not see that a clip takes the norm again.
@@ -113,14 +115,14 @@ def make_update(
                 none = jax.tree.map(jnp.zeros_like, state.params)
                 return state.params, state.opt_state, none
 
-            new = take() if keep is None else choose(keep, take, skip)
+            new = take() if accepts is None else choose(accepts, take, skip)
             params, opt_state, updates = new
         taken = num_updates(state.opt_state)
         rate = schedule(state.step if taken is None else taken)
-        metrics |= about_skips
+        metrics |= skip_metrics
         metrics["train/grad_norm"] = grad_norm
         metrics["train/learning_rate"] = jnp.float32(rate)
-        after = judged.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        after = guarded.replace(step=state.step + 1, params=params, opt_state=opt_state)
         return Update(after, metrics, grads, updates)
 
     return update
@@ -148,28 +150,28 @@ def _judge(
     """Return whether to take a step, None for always, `state` that knows of it, and metrics."""
     if state.guard is None:
         return None, state, Metrics()
-    keep, guard = state.guard.judge(loss, grad_norm)
+    accepts, guard = state.guard.judge(loss, grad_norm)
     loss_scale = state.loss_scale
     if loss_scale is not None:
         is_finite = jnp.isfinite(grad_norm)
         # The batch is not to blame, unless the scale cannot be lowered.
         overflows = jnp.isfinite(loss) & ~is_finite & (loss_scale.scale > 1)
-        guard = _choose(overflows, state.guard, guard)
+        guard = _select(overflows, state.guard, guard)
         updated = loss_scale.update(is_finite)
-        loss_scale = _choose(overflows | keep, updated, loss_scale)
-    about_skips = {
+        loss_scale = _select(overflows | accepts, updated, loss_scale)
+    skip_metrics = {
         "train/skipped_steps": jnp.float32(guard.skipped),
         "train/bad_in_a_row": jnp.float32(guard.bad_in_a_row),  # up to this one
     }
-    return keep, state.replace(guard=guard, loss_scale=loss_scale), about_skips
+    return accepts, state.replace(guard=guard, loss_scale=loss_scale), skip_metrics
 
 
-def compute_both(condition: Array, function: Callable, other: Callable) -> Tree:
+def select_both(condition: Array, function: Callable, other: Callable) -> Tree:
     """Do as `jax.lax.cond`, without a branch, for which a GPU would wait for the host."""
-    return _choose(condition, function(), other())
+    return _select(condition, function(), other())
 
 
-def _choose(condition: Tree, tree: Tree, other: Tree) -> Tree:
+def _select(condition: Tree, tree: Tree, other: Tree) -> Tree:
     return jax.tree.map(partial(jnp.where, condition), tree, other)
 
 

@@ -13,9 +13,9 @@ from flax import struct
 from gpt2.errors import UserError
 from gpt2.utils.trees import Tree
 
-# Names of axes that stack tensors of equal shapes.
+# AxisNames of axes that stack tensors of equal shapes.
 STACKING = {"layers", "experts", "qkv"}
-# Names of axes that do not make a parameter a matrix.
+# AxisNames of axes that do not make a parameter a matrix.
 SMALL = STACKING | {"mix", "head_size"}
 
 

@@ -29,9 +29,8 @@ def parse(monkeypatch):
     )
 
     def parse(*args):
-        monkeypatch.setattr(
-            sys, "argv", ["command", *args]
-        )  # where ml_collections finds overrides
+        # Where ml_collections finds overrides.
+        monkeypatch.setattr(sys, "argv", ["command", *args])
         return cli.parse_flags(sys.argv)
 
     return parse

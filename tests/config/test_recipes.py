@@ -99,9 +99,8 @@ def drawn(tmp_path, monkeypatch):
 
 def test_published_losses_lie_at_the_steps_that_have_read_as_much(tmp_path, drawn):
     for path in REFERENCES.glob("*.csv"):
-        assert path.read_text().startswith("# ") and read_reference(
-            path.stem
-        )  # says from where
+        # Says from where.
+        assert path.read_text().startswith("# ") and read_reference(path.stem)
     plot_losses(tmp_path, "llmc-124m")
     axes = drawn[0].axes[0]
     lines = {line.get_label(): line.get_xydata() for line in axes.lines}

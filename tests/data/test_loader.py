@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from gpt2.config.shapes import Shape, Shapes
+from gpt2.config.shapes import ShapeSchedule, StepShape
 from gpt2.data.loading.prefetch import prefetch
 from gpt2.data.loading.token_batches import TokenDataset, ValidationLoader
 from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
@@ -43,7 +43,7 @@ def open_batches(
     shapes=None,
 ):
     """Returns the batches of a run on prepared tokens."""
-    shapes = shapes or Shapes({0: Shape(batch_size, context_length, 0)})
+    shapes = shapes or ShapeSchedule({0: StepShape(batch_size, context_length, 0)})
     config = SimpleNamespace(
         seed=seed,
         data=SimpleNamespace(packing=packing, document_mask=document_mask),
@@ -86,7 +86,9 @@ def test_an_epoch_visits_every_window_once_in_another_order_and_offset(counting)
 def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting):
     rows = open_batches(single(counting), batch_size=1, context_length=16)
     tokens = np.concatenate([rows.batch(step)["tokens"][0] for step in range(1, 701)])
-    shapes = Shapes({0: Shape(6, 4, 0), 20: Shape(4, 8, 0), 33: Shape(8, 16, 0)})
+    shapes = ShapeSchedule(
+        {0: StepShape(6, 4, 0), 20: StepShape(4, 8, 0), 33: StepShape(8, 16, 0)}
+    )
     options = dict(batch_size=8, context_length=16, shapes=shapes)
     loader = open_batches(single(counting), **options)
     position = 0

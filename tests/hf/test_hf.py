@@ -27,7 +27,7 @@ from gpt2.hf.weights import (
 )
 from gpt2.model import GPT
 from gpt2.utils.scan import in_layout
-from tests import plain
+from tests import numpy_model
 from tests.helpers import (
     assert_rounded,
     configured,
@@ -72,7 +72,7 @@ def test_imported_weights_give_the_golden_answers_of_pytorch(name, tmp_path):
     directory = peer.write_model(tmp_path, name)
     cfg, params = hf.load(directory)
     ids = peer.tokens(name)[0]
-    _, atol = in_float64(lambda params: plain.logits(cfg, params, ids), params)
+    _, atol = in_float64(lambda params: numpy_model.logits(cfg, params, ids), params)
     assert_golden(peer.our_answers(directory, name), name, 2 * atol)
 
 
@@ -165,7 +165,7 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
     assert loaded_cfg.bias
 
     def compute(params):
-        return plain.logits(cfg, params, ids)
+        return numpy_model.logits(cfg, params, ids)
 
     found = GPT(loaded_cfg).apply({"params": loaded}, ids[None])[0]
     assert_rounded(found, compute, params)

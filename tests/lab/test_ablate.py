@@ -433,7 +433,7 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
 def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     tune = {"optim.learning_rate": [1e-3, 2e-3, 4e-3]}
     sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
-    choosing = sweep.choosing_runs()
+    choosing = sweep.tuning_runs()
     assert len(choosing) == 6
 
     def loss(run):
@@ -473,7 +473,7 @@ def test_an_arm_whose_every_choice_diverged_trains_with_the_first(tmp_path):
     tune = {"optim.learning_rate": [1e-3, 2e-3]}
     sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)
     states = {"baseline": "finished", "optim.name=lion": "diverged"}
-    for run in sweep.choosing_runs():
+    for run in sweep.tuning_runs():
         write_run(run, 3.0, states[run.arm])
     sweep = sweep.with_choices()
     assert sweep.chosen["optim.name=lion"] == {"optim.learning_rate": 1e-3}

@@ -140,9 +140,8 @@ def test_a_course_is_undecided_if_the_noise_hides_it_and_none_if_the_baseline_ge
 def test_a_forecast_reaches_ten_times_the_compute_over_three_forms():
     course = judge_course(ladder_of([1, 1, 1, 1]), ladder_of([1, 2, 4, 8]))
     low, high = course.forecast
-    assert low == pytest.approx(
-        8**0.5, rel=0.01
-    )  # constant: the mean of the logarithms
+    # Constant: the mean of the logarithms.
+    assert low == pytest.approx(8**0.5, rel=0.01)
     assert high == pytest.approx(16, rel=0.01)  # linear
 
 

@@ -268,9 +268,8 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
     assert max(map(len, out.splitlines())) <= 80
     rows = [" ".join(row.split()) for row in re.split(r"\n(?=\w)", out)]
     assert len({*rows}) == len(rows) == len(tried)
-    skipped = err.count(
-        "skipped: "
-    )  # tensors cannot be split over eight of four devices
+    # Tensors cannot be split over eight of four devices.
+    skipped = err.count("skipped: ")
     assert err.count("compiling ") == len(tried) + skipped
     assert skipped > 0
     fits = [not row.startswith("The step does not fit") for row in rows]

@@ -26,7 +26,7 @@ from gpt2.ops.head_loss import look_up_padded, pad_vocab
 from gpt2.training.losses import next_token_loss
 from gpt2.training.program import Program
 from gpt2.utils.scan import METRICS, report
-from tests import plain as in_numpy
+from tests import numpy_model as in_numpy
 from tests.helpers import (
     assert_rounded,
     batch_of,

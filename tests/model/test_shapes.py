@@ -106,7 +106,7 @@ apply_norm = partial(norm, dtype="float32", variants=CPU)
 
 def score(hidden, table):
     def loss(logits, rows):
-        return plain.cross_entropy(plain.hide_padding(logits, 11), rows)
+        return plain.cross_entropy(plain.mask_padding(logits, 11), rows)
 
     rows = {"targets": jnp.zeros((2, 8), jnp.int32)}
     return head_loss(

@@ -1,6 +1,6 @@
 """Every switch of the model and the loss has an effect, the same one in every way to run a model.
 
-A row of `SWITCHES` covers a switch. tests/model/test_switch_values.py compares what each switch
+A row of `SWITCHES` covers a switch. tests/model/test_against_numpy.py compares what each switch
 computes with an independent reference.
 """
 
@@ -27,7 +27,7 @@ from gpt2.model.ingredients import INGREDIENTS, score_term_options
 from gpt2.training.losses import LOSS_TERMS, next_token_loss
 from gpt2.training.program import Program
 from gpt2.utils.scan import in_layout
-from tests import plain
+from tests import numpy_model
 from tests.helpers import (
     ROOT,
     batch_of,
@@ -236,16 +236,16 @@ def mean_loss(name, model, params, tokens, key=None):
 
 
 def in_numpy(name, params, tokens):
-    """Return the logits `[B, T, V]` and the mean loss that tests/plain.py computes."""
+    """Return the logits `[B, T, V]` and the mean loss that tests/numpy_model.py computes."""
     exact = jax.tree.map(np.float64, params)
     cfg = model_of(name).config
     options = config_of(name).loss
-    weights = [1.0, *plain.ahead_weights(options, step=2)]
+    weights = [1.0, *numpy_model.ahead_weights(options, step=2)]
     logits = []
     loss = 0.0
     for row in np.asarray(tokens):
-        row_logits = plain.logits(cfg, exact, row)
-        losses = plain.losses_ahead(row_logits, np.roll(row, -1), options)
+        row_logits = numpy_model.logits(cfg, exact, row)
+        losses = numpy_model.losses_ahead(row_logits, np.roll(row, -1), options)
         loss += np.dot(losses, weights)
         logits.append(row_logits)
     return np.stack(logits), loss / tokens.size

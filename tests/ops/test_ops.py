@@ -471,14 +471,14 @@ def loss_of(vocab_size, log_sum_exp, softcap=0.0, z_loss=0.0, weights=(1.0,)):
     def loss(logits, rows):
         if softcap:
             logits = SoftCap(softcap)(logits)
-        logits = plain.hide_padding(logits, vocab_size)
+        logits = plain.mask_padding(logits, vocab_size)
         normaliser = log_sum_exp(logits)
         mean_logit = logits[..., :vocab_size].mean(axis=-1)
         terms = z_loss * normaliser**2 - 0.1 * mean_logit
         logged = {}
         for name, targets in rows.items():
-            losses = normaliser - plain.pick(logits, targets) + terms
-            logged[name] = plain.sum_real(losses, targets)
+            losses = normaliser - plain.target_logits(logits, targets) + terms
+            logged[name] = plain.masked_sum(losses, targets)
         totals = jnp.stack([total for total, _ in logged.values()])
         return totals @ jnp.array(weights), logged
 

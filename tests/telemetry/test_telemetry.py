@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import Config, GPTConfig, LoggingConfig, TrainConfig
-from gpt2.config.shapes import Shape
+from gpt2.config.shapes import StepShape
 from gpt2.errors import DivergedError, UserError
 from gpt2.model.flops import model_flops_per_token
 from gpt2.parallel import compiled
@@ -361,8 +361,8 @@ def test_flops_per_token_follow_the_published_formula():
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
     assert model_flops_per_token(cfg) == expected
     short = expected - 12 * 12 * 768 * 512
-    assert model_flops_per_token(cfg, Shape(8, 512, 600)) == short
-    assert model_flops_per_token(cfg, Shape(9, 1024, 512)) == short
+    assert model_flops_per_token(cfg, StepShape(8, 512, 600)) == short
+    assert model_flops_per_token(cfg, StepShape(9, 1024, 512)) == short
 
 
 def check_chip(kind, bfloat16, float32, board):

@@ -330,17 +330,17 @@ def test_a_module_may_not_report_what_the_loss_does():
 def weighted_loss(model, options=None):
     """Return a loss with weights from the batch, which also logs the mean over marked positions."""
 
-    def from_logits(logits, batch):
+    def logits_loss(logits, batch):
         targets = batch["targets"]
-        losses = plain.log_sum_exp(logits) - plain.pick(logits, targets)
+        losses = plain.log_sum_exp(logits) - plain.target_logits(logits, targets)
         total = jnp.sum(batch["weights"] * losses)
         count = jnp.sum(batch["weights"])
-        marked = plain.sum_real(losses, batch["marks"] - 1)
+        marked = plain.masked_sum(losses, batch["marks"] - 1)
         return total, {"loss": (total, count), "marked": marked}
 
     def loss(params, batch, key=None, step=None):
         reads = ("weights", "marks")
-        return apply_loss(model, params, batch, from_logits, key, reads)
+        return apply_loss(model, params, batch, logits_loss, key, reads)
 
     return loss
 

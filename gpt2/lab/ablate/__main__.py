@@ -49,7 +49,7 @@ def main() -> int:
 
     sweep = register(sweep)
     while True:
-        runs = [*sweep.undecided_runs(), *sweep.runs()]
+        runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
         print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
         train_all(runs, slots, sweep.score)
         grown = grow(sweep.with_choices())

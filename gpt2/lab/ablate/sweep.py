@@ -49,7 +49,7 @@ class Sweep:
         """The unit of the score."""
         return "nats per token" if self.score == LOSS else "bits per byte"
 
-    def choosing_runs(self) -> list[Run]:
+    def tuning_runs(self) -> list[Run]:
         """Return the tuning runs, one for each arm and combination of the tuned values."""
         runs = list[Run]()
         if not self.tune:
@@ -63,9 +63,9 @@ class Sweep:
                 runs.append(run)
         return runs
 
-    def undecided_runs(self) -> list[Run]:
+    def pending_tuning_runs(self) -> list[Run]:
         """Return the tuning runs of the arms whose values have not been chosen yet."""
-        return [run for run in self.choosing_runs() if run.arm not in self.chosen]
+        return [run for run in self.tuning_runs() if run.arm not in self.chosen]
 
     def num_seeds(self, arm: Arm) -> int:
         """Return the number of seeds that an arm has so far."""
@@ -84,7 +84,7 @@ class Sweep:
 
     def all_runs(self) -> list[Run]:
         """Return the tuning runs and the compared runs."""
-        return [*self.choosing_runs(), *self.runs()]
+        return [*self.tuning_runs(), *self.runs()]
 
     def with_choices(self) -> "Sweep":
         """Return the sweep with the best values of every arm whose tuning runs have all ended.
@@ -94,7 +94,7 @@ class Sweep:
         chosen = dict(self.chosen)
         if not self.tune:
             chosen = {arm.name: {} for arm in self.arms}
-        runs = self.undecided_runs()
+        runs = self.pending_tuning_runs()
         scores = read_results(runs, self.score)
         for arm in dict.fromkeys(run.arm for run in runs):
             rows = scores[scores.arm == arm]

@@ -60,9 +60,8 @@ class Player(NamedTuple):
     def ask(self, method: str, *arguments: int) -> Any:
         """Call a method of the process's `Side`, and return its result."""
         assert self.process.stdout
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the process has ended; this is handled below
+        # The process has ended; this is handled below.
+        with contextlib.suppress(BrokenPipeError):
             request = json.dumps([method, *arguments])
             print(request, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()

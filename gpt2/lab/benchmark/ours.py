@@ -86,9 +86,8 @@ def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
     """Return the batch of a step: int32 arrays `[B, T]` in host memory."""
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
-    if (
-        config.data.document_mask
-    ):  # documents have random lengths, 256 tokens on average
+    # Documents have random lengths, 256 tokens on average.
+    if config.data.document_mask:
         begins = tokens % 256 == 0
         batch["segments"] = np.cumsum(begins, axis=1, dtype=np.int32)
     return batch

@@ -14,7 +14,7 @@ from gpt2 import cli
 from gpt2.config import (
     Config,
     flatten,
-    option,
+    get_option,
     read_option,
     read_options,
     with_options,
@@ -237,7 +237,7 @@ def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
         if _RECIPE in options:
             recipe = read_options(str(options.pop(_RECIPE)))
             # Overrides on the command line apply to all arms.
-            overrides = {key: option(config, key) for key in cli.overrides()}
+            overrides = {key: get_option(config, key) for key in cli.overrides()}
             config = with_options(Config.from_dict(recipe), overrides)
         usual = flatten(config.to_dict())
         return Arm.from_options(name, usual | options, commit)

@@ -6,7 +6,7 @@ In all configs here `model.vocab_size` is set, and not 0.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpt2.config import Config, option, with_options
+from gpt2.config import Config, get_option, with_options
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm
@@ -32,7 +32,7 @@ def choose_score(arms: Sequence[Arm]) -> str:
     """
 
     def differs(name: str) -> bool:
-        return len({option(arm.config, name) for arm in arms}) > 1
+        return len({get_option(arm.config, name) for arm in arms}) > 1
 
     if any(map(differs, _TEXT)):
         raise UserError(
@@ -64,7 +64,7 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
         )
     options = {"train.num_steps": max(1, num_steps)}
     for name, about in OPTIONS.items():
-        if about.is_duration and (steps := option(arm.config, name)):
+        if about.is_duration and (steps := get_option(arm.config, name)):
             options[name] = max(1, round(steps * num_steps / before))
     return replace(arm, config=with_options(arm.config, options))
 

@@ -56,7 +56,7 @@ def main() -> int:
     sweeps = [register(sweep) for sweep in sweeps]
     while True:
         for sweep in sweeps:
-            runs = [*sweep.undecided_runs(), *sweep.runs()]
+            runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
             print(f"{len(runs)} runs, in {sweep.root}/runs", flush=True)
             train_all(runs, slots, sweep.score)
         grown = grow([sweep.with_choices() for sweep in sweeps])

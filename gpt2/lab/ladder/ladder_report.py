@@ -144,9 +144,8 @@ def _plot(
             if not course.forecast:
                 continue
             color = COLORS[i % len(COLORS)]
-            shift = 1.06 ** (
-                i - (len(courses) - 1) / 2
-            )  # so that bars do not cover each other
+            # So that bars do not cover each other.
+            shift = 1.06 ** (i - (len(courses) - 1) / 2)
             x = np.array(compute) * shift
             value, low, high = np.array(course.multipliers).T
             axes.errorbar(

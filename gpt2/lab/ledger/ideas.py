@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt2 import cli
-from gpt2.config import option
+from gpt2.config import get_option
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm, make_arms
@@ -72,7 +72,7 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
         # --equal determines the number of steps.
         if about.is_recipe or name == "train.num_steps":
             continue
-        if option(arm.config, name) != option(best.config, name):
+        if get_option(arm.config, name) != get_option(best.config, name):
             raise UserError(
                 f"--idea={text} sets {name}, which is not a part of the model or its training",
                 "Leave this option out, or start another --ledger with it",

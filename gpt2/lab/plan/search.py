@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from gpt2.config import Config, option, read_option, with_options
+from gpt2.config import Config, get_option, read_option, with_options
 from gpt2.config.options import Options
 from gpt2.errors import UserError, log
 from gpt2.lab.plan.plan import DoesNotFit, compile_plan, make_program
@@ -59,7 +59,7 @@ def search(
             changed = {
                 name: value
                 for name, value in options.items()
-                if name not in given and option(config, name) != value
+                if name not in given and get_option(config, name) != value
             }
             flags = " ".join(f"--config.{name}={changed[name]}" for name in changed)
             try:

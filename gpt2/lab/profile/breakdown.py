@@ -152,9 +152,8 @@ def _causes(
     known = sum(causes.values())
     rest = end - start - known
     cause = LOOP
-    if (
-        rest < known
-    ):  # the remaining time has the same cause, which delayed the step's start
+    # The remaining time has the same cause, which delayed the step's start.
+    if rest < known:
         cause = max(causes, key=causes.__getitem__)
     causes[cause] += rest
     return causes

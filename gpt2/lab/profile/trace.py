@@ -45,9 +45,8 @@ class Operation(NamedTuple):
 class Trace(NamedTuple):
     """The content of a trace. All lists are ordered by time."""
 
-    operations: list[
-        Operation
-    ]  # of all programs, on one accelerator or on all devices of a CPU
+    # The operations of all programs, on one accelerator or on all devices of a CPU.
+    operations: list[Operation]
     steps: list[Span]  # the host's dispatch of each step
     phases: list[Span]  # phases of the host's loop, with the names in `PHASES`
 

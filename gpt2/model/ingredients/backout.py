@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.model.layers import named_param
-from gpt2.model.seams import Context, Ingredient, Layer
+from gpt2.model.seams import Context, Ingredient, Sublayer
 
 
 class Backout(Ingredient):
@@ -17,7 +17,7 @@ class Backout(Ingredient):
 
     option = "backout"
 
-    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+    def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
         """Subtract the fraction of the middle layer's input after the last layer."""
 
         def layers_without_middle(x: Array) -> Array:

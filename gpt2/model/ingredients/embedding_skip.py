@@ -7,7 +7,7 @@ import flax.linen as nn
 from jax import Array
 
 from gpt2.model.ingredients.mix import Mix
-from gpt2.model.seams import Context, Ingredient, Layer
+from gpt2.model.seams import Context, Ingredient, Sublayer
 
 
 class EmbeddingSkip(Ingredient):
@@ -15,7 +15,7 @@ class EmbeddingSkip(Ingredient):
 
     option = "embedding_skip"
 
-    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+    def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
         """Store the embedded tokens for all layers."""
 
         def layers_with_embedding(x: Array) -> Array:

@@ -24,7 +24,7 @@ from gpt2.config import GPTConfig
 from gpt2.model.layers import MLP, Linear
 from gpt2.model.seams import Branch, Context, Ingredient
 from gpt2.ops import Ops
-from gpt2.ops.plain import Names
+from gpt2.ops.plain import AxisNames
 from gpt2.utils.scan import METRICS, report
 
 
@@ -41,9 +41,9 @@ class Experts(Ingredient):
         def mixture(x: Array) -> Array:
             return Mixture(self.config, block.ops, name="mlp")(x, context)
 
-        return branch._replace(layer=mixture)
+        return branch._replace(sublayer=mixture)
 
-    def active_fraction(self, axes: Names) -> float:
+    def active_fraction(self, axes: AxisNames) -> float:
         """Return the fraction of experts that process a token, or 1 for other parameters."""
         if "experts" not in axes:
             return 1.0

@@ -11,7 +11,7 @@ from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.layers import Norm, named_param
-from gpt2.model.seams import Branch, Context, Ingredient, Layer
+from gpt2.model.seams import Branch, Context, Ingredient, Sublayer
 from gpt2.ops import Ops
 from gpt2.ops.plain import Shape
 
@@ -21,7 +21,7 @@ class HyperConnections(Ingredient):
 
     option = "hyper_connections"
 
-    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+    def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
         """Copy the stream `[B, T, D]` to n streams before all layers; average them afterwards."""
 
         def layers_with_streams(x: Array) -> Array:

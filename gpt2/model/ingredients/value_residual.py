@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gpt2.model.ingredients.mix import Mix
-from gpt2.model.seams import Context, Heads, Ingredient, Layer
+from gpt2.model.seams import Context, Heads, Ingredient, Sublayer
 
 
 class ValueResidual(Ingredient):
@@ -17,7 +17,7 @@ class ValueResidual(Ingredient):
 
     option = "value_residual"
 
-    def layers(self, gpt: nn.Module, layers: Layer, context: Context) -> Layer:
+    def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
         """Store zeros, which the first layer replaces with its values."""
         cfg = self.config
         shape = (*context.tokens.shape, cfg.kv_heads, cfg.head_size)

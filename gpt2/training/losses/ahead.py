@@ -49,8 +49,8 @@ class Ahead(LossTerm):
             remaining = jnp.maximum(1 - step / self.options.ahead_fade, 0.0)
         for distance, weight in enumerate(self.weights, 1):
             targets = batch[_name(distance)]
-            losses = log_normaliser - plain.pick(logits, targets)
-            total, count = plain.sum_real(losses, targets)
+            losses = log_normaliser - plain.target_logits(logits, targets)
+            total, count = plain.masked_sum(losses, targets)
             objective += remaining * weight * total
             sums[_name(distance)] = total, count
         return objective, sums

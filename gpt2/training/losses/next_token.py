@@ -5,7 +5,7 @@ the scalars to log. Steps add up both results over micro-batches and devices, an
 the gradient by the count of `sums["loss"]`, and each sum by its own count.
 
 `update` (training/steps.py) calls `loss`, which calls `GPT.loss` through `apply_loss`. The model's
-head then calls `cross_entropy_and_terms` with the logits of a part of the positions at a time.
+head then calls `logits_loss` with the logits of a part of the positions at a time.
 """
 
 import dataclasses
@@ -50,11 +50,11 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
         for term in terms:
             arrays |= term.arrays(batch)
 
-        def cross_entropy_and_terms(logits: Array, part: Batch) -> tuple[Array, Sums]:
+        def logits_loss(logits: Array, part: Batch) -> tuple[Array, Sums]:
             targets = part["targets"]
             log_normaliser = model.ops.log_sum_exp(logits)
-            losses = log_normaliser - plain.pick(logits, targets)
-            sums = {"loss": plain.sum_real(losses, targets)}
+            losses = log_normaliser - plain.target_logits(logits, targets)
+            sums = {"loss": plain.masked_sum(losses, targets)}
             objective = sums["loss"][0]
             for term in terms:
                 weighted, to_log = term.sums(logits, log_normaliser, part, step)
@@ -62,9 +62,7 @@ def next_token_loss(model: GPT, options: LossConfig = LossConfig()) -> LossFn:
                 sums |= to_log
             return objective, sums
 
-        return apply_loss(
-            model, params, batch | arrays, cross_entropy_and_terms, key, reads=arrays
-        )
+        return apply_loss(model, params, batch | arrays, logits_loss, key, reads=arrays)
 
     return loss
 
@@ -73,7 +71,7 @@ def apply_loss(
     model: GPT,
     params: Params,
     batch: Batch,
-    from_logits: LogitsLoss,
+    logits_loss: LogitsLoss,
     key: Array | None = None,
     reads: Collection[str] = (),
 ) -> tuple[Array, Sums]:
@@ -84,11 +82,11 @@ def apply_loss(
         params: the parameters of the model.
         batch: arrays `[B, T]` by name: `tokens`, `targets` (-1: no target), optionally `segments`,
             and the arrays in `reads`.
-        from_logits: a function that returns `(objective, sums)` for float32 logits `[B, T, V]` and
+        logits_loss: a function that returns `(objective, sums)` for float32 logits `[B, T, V]` and
             the batch. The head calls it with a part of the positions at a time and adds up the
             results. One of the sums is "loss". Logits of padding are -1e9.
         key: the random key of dropout; None: no dropout.
-        reads: names of the batch's arrays that `from_logits` reads in addition to `targets`.
+        reads: names of the batch's arrays that `logits_loss` reads in addition to `targets`.
     """
     missing = {*reads} - batch.keys()
     if missing:
@@ -105,7 +103,7 @@ def apply_loss(
     (objective, sums), variables = model.apply(
         {"params": params},
         batch,
-        from_logits,
+        logits_loss,
         deterministic=key is None,
         rngs={} if key is None else {"dropout": key},
         method="loss",

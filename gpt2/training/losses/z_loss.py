@@ -20,5 +20,5 @@ class ZLoss(LossTerm):
         self, logits: Array, log_normaliser: Array, batch: Batch, step: Array | None
     ) -> tuple[Array, Sums]:
         """Return the weighted sum of squares, and the unweighted sum to log."""
-        total, count = plain.sum_real(log_normaliser**2, batch["targets"])
+        total, count = plain.masked_sum(log_normaliser**2, batch["targets"])
         return self.options.z_loss * total, {"z_loss": (total, count)}

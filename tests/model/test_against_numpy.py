@@ -1,4 +1,4 @@
-"""Every switch computes what a plain reference in numpy computes (tests/plain.py)."""
+"""Every switch computes what a plain reference in numpy computes (tests/numpy_model.py)."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from gpt2.model.ingredients.alibi import alibi_slopes
 from gpt2.training.losses import evaluation_loss, next_token_loss
 from gpt2.training.steps import make_eval_step
 from gpt2.utils.scan import in_layout, report
-from tests import plain
+from tests import numpy_model
 from tests.helpers import (
     assert_rounded,
     by_name,
@@ -95,7 +95,7 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
     factors = [mask[0] / (1 - rate) for mask in masks]
 
     def compute(params):
-        return plain.logits(cfg, params, np.asarray(tokens[0]), factors)
+        return numpy_model.logits(cfg, params, np.asarray(tokens[0]), factors)
 
     assert_rounded(dropped[0], compute, params)
 
@@ -113,10 +113,10 @@ def routed_in_numpy(name, params, tokens):
     layers = [Routing() for _ in range(cfg.num_layers)]
     for row in np.asarray(tokens):
         routed = []
-        logits = plain.logits(cfg, exact, row, drops=True, routed=routed)
-        loss += sum(map(plain.loss, logits, np.roll(row, -1))) / tokens.size
+        logits = numpy_model.logits(cfg, exact, row, drops=True, routed=routed)
+        loss += sum(map(numpy_model.loss, logits, np.roll(row, -1))) / tokens.size
         for routing, layer in zip(routed, layers, strict=True):
-            balance, z = plain.router_losses(routing)
+            balance, z = numpy_model.router_losses(routing)
             layer.balance += balance / len(tokens)
             layer.z += z / len(tokens)
             _, weights_by_token = routing
@@ -246,7 +246,7 @@ def test_four_layers_are_those_of_plain_numpy(name):
     tokens = tokens_of(5)[:1]
 
     def compute(params):
-        return plain.logits(config, params, np.asarray(tokens[0]))
+        return numpy_model.logits(config, params, np.asarray(tokens[0]))
 
     expected, atol = in_float64(compute, params)
     for scanned in (False, True):
@@ -270,10 +270,10 @@ def test_each_branch_of_hyper_connections_begins_on_the_next_stream(scanned):
         np.testing.assert_array_equal(connection["weights"], expected)
 
 
-@pytest.mark.parametrize("num_heads", plain.ALIBI)
+@pytest.mark.parametrize("num_heads", numpy_model.ALIBI)
 def test_slopes_of_alibi_are_the_papers(num_heads):
     slopes = alibi_slopes(num_heads)
-    np.testing.assert_allclose(slopes, plain.ALIBI[num_heads], rtol=1e-6)
+    np.testing.assert_allclose(slopes, numpy_model.ALIBI[num_heads], rtol=1e-6)
 
 
 def test_validation_is_plain_cross_entropy_whatever_the_training_loss():
@@ -306,7 +306,7 @@ def test_losses_ahead_are_those_of_numpy_and_fade():
     expected = 0.0
     for row in range(2):
         rows = (logits[row], targets[row], options, segments[row])
-        expected += plain.losses_ahead(*rows)
+        expected += numpy_model.losses_ahead(*rows)
     z_loss, z_count = sums.pop("z_loss")
     assert [*sums] == ["loss", "loss_ahead_2", "loss_ahead_3"]
     totals, counts = np.transpose([*sums.values()])
