@@ -184,7 +184,7 @@ class OwnMLP(Ingredient):
     def branch(self, block, branch, context):
         if context.branch == "attention":
             return branch
-        return branch._replace(layer=lambda x: self.mlp(block)(x))
+        return branch._replace(sublayer=lambda x: self.mlp(block)(x))
 
 
 def train_a_step(devices, options):
