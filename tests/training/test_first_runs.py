@@ -15,6 +15,7 @@ OPTIONS = [*TINY, *OPTIONS.split()]
 
 # The second of two devices stands for the accelerator, and the first one is the host's.
 RECORDED_RUN = """
+import sys
 import threading
 import jax
 from gpt2.evals import scoring
@@ -31,7 +32,8 @@ def record(owner, name):
 
     def recorded(*args, **kwargs):
         thread = threading.current_thread().name
-        print("RECORDED", f"{owner.__name__}.{name}", "in", thread)
+        # One call for a line, because the other thread writes too.
+        sys.stdout.write(f"RECORDED {owner.__name__}.{name} in {thread}\\n")
         return function(*args, **kwargs)
 
     setattr(owner, name, recorded)
@@ -47,6 +49,7 @@ record(scoring, "run_alone")
 record(sampling, "run_alone")
 """
 OWN_BATCHES = """
+import sys
 import threading
 import jax
 
@@ -56,7 +59,8 @@ def batches(split, seed):
     for step in range(2 if split == "validation" else 4):
         rows = jax.random.randint(jax.random.fold_in(key, step), (4, 17), 0, 256)
         (device,) = rows.devices()
-        print("BATCH", split, "of", device.id, "in", threading.current_thread().name)
+        thread = threading.current_thread().name
+        sys.stdout.write(f"BATCH {split} of {device.id} in {thread}\\n")
         yield {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
 """
 
