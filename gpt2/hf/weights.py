@@ -36,12 +36,12 @@ from gpt2.utils.trees import Tree
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
-def import_run(source: str | Path, place: str | Path) -> None:
+def import_run(source: str | Path, location: str | Path) -> None:
     """Convert a Hugging Face directory to a run at step 0."""
-    with stores.writing(place) as workdir, files.new_directory(workdir) as scratch:
+    with stores.writing(location) as workdir, files.new_directory(workdir) as scratch:
         cfg, params, tokenizer = load_model(None, source)
         options = {name: getattr(cfg, name) for name in _MODEL}
-        data = DataConfig(tokenizer=f"{place}/tokenizer.json")
+        data = DataConfig(tokenizer=f"{location}/tokenizer.json")
         config = Config(model=ModelConfig(**options), data=data)
         files.write_json(scratch / "config.json", config.to_dict())
         tokenizer.save(scratch / "tokenizer.json")
@@ -52,10 +52,10 @@ def import_run(source: str | Path, place: str | Path) -> None:
 
 
 def export_run(
-    workdir: str | Path, place: str | Path, checkpoint: str | int = "best"
+    workdir: str | Path, location: str | Path, checkpoint: str | int = "best"
 ) -> None:
     """Write a checkpoint of a run (`best`, `latest` or a step) as a Hugging Face directory."""
-    with stores.writing(place) as directory:
+    with stores.writing(location) as directory:
         save(directory, *load_model(workdir, None, checkpoint))
 
 
@@ -225,12 +225,12 @@ def load_initial_params(
 
 def _split_source(source: str) -> tuple[str, Path, str]:
     """Return the kind of a source (hf or run), its directory and its checkpoint."""
-    kind, _, place = source.partition(":")
+    kind, _, location = source.partition(":")
     if kind == "hf":
-        return kind, stores.fetch(place, stores.HUGGING_FACE), "best"
+        return kind, stores.fetch(location, stores.HUGGING_FACE), "best"
     step = "best"
-    named = re.fullmatch(r"(.+)@(\w+)", place)
+    named = re.fullmatch(r"(.+)@(\w+)", location)
     # A directory may have an @ in its name.
-    if named and not Path(place).expanduser().is_dir():
-        place, step = named.groups()
-    return kind, stores.fetch(place), step
+    if named and not Path(location).expanduser().is_dir():
+        location, step = named.groups()
+    return kind, stores.fetch(location), step

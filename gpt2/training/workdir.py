@@ -48,12 +48,12 @@ _LOCK = ".lock"
 _DATA = "data.json"
 
 
-def open_workdir(place: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
+def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
     """Return the local folder of a run, and a context in which process 0 copies it to a URL."""
-    workdir = stores.fetch(place)
-    if jax.process_index() or not stores.is_url(place):
+    workdir = stores.fetch(location)
+    if jax.process_index() or not stores.is_url(location):
         return workdir, contextlib.nullcontext()
-    return workdir, mirrored(place, workdir)
+    return workdir, mirrored(location, workdir)
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -79,10 +79,10 @@ def check_options(workdir: Path, config: Config) -> None:
                 )
         return
     if saved_steps(workdir) == [0]:
-        place = stores.url_or_path(workdir)
+        location = stores.url_or_path(workdir)
         raise UserError(
-            f"--workdir={place} contains imported weights, and not a run to continue",
-            f"Give another --workdir and --config.train.init_from=run:{place}",
+            f"--workdir={location} contains imported weights, and not a run to continue",
+            f"Give another --workdir and --config.train.init_from=run:{location}",
         )
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
         raise UserError(
@@ -123,7 +123,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     for name, value in saved.items():
         if name in now and now[name] != value:
             changed.append(f"{name}={value}, not {now[name]}")
-    place = stores.url_or_path(workdir)
+    location = stores.url_or_path(workdir)
     if changed:
         # A misspelt corpus is reported first, since another --workdir would not help.
         corpus = config.data.corpus
@@ -131,14 +131,14 @@ def refuse_changes(workdir: Path, config: Config) -> None:
             with contextlib.suppress(ModuleNotFoundError):
                 open_corpus(part)
         raise UserError(
-            f"--workdir={place} holds a run with {'; '.join(changed)}",
+            f"--workdir={location} holds a run with {'; '.join(changed)}",
             "Give another --workdir, or the options of the run",
         )
     latest = latest_step(workdir) or 0
     num_steps = config.train.num_steps
     if latest > num_steps:
         raise UserError(
-            f"--workdir={place} holds a run of {latest} steps, "
+            f"--workdir={location} holds a run of {latest} steps, "
             f"more than train.num_steps={num_steps}",
             "Give another --workdir, or more steps",
         )
@@ -165,9 +165,9 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 def find_start(workdir: Path) -> int:
     """Return the newest step whose checkpoint process 0 finds undamaged, or 0."""
     start = distributed.from_first(_find_start(workdir) or 0)
-    place = stores.url_or_path(workdir)
-    if start and jax.process_index() and stores.is_url(place):
-        stores.fetch(place)  # Each process reads its own copy of a URL.
+    location = stores.url_or_path(workdir)
+    if start and jax.process_index() and stores.is_url(location):
+        stores.fetch(location)  # Each process reads its own copy of a URL.
         if damage := find_damage(workdir, start):
             raise UserError(damage, "Start all processes again")
     return start
@@ -175,9 +175,13 @@ def find_start(workdir: Path) -> int:
 
 @distributed.only_first
 def _find_start(workdir: Path) -> int:
-    place = stores.url_or_path(workdir)
-    stores.fetch(place)  # Another run may have saved while this one prepared its data.
-    stores.push(place, workdir)  # A run that was killed may not have sent everything.
+    location = stores.url_or_path(workdir)
+    stores.fetch(
+        location
+    )  # Another run may have saved while this one prepared its data.
+    stores.push(
+        location, workdir
+    )  # A run that was killed may not have sent everything.
     step, damage = newest_whole_step(workdir)
     if damage and not step:
         raise UserError(

@@ -291,7 +291,7 @@ def test_the_share_of_steps_has_an_interval_of_both_arms_noise():
 
 
 def sweep_in(root, *vary, num_seeds=3, tune=None, **options):
-    options = {"equal": "tokens", "looks": [num_seeds]} | options
+    options = {"equal": "tokens", "analyses": [num_seeds]} | options
     axes = [[{name: each} for each in tune[name]] for name in tune or {}]
     return Sweep(
         root=root,
@@ -487,7 +487,7 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     assert load_sweep(tmp_path) == before
     grown = continued(sweep_in(tmp_path, "optim.name=lion,adam", num_seeds=2))
     assert names(grown.arms) == [*LOSSES, "optim.name=adam"]
-    assert grown.looks == [3]
+    assert grown.analyses == [3]
     with pytest.raises(UserError, match="equal=tokens, not flops"):
         continued(sweep_in(tmp_path, "optim.name=lion", equal="flops"))
     other = continued(sweep_in(tmp_path, "data.tokenizer=byte"))
@@ -509,14 +509,14 @@ def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
     filled(tmp_path)
     raised = continued(five)
     assert raised.raised_from == 3
-    assert raised.looks == [5]
+    assert raised.analyses == [5]
     assert "Seeds were raised from 3 to 5" in report_of(raised)
 
 
 LION = "optim.name=lion"
 MUON = "optim.name=muon"
 ADAM = "optim.name=adam"
-LOOKS = [3, 5, 8]
+ANALYSES = [3, 5, 8]
 
 
 def train(sweep, losses, rng):
@@ -527,11 +527,11 @@ def train(sweep, losses, rng):
     return grow(sweep)
 
 
-def test_looks_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
-    """A look's verdict is that of its own seeds, whatever is trained later."""
+def test_analyses_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
+    """The verdict of an analysis uses its own seeds, whatever is trained later."""
     rng = np.random.default_rng(4)
     losses = {"baseline": 3.8, LION: 3.0, MUON: 3.795, ADAM: 3.8}
-    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=LOOKS)
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", analyses=ANALYSES)
     assert grow(sweep) == sweep  # nothing has ended
     second = train(sweep, losses, rng)
     assert second.seeds == {"baseline": 5, MUON: 5, ADAM: 5}
@@ -550,9 +550,9 @@ def test_looks_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
     assert "3 or 5 or 8 seeds each" in report_of(third)
 
 
-def test_looks_wait_for_all_runs_and_end_an_arm_that_failed(tmp_path):
+def test_analyses_wait_for_all_runs_and_end_an_arm_that_failed(tmp_path):
     rng = np.random.default_rng(2)
-    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", looks=LOOKS)
+    sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", analyses=ANALYSES)
     losses = {"baseline": 3.8, LION: 3.0, MUON: 3.8, ADAM: 3.8}
     states = {MUON: "failed"}
     for run in sweep.runs():
@@ -563,18 +563,18 @@ def test_looks_wait_for_all_runs_and_end_an_arm_that_failed(tmp_path):
     assert judge(sweep, sweep.results())[LION].words == "to be decided"
 
 
-def test_an_arm_that_is_added_to_a_sweep_with_looks_begins_with_the_first(tmp_path):
+def test_an_arm_that_is_added_to_a_sweep_with_analyses_begins_with_the_first(tmp_path):
     rng = np.random.default_rng(2)
-    sweep = sweep_in(tmp_path, LION, looks=LOOKS)
+    sweep = sweep_in(tmp_path, LION, analyses=ANALYSES)
     replace = dataclasses.replace
     replace(sweep, seeds={"baseline": 8, LION: 8}).save()
     assert continued(sweep).seeds == {"baseline": 8, LION: 8}
-    more = continued(sweep_in(tmp_path, MUON, looks=LOOKS)).with_choices()
+    more = continued(sweep_in(tmp_path, MUON, analyses=ANALYSES)).with_choices()
     losses = {"baseline": 3.8, LION: 3.0, MUON: 3.795}
     assert train(more, losses, rng).seeds[MUON] == 5
     for other in ([8], [3, 8]):
         with pytest.raises(UserError, match=r"seeds=\[3, 5, 8\], not"):
-            continued(replace(sweep, looks=other))
+            continued(replace(sweep, analyses=other))
 
 
 def test_runs_on_another_text_are_not_compared(tmp_path):

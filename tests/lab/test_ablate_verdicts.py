@@ -84,28 +84,28 @@ def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
 # Looks.
 
 
-def test_looks_keep_the_level_and_most_power_and_save_runs():
+def test_analyses_keep_the_level_and_most_power_and_save_runs():
     num_sweeps = 1000
     for deviations in verdict_rates.NOISY.values():
         scores = verdict_rates.draw_looks(deviations, num=num_sweeps)
-        found, runs = verdict_rates.look_at(scores)
+        found, runs = verdict_rates.analyse(scores)
         assert_rate_at_most(found.any(1).sum(), num_sweeps, 0.05)
         assert runs.mean() < 38  # of 48
     equal = verdict_rates.NOISY["equal"]
     scores = verdict_rates.draw_looks(equal, (4.0, 12.0), num=num_sweeps)
-    found, _ = verdict_rates.look_at(scores)
-    found_at_last, _ = verdict_rates.look_at(scores, (8,))
+    found, _ = verdict_rates.analyse(scores)
+    found_at_last, _ = verdict_rates.analyse(scores, (8,))
     assert 0.8 < found[:, 0].mean() < found_at_last[:, 0].mean() < 0.9
     assert found[:, 1].all()
 
 
-def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
+def test_the_simulated_analyses_are_those_of_sweeps(tmp_path):
     arms = [SimpleNamespace(name=name) for name in ("baseline", *NAMES)]
-    looks = list(verdict_rates.LOOKS)
-    sweep = Sweep(tmp_path, [], tuple(arms), "tokens", looks, [])
+    analyses = list(verdict_rates.ANALYSES)
+    sweep = Sweep(tmp_path, [], tuple(arms), "tokens", analyses, [])
     noisy = verdict_rates.NOISY["one arm"]
     scores = verdict_rates.draw_looks(noisy, (0.0, 4.0, 6.0), num=40)
-    expected, _ = verdict_rates.look_at(scores)
+    expected, _ = verdict_rates.analyse(scores)
     assert 40 < expected.sum() < 90
     for found, drawn in zip(expected, scores, strict=True):
         results = pd.DataFrame(drawn, columns=["baseline", *NAMES])
@@ -115,21 +115,21 @@ def test_the_simulated_looks_are_those_of_sweeps(tmp_path):
         assert list(map(is_found, verdicts.values())) == list(found)
 
 
-def test_looks_share_the_level():
+def test_analyses_share_the_level():
     assert level_at([8], 8) == 0.05
-    levels = [level_at([3, 5, 8], look) for look in (3, 5, 8)]
+    levels = [level_at([3, 5, 8], analysis) for analysis in (3, 5, 8)]
     assert sum(levels) == pytest.approx(0.05)
     assert levels[0] == pytest.approx(0.05 * (3 / 8) ** 3)
 
 
-def test_hopeless_is_what_the_last_look_would_find_in_a_fifth_of_sweeps():
+def test_futile_is_what_the_last_analysis_would_find_in_a_fifth_of_sweeps():
     """Half of the seeds are `now` away; the others are drawn about what 80 % would find."""
-    looks = [4, 8]
-    border = stats.norm.isf(level_at(looks, 8) / 5 / 2)
+    analyses = [4, 8]
+    border = stats.norm.isf(level_at(analyses, 8) / 5 / 2)
     rng = np.random.default_rng(0)
     now = np.linspace(0, 4, 401)
-    hopeless = is_futile(now / math.sqrt(2), 5, looks, 4)
-    edge = now[~hopeless][0]
+    futile = is_futile(now / math.sqrt(2), 5, analyses, 4)
+    edge = now[~futile][0]
     other = border + stats.norm.isf(0.2) + math.sqrt(2) * rng.standard_normal(100_000)
     assert np.mean((edge + other) / 2 > border) == pytest.approx(0.2, abs=0.01)
 

@@ -155,7 +155,7 @@ def test_at_most_one_ladder_in_twenty_has_a_false_verdict(correlation):
 # The command
 
 
-def sweeps_in(root, looks, multipliers, noise=1e-3):
+def sweeps_in(root, analyses, multipliers, noise=1e-3):
     """Sweeps of three sizes, whose runs have ended with known losses."""
     base = with_options(QUICKSTART, {"data.tokenizer": "char"}).with_vocabulary(65)
     arms = make_arms(base, ["optim.name=lion"], one_at_a_time=False)
@@ -166,7 +166,7 @@ def sweeps_in(root, looks, multipliers, noise=1e-3):
             commands=["python -m gpt2.lab.ladder"],
             arms=tuple(at_depth(arm, Fraction(depth, 4)) for arm in arms),
             equal="tokens",
-            looks=looks,
+            analyses=analyses,
             tune=[],
         )
         sweeps.append(sweep.with_choices())

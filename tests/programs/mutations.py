@@ -264,10 +264,10 @@ another run's folder is believed: lab/experiments/run_folder.py, ablate -k damag
 equal tokens are those of the largest step: lab/experiments/step_time.py, ablate -k batches_grow
     - config.shapes.tokens(steps) / steps
     + config.tokens_per_step
-looks do not share the level: lab/ablate/judge.py, ablate_verdicts -k looks_share
-    - spent = (look**3 - before**3)
-    + spent = look**3
-a look sees what was trained after it: lab/ablate/judge.py, ablate_verdicts -k looks_are
+analyses do not share the level: lab/ablate/judge.py, ablate_verdicts -k analyses_share
+    - spent = (analysis**3 - before**3)
+    + spent = analysis**3
+an analysis sees what was trained after it: lab/ablate/judge.py, ablate_verdicts -k analyses_are
     - compared(results, arm)[:seeds]
     + compared(results, arm)
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others

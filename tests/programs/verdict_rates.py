@@ -19,7 +19,7 @@ NUM_ARMS = 5
 # Times the median variance, above which an arm does not enter the pool of the others.
 OUTLYING = 10
 CHUNK = 10_000  # sweeps at once
-LOOKS = (3, 5, 8)
+ANALYSES = (3, 5, 8)
 NOISY = {
     "equal": (1.0,) * 6,
     "baseline": (3.0,) + (1.0,) * 5,
@@ -108,43 +108,43 @@ def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):
 
 
 def draw_looks(deviations, shifts=(), num=CHUNK, seed=0):
-    """Return the scores of a baseline and arms, `[num, seeds of the last look, 1 + arms]`.
+    """Return the scores of a baseline and arms, `[num, seeds of the last analysis, 1 + arms]`.
 
     `shifts`, of the first arms, are in standard errors of the same number of seeds.
     """
     rng = np.random.default_rng(seed)
-    num_seeds = LOOKS[-1]
+    num_seeds = ANALYSES[-1]
     scores = deviations * rng.standard_normal((num, num_seeds, len(deviations)))
     scores[..., 1 : 1 + len(shifts)] += np.array(shifts) * math.sqrt(2 / num_seeds)
     return scores
 
 
-def look_at(scores, looks=LOOKS):
-    """Return which arms looks find, `[num, arms]`, and how many runs each sweep trains."""
+def analyse(scores, analyses=ANALYSES):
+    """Return which arms analyses find, `[num, arms]`, and how many runs each sweep trains."""
     num, _, groups = scores.shape
     arms = groups - 1
     seeds = np.zeros((num, groups), int)
     is_open = np.ones((num, arms), bool)
     found = np.zeros_like(is_open)
-    for look in looks:
+    for analysis in analyses:
         goes_on = is_open.any(1)
-        seeds[goes_on, 0] = look
-        seeds[:, 1:][is_open] = look
+        seeds[goes_on, 0] = analysis
+        seeds[:, 1:][is_open] = analysis
         for sizes in np.unique(seeds[goes_on], axis=0).tolist():
             rows = np.flatnonzero((seeds == sizes).all(1) & goes_on)
             drawn = [scores[rows, :n, i] for i, n in enumerate(sizes)]
             means, variances = moments(drawn)
-            clear = both(means, variances, sizes, level_at(looks, look))
+            clear = both(means, variances, sizes, level_at(analyses, analysis))
             found[rows] |= clear & is_open[rows]
             is_open[rows] &= ~clear
-            if look == looks[-1]:
+            if analysis == analyses[-1]:
                 continue
             first, *others = sizes
             errors, _ = welch(
                 variances[:, :1], variances[:, 1:], first, np.array(others)
             )
             distances = np.abs(means[:, 1:] - means[:, :1])
-            is_open[rows] &= ~is_futile(distances / errors, arms, looks, look)
+            is_open[rows] &= ~is_futile(distances / errors, arms, analyses, analysis)
     return found, seeds.sum(1)
 
 
@@ -156,15 +156,15 @@ def describe(found):
 
 
 def print_looks():
-    """Print how often looks find something, true or false."""
+    """Print how often analyses find something, true or false."""
     for name, deviations in NOISY.items():
         scores = draw_looks(deviations)
         differing = draw_looks(deviations, (2.0, 4.0, 6.0, 12.0))
-        for looks in (LOOKS, LOOKS[-1:]):
-            found, runs = look_at(scores, looks)
-            print(f"{looks}, {name}: {runs.mean():.1f} runs")
+        for analyses in (ANALYSES, ANALYSES[-1:]):
+            found, runs = analyse(scores, analyses)
+            print(f"{analyses}, {name}: {runs.mean():.1f} runs")
             print(f"    false {describe(found.any(1))}")
-            found, runs = look_at(differing, looks)
+            found, runs = analyse(differing, analyses)
             print(f"    with arms that differ: {runs.mean():.1f} runs")
             for i in range(4):
                 print(f"    arm {i + 1} {describe(found[:, i])}")

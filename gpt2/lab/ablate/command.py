@@ -77,7 +77,7 @@ def make_sweep(
 
     `module` is the command that was run, which the report prints.
     """
-    looks = _read_looks(FLAGS.seeds)
+    analyses = _read_analyses(FLAGS.seeds)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
     score = choose_score(arms)
     complete = []
@@ -98,22 +98,22 @@ def make_sweep(
         commands=[shlex.join(command)],
         arms=tuple(equalize(complete, FLAGS.equal, root, slots)),
         equal=FLAGS.equal,
-        looks=looks,
+        analyses=analyses,
         tune=tune,
     )
 
 
-def _read_looks(seeds: Sequence[str]) -> list[int]:
+def _read_analyses(seeds: Sequence[str]) -> list[int]:
     """Return the numbers in `--seeds`, sorted."""
-    looks = sorted({int(number) for number in seeds if number.isdecimal()})
-    least = 2 if len(looks) > 1 else 1
-    all_valid = 0 < len(looks) == len(seeds)
-    if not all_valid or looks[0] < least or looks[-1] > CHOOSING_SEED:
+    analyses = sorted({int(number) for number in seeds if number.isdecimal()})
+    least = 2 if len(analyses) > 1 else 1
+    all_valid = 0 < len(analyses) == len(seeds)
+    if not all_valid or analyses[0] < least or analyses[-1] > CHOOSING_SEED:
         raise UserError(
             f"--seeds={','.join(seeds)} is not a list of numbers from {least} to {CHOOSING_SEED}",
             "Use for example --seeds=3, or --seeds=3,5,8",
         )
-    return looks
+    return analyses
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:

@@ -47,30 +47,30 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
-    several = len(sweep.looks) > 1
-    for look in sweep.looks:
+    several = len(sweep.analyses) > 1
+    for analysis in sweep.analyses:
         waits = False
         samples = {}
         for arm in sweep.arms:
-            scores = sample(results, arm, ends.get(arm.name, look))
+            scores = sample(results, arm, ends.get(arm.name, analysis))
             samples[arm.name] = scores
-            if several and arm.name not in ends and scores.num_runs < look:
+            if several and arm.name not in ends and scores.num_runs < analysis:
                 waits = True
         baseline = samples.pop(sweep.arms[0].name)
-        level = level_at(sweep.looks, look)
+        level = level_at(sweep.analyses, analysis)
         judged = compare(baseline, samples, level=level)
         for name, verdict in judged.items():
             if name in ends:
                 continue
             has_test = math.isfinite(verdict.error)
             errors = abs(verdict.difference) / verdict.error
-            futile = is_futile(errors, len(judged), sweep.looks, look)
-            is_last = look == sweep.looks[-1]
+            futile = is_futile(errors, len(judged), sweep.analyses, analysis)
+            is_last = analysis == sweep.analyses[-1]
             decides = is_last or futile or not has_test or verdict.words in CLEAR
             if waits or not decides:
                 verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
                 continue
-            ends[name] = look
+            ends[name] = analysis
             # p is scaled so that it is below 5 % exactly if the arm differs at the level of this
             # analysis.
             p_value = verdict.p_value * LEVEL / level
@@ -92,7 +92,7 @@ def grow(sweep: Sweep) -> Sweep:
         return sweep
     # Open arms may have different numbers of seeds, because an arm may be added later.
     fewest = min(map(sweep.num_seeds, open_arms))
-    number = min(look for look in sweep.looks if look > fewest)
+    number = min(analysis for analysis in sweep.analyses if analysis > fewest)
     seeds = dict(sweep.seeds)
     for arm in (baseline, *open_arms):
         seeds[arm.name] = max(number, sweep.num_seeds(arm))
@@ -101,21 +101,21 @@ def grow(sweep: Sweep) -> Sweep:
     return replace(sweep, seeds=seeds)
 
 
-def level_at(looks: Sequence[int], look: int) -> float:
-    """Return the level of the analysis after `look` seeds. All levels add up to `LEVEL`.
+def level_at(analyses: Sequence[int], analysis: int) -> float:
+    """Return the level of the analysis after `analysis` seeds. All levels add up to `LEVEL`.
 
     The sum of the levels so far is proportional to the third power of the number of seeds (Kim and
     DeMets 1987, Biometrika 74). By Bonferroni's inequality, `LEVEL` holds for all analyses
     together.
     """
-    earlier = [other for other in looks if other < look]
+    earlier = [other for other in analyses if other < analysis]
     before = max(earlier, default=0)
-    spent = (look**3 - before**3) / looks[-1] ** 3
+    spent = (analysis**3 - before**3) / analyses[-1] ** 3
     return LEVEL * spent
 
 
 def is_futile(
-    errors: Numbers, num_arms: int, looks: Sequence[int], look: int
+    errors: Numbers, num_arms: int, analyses: Sequence[int], analysis: int
 ) -> bool | np.ndarray:
     """Return whether an arm is futile, given its difference so far in standard errors.
 
@@ -123,9 +123,9 @@ def is_futile(
     finds a difference, if the true difference is the smallest that it finds with probability
     `POWER` (Lan, Simon and Halperin 1982).
     """
-    fraction = look / looks[-1]
+    fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf
-    last_level = level_at(looks, looks[-1])
+    last_level = level_at(analyses, analyses[-1])
     border = isf(last_level / num_arms / 2)
     detectable = border + isf(1 - POWER)
     expected = math.sqrt(fraction) * errors + (1 - fraction) * detectable

@@ -29,9 +29,9 @@ class Sweep:
     equal: str  # the training cost that is the same for all arms, one of terms.TERMS
     # The numbers of seeds at which the results are analysed, ascending. The last one is the largest
     # number of seeds of an arm.
-    looks: list[int]
+    analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
-    # The number of seeds of each arm that has more than the first number in `looks`.
+    # The number of seeds of each arm that has more than the first number in `analyses`.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # The earlier number of seeds, if a command increased it after runs had ended; otherwise 0.
     raised_from: int = 0
@@ -69,7 +69,7 @@ class Sweep:
 
     def num_seeds(self, arm: Arm) -> int:
         """Return the number of seeds that an arm has so far."""
-        return self.seeds.get(arm.name, self.looks[0])
+        return self.seeds.get(arm.name, self.analyses[0])
 
     def runs(self) -> list[Run]:
         """Return the compared runs, seed by seed, of the arms whose values have been chosen."""
@@ -153,24 +153,24 @@ def continued(sweep: Sweep) -> Sweep:
     changed["equal"] = (before.equal, sweep.equal)
     changed["tune"] = (before.tune, sweep.tune)
     # Without interim analyses, seeds may be added.
-    if max(len(before.looks), len(sweep.looks)) > 1:
-        changed["seeds"] = (before.looks, sweep.looks)
+    if max(len(before.analyses), len(sweep.analyses)) > 1:
+        changed["seeds"] = (before.analyses, sweep.analyses)
     refuse_differences(
         f"{sweep.root} already contains a sweep",
         changed,
         "Use another --workdir, or the old values",
     )
     raised_from = before.raised_from
-    if sweep.looks > before.looks and not raised_from:
+    if sweep.analyses > before.analyses and not raised_from:
         states = {run.outcome().state for run in before.runs()}
         if states != {"waiting"}:
-            raised_from = before.looks[-1]
+            raised_from = before.analyses[-1]
     commands = dict.fromkeys([*before.commands, *sweep.commands])
     return dataclasses.replace(
         sweep,
         commands=list(commands),
         arms=tuple(arms.values()),
-        looks=max(before.looks, sweep.looks),
+        analyses=max(before.analyses, sweep.analyses),
         seeds={**before.seeds, **sweep.seeds},
         raised_from=raised_from,
         chosen=before.chosen,

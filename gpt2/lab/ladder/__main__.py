@@ -87,7 +87,7 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         folder = root / f"d{depth}"
         sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
         sweeps.append(sweep)
-    if sweeps[0].looks[0] < 2:
+    if sweeps[0].analyses[0] < 2:
         raise UserError("--seeds=1 gives no interval", "Write --seeds=3")
     return sweeps
 

@@ -27,8 +27,8 @@ def judge(
     baseline, *arms = sweeps[0].arms
     courses = {}
     for arm in arms:
-        for look in sweeps[0].looks:
-            course = _analyse(sweeps, results, (baseline, arm), look)
+        for analysis in sweeps[0].analyses:
+            course = _analyse(sweeps, results, (baseline, arm), analysis)
             courses[arm.name] = course
             if course.words != "undecided":
                 break
@@ -39,20 +39,20 @@ def _analyse(
     sweeps: Sequence[Sweep],
     results: Sequence[pd.DataFrame],
     pair: tuple[Arm, Arm],
-    look: int,
+    analysis: int,
 ) -> Course:
-    """Return the course of an arm, given as (baseline, arm), after `look` seeds."""
+    """Return the course of an arm, given as (baseline, arm), after `analysis` seeds."""
     losses: list[list[Losses]] = []
     for arm in pair:
         at_sizes = []
         for sweep, table in zip(sweeps, results, strict=True):
-            runs = compared(table, arm)[:look]
+            runs = compared(table, arm)[:analysis]
             states = set(runs.state)
             broken = states - {"finished", "waiting"}
             if broken:
                 words = f"{arm.name} {broken.pop()} in {sweep.root.name}"
                 return Course(f"no verdict: {words}")
-            if len(runs) < look or not states <= {*ENDED}:
+            if len(runs) < analysis or not states <= {*ENDED}:
                 return Course(_OPEN)
             amount = "seconds" if sweep.equal == "seconds" else "flops"
             at_sizes.append(Losses(runs[amount].mean(), runs.score.to_numpy()))
@@ -64,7 +64,7 @@ def _analyse(
                 )
         losses.append(at_sizes)
     baseline, others = losses
-    level = level_at(sweeps[0].looks, look)
+    level = level_at(sweeps[0].analyses, analysis)
     return judge_course(baseline, others, level=level, num_arms=len(sweeps[0].arms) - 1)
 
 
@@ -78,9 +78,9 @@ def grow(sweeps: Sequence[Sweep]) -> list[Sweep]:
     open_arms = [arm for arm in arms if courses[arm.name].words == _OPEN]
     if not open_arms:
         return list(sweeps)
-    looks = sweeps[0].looks
+    analyses = sweeps[0].analyses
     fewest = min(sweep.num_seeds(arm) for sweep in sweeps for arm in open_arms)
-    number = min(look for look in looks if look > fewest)
+    number = min(analysis for analysis in analyses if analysis > fewest)
     print(f"{len(open_arms)} of {counted(len(arms), 'arm')} continue to {number} seeds")
     grown = []
     for sweep in sweeps:

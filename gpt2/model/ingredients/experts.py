@@ -81,15 +81,15 @@ class Mixture(nn.Module):
         capacity = T
         # An expert's slots are filled in the order of the tokens.
         before = jnp.cumsum(is_chosen, axis=1) - is_chosen
-        place = jnp.take_along_axis(before, chosen, axis=2).astype(jnp.int32)
+        index = jnp.take_along_axis(before, chosen, axis=2).astype(jnp.int32)
         if not context.deterministic and cfg.expert_capacity:
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
-            dropped = counts * (place >= capacity)
+            dropped = counts * (index >= capacity)
             report(self, "dropped", dropped.sum(), counts.sum() * K)
         # Choices beyond the capacity get the index after the last slot, which JAX ignores with
         # mode="drop".
         nowhere = E * capacity
-        slots = jnp.where(place < capacity, chosen * capacity + place, nowhere)
+        slots = jnp.where(index < capacity, chosen * capacity + index, nowhere)
 
         @jax.vmap
         def dispatch(x: Array, slots: Array) -> Array:
