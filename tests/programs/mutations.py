@@ -126,7 +126,7 @@ the first cached token is alone: ingredients/previous_token.py, switches -k 'cac
 padding has a target: data/loading/token_batches.py, packing -k mean_over
     - np.full_like(tokens, IGNORED)
     + np.zeros_like(tokens)
-own batches go on from what was read ahead: data/loading/user_batches.py, packing -k go_on_from
+own batches go on from what was read ahead: data/loading/user_batches.py, user_batches -k go_on_from
     - self._states.get(step, "")
     + self._states[max(self._states)]
 a document smears into the next: ingredients/previous_token.py, model -k segments
