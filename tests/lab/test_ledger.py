@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import signal
+import zlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -186,6 +188,7 @@ class Ideas:
         vocabulary = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=4096))
         self._set(command, "prepare", lambda _: vocabulary)
         self._set(command, "snapshot", lambda: "")
+        self._set(command, "_become_judge", lambda root, ledger: None)
         self._set(command, "train_all", self._train)
         self._set(command.cli, "parse_config", lambda: self.config)
         self._set(command.cli, "overrides", dict)
@@ -520,6 +523,9 @@ def project(ideas, monkeypatch):
     folder = ideas.root.parent / "project"
     folder.mkdir()
     shutil.copytree(ROOT / "configs", folder / "configs")
+    for path in ("gpt2", "gpt2/lab", "docs"):
+        (folder / path).mkdir()
+        (folder / path / "file.py").write_text("1\n")
     (folder / "train.py").write_text("start = 1\n")
     make_repository(folder, "train.py", "BETTER = 1\n")
     monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", folder)
@@ -550,9 +556,9 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
 
 def test_code_has_to_begin_at_what_was_kept(ideas, project):
     git(project, "branch old", "branch merged my/idea", "checkout -b side my/idea")
-    (project / "side.py").write_text("")
+    (project / "gpt2/side.py").write_text("")
     git(project, "add .", "commit -m side", "checkout old")
-    (project / "old.py").write_text("")
+    (project / "gpt2/old.py").write_text("")
     git(project, "add .", "commit -m old")
     git(project, "checkout merged", "merge --no-ff -m merged old", "checkout old")
     assert ideas("code=merged")[0] == "keep"
@@ -565,6 +571,99 @@ def test_code_has_to_begin_at_what_was_kept(ideas, project):
     assert ideas("code=next")[0] != "keep"
 
 
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("gpt2/lab/file.py", "def level_at(*_): return 1.0\n"),
+        ("docs/file.py", "2\n"),
+        ("pyproject.toml", "[tool.pytest]\n"),
+        ("gpt2/.gitattributes", "*.py -diff\n"),
+        ("gpt2/data.bin", "2\n"),
+        ("gpt2/file.py", "a = '\0'\n"),
+        ("gpt2/link.py", Path("/etc/passwd")),
+        ("gpt2/sub.py", None),
+    ],
+)
+def test_code_may_change_only_python_text_that_trains(ideas, project, path, content):
+    git(project, "checkout -q -b cheat")
+    (project / "train.py").write_text("BETTER = 1\n")  # a true gain
+    if content is None:  # a submodule
+        (project / path).mkdir()
+        git(project / path, "init -q", "commit -q --allow-empty -m sub")
+    elif isinstance(content, Path):
+        (project / path).symlink_to(content)
+    else:
+        (project / path).write_text(content)
+    git(project, "add -A", "commit -q -m cheat", "checkout -q -")
+    with pytest.raises(UserError, match=rf"The code changes {re.escape(path)}\."):
+        ideas("code=cheat")
+    assert ideas.trained == []
+
+
+def test_options_of_judged_code_are_read_by_another_process(
+    ideas, project, monkeypatch, tmp_path
+):
+    marks = tmp_path / "marks"
+    runs_here = f"import os\nopen({str(marks)!r}, 'a').write(f'{{os.getpid()}} ')\n"
+    path = project / "configs" / "default.py"
+    path.write_text(path.read_text() + runs_here)
+    (project / "train.py").write_text("BETTER = 1\n")
+    recipe = tmp_path / "recipe.py"
+    same = "from configs.quickstart import get_config as same\n"
+    recipe.write_text(
+        f"{runs_here}{same}def get_config():\n    config = same()\n"
+        "    config.optim.warmup_steps = 11\n    return config\n"
+    )
+    assert ideas("code=.")[0] == "keep"
+    assert ideas(f"recipe={recipe}")[1]
+    pids = marks.read_text().split()
+    assert len(pids) >= 2
+    assert str(os.getpid()) not in pids
+    recipe.write_text("raise ValueError('broken')\n")
+    with pytest.raises(UserError, match=r"recipe\.py cannot be read .*broken"):
+        ideas(f"recipe={recipe}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../elsewhere"},
+        {"commit": "--output=/tmp/x"},
+        {"number": 7},
+        {"number": -1},
+    ],
+)
+def test_a_ledger_of_someone_else_names_no_path_and_no_flag(ideas, change):
+    ideas("optim.beta2=0.97")
+    path = ideas.root / "ledger.jsonl"
+    lines = path.read_text().splitlines()
+    idea = json.loads(lines[1])
+    del idea["crc32"]
+    for name, value in change.items():
+        (idea if name in idea else idea["arm"])[name] = value
+    before = json.loads(lines[0])["crc32"]
+    idea["crc32"] = zlib.crc32(json.dumps(idea).encode(), before)
+    path.write_text(f"{lines[0]}\n{json.dumps(idea)}\n")
+    with pytest.raises(UserError, match=r"ledger\.jsonl:2 cannot be read"):
+        ideas("")
+
+
+def test_text_of_someone_else_is_shown_harmlessly(ideas, capsys):
+    ideas("optim.beta2=0.97")
+    capsys.readouterr()
+    ledger = read_ledger(ideas.root)
+    evil = ledger.ideas[1].arm
+    evil = replace(evil, extra={"<script>alert(1)</script>": 1})
+    text = "\x1b[2J<script>"
+    append(
+        ideas.root,
+        replace(ledger.ideas[1], arm=evil, text=text, answer="keep", why=text),
+    )
+    ideas("", json=False)
+    assert "\x1b" not in capsys.readouterr().out
+    assert "<script>" not in (ideas.root / "report.html").read_text()
+
+
 def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
     path = project / "configs" / "default.py"
     text = path.read_text()
@@ -575,7 +674,7 @@ def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
         ideas("code=.")
     assert ideas("code=.+optim.clip_norm=0.5")[1]
     path.write_text("def get_config(: broken")
-    with pytest.raises(UserError, match=r"default\.py cannot be run"):
+    with pytest.raises(UserError, match=r"default\.py cannot be read \(SyntaxError"):
         ideas("code=.")
     path.write_text(text)
     with open(project / "configs" / "quickstart.py", "a") as file:

@@ -16,18 +16,26 @@ from gpt2.config import (
     flatten,
     get_option,
     read_option,
-    read_options,
     with_options,
 )
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.experiments.checkouts import WORKING_TREE, find_commit, source_folder
-from gpt2.lab.experiments.run_folder import Run, Setting, Settings, describe
+from gpt2.lab.experiments.run_folder import (
+    Run,
+    Setting,
+    Settings,
+    describe,
+    options_from,
+)
+from gpt2.utils.code import SOURCE
 
 # Names that a `--vary` may set in addition to options.
 _RECIPE = "recipe"
 _CODE = "code"
 # Option groups that may be tuned for each arm and still leave the comparison fair.
+# A program that prints the options of the recipe `path`.
+_READ = "from gpt2.config import read_options; print(json.dumps(read_options(path)))"
 _TUNABLE = ("optim.", "loss.")
 _LONGEST_NAME = 150  # in characters; file systems allow 255 bytes for a folder's name
 
@@ -235,7 +243,7 @@ def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
     try:
         commit = find_commit(str(options.pop(_CODE, WORKING_TREE)))
         if _RECIPE in options:
-            recipe = read_options(str(options.pop(_RECIPE)))
+            recipe = options_from(_READ, str(options.pop(_RECIPE)), SOURCE)
             # Overrides on the command line apply to all arms.
             overrides = {key: get_option(config, key) for key in cli.overrides()}
             config = with_options(Config.from_dict(recipe), overrides)

@@ -8,6 +8,8 @@ from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE
 from gpt2.utils.files import locked
 
+# The environment variable for the user's checkout, if this code is a copy of it.
+CHECKOUT = "GPT2_CHECKOUT"
 WORKING_TREE = "."  # the value of `code=` for the current files
 
 
@@ -15,7 +17,9 @@ def find_commit(name: str) -> str:
     """Return the commit of a branch or tag, or "" for the working tree."""
     if name == WORKING_TREE:
         return ""
-    commit = _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    # The name may begin with a hyphen.
+    verify = ("rev-parse", "--verify", "--quiet", "--end-of-options")
+    commit = _git(*verify, f"{name}^{{commit}}")
     if not commit:
         raise UserError(
             f"code={name} is not a branch, tag or commit of {SOURCE}",
@@ -27,6 +31,19 @@ def find_commit(name: str) -> str:
 def diff(old: str, new: str, form: str = "--patch") -> str:
     """Return git's diff of the Python files of two commits."""
     return _git("diff", form, old, new, "--", "*.py")
+
+
+def changed_files(old: str, new: str) -> dict[str, bool]:
+    """Return the paths that differ between two commits, and whether each is text or removed."""
+    form = ("-z", "--no-renames", old, new)
+    counts = _git("diff", "--numstat", *form).split("\0")
+    entries = _git("diff", "--raw", *form).split("\0")
+    changed = dict[str, bool]()
+    for entry, path in zip(entries[::2], entries[1::2], strict=False):
+        _, mode, *_ = entry.split(" ")
+        is_file = mode in ("100644", "100755", "000000")  # no link and no submodule
+        changed[path] = is_file and f"-\t-\t{path}" not in counts
+    return changed
 
 
 def contains(commit: str, other: str) -> bool:
@@ -71,7 +88,8 @@ def check_out(root: Path, commit: str) -> Path:
 
 def _git(*arguments: str, folder: Path | None = None) -> str:
     """Run git in `folder`, or in this checkout. Return its output, or "" if it fails."""
-    command = ["git", "--no-optional-locks", "-C", str(folder or SOURCE), *arguments]
+    checkout = str(folder or os.environ.get(CHECKOUT, SOURCE))
+    command = ["git", "--no-optional-locks", "-C", checkout, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:  # git is not installed

@@ -15,6 +15,7 @@ from typing import TextIO
 import numpy as np
 
 from gpt2.errors import UserError
+from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.processes import Slot, start
 from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
@@ -91,7 +92,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                     free.append(job.slot)
                     result = job.end(code, score)
                     done = sum(map(_has_ended, runs))
-                    print(f"{done}/{len(runs)}  {job.run.label}  {result}", flush=True)
+                    line = f"{done}/{len(runs)}  {job.run.label}  {result}"
+                    print(cells.printable(line), flush=True)
             time.sleep(0.2)
     finally:
         for job in training:

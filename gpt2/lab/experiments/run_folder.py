@@ -8,8 +8,10 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
-import runpy
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from gpt2.utils.stores import is_url
 
 Setting = bool | int | float | str  # the value of an option
 Settings = Mapping[str, Setting]  # dotted name of an option -> its value
+_SECONDS_TO_READ = 120  # options
 ENDED = ("finished", "diverged")  # states of runs that are not trained again
 
 
@@ -156,10 +159,27 @@ class Run:
 @functools.cache
 def defaults_of(source: Path) -> Settings:
     """Return all options of the code in a folder, with their default values."""
-    path = source / "configs" / "default.py"
-    with reading(path, "", "cannot be run"):  # the code of a branch may be broken
-        code = runpy.run_path(str(path))
-        return flatten(code["get_config"]())
+    program = "print(runpy.run_path(path)['get_config']().to_json())"
+    return options_from(program, source / "configs" / "default.py", source)
+
+
+def options_from(program: str, path: Path | str, source: Path) -> Settings:
+    """Return the options that a program prints as JSON for the file `path`.
+
+    The program runs in another process, with the code in `source`, because a ledger judges both.
+    """
+    code = f"import json, runpy, sys; path = sys.argv[1]; {program}"
+    with reading(path, ""):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS_TO_READ,
+            env=os.environ | {"PYTHONPATH": str(source.absolute())},
+        )
+        if done.returncode:  # the last line of a traceback is the error
+            raise ValueError(done.stderr.strip().rpartition("\n")[2])
+        return flatten(json.loads(done.stdout.splitlines()[-1]))
 
 
 def find_root(flag: str, path: str | None) -> Path:

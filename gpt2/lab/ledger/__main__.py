@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import contextlib
 import math
+import os
 import secrets
 import sys
 import time
@@ -32,7 +33,13 @@ from gpt2.data import prepare
 from gpt2.errors import UserError
 from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.arms import Arm, differences, refuse_differences
-from gpt2.lab.experiments.checkouts import check_out, diff, find_commit, snapshot
+from gpt2.lab.experiments.checkouts import (
+    CHECKOUT,
+    check_out,
+    diff,
+    find_commit,
+    snapshot,
+)
 from gpt2.lab.experiments.jobs import make_slots, train_all
 from gpt2.lab.experiments.pages import render, write_page
 from gpt2.lab.experiments.results import check_comparable, read_results
@@ -44,7 +51,7 @@ from gpt2.lab.ledger.ideas import is_working_tree, make_idea
 from gpt2.lab.ledger.journal import Idea, Ledger, append, read_ledger
 from gpt2.lab.ledger.ledger_plot import plot_ledger
 from gpt2.utils import files
-from gpt2.utils.code import hash_code
+from gpt2.utils.code import SOURCE, hash_code
 from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS
@@ -95,6 +102,7 @@ def main() -> int:
     root = find_root("ledger", FLAGS.ledger)
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _open_ledger(root)
+        _become_judge(root, ledger)
         if FLAGS.dry_run and FLAGS.idea:
             print(_describe_pairs(root, ledger))
             return 0
@@ -126,6 +134,18 @@ def _open_ledger(root: Path) -> Ledger:
         "Use the options with which the ledger started, or another --ledger",
     )
     return ledger
+
+
+def _become_judge(root: Path, ledger: Ledger) -> None:
+    """Start this command again with the code with which the ledger began, if this is other code.
+
+    So no idea that was kept, and no edit of the working tree, changes how ideas are judged.
+    """
+    source = check_out(root, ledger.ideas[0].arm.commit).resolve()
+    if source != SOURCE.resolve():
+        variables = {"PYTHONPATH": str(source), CHECKOUT: str(SOURCE)}
+        command = [sys.executable, "-P", "-m", "gpt2.lab.ledger", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | variables)
 
 
 def _enter_idea(root: Path) -> Idea:

@@ -10,7 +10,12 @@ from gpt2.config import get_option
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm, make_arms
-from gpt2.lab.experiments.checkouts import check_out, contains, diff, snapshot
+from gpt2.lab.experiments.checkouts import (
+    changed_files,
+    check_out,
+    contains,
+    snapshot,
+)
 from gpt2.lab.experiments.jobs import make_slots
 from gpt2.lab.experiments.run_folder import defaults_of
 from gpt2.lab.experiments.step_time import equalize
@@ -18,6 +23,8 @@ from gpt2.lab.experiments.terms import choose_score
 from gpt2.lab.ledger.journal import Idea, Ledger
 from gpt2.utils.code import hash_code
 
+# Files that an idea may change. What judges it is not among them.
+_PATCHABLE = re.compile(r"train\.py|(?!gpt2/lab/)(gpt2|configs)/.+\.py")
 _WORKING_TREE = re.compile(r"^code=\.(?=\+|$)")
 
 
@@ -49,13 +56,13 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
         commit=arm.commit or best.commit,
         extra={**best.extra, **arm.extra},
     )
-    code = hash_code(check_out(root, arm.commit))
     if ledger.best.number and not contains(arm.commit, best.commit):
         raise UserError(
             f"--idea={text} does not contain the code that was kept, commit {best.commit}",
             "Merge this commit into the branch",
         )
-    changed = diff(best.commit, arm.commit, "--name-only").split()
+    changed = _changed_code(best.commit, arm.commit)
+    code = hash_code(check_out(root, arm.commit))
     _refuse_unread(root, best, arm, changed)
     if value != text and changed:
         text += f" ({', '.join(changed)})"
@@ -77,6 +84,19 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
                 f"--idea={text} sets {name}, which is not a part of the model or its training",
                 "Leave this option out, or start another --ledger with it",
             )
+
+
+def _changed_code(old: str, new: str) -> list[str]:
+    """Return the paths that a commit changes, and raise a UserError for one that it may not."""
+    changed = changed_files(old, new) if old else {}
+    for path, is_text in changed.items():
+        if not is_text or not _PATCHABLE.fullmatch(path):
+            raise UserError(
+                f"The code changes {path}",
+                "Change only text files that end in .py, in gpt2/ (but not in gpt2/lab/), in "
+                "configs/, or train.py",
+            )
+    return list(changed)
 
 
 def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:

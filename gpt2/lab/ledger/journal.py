@@ -8,6 +8,7 @@ of lines is the order of events.
 import json
 import math
 import os
+import re
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.ledger.evidence import Array, half_width, level_at
 from gpt2.utils.files import reading
 
+# The name of a folder and a commit, which become a path and an argument of git.
+_NAMES = re.compile(r"\d{3,}-[\w.,=+-]+ ([0-9a-f]{40,64})?")
 _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true difference
 
 
@@ -111,6 +114,9 @@ def read_ledger(root: Path) -> Ledger:
             if checksum != expected:
                 raise ValueError("the line was altered, or an earlier line is missing")
             idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
+            names = f"{idea.arm.name} {idea.arm.commit}"
+            if not _NAMES.fullmatch(names) or idea.number not in range(len(ideas) + 1):
+                raise ValueError("it names no idea")
             ideas[idea.number] = idea
             if idea.seeds or idea.pairs or idea.answer == "discard":
                 ledger.tests.setdefault(idea.number)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2.lab.experiments.cells import printable
 from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, ORANGE, RED, drawing
 from gpt2.lab.ledger.journal import Idea
 
@@ -37,7 +38,7 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
                 axes.text(
                     idea.number,
                     loss,
-                    f"{idea.text}  ",
+                    f"{printable(idea.text)}  ",
                     ha="right",
                     va="top",
                     rotation=30,
