@@ -47,7 +47,7 @@ class KVCache(struct.PyTreeNode):
             pair = {"keys": zeros, "values": jnp.copy(zeros)}
             layers[f"h_{layer}"] = {"attn": pair}
         none = jnp.zeros(batch_size, jnp.int32)
-        return cls(in_layout(layers, scanned=config.scan_layers), none, none)
+        return cls(in_layout(layers, scanned=config.scan_layers), none, jnp.copy(none))
 
 
 def extend(

@@ -16,11 +16,13 @@ import pytest
 from scipy import integrate, stats
 
 from configs import quickstart
-from gpt2.config import Config, with_options
+from gpt2.config import Config, load_config, with_options
 from gpt2.errors import UserError
 from gpt2.lab.experiments.checkouts import find_commit, snapshot
 from gpt2.lab.experiments.run_folder import Run
+from gpt2.lab.experiments.terms import LOSS
 from gpt2.lab.ledger import __main__ as command
+from gpt2.lab.ledger import referee
 from gpt2.lab.ledger.evidence import (
     evidence,
     findable,
@@ -30,6 +32,7 @@ from gpt2.lab.ledger.evidence import (
     most_evidence,
 )
 from gpt2.lab.ledger.journal import append, read_ledger
+from gpt2.lab.ledger.referee import score
 from tests.helpers import (
     ROOT,
     SECONDS,
@@ -38,8 +41,10 @@ from tests.helpers import (
     finish,
     git,
     make_repository,
+    metrics_of,
     read_rows,
     start,
+    succeed,
     write_run,
 )
 from tests.programs.ledger_rates import by_evidence, simulate
@@ -190,6 +195,7 @@ class Ideas:
         self._set(command, "snapshot", lambda: "")
         self._set(command, "_become_judge", lambda root, ledger: None)
         self._set(command, "train_all", self._train)
+        self._set(command, "score", lambda run: run.read(LOSS)[-1][LOSS])
         self._set(command.cli, "parse_config", lambda: self.config)
         self._set(command.cli, "overrides", dict)
         self._set(command.cli, "config_file", lambda: "configs/quickstart.py")
@@ -681,6 +687,87 @@ def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
         file.write("better = 1\n")
     with pytest.raises(UserError, match=r"changes configs/quickstart\.py"):
         ideas("code=.")
+
+
+# The referee
+
+
+def train_tiny(folder, *options, script="train.py"):
+    few = "--config.train.eval_batches=3"
+    succeed(folder / "run", *TINY, few, *options, script=script)
+    return Run("arm", load_config(folder / "run"), folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "model.position=rope model.qk_norm=True",
+        "data.document_mask=True memory.scan_layers=True optim.ema=0.5",
+        "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2",
+    ],
+)
+def test_the_referee_finds_the_loss_that_the_run_reports(tmp_path, options):
+    flags = [f"--config.{option}" for option in options.split()]
+    run = train_tiny(tmp_path, *flags)
+    reported = metrics_of(run.workdir)[-1]["eval/loss"]
+    assert score(run) == pytest.approx(reported, abs=1e-5)
+
+
+def test_what_a_run_writes_about_itself_does_not_move_its_score(tmp_path):
+    run = train_tiny(tmp_path)
+    before = score(run)
+    path = run.workdir / "metrics.jsonl"
+    path.write_text(
+        re.sub(r'"eval/loss": [0-9.]+', '"eval/loss": 1.0', path.read_text())
+    )
+    assert metrics_of(run.workdir)[-1]["eval/loss"] == 1.0
+    assert score(run) == before
+
+
+ANSWER = "            answers.write(np.asarray(logits, np.float32).tobytes())\n"
+
+
+def test_a_model_that_peeks_at_later_tokens_gains_nothing(tmp_path):
+    """In training, its logits are nearly those of the next token, which it copies."""
+    project = tmp_path / "project"
+    copy_project(project)
+    path = project / "gpt2/model/gpt.py"
+    text = path.read_text()
+    old = "        hidden = self._final_hidden(table, context)\n\n"
+    new = (
+        "        following = jnp.roll(batch['tokens'], -1, axis=1)\n"
+        "        hidden = 9 * table[following].astype(cfg.compute_dtype)\n\n"
+    )
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+    honest = train_tiny(tmp_path / "honest")
+    run = train_tiny(tmp_path / "peek", script=project / "train.py")
+    run = replace(run, source=project)
+    assert metrics_of(run.workdir)[-1]["eval/loss"] < 5
+    assert score(run) > score(honest) - 0.01
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
+        (2 * ANSWER, "another shape"),
+        ("            raise ValueError('tired')\n", "no answer: ValueError: tired"),
+        ("            import time; time.sleep(99)\n", "took too long"),
+    ],
+)
+def test_answers_that_are_none_are_named(tmp_path, monkeypatch, new, message):
+    project = tmp_path / "project"
+    copy_project(project)
+    path = project / "gpt2/lab/ledger/answer.py"
+    text = path.read_text()
+    assert text.count(ANSWER) == 1
+    path.write_text(text.replace(ANSWER, new))
+    run = replace(train_tiny(tmp_path / "runs"), source=project)
+    monkeypatch.setattr(referee, "_SECONDS", 30.0)
+    with pytest.raises(referee.NoAnswerError, match=message):
+        score(run)
 
 
 # Real runs

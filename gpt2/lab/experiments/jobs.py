@@ -124,6 +124,17 @@ def _take(run: Run) -> TextIO | None:
     return None
 
 
+def find_error(log: str) -> str:
+    """Return the line of a log that says why a program ended."""
+    error = ""
+    # The error is the last line of the most informative kind, because JAX prints more lines
+    # after a traceback. Later patterns are more informative.
+    for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
+        for line in re.findall(rf"^{kind}", log, re.MULTILINE):
+            error = line.strip()
+    return error
+
+
 class _Training:
     """A run in progress: its process, its lock and its slot."""
 
@@ -163,12 +174,7 @@ class _Training:
         if code < 0:
             name = signal.Signals(-code).name
             return Outcome("failed", f"killed by {name}", seconds, attempt)
-        error = f"exit code {code}"
         log = self._log.read_bytes()[self._log_start :].decode(errors="replace")
-        # The error is the last line of the most informative kind, because JAX prints more lines
-        # after a traceback. Later patterns are more informative.
-        for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
-            for line in re.findall(rf"^{kind}", log, re.MULTILINE):
-                error = line.strip()
+        error = find_error(log) or f"exit code {code}"
         state = "diverged" if code == _DIVERGED else "failed"
         return Outcome(state, error, seconds, attempt)

@@ -30,7 +30,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import with_options
 from gpt2.data import prepare
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.arms import Arm, differences, refuse_differences
 from gpt2.lab.experiments.checkouts import (
@@ -42,20 +42,23 @@ from gpt2.lab.experiments.checkouts import (
 )
 from gpt2.lab.experiments.jobs import make_slots, train_all
 from gpt2.lab.experiments.pages import render, write_page
-from gpt2.lab.experiments.results import check_comparable, read_results
-from gpt2.lab.experiments.run_folder import Run, find_root
+from gpt2.lab.experiments.results import check_comparable
+from gpt2.lab.experiments.run_folder import Outcome, Run, find_root
 from gpt2.lab.experiments.step_time import measure
 from gpt2.lab.experiments.terms import LOSS, TERMS
 from gpt2.lab.ledger.evidence import evidence, findable, is_futile, most_evidence
 from gpt2.lab.ledger.ideas import is_working_tree, make_idea
 from gpt2.lab.ledger.journal import Idea, Ledger, append, read_ledger
 from gpt2.lab.ledger.ledger_plot import plot_ledger
+from gpt2.lab.ledger.referee import NoAnswerError, score
 from gpt2.utils import files
 from gpt2.utils.code import SOURCE, hash_code
 from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS
 EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
+# How far a run's own validation loss may lie from the referee's, by the type of its numbers.
+_TOLERANCES = {"float32": 1e-4}
 _LOCK = ".ledger.lock"
 _IS_BEST = "it is the best itself"
 
@@ -253,24 +256,39 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
     if pair[1].outcome().state == "waiting":  # a run that failed is not repeated
         train_all(pair[1:], slots, LOSS)
     check_comparable(runs, LOSS)
-    results = read_results(pair, LOSS)
-    best_state, state = results.state
-    best_error, error = results.error
-    if best_state != "finished":
-        raise UserError(
-            f"{pair[0].label}, the run of the best, {best_state}: {best_error}",
-            f"See {pair[0].folder}",
-        )
-    if state == "diverged":
-        return "discard", f"diverged: {error}"
-    if state != "finished":
-        return "failed", error
+    losses = list[float]()
+    reported = list[float]()
+    for run in pair:
+        end = run.outcome()
+        if end.state == "finished":
+            try:
+                losses.append(score(run))
+            except NoAnswerError as error:
+                end = Outcome("failed", str(error))
+        if end.state != "finished" and run == pair[0]:
+            raise UserError(
+                f"{run.label}, the run of the best, {end.state}: {end.error}",
+                f"See {run.folder}",
+            )
+        if end.state == "diverged":
+            return "discard", f"diverged: {end.error}"
+        if end.state != "finished":
+            return "failed", end.error
+        reported.append(math.nan)
+        with contextlib.suppress(Exception):  # the idea's code has written it
+            reported[-1] = run.read(LOSS)[-1][LOSS]
+        difference = abs(reported[-1] - losses[-1])
+        if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):
+            warn(
+                f"{run.label} reports a validation loss of {reported[-1]:.4f}, and the"
+                f" referee measured {losses[-1]:.4f}"
+            )
     with files.locked(root / _LOCK):
         idea = read_ledger(root).ideas[idea.number]
         # Otherwise, another process has added the pair.
         if len(idea.pairs) * 2 < len(runs):
-            best_score, score = results.score
-            idea.pairs.append((best_score, score))
+            idea.pairs.append((losses[0], losses[1]))
+            idea.reported.append((reported[0], reported[1]))
             best_seconds, seconds = [run.outcome().seconds for run in pair]
             idea.times.append((best_seconds, seconds))
             append(root, idea)
@@ -317,6 +335,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         "seconds": idea.seconds,
         "steps": steps[0],
         "best_steps": steps[1],
+        "reported": np.mean(np.diff(idea.reported)) if idea.reported else math.nan,
         "run_seconds": seconds,
         "best_run_seconds": best_seconds,
         "level": idea.level,

@@ -35,8 +35,10 @@ class Idea:
     code: str  # the hash of the arm's code
     # Drawn at random, each when its pair begins. The last pair may not have ended.
     seeds: list[int] = field(default_factory=list)
-    # The final losses of the best and of the idea, for each seed.
+    # The losses of the best and of the idea, for each seed, as the referee measured them.
     pairs: list[tuple[float, float]] = field(default_factory=list)
+    # The same losses, as the runs reported them.
+    reported: list[tuple[float, float]] = field(default_factory=list)
     # The seconds of the runs of the best and of the idea, for each seed.
     times: list[tuple[float, float]] = field(default_factory=list)
     answer: str = ""  # keep, discard, undecided or failed; "" until there is an answer
