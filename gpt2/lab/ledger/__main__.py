@@ -251,10 +251,10 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
             config = with_options(arm.config, {"seed": seed})
             runs.append(replace(arm, config=config).make_run(root, 0))
     pair = runs[-2:]
-    slots = make_slots(1)
-    train_all(pair[:1], slots, LOSS)
-    if pair[1].outcome().state == "waiting":  # a run that failed is not repeated
-        train_all(pair[1:], slots, LOSS)
+    earlier = pair[1].outcome()
+    if earlier.state == "failed":  # a run that failed is not repeated
+        return "failed", earlier.error
+    train_all(pair, make_slots(1), LOSS)
     check_comparable(runs, LOSS)
     losses = list[float]()
     reported = list[float]()
