@@ -7,6 +7,7 @@ all seeds from 0 on. docs/track.md has the rules.
 """
 
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -21,28 +22,42 @@ MIN_SEEDS = 5
 # Tokens to predict in the text that is held out, and its bytes.
 TARGETS = 286_739
 BYTES = 1_217_047
+LEAST = 0.5  # bits per byte; no model of English is better
+COLUMNS = (
+    *("arm", "purpose", "seed", "state", "code", "parameters", "tokens", "flops"),
+    *("eval/loss", "eval/bits_per_byte"),
+)
 COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9}  # as a run prints them
 
 
 def judge(path: Path) -> str:
     """Returns a record's row of the table by its results.csv, or raises ValueError."""
-    runs = pd.read_csv(path)
-    scores = runs["eval/bits_per_byte"]
+    runs = pd.read_csv(path, dtype={"parameters": str})
 
     def demand(holds: bool, rule: str) -> None:
         if not holds:
             raise ValueError(f"{path} is no record: {rule}")
 
+    for name in COLUMNS:
+        demand(name in runs, f"it has the column {name}")
+    scores = runs["eval/bits_per_byte"]
     demand(list(runs.seed) == list(range(len(runs))), "seeds are 0, 1, 2, ..., all")
     demand(len(runs) >= MIN_SEEDS, f"there are {MIN_SEEDS} seeds or more")
     demand(set(runs.state) == {"finished"}, "all runs have finished")
     for same in ("arm", "purpose", "code", "tokens", "flops", "parameters"):
         demand(runs[same].nunique() == 1, f"all runs have the same {same}")
     first = runs.iloc[0]
-    number = first.parameters[:-1]
-    unit = first.parameters[-1]
-    is_small = float(number) * COUNTS[unit] <= MAX_PARAMETERS
-    demand(is_small, f"it has at most {MAX_PARAMETERS:,} parameters")
+    demand(first.purpose == "compare", "no run chose an option")
+    demand(first.tokens > 0, "it has read tokens")
+    demand(first.flops > first.tokens, "a token costs FLOPs")
+    demand(scores.nunique() == len(runs), "seeds have different scores")
+    demand(scores.min() > LEAST, f"scores are above {LEAST} bits per byte")
+    count = re.fullmatch(r"(\d+)(?:\.(\d+))?([kMB])", first.parameters)
+    demand(count is not None, "its parameters are printed as by a run")
+    number, decimals, unit = count.groups(default="")
+    # The largest number that is printed in this way.
+    largest = float(f"{number}.{decimals}5") * COUNTS[unit]
+    demand(largest <= MAX_PARAMETERS, f"it has at most {MAX_PARAMETERS:,} parameters")
     whole = runs["eval/loss"] * TARGETS / BYTES / math.log(2)
     demand(
         np.allclose(scores, whole, rtol=1e-9, atol=0),
