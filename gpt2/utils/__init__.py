@@ -1,1 +1,1 @@
-"""Independent tools of training in JAX, one in each file."""
+"""Independent tools for training in JAX, one in each file."""

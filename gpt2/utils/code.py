@@ -1,4 +1,4 @@
-"""Identify the code of a run: a hash of what decides its results, recorded at each start."""
+"""Hash the code that determines a run's results, and record it at each start of the run."""
 
 import ast
 import functools
@@ -16,8 +16,8 @@ import jax
 
 from gpt2 import __version__
 
-SOURCE = Path(__file__).parents[2]  # where train.py, gpt2/ and configs/ lie
-# Parts of gpt2/ that do not decide the results of a run: they only observe or start it.
+SOURCE = Path(__file__).parents[2]  # the folder of train.py, gpt2/ and configs/
+# Parts of gpt2/ that cannot change the results of a run, because they only start or observe it.
 _OBSERVERS = {
     "lab",
     "evals",
@@ -30,13 +30,13 @@ _OBSERVERS = {
 
 
 def hash_code(source: Path = SOURCE) -> str:
-    """Return a hash of the code in `source` that decides what a run computes.
+    """Return a hash of the code in `source` that determines what a run computes.
 
-    It ignores comments and formatting, and depends on the version of Python.
+    The hash ignores comments and formatting, but depends on the version of Python.
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
-    # Editors save files of their own, which begin with a dot.
+    # Files that begin with a dot are backups that editors write.
     for path in package.rglob("[!.]*.py"):
         if path.relative_to(package).parts[0] not in _OBSERVERS:
             paths.append(path)
@@ -52,12 +52,12 @@ def _bare(text: bytes) -> str:
     """Return a file's syntax tree as text, without comments and line numbers."""
     try:
         return ast.dump(ast.parse(text))
-    except (SyntaxError, ValueError):  # an editor is saving it
+    except (SyntaxError, ValueError):  # an editor may be saving the file
         return repr(text)
 
 
 def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
-    """Return what git prints in a folder; None if it fails, is missing or takes too long."""
+    """Return the output of git in a folder, or None if git fails, is missing or takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
     try:  # with a time limit, because network file systems may be slow
         done = subprocess.run(
@@ -69,12 +69,12 @@ def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
 
 
 def describe_start(step: int) -> dict[str, Any]:
-    """Return a line of environment.jsonl: what decides a run's results besides options and data.
+    """Return a record for environment.jsonl: what results depend on apart from options and data.
 
-    It contains no host name and no environment variables. `code` comes from `hash_code`. `commit`
-    and `clean` (no Python file differs from the commit) are None unless gpt2 is a git checkout.
+    The record contains neither host name nor environment variables. `code` comes from `hash_code`.
+    `clean` is True if no Python file differs from `commit`. Both are None outside a git checkout.
     """
-    # git may answer for another project's checkout that contains an installed gpt2.
+    # If gpt2 is installed inside another project, git would report the commit of that project.
     commit = None
     changed = None
     if git(SOURCE, "ls-files", "gpt2/__init__.py"):
@@ -99,9 +99,9 @@ def describe_start(step: int) -> dict[str, Any]:
 
 
 def read_starts(workdir: Path) -> list[dict]:
-    """Return the lines of environment.jsonl whose steps are still part of the run, oldest first.
+    """Return the starts in environment.jsonl whose steps are still part of the run, oldest first.
 
-    A start from step N discards all later steps of the starts before it.
+    A start at step N replaces earlier starts at step N or later.
     """
     path = workdir / "environment.jsonl"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, locks that end with their process, and digests of folders.
+"""Atomic writes, locks that are released when their process ends, and digests of folders.
 
 Digests are CRC-32. They detect failing disks and incomplete copies, not forgery.
 """
@@ -19,12 +19,12 @@ from gpt2.errors import UserError
 @contextlib.contextmanager
 def reading(
     what: object,
-    remedy: str = "Leave it out, repair it or convert it to UTF-8",
+    remedy: str = "Repair the file, convert it to UTF-8 or leave it out",
     failed: str = "cannot be read",
 ) -> Iterator[None]:
-    """Turn any exception into a UserError, "WHAT cannot be read (REASON)".
+    """Turn any exception of the body into a UserError: "WHAT cannot be read (REASON)".
 
-    Every type is caught, because libraries raise errors of any type at a damaged file.
+    Exceptions of every type are caught, because a damaged file can make a library raise any type.
     """
     try:
         yield
@@ -36,11 +36,11 @@ def reading(
 
 
 def _reason(error: Exception) -> str:
-    """Return what went wrong, without the path, which the message has already."""
+    """Return the reason of an error, without the path, which the message already contains."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, FileNotFoundError):
-        # fsspec hides the answer of a server behind it.
+        # fsspec raises this error from the server's answer, which is more precise.
         return str(error.__cause__ or error.strerror or "it does not exist")
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
@@ -48,7 +48,7 @@ def _reason(error: Exception) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by UTF-8 text: readers see the old or the new text, even after a kill."""
+    """Replace a file with UTF-8 text. Readers see the old or the new text, even after a kill."""
     partial = path.with_name(f"{path.name}.tmp")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
@@ -58,7 +58,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, tree: object) -> None:
-    """Replace a file by an indented JSON value, as `write_text` does."""
+    """Replace a file with an indented JSON value, in the same way as `write_text`."""
     write_text(path, json.dumps(tree, indent=2) + "\n")
 
 
@@ -74,10 +74,13 @@ def sync_tree(directory: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory, and move it to `directory`, absent or empty, on success."""
+    """Yield a temporary directory, and rename it to `directory` on success.
+
+    `directory` must be absent or empty.
+    """
     if directory.is_file() or any(directory.glob("*")):
-        remedy = "Give another directory, or remove it"
-        raise UserError(f"{directory} exists already", remedy)
+        remedy = "Give another directory, or remove this one"
+        raise UserError(f"{directory} already exists", remedy)
     parent = directory.parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -92,7 +95,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock `path` inside the context, after other processes have released it."""
+    """Wait until no other process holds the lock `path`, and hold it during the body."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -108,7 +111,7 @@ def is_locked(path: Path) -> bool:
 
 
 def lock_for_good(path: Path) -> bool:
-    """Hold the lock `path` until this process ends; return False if another process holds it."""
+    """Hold the lock `path` until this process ends. Return False if another process holds it."""
     # The file is never closed, because that would release the lock.
     return _try_lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
 
@@ -118,16 +121,16 @@ def _try_lock(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # the file system has no locks
+    except OSError:  # the file system does not support locks
         pass
     return True
 
 
-Digests = dict[str, list[int]]  # bytes and CRC-32 of each file, by its path in a folder
+Digests = dict[str, list[int]]  # path in the folder -> [size in bytes, CRC-32]
 
 
 def digest_folder(folder: Path) -> Digests:
-    """Return the digests of all files of a folder."""
+    """Return the digests of all files in a folder."""
     names = list[str]()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -136,19 +139,19 @@ def digest_folder(folder: Path) -> Digests:
 
 
 def digest_files(folder: Path, names: Collection[str]) -> Digests:
-    """Return the digests of the named files of a folder."""
+    """Return the digests of the named files in a folder."""
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(_digest, (folder / name for name in names))
         return dict(zip(names, digests, strict=True))
 
 
 def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
-    """Describe the first file that differs from its digest; empty if there is none.
+    """Describe the first file that differs from its digest. If all agree, return an empty string.
 
-    With `read=False` only sizes are compared.
+    With `read=False`, compare only the sizes.
     """
     try:
-        # Sizes first, because reading takes long.
+        # All sizes are compared first, because reading the files takes long.
         for name, digest in digests.items():
             size = (folder / name).stat().st_size
             if size != digest[0]:
@@ -174,13 +177,14 @@ def _digest(path: Path) -> list[int]:
 
 
 def seal(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return a JSON object with its own CRC-32 as `crc32`."""
+    """Return a JSON object with its CRC-32 added as `crc32`."""
     return {**tree, "crc32": _checksum(tree)}
 
 
 def read_sealed(path: Path) -> dict | None:
-    """Read the JSON of an object from `seal`; None if the file is missing or was altered."""
-    with contextlib.suppress(Exception):  # a damaged file may hold other JSON, or none
+    """Read an object that `seal` returned, or return None if the file is missing or was altered."""
+    # A damaged file may contain different JSON, or none.
+    with contextlib.suppress(Exception):
         tree = json.loads(path.read_text("utf-8"))
         if tree.pop("crc32") == _checksum(tree):
             return tree

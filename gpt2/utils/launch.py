@@ -1,4 +1,4 @@
-"""Prepare a process before its slow imports: memory, XLA flags, the compilation cache."""
+"""Set up the memory, XLA flags and compilation cache of a process before its slow imports."""
 
 import contextlib
 import ctypes
@@ -12,38 +12,38 @@ from pathlib import Path
 
 from gpt2 import signals
 
-# Memory comes in pages of 2 MB, because the kernel clears the temporary memory of every step page
-# by page. Freed blocks of up to 256 MB stay with the process; fragments of larger blocks would
-# double its memory.
+# glibc allocates pages of 2 MB, because the kernel clears the temporary memory of every step page
+# by page. The process retains freed blocks of up to 256 MB. If it retained larger blocks,
+# fragmentation would double its memory.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=268435456"
     ":glibc.malloc.trim_threshold=268435456"
 )
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
-# Matrix products use cuBLAS and are not merged if they share an operand, and the gathers of a
-# layer's kernels do not wait for each other.
+# Matrix products use cuBLAS, and are not merged if they share an operand. All-gathers are combined
+# only up to 6 MB, so that the gathers of a layer's kernels do not wait for each other.
 _GPU_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
-# Schedules operations for little memory.
+# Schedules operations so that they need little memory.
 _CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-BEGAN = time.perf_counter()  # seconds; nearly the start of this process
+BEGAN = time.perf_counter()  # in seconds, shortly after this process started
 
 
 def prepare_process() -> None:
-    """Apply the settings of docs/performance.md, except those the user has set. Call this first.
+    """Apply the settings of docs/performance.md that the user has not set. Call this first.
 
     The C library reads its settings when a process starts, so a CPU run restarts itself once.
     """
     signals.begin_process()
-    is_second = _STARTED_AGAIN in os.environ  # even if the settings got lost
+    is_second = _STARTED_AGAIN in os.environ  # also if the restart lost the settings
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if "JPY_PARENT_PID" in os.environ:
-        # A notebook would show each update of a progress bar.
-        os.environ.setdefault("TTY_INTERACTIVE", "0")  # as rich calls it
+        # Otherwise a notebook would show each update of a progress bar.
+        os.environ.setdefault("TTY_INTERACTIVE", "0")  # rich reads this variable
 
     tpus = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     has_tpu = _is_installed("libtpu") and bool(tpus)
@@ -55,7 +55,7 @@ def prepare_process() -> None:
         if lacks_tunables and not is_second and "jax" not in sys.modules:
             os.environ["GLIBC_TUNABLES"] = _TUNABLES
             os.environ[_STARTED_AGAIN] = "1"
-            # A signal stays pending until the restarted process can handle it.
+            # A blocked signal stays pending until the restarted process can handle it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             os.execv(sys.executable, sys.orig_argv)
         os.environ |= cpu_environment()
@@ -63,7 +63,8 @@ def prepare_process() -> None:
         os.environ |= _with_flags(*_GPU_FLAGS)
 
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    with contextlib.suppress(RuntimeError):  # the user of a container may have no home
+    # The user of a container may have no home directory.
+    with contextlib.suppress(RuntimeError):
         cache = home.expanduser() / "gpt2-jax" / "xla"
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -74,13 +75,19 @@ def _is_installed(package: str) -> bool:
 
 
 def environment_to_measure() -> dict[str, str]:
-    """Return the environment of a process that is timed: a CPU run's, without a cache."""
+    """Return the environment for a process that will be timed.
+
+    It is the environment of this process and a CPU run, without JAX's compilation cache.
+    """
     uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     return os.environ | cpu_environment() | uncached
 
 
 def cpu_environment() -> dict[str, str]:
-    """Return the variables of a CPU run that this process lacks, for its child processes."""
+    """Return the environment variables that child processes need for a CPU run.
+
+    Variables that this process already has are left out.
+    """
     variables = _with_flags(_CPU_FLAG) if has_old_xla() else {}
     if "GLIBC_TUNABLES" not in os.environ:
         variables["GLIBC_TUNABLES"] = _TUNABLES
@@ -88,21 +95,24 @@ def cpu_environment() -> dict[str, str]:
 
 
 def release_free_memory() -> None:
-    """Return freed memory to the kernel; glibc keeps hundreds of megabytes after compilation."""
+    """Return freed memory to the kernel. After a compilation, glibc retains hundreds of MB."""
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def has_old_xla() -> bool:
-    """Return whether XLA is that of JAX 0.10. Newer versions exit at a flag that they lack."""
-    # The import is slow, and the first of two starts does not need it.
+    """Return whether XLA is the version of JAX 0.10, which has `_CPU_FLAG`.
+
+    Newer versions do not have this flag, and exit if they are given an unknown flag.
+    """
+    # Imported here because it is slow, and a process that only restarts itself does not need it.
     from importlib.metadata import version
 
     return version("jaxlib").startswith("0.10.")
 
 
 def _with_flags(*wanted: str) -> dict[str, str]:
-    """Return XLA_FLAGS with the wanted flags added; empty if the user has set them all."""
+    """Return XLA_FLAGS with the wanted flags added, or nothing if the user has set all of them."""
     given = os.environ.get("XLA_FLAGS", "")
     flags = given
     for flag in wanted:

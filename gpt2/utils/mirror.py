@@ -17,7 +17,7 @@ PAUSE = 2.0  # seconds between checks for new checkpoints
 def mirrored(url: str, folder: Path) -> Iterator[None]:
     """Push the working copy of a run to its URL after every checkpoint and at the end.
 
-    If another run begins at the URL, it takes the URL over, and this run stops as by SIGTERM.
+    If another run begins at the same URL, this run sends SIGTERM to itself.
     """
     claim(url, folder)
     ends = threading.Event()
@@ -54,5 +54,5 @@ def _follow(url: str, folder: Path, ends: threading.Event) -> None:
             return os.kill(os.getpid(), signal.SIGTERM)
         except UserError as error:
             if not has_warned:
-                warn(f"{error.what}; the run goes on")
+                warn(f"{error.what}; the run continues")
             has_warned = True

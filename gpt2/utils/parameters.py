@@ -1,6 +1,7 @@
-"""What a parameter declares where it is created: its axes and its roles.
+"""The axes and the roles of a parameter, declared where the parameter is created.
 
-Rules, optimizers, rematerialisation and FLOPs read this. None of them knows a parameter's name.
+Sharding rules, optimizers, rematerialisation and the count of FLOPs read these declarations. None
+of them depends on a parameter's name.
 """
 
 import dataclasses
@@ -13,9 +14,9 @@ from flax import struct
 from gpt2.errors import UserError
 from gpt2.utils.trees import Tree
 
-# AxisNames of axes that stack tensors of equal shapes.
+# Names of axes that stack tensors of equal shapes.
 STACKING = {"layers", "experts", "qkv"}
-# AxisNames of axes that do not make a parameter a matrix.
+# Names of axes that do not count when a parameter is checked for being a matrix.
 SMALL = STACKING | {"mix", "head_size"}
 
 
@@ -25,9 +26,9 @@ class ParamInfo:
 
     Attributes:
         axes: a name for each axis, such as `embed`, `heads`, `mlp`, `layers`.
-        inputs: of a matrix: the axes that are inputs, counted from the last axis, which is -1. The
-            axes after them are outputs, and the axes before them, and those whose names are in
-            `STACKING`, count matrices. Muon and SOAP take matrices; Adam takes the rest.
+        inputs: for a matrix, the input axes, as negative indices. The axes after the inputs are
+            outputs. Axes before the inputs, and axes named in `STACKING`, enumerate matrices. Muon
+            and SOAP update matrices, and Adam updates all other parameters.
         decays: whether weight decay applies.
     """
 
@@ -37,17 +38,17 @@ class ParamInfo:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The axes of a matrix that are outputs, counted from the last axis, which is -1."""
+        """The output axes of a matrix, as negative indices."""
         after = range(self.inputs[-1] + 1, 0)
         return tuple(axis for axis in after if self.axes[axis] not in STACKING)
 
     def stack(self) -> "ParamInfo":
-        """Return the info of this parameter of all layers, stacked along a first axis."""
+        """Return the info of this parameter after stacking all layers along a new first axis."""
         return dataclasses.replace(self, axes=("layers", *self.axes))
 
 
 class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A parameter with its info, in Flax's interface for such boxes."""
+    """A parameter with its info, as a metadata box of Flax."""
 
     value: Tree
     info: ParamInfo = struct.field(pytree_node=False)
@@ -57,7 +58,7 @@ class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
         return self.value
 
     def replace_boxed(self, val: Tree) -> "DeclaredParam":
-        """Return another parameter with the same info."""
+        """Return a box with another parameter and the same info."""
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
@@ -67,33 +68,34 @@ class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Return the parameter within `nn.vmap`, which adds an axis."""
+        """Return the parameter as it is inside `nn.vmap`, without the axis that `nn.vmap` adds."""
         axes = list(self.info.axes)
         del axes[index]
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
 
 def is_declared(node: Tree) -> bool:
-    """Return whether a node of a tree is a parameter with its info."""
+    """Return whether a node of a tree is a `DeclaredParam`."""
     return isinstance(node, DeclaredParam)
 
 
 def param_info(path: tuple, param: Tree) -> ParamInfo:
-    """Return what the parameter at a path declares.
+    """Return the info of the parameter at a path.
 
-    A parameter that declares too little would be whole on every device, or would never decay.
+    An incomplete info is an error, because the parameter would be replicated on every device or
+    would never decay.
     """
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if not is_declared(param):
         raise UserError(
             f"The parameter {name} does not name its axes",
-            "Create it by named_param of gpt2/model/layers.py",
+            "Create it with named_param of gpt2/model/layers.py",
         )
     info = param.info
     is_large = len(set(info.axes) - SMALL) > 1
     if is_large and not info.inputs and not info.decays:
         raise UserError(
-            f"The parameter {name} has the axes {info.axes} and no role",
-            "Pass inputs and decays to named_param, or name an axis `mix`",
+            f"The parameter {name} with the axes {info.axes} sets neither inputs nor decays",
+            "Pass inputs, decays or both to named_param, or name an axis `mix`",
         )
     return info

@@ -13,7 +13,10 @@ def jit_is_off() -> bool:
 
 
 def platform_of(device: jax.Device) -> str:
-    """Return `cpu`, `gpu` or `tpu`; a device that exists only for its compiler reports `cuda`."""
+    """Return `cpu`, `gpu` or `tpu`.
+
+    The devices of a topology, for which JAX can only compile, report `cuda` instead of `gpu`.
+    """
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 

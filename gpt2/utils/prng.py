@@ -1,4 +1,4 @@
-"""Random keys, made from the seed and a purpose: no key is stored or used twice."""
+"""Random keys, derived from the seed and a purpose. No key is stored, and none is used twice."""
 
 import jax
 from jax import Array
@@ -8,7 +8,7 @@ _INIT, _DROPOUT, _SAMPLE = range(3)
 
 
 def init_key(seed: int) -> Array:
-    """Return the key for drawing parameters."""
+    """Return the key for initialising the parameters."""
     return jax.random.fold_in(jax.random.key(seed), _INIT)
 
 
@@ -20,7 +20,7 @@ def dropout_key(
 ) -> Array:
     """Return the dropout key of a micro-batch on a device at a step, all counted from 0.
 
-    `device` counts along the axes that split the batch.
+    `device` is the device's index along the mesh axes that split the batch.
     """
     key = jax.random.fold_in(jax.random.key(seed), _DROPOUT)
     for index in (step, micro_batch, device):
@@ -29,5 +29,8 @@ def dropout_key(
 
 
 def sample_key(seed: int) -> Array:
-    """Return the key for generated text; sampling folds in the sequence, then the new token."""
+    """Return the key for generated text.
+
+    Sampling folds in the number of the sequence, and then the number of the new token.
+    """
     return jax.random.fold_in(jax.random.key(seed), _SAMPLE)

@@ -1,7 +1,8 @@
-"""Rematerialisation: what a block keeps for its backward pass, and what it computes again.
+"""Rematerialisation: what a block stores for its backward pass, and what it computes again.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A policy keeps results of matrix
-products by name. All between them, such as norms and activations, is computed again.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A policy names the results of
+matrix products that are stored. All other values, such as norms and activations, are computed
+again.
 """
 
 import inspect
@@ -10,18 +11,19 @@ from collections.abc import Collection
 import flax.linen as nn
 from jax.ad_checkpoint import Recompute, Saveable
 
-# The results of linear maps in attention, and of all others in a block.
+# The names of the results of linear maps: one name for all in attention, and one for all others.
 ATTENTION_LINEAR = "attention/linear"
 MLP_LINEAR = "mlp/linear"
-# Attention's output, and statistics of rows that a fused kernel's backward rule reads.
+# The name of attention's output, and of the row statistics that a fused kernel's backward pass
+# reads.
 CORE_ATTENTION = "attention/core"
-# JAX names no results of cuDNN's kernel. The operation stands for them.
+# JAX does not name the results of cuDNN's kernel, so the policies contain the operation's name.
 _CUDNN_ATTENTION = "dot_product_attention_fwd_wrapper"
 
 _ATTENTION = (ATTENTION_LINEAR, CORE_ATTENTION, _CUDNN_ATTENTION)
 
-# `memory.remat` -> what it stores of a block in addition to its input, if the backward pass reads
-# it. `none` is not here: it computes nothing again.
+# `memory.remat` -> the names of the results that are stored in addition to a block's input, if the
+# backward pass reads them. `none` has no entry, because it computes nothing again.
 KEPT: dict[str, tuple[str, ...]] = {
     "full": (),
     "attention": _ATTENTION,
@@ -35,9 +37,10 @@ def remat(
 ) -> type[nn.Module]:
     """Return `block`, made to recompute its activations in the backward pass.
 
-    `static` names its arguments that are not arrays. `looped`: it is the body of a loop.
+    `static` names the block's arguments that are not arrays. `looped` says whether the block is
+    the body of a loop.
     """
-    arguments = list(inspect.signature(block.__call__).parameters)  # self is number 0
+    arguments = list(inspect.signature(block.__call__).parameters)  # self has index 0
 
     def keep(operation, *_, **parameters):
         name = parameters["name"] if operation.name == "name" else operation.name
@@ -46,16 +49,17 @@ def remat(
     return nn.remat(
         block,
         policy=keep,
-        # XLA cannot merge a loop's body with its recomputation. A barrier against that costs time.
+        # A barrier prevents XLA from merging a block with its recomputation, but costs time. In a
+        # loop, XLA cannot merge them anyway.
         prevent_cse=not looped,
         static_argnums=tuple(arguments.index(name) for name in static),
     )
 
 
 def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
-    """Return the options that keep XLA from undoing a policy; `platform` is that of the program.
+    """Return the compiler options that keep XLA from undoing a policy on a platform.
 
-    XLA:CPU drops all barriers before it merges equal expressions for the last time.
+    XLA:CPU removes all barriers before it merges equal expressions for the last time.
     """
     undone = platform == "cpu" and not looped and policy != "none"
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}

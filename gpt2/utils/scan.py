@@ -1,8 +1,9 @@
 """Scan or unroll the layers, and convert between the two layouts of their parameters.
 
-Unrolled layers have their parameters in siblings `h_0`, `h_1`, ... Scanned layers have them in a
-single `h`, whose leaves have a leading layer axis. A scan that is unrolled completely has few large
-parameters, like a scan, and blocks that XLA can fuse, like unrolled layers.
+The parameters of unrolled layers are in the subtrees `h_0`, `h_1`, ... The parameters of scanned
+layers are in a single subtree `h`, whose leaves have a leading layer axis. A scan that is unrolled
+completely has few large parameters, like a scan, and blocks that XLA can fuse, like unrolled
+layers.
 """
 
 import inspect
@@ -16,7 +17,7 @@ from jax import Array
 
 from gpt2.utils.trees import Tree
 
-METRICS = "metrics"  # the collection of what modules `report`
+METRICS = "metrics"  # the Flax collection to which `report` adds
 
 
 def scan_layers(
@@ -28,8 +29,8 @@ def scan_layers(
 ) -> type[nn.Module]:
     """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
 
-    For the module, `y` and the arguments named in `per_layer` have a leading layer axis; other
-    arguments are the same for every layer. An iteration of the loop applies `unroll` layers.
+    For the module, `y` and the arguments named in `per_layer` have a leading layer axis. All other
+    arguments are the same for every layer. Each iteration of the loop applies `unroll` layers.
     """
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
@@ -55,10 +56,11 @@ def report(
     PATH is the module's path, such as `h_3/attn`. `total` (a sum in float32, because 16 bits would
     be too coarse) and `count` are summed over micro-batches, devices and validation batches, and
     their quotient is logged. With a `weight`, `weight * total` summed over tokens is added to the
-    objective as an auxiliary loss, but not to the logged loss. In an expert, the totals of all
-    experts are summed, slots without a token included.
+    objective as an auxiliary loss, but not to the logged loss. If the module is an expert, the
+    totals of all experts are summed, including slots without a token.
     """
-    # The logged quantity has no gradient: 0 times the gradient of a root at 0 would be NaN.
+    # The logged quantity must have no gradient. For a square root at 0, its gradient of 0 would be
+    # multiplied by infinity, which is NaN.
     auxiliary = jnp.float32(weight * total if weight else 0.0)
     logged = jax.lax.stop_gradient((jnp.float32(total), jnp.float32(count)))
 
@@ -72,14 +74,14 @@ def report(
 
 
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
-    """Return `{PATH/name: (total, count, weighted total)}` for what modules `report`."""
+    """Return `{PATH/name: (total, count, weighted total)}` for all quantities from `report`."""
     tree = in_layout(collection, scanned=False)
-    tree = jax.tree.map(jnp.sum, tree)  # over experts, which all report
+    tree = jax.tree.map(jnp.sum, tree)  # over the experts, each of which reports
     return flatten_dict(tree, sep="/")
 
 
 def is_scanned(tree: Tree) -> bool:
-    """Return whether `tree`, parameters or state with the same structure, is stacked by layer."""
+    """Return whether a tree of parameters, or state of the same structure, is stacked by layer."""
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         if any(getattr(key, "key", None) == "h" for key in path):
             return True
@@ -92,9 +94,9 @@ def in_layout(
     scanned: bool,
     stack: Callable = lambda *leaves: jnp.stack(leaves),
 ) -> Tree:
-    """Return a tree of parameters in a layout: stacked by layer if `scanned`, or unstacked.
+    """Return a tree of parameters, stacked by layer if `scanned`, otherwise unstacked.
 
-    `stack` joins the leaves of all layers.
+    `stack` joins the leaves of all layers into one.
     """
     first = "h_0" if scanned else "h"
 

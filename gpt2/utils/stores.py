@@ -1,11 +1,12 @@
-"""Files and folders at URLs (gs://, s3://, hf://, https://, ...), by way of this machine's disk.
+"""Files and folders at URLs (gs://, s3://, hf://, https://, ...), through local copies of them.
 
-A folder at a URL has a working copy in the cache. The copy holds a record of what the store held at
-the last exchange. `fetch` updates the copy, and `push` sends what the copy has gained. Files that
-mark others as whole are written last and removed first. Weights are fetched when they are read.
+A folder at a URL has a working copy in the cache. The working copy contains a record of the store's
+files at the last exchange. `fetch` updates the working copy, and `push` sends its new and changed
+files. A completion marker, which marks other files as complete, is written last and removed first.
+Weights are not fetched until they are read.
 
-A file that is missing on one side is not removed on the other, except for checkpoints that a newer
-one has replaced.
+If a file is missing on one side, it is not removed from the other side, unless it belongs to a
+checkpoint that a newer checkpoint has replaced.
 """
 
 import contextlib
@@ -31,10 +32,10 @@ from fsspec.utils import tokenize
 from gpt2.errors import UserError, warn
 from gpt2.utils import files
 
-# The files of a model at Hugging Face, without files for other frameworks.
+# Matches the files of a Hugging Face model, without files for other frameworks.
 HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
-_OWNER = ".owner"  # holds a random key of the run that began last
+_OWNER = ".owner"  # contains a random key of the run that began last
 _STEP = re.compile(r"(.*checkpoints/(\d+))/")
 _WEIGHTS = re.compile(r".*checkpoints/\d+/(params|rest|guard)/")
 _MARK = re.compile(r"(.*/)?(digests/digests|prepared\.json)")
@@ -50,11 +51,11 @@ def is_url(path: object) -> bool:
 
 
 class Remote(NamedTuple):
-    """A file at a URL, as it was when it was listed."""
+    """A file at a URL, as it was when its folder was listed."""
 
     url: str
     size: int
-    version: str  # differs whenever the content may differ
+    version: str  # changes whenever the content may have changed
 
     def __str__(self) -> str:
         return self.url
@@ -64,7 +65,7 @@ def find(pattern: str) -> list[Remote]:
     """Return the files that match a URL, which may contain wildcards, in sorted order."""
     remotes = list[Remote]()
     with _connect(pattern) as (store, root):
-        if "http" in store.protocol:  # the web cannot list files
+        if "http" in store.protocol:  # HTTP cannot list files
             infos = {root: store.info(root)}
         else:
             infos = store.glob(root, detail=True)
@@ -76,12 +77,12 @@ def find(pattern: str) -> list[Remote]:
 
 
 def local_path(file: Path | Remote) -> Path:
-    """Return the path of a file on this machine: a remote file is fetched into the cache."""
+    """Return the local path of a file. Fetch a remote file into the cache first."""
     if isinstance(file, Path):
         return file
     url = file.url.partition("?")[0]
     path = _cache("files", f"{file.url} {file.version}") / Path(url).name
-    # A power loss may have cut a file in the cache.
+    # A power loss may have truncated a file in the cache.
     if not path.exists() or file.size not in (0, path.stat().st_size):
         with _connect(file.url) as (store, root):
             _get(store, root, path, file.size)
@@ -89,14 +90,14 @@ def local_path(file: Path | Remote) -> Path:
 
 
 def fetch_file(path: str | Path) -> Path:
-    """Return the local path of a file at a path or a URL, with the JSON files next to it."""
+    """Return the local path of a file. If it is at a URL, fetch the JSON files of its folder."""
     folder, name = os.path.split(path)
     return fetch(folder, r"[^/]+\.json$") / name
 
 
 @contextlib.contextmanager
 def writing(target: str | Path) -> Iterator[Path]:
-    """Yield a local path for a new file or folder, which is sent to `target` if that is a URL."""
+    """Yield a local path for a new file or folder. If `target` is a URL, send the result there."""
     if not is_url(target):
         path = _expand(target)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ def writing(target: str | Path) -> Iterator[Path]:
             if path.is_file():
                 _put(store, path, root)
             elif store.exists(root):
-                raise UserError(f"{target} exists already", "Give another URL")
+                raise UserError(f"{target} already exists", "Give another URL")
             else:
                 push(target, path)
 
@@ -118,33 +119,33 @@ def writing(target: str | Path) -> Iterator[Path]:
 
 
 class TakenOver(UserError):
-    """Another run has begun at the URL since."""
+    """The error in a run whose URL has been claimed by another run since."""
 
 
 @dataclasses.dataclass
 class _Record:
-    """What a store held at the last exchange with a working copy."""
+    """The files of a store at the last exchange with a working copy."""
 
     url: str = ""
     versions: dict[str, str] = dataclasses.field(default_factory=dict)  # by file name
-    # In ns, of the files in the working copy.
+    # The modification times of the files in the working copy, in ns.
     times: dict[str, int] = dataclasses.field(default_factory=dict)
     owner: str = ""  # the key that the run of the working copy has written to the store
 
     def holds(self, name: str, time_ns: int) -> bool:
-        """Return whether the store held a file of the working copy, last changed at a time."""
+        """Return whether the store has a file of the working copy as it was last changed."""
         return name in self.versions and self.times.get(name) == time_ns
 
 
 def local_folder(path: str | Path) -> Path:
-    """Return the local folder for a path or a URL: the working copy of a URL."""
+    """Return the folder of a path, or the working copy of a URL."""
     if is_url(path):
         return _cache("stores", str(path))
     return _expand(path)
 
 
 def url_or_path(folder: Path) -> str:
-    """Return the URL of a working copy, or the path of another folder."""
+    """Return the URL of a working copy. For any other folder, return its path."""
     return _read_record(folder).url or str(folder)
 
 
@@ -152,8 +153,8 @@ def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
     Local files that were not sent stay, unless another run has written to the store since. In that
-    case the working copy is moved aside. A store that has lost checkpoints is refused. `only` is a
-    pattern for the names of the files to fetch.
+    case, rename the working copy and fetch a new one. Raise a UserError if the store has lost
+    checkpoints. `only` is a pattern for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -174,7 +175,7 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
-    """Fetch the named files that a working copy lacks; other folders stay as they are."""
+    """Fetch the named files that are missing in a working copy. Do nothing for other folders."""
     url = _read_record(folder).url
     if url and not all((folder / name).exists() for name in names):
         with _exchange(url, folder) as (store, record):
@@ -182,9 +183,9 @@ def complete(folder: Path, names: Iterable[str]) -> None:
 
 
 def push(url: str | Path, folder: Path) -> None:
-    """Send what a working copy has gained since the last exchange to its URL.
+    """Send the files of a working copy that are new or changed since the last exchange to its URL.
 
-    A checkpoint that is gone here is removed there once a newer one has replaced it. Raises
+    Remove a checkpoint from the store if the working copy has replaced it with a newer one. Raise
     `TakenOver` if another run has begun at the URL.
     """
     if not is_url(url):
@@ -196,16 +197,16 @@ def push(url: str | Path, folder: Path) -> None:
         gone = set[str]()
         for name in record.versions.keys() - here.keys():
             is_superseded = 0 <= _step(name) < newest and _mark(name) not in here
-            # A run that continues removes its samples, which mark a finished run.
+            # A run that continues removes samples.txt, because this file marks a finished run.
             if is_superseded or name == "samples.txt":
                 gone.add(name)
         if not changed and not gone:
             return
         if record.owner and not _is_owner(store, record):
             raise TakenOver(f"Another run has taken over {url}")
-        # Links keep the files that the run removes while they are sent.
+        # Hard links preserve files that the run removes while they are being sent.
         links = folder.with_name(f".{folder.name}.sending")
-        shutil.rmtree(links, ignore_errors=True)  # a killed process may have left it
+        shutil.rmtree(links, ignore_errors=True)  # from a killed process
         missed = set[str]()
         for name in changed:
             link = links / name
@@ -225,7 +226,7 @@ def push(url: str | Path, folder: Path) -> None:
 
 
 def claim(url: str, folder: Path) -> None:
-    """Register the run of a working copy as the newest one at its URL, and push its files."""
+    """Register the run of a working copy as the newest run at its URL, and push its files."""
     with _exchange(url, folder) as (store, record):
         record.owner = secrets.token_hex(8)
         store.pipe_file(_OWNER, record.owner.encode())
@@ -233,7 +234,7 @@ def claim(url: str, folder: Path) -> None:
 
 
 def whole_checkpoints(folder: Path) -> set[str]:
-    """Return the files that mark whole checkpoints in a working copy."""
+    """Return the completion markers in a working copy."""
     return set(filter(_is_mark, _list_copy(folder)))
 
 
@@ -241,21 +242,25 @@ def whole_checkpoints(folder: Path) -> set[str]:
 
 
 def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
-    """Return whether the run that began last in a store is that of this working copy.
+    """Return whether the run that began last in a store is the run of this working copy.
 
-    If so, nobody else has written there, although the last exchange may have been interrupted.
+    If so, no other run has written to the store, even if the store differs from the record because
+    the last exchange was interrupted.
     """
     return store.exists(_OWNER) and store.cat_file(_OWNER).decode() == record.owner
 
 
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
-    """Remove the files from a working copy that another run has replaced in the store."""
+    """Remove the files that another run has replaced in the store from a working copy.
+
+    If the working copy has files that the store never had or has lost, rename it instead.
+    """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)
     if step > newest:
         raise UserError(
             f"{record.url} has lost checkpoint {step}; {folder} is this machine's copy",
-            f"Copy that to {record.url}, or move it elsewhere",
+            "Copy this folder to the URL, or move it elsewhere",
         )
     record.owner = ""
     outdated = set[Path]()
@@ -265,18 +270,18 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
             aside = folder.with_name(f"{folder.name}-{time.time_ns()}")
             folder.rename(aside)
             record.times.clear()
-            warn(f"{record.url} has changed; what this machine had is in {aside}")
+            warn(f"{record.url} has changed, so its local copy was moved to {aside}")
             return
         if listed.get(name) != record.versions[name]:
             outdated.add(folder / name)
     for path in outdated:
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the folder holds other files
+        with contextlib.suppress(OSError):  # the folder contains other files
             os.removedirs(path.parent)
 
 
 def _expand(path: str | Path) -> Path:
-    """Return a path with the home directory in place of `~`."""
+    """Return a path with `~` replaced by the home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -285,7 +290,7 @@ def _expand(path: str | Path) -> Path:
 
 
 def _cache(kind: str, url: str) -> Path:
-    """Return the path in the cache for what lies at a URL."""
+    """Return the path in the cache for the content of a URL."""
     cache = _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
     name = Path(url).name.partition(" ")[0]
@@ -294,22 +299,22 @@ def _cache(kind: str, url: str) -> Path:
 
 @contextlib.contextmanager
 def _connect(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
-    """Yield the file system of a URL and the path in it; a failure becomes a UserError."""
-    # Drivers raise errors of their own types; for a missing driver, fsspec names the package.
-    with files.reading(url, "Fix that, and try again", failed="cannot be reached"):
+    """Yield the file system of a URL and the path in it. Turn any failure into a UserError."""
+    # Drivers raise errors of their own types. If a driver is missing, fsspec names its package.
+    with files.reading(url, "Fix this, and try again", failed="cannot be reached"):
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
-        store.auto_mkdir = True  # otherwise file:// does not make folders
+        store.auto_mkdir = True  # otherwise file:// does not create folders
         if "http" in store.protocol:
             import aiohttp
 
-            # A large file may take longer than the default of five minutes.
+            # A large file may take longer than five minutes, the default time limit.
             store.client_kwargs["timeout"] = aiohttp.ClientTimeout(sock_read=60)
         yield store, root.rstrip("/")
 
 
 @contextlib.contextmanager
 def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Record]]:
-    """Yield the folder at a URL and the record of its working copy, which is saved at the end."""
+    """Yield the folder at a URL and the working copy's record. Save the record at the end."""
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _connect(url) as (store, root):
         record = _read_record(folder)
@@ -325,19 +330,22 @@ def _read_record(folder: Path) -> _Record:
 
 
 def _version(info: Mapping[str, object]) -> str:
-    """Return a hash of a store's information on a file; the URL of a redirect may vary."""
+    """Return a hash of a store's information about a file.
+
+    The URL is left out, because it may change with every redirect.
+    """
     return tokenize({**info, "url": ""})
 
 
 def _list_store(store: AbstractFileSystem) -> dict[str, str]:
-    """Return the version of each file of a folder in a store."""
+    """Return the version of each file in a store's folder."""
     store.invalidate_cache()
     infos = store.find("", detail=True)
     return {name: _version(infos[name]) for name in infos if not _HIDDEN.match(name)}
 
 
 def _list_copy(folder: Path) -> dict[str, int]:
-    """Return the time of each file of a working copy, in ns."""
+    """Return the modification time of each file in a working copy, in ns."""
     times = dict[str, int]()
     for root, _, names in os.walk(folder):  # safe while a run removes files
         for path in (Path(root, name) for name in names):
@@ -349,29 +357,29 @@ def _list_copy(folder: Path) -> dict[str, int]:
 
 
 def _step(name: str) -> int:
-    """Return the step of the checkpoint that a file belongs to, or -1."""
+    """Return the step of the checkpoint that contains a file, or -1."""
     checkpoint = _STEP.match(name)
     return int(checkpoint[2]) if checkpoint else -1
 
 
 def _mark(name: str) -> str:
-    """Return the file that marks the checkpoint of a file as whole, or the file itself."""
+    """Return the completion marker of the checkpoint that contains a file, or the file itself."""
     checkpoint = _STEP.match(name)
     return f"{checkpoint[1]}/digests/digests" if checkpoint else name
 
 
 def _is_mark(name: str) -> bool:
-    """Return whether a file marks others as whole."""
+    """Return whether a file is a completion marker."""
     return _MARK.fullmatch(name) is not None
 
 
 def _newest_step(names: Iterable[str]) -> int:
-    """Return the step of the newest whole checkpoint, or -1."""
+    """Return the step of the newest complete checkpoint, or -1."""
     return max(map(_step, filter(_is_mark, names)), default=-1)
 
 
 def _in_order(names: set[str], job: Callable[[str], None]) -> None:
-    """Run a job for each file, several at once, and for marks at the end."""
+    """Run a job for each file, several at a time. Completion markers come last."""
     marks = set(filter(_is_mark, names))
     with ThreadPoolExecutor(8) as pool:
         for group in (names - marks, marks):
@@ -392,14 +400,15 @@ def _get(store: AbstractFileSystem, source: str, path: Path, size: int = 0) -> N
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     store.get_file(source, str(partial))
     received = partial.stat().st_size
-    if size and received != size:  # otherwise half a file would pass for the whole
+    if size and received != size:  # otherwise a partial file would be accepted
         partial.unlink()
-        raise OSError(f"it sent {received} of {size} bytes")
+        raise OSError(f"only {received} of {size} bytes were received")
     partial.replace(path)
 
 
 def _put(store: AbstractFileSystem, path: Path, target: str) -> None:
-    if path.stat().st_size < 1 << 26:  # read it at once, since a run may append to it
+    # A run may append to a small file, so it is read in one call.
+    if path.stat().st_size < 1 << 26:
         store.pipe_file(target, path.read_bytes())
     else:
         store.put_file(str(path), target)

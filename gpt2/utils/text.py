@@ -1,16 +1,16 @@
-"""Write numbers as text for people."""
+"""Format numbers for human readers."""
 
 import datetime
 import math
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number with its noun: `1 device`, `2,048 devices`."""
+    """Format a number with its noun: `1 device`, `2,048 devices`."""
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def format_count(number: float) -> str:
-    """Write a count or rate: 950, 9,500, 12.3k, 124.4M, 9B."""
+    """Format a count or rate: 950, 9,500, 12.3k, 124.4M, 9B."""
     if abs(number) < 1e4:
         return f"{number:,.0f}"
     power = min(int(math.log10(abs(number))) // 3, 5)
@@ -18,7 +18,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Write a size in binary units: 512 B, 3.4 GiB."""
+    """Format a number of bytes in binary units: 512 B, 3.4 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
@@ -27,14 +27,14 @@ def format_bytes(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration: 0:01:23, `1 day, 4:05:00`."""
-    if not seconds < 1e13:  # infinite, NaN, or more than a timedelta holds
+    """Format a duration: 0:01:23, `1 day, 4:05:00`."""
+    if not seconds < 1e13:  # infinite, NaN, or too large for a timedelta
         return "?"
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a short time with its unit: 430 us, 6.2 ms, 104 ms, 62 s."""
+    """Format a short time with its unit: 430 us, 6.2 ms, 104 ms, 62 s."""
     unit = "s"
     for smaller in ("ms", "us"):
         if seconds < 1:

@@ -1,4 +1,4 @@
-"""The type of what passes through JAX's transformations."""
+"""Types of the values that pass through JAX's transformations."""
 
 from typing import Any
 
@@ -7,5 +7,6 @@ from jax import Array
 # A pytree of arrays, shapes or shardings, such as nested dicts of parameters.
 Tree = Any
 
-Batch = dict[str, Array]  # arrays [B, T] by name: tokens, targets, maybe segments, ...
-Sums = dict[str, tuple[Array, Array]]  # a sum and a count by name, float32 scalars
+# Arrays [B, T] by name: `tokens`, `targets`, optionally `segments`, ...
+Batch = dict[str, Array]
+Sums = dict[str, tuple[Array, Array]]  # name -> (sum, count), float32 scalars

@@ -262,7 +262,7 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     export_run(workdir, copy)
     assert read_config(copy) == read_config(source)
     assert (copy / WEIGHTS).read_bytes() == (source / WEIGHTS).read_bytes()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export_run(workdir, source)
     # The same sizes, named in another way, and another way to start.
     same = dataclasses.replace(
