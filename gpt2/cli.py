@@ -1,4 +1,4 @@
-"""The command line: flags, options by `--config`, and how a command ends."""
+"""The command line: flags, the options of `--config`, and exit codes."""
 
 import faulthandler
 import io
@@ -33,15 +33,15 @@ def run(
     commands: Sequence[str] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parse the command line, calls `main`, and exits with the code that it returns, 0 for None.
+    """Parse the command line, call `main`, and exit with the code that it returns (None: 0).
 
-    `main` receives the arguments that are not flags: one of `commands`, and then, if `takes_files`,
-    any number of them. Without `--config`, options are those of our configs/quickstart.py.
+    `main` receives the arguments that are not flags: one of `commands`, if there are any, and with
+    `takes_files` any number of files. Without `--config`, configs/quickstart.py is read.
     """
     raise_at_interrupt()
     faulthandler.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Its encoding may lack some characters.
+        # The encoding of the terminal may lack some characters.
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
     known = set(flags.FLAGS)
@@ -62,7 +62,7 @@ def run(
     try:
         code = main(*arguments) or 0
     except SystemExit as end:
-        if not end.code:  # A user's function ends the program before its work is done.
+        if not end.code:  # A user's function called sys.exit during the work.
             raise RuntimeError("The program called sys.exit too early") from end
         raise
     exit_at_interrupt()
@@ -71,12 +71,12 @@ def run(
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-    """Parse flags, and returns the program's name and the arguments that are not flags."""
+    """Parse flags. Return the program's name and the arguments that are not flags."""
     try:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
         is_given = any(re.match("--?config(=|$)", text) for text in arguments)
         if "config" in flags.FLAGS and not is_given:
-            # An absolute path, because ml_collections would prefer a file of the current directory.
+            # Not just configs/quickstart.py, because the current directory may have such a file.
             path = Path(__file__).parents[1] / "configs/quickstart.py"
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
@@ -84,7 +84,7 @@ def parse_flags(argv: list[str]) -> list[str]:
                 name, _, value = argument[match.end() :].partition("=")
                 require_option(name, "--config.")
                 if value:
-                    # With an error message that is plainer than absl's.
+                    # Checked here, because absl's error message is harder to understand.
                     read_option(name, value)
         if "--help" in argv and "config" in flags.FLAGS:
             flags.FLAGS([argument for argument in argv if argument != "--help"])
@@ -109,7 +109,7 @@ def _list_options() -> None:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
-    """Return the message for an unknown flag, which may be an option or a flag of nanoGPT."""
+    """Return the error for an unknown flag, which may be an option or a flag of nanoGPT."""
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
     if error.flagvalue.endswith("=resume"):  # --init_from=resume
@@ -117,7 +117,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
             f"There is no flag --{error.flagname}",
             "A run continues by itself: give the same --workdir again",
         )
-    message = str(error)  # names the nearest flag, if one is near
+    message = str(error)  # suggests the nearest flag, if there is one
     if "config" in flags.FLAGS and "Did you mean" not in message:
         return no_option(error.flagname, "--config.")
     return UserError(message)
@@ -139,7 +139,9 @@ def define_config() -> None:
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser()
-    flag.default_as_str = None  # in --help, where the text above names the default
+    flag.default_as_str = (
+        None  # not shown by --help, because the text above states the default
+    )
 
 
 class _ConfigFileParser(flags.ArgumentParser):
@@ -173,8 +175,8 @@ def overrides() -> Options:
 def chosen_options() -> set[str]:
     """Return the names of options that the user has set, on the command line or in a file.
 
-    A value of a file counts if it differs from configs/default.py. Those of the quickstart do not
-    count, because it stands in where no file is given.
+    A value in a config file counts if it differs from configs/default.py. Values in quickstart.py
+    do not count, because that file is read if the user gives none.
     """
     chosen = set(overrides())
     if config_name() != "quickstart":

@@ -16,7 +16,7 @@ _on_exit = ""  # the shell command of `logging.on_exit`; empty: none
 class UserError(Exception):
     """A mistake that the user can correct.
 
-    The message is one line: `what` is wrong, then the `remedy`.
+    The message is one line: `what` is wrong, and the `remedy`.
     """
 
     def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
@@ -32,9 +32,10 @@ class UserError(Exception):
 
 
 class DivergedError(ArithmeticError):
-    """An error for NaN or Inf in training: `what` is not finite at `step`.
+    """The error of a step whose results contain NaN or Inf.
 
-    `before` says whether `what` was computed from the state before the step, or from the new state.
+    `what` begins the message, for example "the loss is". `before` states whether the value was
+    computed from the state before the step, or from the new state.
     """
 
     def __init__(self, step: int, what: str, *, before: bool):
@@ -47,8 +48,8 @@ class DivergedError(ArithmeticError):
 def exit_on_user_error() -> Iterator[None]:
     """Turn a UserError in the body into a one-line message and an exit code.
 
-    Ctrl-C exits with 130. If the program that reads the output has ended, such as `head`, the exit
-    code is 141, without a message. The function is also a decorator.
+    Ctrl-C exits with 130. If the output is a pipe whose reader has ended, such as `head`, exit with
+    141 and print nothing. The function is also a decorator.
     """
     try:
         yield
@@ -127,7 +128,7 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         if error.filename:
             message += f" ({os.fsdecode(error.filename)})"
         error = UserError(message)
-    if str(error).startswith("Unable to initialize backend"):  # JAX_PLATFORMS is wrong
+    if str(error).startswith("Unable to initialize backend"):  # a wrong JAX_PLATFORMS
         error = UserError(str(error))
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
@@ -155,7 +156,7 @@ def log(message: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def ignore_failed_output(stream: TextIO) -> Iterator[None]:
-    """Discard the output of the body that cannot be written.
+    """Discard output of the body if it cannot be written.
 
     For example, the disk may be full, or Ctrl-C may have ended the `tee` that reads the output.
     """

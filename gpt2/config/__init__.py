@@ -1,4 +1,4 @@
-"""Options: a typed, validated view of the ConfigDict that configs/ and the command line give."""
+"""The typed, validated options of a run, from a config file and the command line."""
 
 from configs.default import Logging as LoggingConfig
 from configs.default import Memory as MemoryConfig

@@ -26,37 +26,44 @@ class ModelConfig(default.Model):
         if not self.head_dim and self.embed_dim % self.num_heads:
             raise UserError(
                 f"model.num_heads={self.num_heads} does not divide "
-                f"model.embed_dim={self.embed_dim}"
+                f"model.embed_dim={self.embed_dim}",
+                "Choose a divisor, or set model.head_dim",
             )
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
-                f"model.num_heads={self.num_heads}"
+                f"model.num_heads={self.num_heads}",
+                "Choose a divisor",
             )
         if self.position == "rope" and (self.rope_size < 2 or self.rope_size % 2):
             raise UserError(
-                f"model.position=rope would rotate {self.rope_size} dimensions of a head, which "
-                "is not an even number above 0",
-                "Change model.rope_share, head_dim, num_heads or embed_dim",
+                f"model.position=rope rotates {self.rope_size} dimensions of each head, but the "
+                "number must be even and at least 2",
+                "Change model.rope_share, model.head_dim, model.num_heads or model.embed_dim",
             )
         is_scaled = self.rope_factor > 1 and self.rope_context
         if self.rope_scaling != "none" and not is_scaled:
             raise UserError(
                 f"model.rope_scaling={self.rope_scaling} needs a model.rope_factor above 1 and "
-                "model.rope_context"
+                "model.rope_context",
+                "Set both",
             )
         for name in ("hyper_connections", "num_experts"):
-            # muP has no rule for the weights of streams, and Muon's router would move more in a
-            # wider model. By name, because these options are deleted with their ingredients.
+            # muP has no rule for the weights of hyper-connections, and with Muon, a router would
+            # change more in a wider model. The options are looked up by name, because deleting an
+            # ingredient also deletes its option.
             is_mup = self.mup_base_width or self.mup_base_depth
             if is_mup and vars(self).get(name):
                 raise UserError(
-                    f"model.mup_base_width has no rule for model.{name}",
-                    "Set one of them to 0",
+                    f"model.{name} is not supported with model.mup_base_width or "
+                    "model.mup_base_depth",
+                    f"Set model.{name}, or both of the others, to 0",
                 )
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise UserError(
-                f"model.window_pattern={self.window_pattern} may hold only the letters S and L"
+                f"model.window_pattern={self.window_pattern} is not a pattern of the letters S "
+                "and L",
+                "For example, use SL",
             )
         if self.window >= self.context_length:
             cause = f"model.context_length={self.context_length}"
@@ -74,9 +81,9 @@ class ModelConfig(default.Model):
         )
         if self.parallel_block and has_two_sums:
             raise UserError(
-                "model.parallel_block=True adds to the residual stream once, which excludes "
-                "norm_position=post and hyper_connections",
-                "Leave one of them out",
+                "model.parallel_block=True adds to the residual stream only once, which is not "
+                "possible with model.norm_position=post or model.hyper_connections",
+                "Leave out one of the two",
             )
 
     @cached_property
@@ -91,22 +98,22 @@ class ModelConfig(default.Model):
 
     @cached_property
     def width_ratio(self) -> float:
-        """Width over `mup_base_width`, at which rates were tuned; 1 without muP."""
+        """Ratio of the width to `mup_base_width`, or 1 without muP."""
         return self.embed_dim / (self.mup_base_width or self.embed_dim)
 
     @cached_property
     def depth_ratio(self) -> float:
-        """Depth over `mup_base_depth`, at which rates were tuned; 1 without CompleteP."""
+        """Ratio of the depth to `mup_base_depth`, or 1 without CompleteP."""
         return self.num_layers / (self.mup_base_depth or self.num_layers)
 
     @cached_property
     def kv_heads(self) -> int:
-        """Heads of keys and values (K)."""
+        """Number of key and value heads (K)."""
         return self.num_kv_heads or self.num_heads
 
     @cached_property
     def is_gated(self) -> bool:
-        """Whether a third linear map gates the MLP, as in activations whose name ends in `glu`."""
+        """Whether the MLP has a third linear map, a gate. Names of such activations end in `glu`."""
         return self.activation.endswith("glu")
 
     @cached_property
@@ -116,7 +123,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Tokens to which a position attends, itself included, in each layer; 0: no limit."""
+        """Attention window of each layer in tokens, including the query's own. 0 means no limit."""
         widths = {"S": self.window, "L": 0}
         letters = self.window_pattern * self.num_layers
         return tuple(widths[letter] for letter in letters[: self.num_layers])
@@ -124,9 +131,9 @@ class ModelConfig(default.Model):
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """All that `gpt2.model.GPT` reads: the `model.` options, and how to compute them."""
+    """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
 
-    vocab_size: default.Positive = 50257  # GPT-2's; a run uses its tokenizer's
+    vocab_size: default.Positive = 50257  # GPT-2's; a run sets its tokenizer's size
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"
     remat: default.Remat = "none"
@@ -140,7 +147,7 @@ class GPTConfig(ModelConfig):
             values[name] = option.check(name, value)
         check_effects(values, _OPTIONS)
         super().__post_init__()
-        # Computes the sizes now, outside of any traced function.
+        # Evaluate the cached properties now, outside of any traced function.
         inspect.getmembers(self)
 
     @cached_property
@@ -150,7 +157,7 @@ class GPTConfig(ModelConfig):
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
-        """Return the architecture of an OpenAI release, one of `SIZES`, with overrides."""
+        """Return the config of an OpenAI release, one of `SIZES`, with overrides."""
         require_choice("model name", name, tuple(SIZES))
         num_layers, num_heads, embed_dim = SIZES[name]
         size = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)

@@ -1,4 +1,4 @@
-"""Options by dotted name: types, ranges and help from configs/default.py, and misspellings."""
+"""Look up, parse and check options by dotted name, as configs/default.py declares them."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from configs import default
 from gpt2.errors import UserError, require_choice, warn
 
 Value = bool | int | float | str
-Options = dict[str, Any]  # by name; groups are nested, or part of a dotted name
+Options = dict[str, Any]  # by dotted name, or nested by group
 
 Item = TypeVar("Item")
 
@@ -23,12 +23,12 @@ DEFAULTS = FrozenConfigDict(default.get_config())
 
 @dataclass(frozen=True)
 class Option:
-    """All that is known of an option: its type, and the arguments of `configs.default.option`.
+    """The declaration of an option: its type, and the arguments of `configs.default.option`.
 
     Attributes:
-        kind: the type of its values.
+        kind: the type of the option's values.
         interval: the range of a number; a round bracket excludes the bound.
-        default: None in tests.
+        default: the value of a run that does not set the option. Tests may leave it None.
     """
 
     kind: type
@@ -52,7 +52,7 @@ class Option:
         return low < number < high
 
     def check(self, name: str, value: object) -> Value:
-        """Return a value in the option's type; raises a UserError if it is not allowed."""
+        """Return a value in the option's type. Raise a UserError if the value is not allowed."""
         if isinstance(value, np.generic):
             value = value.item()
         if self.kind is float and type(value) is int:
@@ -71,16 +71,16 @@ class Option:
         return value
 
 
-# What a group may state for all of its options.
+# The attributes that a group may set for all of its options.
 _OF_GROUPS = {"may_change": False, "is_recipe": False}
 
 
 def read_group(
     group: type, prefix: str = "", inherited: Mapping[str, bool] = _OF_GROUPS
 ) -> dict[str, Option]:
-    """Return the options of a dataclass and of the groups in it, by dotted name, in order.
+    """Return the options of a dataclass and of its nested groups, by dotted name, in order.
 
-    `inherited` holds what the group states for all of its options.
+    `inherited` contains the attributes that the enclosing group sets for all of its options.
     """
     options: dict[str, Option] = {}
     hints = get_type_hints(group, include_extras=True)
@@ -117,7 +117,10 @@ def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
 
 
 def no_option(name: str, prefix: str = "") -> UserError:
-    """Return the error for an unknown option, which suggests another codebase's or the nearest."""
+    """Return the error for an unknown option, with a suggestion.
+
+    The suggestion is the option that another codebase calls `name`, or the most similar name.
+    """
     spellings: dict[str, str] = {}
     for known, option in OPTIONS.items():
         spellings[known] = known
@@ -141,15 +144,17 @@ def require_option(name: str, prefix: str = "") -> None:
 
 
 def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
-    """Return all options by group, checked one by one: those in `tree`, and other defaults.
+    """Return all options by group: values from `tree`, each checked by itself, and defaults.
 
-    `is_record`: the tree is somebody's config.json, whose commands are ignored.
+    With `is_record`, the tree is a run's config.json, whose shell commands are ignored.
     """
     given: Options = {}
     for name, value in flatten(tree).items():
         require_option(name)
         if is_record and not OPTIONS[name].is_recorded:
-            warn(f"{name}={value} in a config.json is ignored, because it is a command")
+            warn(
+                f"{name}={value} in a config.json is ignored, because it is a shell command"
+            )
         else:
             given[name] = OPTIONS[name].check(name, value)
     options = default.get_config()
@@ -158,9 +163,10 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
-    """Raise a UserError for an option that has no effect, for lack of an option that it needs.
+    """Raise a UserError if an option has no effect, because an option that it needs is not set.
 
-    `values` holds some or all groups, by dotted name. Only needs within these groups are checked.
+    `values` contains some or all options, by dotted name. An option is not checked if the option
+    that it needs is missing.
     """
     for name, value in values.items():
         option = options[name]
@@ -182,7 +188,7 @@ def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> N
 
 
 def read_option(name: str, text: str) -> Value:
-    """Return the value that `text` stands for, in the type of the option `name`."""
+    """Parse `text` as a value of the option `name`."""
     require_option(name)
     kind = OPTIONS[name].kind
     try:
@@ -192,7 +198,7 @@ def read_option(name: str, text: str) -> Value:
 
 
 def read_factor(text: str) -> float:
-    """Return a factor; raises a ValueError for one that can only be a mistake."""
+    """Parse a factor. Raise a ValueError unless it is 0 or from 1e-6 to 1e6."""
     factor = float(text)
     if factor and not 1e-6 <= factor <= 1e6:
         raise ValueError(f"{text} is neither 0 nor between 1e-6 and 1e6")
@@ -202,7 +208,7 @@ def read_factor(text: str) -> float:
 def read_items(
     option: str, text: str, read: Callable[[str], Item], example: str
 ) -> list[Item]:
-    """Return the items of `text`, which commas separate. Errors name `option`."""
+    """Parse the comma-separated items of `text`. Errors name `option`."""
     if not text:
         return []
     try:

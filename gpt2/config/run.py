@@ -1,4 +1,4 @@
-"""All options of a run: a typed, validated view of a ConfigDict, and config.json."""
+"""All options of a run, typed and validated, from a ConfigDict or a config.json."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from gpt2.config.options import (
 from gpt2.config.shapes import ShapeSchedule, StepShape, read_steps
 from gpt2.errors import UserError
 
-# Options of `train.` that change the shape of a step, and the fields of `StepShape`.
+# Options of `train.` that change the shape of a step, and the fields of `StepShape` they change.
 _SHAPE_SCHEDULES = {
     "batch_schedule": "batch_size",
     "context_schedule": "context_length",
@@ -60,7 +60,8 @@ class OptimConfig(default.Optim):
         if is_free and self.cautious in ("updates", "both"):
             raise UserError(
                 f"optim.cautious={self.cautious} needs momentum, which "
-                "optim.name=schedule_free does not have"
+                "optim.name=schedule_free does not have",
+                "Choose optim.cautious=none or optim.cautious=decay",
             )
         # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
         decays_apart = self.weight_decay and self.name not in ("adam", "sgd")
@@ -76,7 +77,7 @@ class OptimConfig(default.Optim):
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, float], ...]:
-        """The steps of a `piecewise` schedule, ascending, each with its fraction of the peak."""
+        """The ascending steps of a `piecewise` schedule, with their fractions of the peak rate."""
         name, _, text = self.schedule.partition(":")
         if name != "piecewise":
             return ()
@@ -84,7 +85,7 @@ class OptimConfig(default.Optim):
         pieces = read_steps(what, text, read_factor, "piecewise:1000=0.5,2000=0.1")
         if not pieces:
             raise UserError(
-                f"{what} names no step", "For example, use piecewise:1000=0.5"
+                f"{what} contains no step", "For example, use piecewise:1000=0.5"
             )
         return tuple(pieces.items())
 
@@ -97,7 +98,7 @@ class OptimConfig(default.Optim):
 
     @property
     def averages(self) -> bool:
-        """Whether validation and export use an average of the weights, in the optimizer's state."""
+        """Whether validation and export use the averaged weights of the optimizer's state."""
         return self.name == "schedule_free" or self.ema > 0 or self.tail_average > 0
 
     @property
@@ -130,13 +131,13 @@ class TrainConfig(default.Train):
     """The `train.` options."""
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether something is due after `step`: `every` n steps, and after the last."""
+        """Return whether an action is due after `step`: every `every` steps, and at the end."""
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 
 @dataclass(frozen=True)
 class RulesConfig(default.Rules):
-    """The `parallel.rules.` options: for an axis of parameters, mesh axes separated by commas."""
+    """The `parallel.rules.` options: the mesh axes, separated by commas, that split each axis."""
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes of a rule, outermost first."""
@@ -155,13 +156,15 @@ class ParallelConfig(default.Parallel):
             return
         if self.strategy == "ddp" or self.backend == "pmap":
             raise UserError(
-                "parallel.strategy=ddp and parallel.backend=pmap are data parallel only",
-                "Leave out parallel.fsdp, parallel.tensor and other strategies",
+                f"parallel.strategy={self.strategy} with parallel.backend={self.backend} splits "
+                "only the batch, and allows no fsdp or tensor axis",
+                "Leave out parallel.fsdp and parallel.tensor. With pmap, also leave "
+                "parallel.strategy at auto or ddp",
             )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The requested size of every mesh axis; -1: the rest of the devices."""
+        """The requested size of every mesh axis. -1 stands for the remaining devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         takes_all = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
         axis = takes_all.get(self.strategy)
@@ -187,12 +190,14 @@ class Config(default.Options):
         if self.data.batch_size % train.accumulate_steps:
             raise UserError(
                 f"train.accumulate_steps={train.accumulate_steps} does not divide "
-                f"data.batch_size={self.data.batch_size}"
+                f"data.batch_size={self.data.batch_size}",
+                "Choose a divisor",
             )
         if train.keep_every % (train.checkpoint_every or math.inf):
             raise UserError(
                 f"train.keep_every={train.keep_every} is not a multiple of "
-                f"train.checkpoint_every={train.checkpoint_every}"
+                f"train.checkpoint_every={train.checkpoint_every}",
+                "Choose a multiple",
             )
         self._check_shapes()
 
@@ -201,19 +206,23 @@ class Config(default.Options):
         num_steps = self.train.num_steps
         if max(pieces) >= num_steps:
             raise UserError(
-                f"A schedule names step {max(pieces)}, but train.num_steps={num_steps}"
+                f"A schedule of train. changes at step {max(pieces)}, which is not below "
+                f"train.num_steps={num_steps}",
+                "Choose an earlier step",
             )
         for start, shape in pieces.items():
             length = shape.context_length
             done = self.shapes.tokens(start)
             if length < 1 or self.model.context_length % length or done % length:
                 raise UserError(
-                    f"train.context_schedule has {length}, which does not divide "
-                    f"model.context_length and the {done:,} tokens of earlier steps"
+                    f"train.context_schedule has {length}, which must be at least 1 and divide "
+                    f"both model.context_length={self.model.context_length} and the {done:,} tokens of "
+                    "earlier steps",
+                    "Choose another length or another step",
                 )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for shape in pieces.values():
-                self.at(shape)  # checks its options
+                self.at(shape)  # raises an error if the options are not allowed
 
     @cached_property
     def shapes(self) -> ShapeSchedule:
@@ -233,7 +242,10 @@ class Config(default.Options):
         return ShapeSchedule(pieces)
 
     def at(self, shape: StepShape) -> "Config":
-        """Return the options of a run whose steps all have a shape, except for its context."""
+        """Return the config with the batch size and window of `shape` in every step.
+
+        Its schedules are empty. The context length does not change.
+        """
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
         options["model.window"] = shape.window
@@ -246,16 +258,16 @@ class Config(default.Options):
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences that a forward pass reads, over all devices."""
+        """Sequences in a micro-batch, over all devices."""
         return self.data.batch_size // self.train.accumulate_steps
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> Self:
-        """Build the typed view of a ConfigDict or a config.json. Missing options have defaults."""
+        """Build a config from the options of a ConfigDict or config.json, and defaults."""
         return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
-        """Return nested plain dicts, as config.json holds them: without `logging.on_exit`."""
+        """Return nested plain dicts, as stored in config.json, which excludes `logging.on_exit`."""
         tree = asdict(self)
         for name, option in OPTIONS.items():
             if not option.is_recorded:
@@ -264,9 +276,9 @@ class Config(default.Options):
         return tree
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Return the config with a `model.vocab_size` of 0 replaced by the tokenizer's size.
+        """Return the config with `model.vocab_size` set to the tokenizer's size if it is 0.
 
-        `tokens` is that size; 0: not known.
+        `tokens` is the tokenizer's size, or 0 if it is not known.
         """
         size = self.model.vocab_size or tokens
         tokenizer = f"data.tokenizer={self.data.tokenizer}"
@@ -277,12 +289,12 @@ class Config(default.Options):
         if size < tokens:
             raise UserError(
                 f"model.vocab_size={size} is less than the {tokens} tokens of {tokenizer}",
-                "Set it to 0, or to at least that number",
+                f"Set model.vocab_size to 0, or to at least {tokens}",
             )
         return replace(self, model=replace(self.model, vocab_size=size))
 
     def gpt(self) -> GPTConfig:
-        """Return the model as it is after training. `model.vocab_size` must not be 0."""
+        """Return the model's config with the last step's window. `vocab_size` must not be 0."""
         options = asdict(self.model) | {"window": self.shapes.last.window}
         return GPTConfig(
             **options,
@@ -293,7 +305,7 @@ class Config(default.Options):
 
 
 def _build(group: type[Any], options: Options) -> Any:
-    """Return a group of options, and the groups in it, from nested dicts."""
+    """Build a group of options, and its nested groups, from nested dicts."""
     values = dict(options)
     for field in fields(group):
         if is_dataclass(field.default):
@@ -312,10 +324,10 @@ def with_options(config: Config, options: Mapping[str, object]) -> Config:
 
 
 def read_options(name: str) -> Options:
-    """Return all options of a config file or of a run's config.json, not yet checked together.
+    """Return all options of a config file or of a run's config.json, each checked by itself.
 
-    `FILE:ARGUMENT` passes the argument to the file's `get_config`. A file that is not found in the
-    current directory may be one of the package, such as `configs/quickstart.py`.
+    `FILE:ARGUMENT` passes the argument to the file's `get_config`. A path that does not exist is
+    looked up next to the package, so that `configs/quickstart.py` works in any directory.
     """
     path = Path(name)
     argument = ""
@@ -325,18 +337,23 @@ def read_options(name: str) -> Options:
     if not path.is_file():
         path = Path(__file__).parents[2] / path
     if not path.is_file():
-        raise UserError(f"--config={name} is not a file", "configs/ holds examples")
+        raise UserError(
+            f"--config={name} is not a file",
+            "Give a path such as configs/quickstart.py",
+        )
     try:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             if "seed" not in tree:
-                raise UserError("It does not hold the options of a run")
+                raise UserError("It does not contain the options of a run")
             return complete(tree, is_record=True)
         get_config = runpy.run_path(str(path))["get_config"]
         return complete(get_config(argument) if argument else get_config())
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    except Exception as error:  # a config file is code of any kind
+    except (
+        Exception
+    ) as error:  # a config file is arbitrary code, which may raise anything
         raise UserError(
             f"{name} cannot be read ({type(error).__name__}: {error})"
         ) from error
@@ -346,5 +363,7 @@ def load_config(workdir: Path) -> Config:
     """Read the options of a run from its config.json."""
     path = workdir / "config.json"
     if not path.is_file():
-        raise UserError(f"{workdir} does not hold a run", "Name a workdir of train.py")
+        raise UserError(
+            f"{workdir} does not contain a run", "Give a workdir of train.py"
+        )
     return Config.from_dict(read_options(str(path)))

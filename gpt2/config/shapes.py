@@ -13,7 +13,7 @@ Number = TypeVar("Number", int, float)
 def read_steps(
     option: str, text: str, read: Callable[[str], Number], example: str
 ) -> dict[int, Number]:
-    """Read `STEP=VALUE,STEP=VALUE` into a dict. Steps must be at least 0, and ascend."""
+    """Parse `STEP=VALUE,STEP=VALUE` into a dict. Steps must be at least 0 and ascending."""
 
     def read_pair(item: str) -> tuple[int, Number]:
         step, _, value = item.partition("=")
@@ -23,13 +23,16 @@ def read_steps(
     previous = -1
     for step, _ in values:
         if step <= previous:
-            raise UserError(f"{option} has steps that do not ascend from 0")
+            raise UserError(
+                f"{option}: each step must be at least 0 and above the step before it",
+                f"For example, use {example}",
+            )
         previous = step
     return dict(values)
 
 
 class StepShape(NamedTuple):
-    """The static sizes of a compiled step, named as their options."""
+    """The static sizes of a compiled step, named like their options."""
 
     batch_size: int
     context_length: int
@@ -43,7 +46,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ShapeSchedule:
-    """The shape of every step. `pieces` maps the number of steps before a shape to the shape."""
+    """The shape of every step. `pieces` maps n to the shape that begins after n steps."""
 
     pieces: dict[int, StepShape]
 
@@ -56,7 +59,7 @@ class ShapeSchedule:
         return int(self.sum(lambda shape: shape.tokens, steps))
 
     def sum(self, amount: Callable[[StepShape], float], steps: int) -> float:
-        """Sum the amounts of the first `steps` steps, given the amount of a step by its shape."""
+        """Return the sum of `amount(shape)` over the first `steps` steps."""
         total = 0.0
         ends = [*self.pieces, steps][1:]
         for (start, shape), end in zip(self.pieces.items(), ends, strict=True):
@@ -71,5 +74,5 @@ class ShapeSchedule:
 
     @property
     def largest(self) -> StepShape:
-        """The shape with the most tokens; the last one if several have the same number."""
+        """The shape with the most tokens, or the last of several such shapes."""
         return max(reversed(self.pieces.values()), key=lambda shape: shape.tokens)

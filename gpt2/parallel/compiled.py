@@ -1,6 +1,7 @@
 """Compile a step once, before the training loop.
 
-If a later argument has another shape, dtype or structure, JAX raises an error that names it.
+If a later argument has another shape, dtype or structure, JAX raises an error that names the
+argument.
 """
 
 import time
@@ -42,9 +43,9 @@ class CompiledStep:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes of a device's memory that the program needs, including its arguments.
+        """The memory that the program needs on one device, in bytes, including its arguments.
 
-        The number is XLA's. It is 0 on platforms that do not report it.
+        XLA computes the number. It is 0 on platforms for which XLA does not.
         """
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
@@ -70,7 +71,7 @@ class CompiledStep:
 
 
 def run_alone(program: Callable, *arguments: Any) -> Any:
-    """Run a program while nothing else uses its devices, as is necessary the first time.
+    """Run a program for the first time, while nothing else uses its devices.
 
     cuDNN captures a CUDA graph during the first run. Any other work on the GPU makes the capture
     fail, or is captured and lost.
@@ -85,7 +86,7 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
             raise
         raise UserError(
             f"A program failed in its first run ({first_line(error)})",
-            "The same command with --config.model.attention=plain uses no kernel of a library",
+            "Repeat the command with --config.model.attention=plain, which uses no library kernel",
             exit_code=1,
         ) from error
 
@@ -106,7 +107,7 @@ def compile_once(
 
     def finish() -> tuple[Any, float]:
         compiled = lowered.compile(options) if lowered else function
-        launch.release_free_memory()  # hundreds of megabytes after a compilation
+        launch.release_free_memory()  # a compilation leaves hundreds of megabytes
         return compiled, time.perf_counter() - began
 
     return CompiledStep(_compiler.submit(finish))

@@ -1,8 +1,8 @@
-"""Check a library's kernel for attention on this machine, before a run relies on it.
+"""Check a library's attention kernel on this machine before a run relies on it.
 
 If a driver or a library does not suit a device, a kernel can fail, hang or return wrong values. The
-check runs the kernel forward and backward on every local device, and the formula of
-gpt2/ops/plain.py on the CPU. If they differ, the model computes with the formula.
+check runs the kernel forward and backward on every local device, and the reference implementation
+on the CPU. If their results differ, the model uses the reference implementation.
 """
 
 import dataclasses
@@ -23,24 +23,26 @@ from gpt2.parallel import distributed
 from gpt2.parallel.kernels import Terms, choose_attention, get_attention
 from gpt2.utils.platform import host_device
 
-# The other kernels are part of this project, and XLA compiles them as it compiles the formulas.
+# Other kernels are not checked: they are JAX code of this project, which XLA compiles like the
+# reference implementation.
 LIBRARY_KERNELS = ("cudnn", "splash")
-# Positions that are checked at most: two of splash's largest blocks. The formula stores scores for
-# each pair of positions.
+# The largest number of positions to check: two of splash's largest blocks. More would need much
+# memory, because the reference implementation stores a score for each pair of positions.
 MAX_LENGTH = 1024
-SECONDS = 120.0  # after which a kernel counts as hanging
-# The largest relative error of a row: 16 times the spacing of bfloat16 at 1. On CPUs, rounding to
-# bfloat16 causes errors up to 0.03, and a window that is one position too long 0.37 or more.
+SECONDS = 120.0  # a check that takes longer counts as a hang
+# The largest allowed relative error of a row: 16 times the spacing of bfloat16 at 1. On CPUs,
+# rounding to bfloat16 causes errors of up to 0.03, and a window that is one position too long
+# causes errors of 0.37 or more.
 LIMIT = 16 * 2**-7
 
 
 def check_attention(
     cfg: GPTConfig, device: jax.Device, terms: Terms, *, is_masked: bool
 ) -> tuple[GPTConfig, str]:
-    """Return the config without a kernel that fails on this machine, and how it fails.
+    """Return the config to use, and how the attention kernel of `cfg` fails on this machine.
 
-    If none fails, return `cfg` and an empty string. Every process of a run must call this, and gets
-    the same result. `is_masked` says whether batches have segments.
+    If it does not fail, these are `cfg` and an empty string. All processes of a run must call this
+    function; its result is the same in all of them. `is_masked`: whether batches have segments.
     """
     name, _ = choose_attention(cfg, device, terms)
     # A device that JAX does not list exists only for its compiler.
@@ -67,11 +69,11 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
         try:
             for window in {*cfg.windows}:
                 error = _largest_error(name, cfg, window, is_masked, is_late, host)
-                if not error <= LIMIT:  # NaN is wrong too
+                if not error <= LIMIT:  # also true for NaN
                     fault.put(f"its results are wrong by {error:.0%}")
                     return
             fault.put("")
-        except Exception as error:  # libraries raise many types
+        except Exception as error:  # libraries raise many types of exceptions
             fault.put(first_line(error))
 
     threading.Thread(target=check, name="kernel check", daemon=True).start()
@@ -83,9 +85,10 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
 
 
 def _largest_error(name, cfg, window, is_masked, is_late, host):
-    """Return the largest error of a row `[H]` of a kernel's results.
+    """Return the largest relative error of a row `[H]` of a kernel's results.
 
-    It is relative to the size of the row, or to the mean size of rows if that is larger.
+    The norm of the difference is divided by the norm of the row, or by the root mean square of all
+    rows' norms if that is larger.
     """
     T = min(cfg.context_length, MAX_LENGTH)
     rng = np.random.default_rng(0)

@@ -140,7 +140,7 @@ def test_the_vocabulary_is_the_tokenizers_or_larger():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{}", "does not hold the options of a run"),
+        ("{}", "does not contain the options of a run"),
         ('{"seed": 0', "cannot be read"),
         ('{"seed": 0, "model_type": "gpt2"}', "no option model_type"),
         ('{"seed": 0, "model": {"bias": 1}}', r"model\.bias=1 is not of type bool"),
@@ -186,7 +186,7 @@ WRONG = """
     optim.schedule=piecewise:5=0.5,5=0.1 | piecewise
     optim.schedule=piecewise:5=0.5,x | piecewise
     optim.schedule=piecewise | Did you mean piecewise:?
-    optim.schedule=piecewise: | names no step
+    optim.schedule=piecewise: | contains no step
     optim.schedule=piecewise:4=-1 | -1 is neither
     optim.schedule=cosine:3=1 | Did you mean cosine?
     train.batch_schedule=9=64,5=32 | batch_schedule
@@ -195,7 +195,7 @@ WRONG = """
     train.context_schedule=0=8,1=1024 train.batch_schedule=0=1 | 8 tokens
     train.window_schedule=9=2048 | window
     train.context_schedule=0=100 | 100
-    train.window_schedule=9=64 train.num_steps=9 | names step 9
+    train.window_schedule=9=64 train.num_steps=9 | changes at step 9
     loss.ahead=1.2.3 | ahead
     loss.ahead=0.5,,0.25 | ahead
     loss.ahead=-0.5 | -0.5 is neither
