@@ -32,8 +32,7 @@ class ModelConfig(default.Model):
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
-                f"model.num_heads={self.num_heads}",
-                "Choose a divisor",
+                f"model.num_heads={self.num_heads}"
             )
         if self.position == "rope" and (self.rope_size < 2 or self.rope_size % 2):
             raise UserError(
@@ -44,9 +43,8 @@ class ModelConfig(default.Model):
         is_scaled = self.rope_factor > 1 and self.rope_context
         if self.rope_scaling != "none" and not is_scaled:
             raise UserError(
-                f"model.rope_scaling={self.rope_scaling} needs a model.rope_factor above 1 and "
-                "model.rope_context",
-                "Set both",
+                f"model.rope_scaling={self.rope_scaling} needs both a model.rope_factor "
+                "above 1 and a model.rope_context"
             )
         for name in ("hyper_connections", "num_experts"):
             # muP has no rule for the weights of hyper-connections, and with Muon, a router would
@@ -57,13 +55,12 @@ class ModelConfig(default.Model):
                 raise UserError(
                     f"model.{name} is not supported with model.mup_base_width or "
                     "model.mup_base_depth",
-                    f"Set model.{name}, or both of the others, to 0",
+                    "Leave one of them at 0",
                 )
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise UserError(
-                f"model.window_pattern={self.window_pattern} is not a pattern of the letters S "
-                "and L",
-                "For example, use SL",
+                f"model.window_pattern={self.window_pattern} must be a pattern of the "
+                "letters S and L, such as SL"
             )
         if self.window >= self.context_length:
             cause = f"model.context_length={self.context_length}"
@@ -113,7 +110,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def is_gated(self) -> bool:
-        """Whether the MLP has a third linear map, a gate. Names of such activations end in `glu`."""
+        """Whether the MLP has a gate (a third linear map): if the activation name ends in `glu`."""
         return self.activation.endswith("glu")
 
     @cached_property
@@ -123,7 +120,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each layer in tokens, including the query's own. 0 means no limit."""
+        """Attention window of each layer in tokens, including the query's own. 0: no limit."""
         widths = {"S": self.window, "L": 0}
         letters = self.window_pattern * self.num_layers
         return tuple(widths[letter] for letter in letters[: self.num_layers])

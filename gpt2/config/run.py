@@ -60,8 +60,7 @@ class OptimConfig(default.Optim):
         if is_free and self.cautious in ("updates", "both"):
             raise UserError(
                 f"optim.cautious={self.cautious} needs momentum, which "
-                "optim.name=schedule_free does not have",
-                "Choose optim.cautious=none or optim.cautious=decay",
+                "optim.name=schedule_free does not have. Choose none or decay"
             )
         # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
         decays_apart = self.weight_decay and self.name not in ("adam", "sgd")
@@ -190,14 +189,12 @@ class Config(default.Options):
         if self.data.batch_size % train.accumulate_steps:
             raise UserError(
                 f"train.accumulate_steps={train.accumulate_steps} does not divide "
-                f"data.batch_size={self.data.batch_size}",
-                "Choose a divisor",
+                f"data.batch_size={self.data.batch_size}"
             )
         if train.keep_every % (train.checkpoint_every or math.inf):
             raise UserError(
                 f"train.keep_every={train.keep_every} is not a multiple of "
-                f"train.checkpoint_every={train.checkpoint_every}",
-                "Choose a multiple",
+                f"train.checkpoint_every={train.checkpoint_every}"
             )
         self._check_shapes()
 
@@ -206,9 +203,8 @@ class Config(default.Options):
         num_steps = self.train.num_steps
         if max(pieces) >= num_steps:
             raise UserError(
-                f"A schedule of train. changes at step {max(pieces)}, which is not below "
-                f"train.num_steps={num_steps}",
-                "Choose an earlier step",
+                f"A schedule of train. changes at step {max(pieces)}, which must be below "
+                f"train.num_steps={num_steps}"
             )
         for start, shape in pieces.items():
             length = shape.context_length
@@ -216,9 +212,7 @@ class Config(default.Options):
             if length < 1 or self.model.context_length % length or done % length:
                 raise UserError(
                     f"train.context_schedule has {length}, which must be at least 1 and divide "
-                    f"both model.context_length={self.model.context_length} and the {done:,} tokens of "
-                    "earlier steps",
-                    "Choose another length or another step",
+                    f"both model.context_length and the {done:,} tokens of earlier steps"
                 )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for shape in pieces.values():
@@ -289,7 +283,7 @@ class Config(default.Options):
         if size < tokens:
             raise UserError(
                 f"model.vocab_size={size} is less than the {tokens} tokens of {tokenizer}",
-                f"Set model.vocab_size to 0, or to at least {tokens}",
+                "Set model.vocab_size to 0, or to at least that number",
             )
         return replace(self, model=replace(self.model, vocab_size=size))
 

@@ -24,8 +24,7 @@ def read_steps(
     for step, _ in values:
         if step <= previous:
             raise UserError(
-                f"{option}: each step must be at least 0 and above the step before it",
-                f"For example, use {example}",
+                f"{option}: each step must be at least 0 and above the step before it"
             )
         previous = step
     return dict(values)

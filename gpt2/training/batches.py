@@ -1,4 +1,4 @@
-"""Batches of a run, on its devices."""
+"""The batches of a run, placed on its devices."""
 
 import functools
 from collections.abc import Generator, Iterable, Sequence
@@ -21,7 +21,7 @@ Validation = dict[str, tuple[float, Iterable[Batch]]]
 
 
 class Batches:
-    """A run's batches. Each process reads the rows of its devices ahead, and puts them there."""
+    """The batches of a run. Each process reads ahead, and only the rows of its own devices."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
@@ -37,20 +37,23 @@ class Batches:
     ) -> Generator[Batch, None, None]:
         """Yield the batches of the steps `start` + 1, ..., `stop`.
 
-        `position` is what `position(start)` returned, which only a user's batches need.
+        `position` is the result of `position(start)`. Only a user's batches need it.
         """
         if position:
             if len(position) != jax.process_count():
                 raise UserError(
-                    f"The checkpoint holds the positions of {len(position)} processes in their "
-                    f"batches, and this run has {jax.process_count()}",
+                    f"The checkpoint stores the positions of {len(position)} processes in their "
+                    f"batches, but this run has {jax.process_count()}",
                     f"Start {len(position)} processes",
                 )
             self._source.restore(position[jax.process_index()])
         return self._ahead(map(self._read, range(start + 1, stop + 1)))
 
     def _ahead(self, batches: Iterable[HostBatch]) -> Generator[Batch, None, None]:
-        """Read in a thread, and puts in this one, so that a step's first run is alone."""
+        """Read batches in another thread, and put them on the devices in this thread.
+
+        While a step runs for the first time, no other thread may use the devices.
+        """
         with closing(prefetch(batches)) as read:
             for batch in read:
                 yield self._put(batch)
@@ -60,9 +63,10 @@ class Batches:
         return self._source.batch(step, rows)
 
     def validation(self, number: int = 0) -> tuple[Validation, float | None]:
-        """Return the weight and the first batches of each corpus; 0: of all that are scored.
+        """Return the weight and the first `number` validation batches of each corpus.
 
-        Also the targets for each byte of text, if the batches cover all of the validation split.
+        If `number` is 0, return all batches that are scored. The second result is the number of
+        targets for each byte of text, or None unless the batches cover the whole split.
         """
         validation, targets_per_byte = self._source.validation(self._eval_rows, number)
         placed = Validation()
@@ -71,7 +75,7 @@ class Batches:
         return placed, targets_per_byte
 
     def examples(self, start: int = 0) -> tuple[dict[StepShape, Batch], Batch]:
-        """Return a batch of each shape after `start`, and one of validation."""
+        """Return a batch of zeros for each shape after step `start`, and a validation batch."""
         validation, _ = self.validation(1)
         _, first = next(iter(validation.values()))
         example = next(iter(first))
@@ -85,6 +89,9 @@ class Batches:
         return examples, example
 
     def position(self, step: int) -> list[str]:
-        """Return what `train` needs to continue after a step; empty if the step is enough."""
+        """Return the position of each process in its batches after a step.
+
+        The list is empty if the batches depend only on the step.
+        """
         position = self._source.position(step)
         return [] if position is None else distributed.from_all(position)

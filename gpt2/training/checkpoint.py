@@ -1,9 +1,9 @@
-"""Save and restore checkpoints of a run: asynchronous, sharded, and complete or absent.
+"""Save and restore the checkpoints of a run, asynchronously and in shards.
 
-A checkpoint has the items `params`, `rest` (the other members of the TrainState), `guard` if the
-run has one, `layout` (how the layers are stored), and `digests` of all files, because Orbax does
-not notice altered values. A run may continue in another layout, and weights are read without the
-optimizer. This is the only file that uses Orbax.
+A checkpoint is either complete or absent. It has the items `params`, `rest` (the other members of
+the TrainState), `guard` if the run has one, `layout` (how the layers are stored), and `digests` of
+all files, because Orbax does not notice altered values. A run may continue in another layout, and
+weights can be read without the optimizer's state. This is the only file that uses Orbax.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 from gpt2.utils.trees import Tree
 
-# Orbax raises whatever errors it logs, and its other lines would stand between ours.
+# Hide the lines that Orbax logs. It also raises the errors that it logs.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
 # A failed write ends the event loop of a save, while the writes of other arrays go on. `_recover`
 # reports the failure once. Without these filters, each of those writes would print a traceback.
@@ -52,14 +52,14 @@ def _report(report: Callable[[Any], object], unraisable: Any) -> None:
 
 sys.unraisablehook = partial(_report, sys.unraisablehook)
 
-METRIC = "eval/loss"  # It decides which checkpoint is the best.
+METRIC = "eval/loss"  # the best checkpoint has the lowest
 
 
 class Checkpointer(contextlib.AbstractContextManager):
-    """Saves and restores the states of one run, in `workdir/checkpoints/STEP`.
+    """The checkpoints of one run, in `workdir/checkpoints/STEP`.
 
-    A save that fails prints a warning, and earlier checkpoints stay. If the run has several
-    processes, it ends all of them, because each has a part of the state.
+    If a save fails, a warning is printed, and earlier checkpoints remain. In a run of several
+    processes, all processes end, because each stores a part of the state.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._open()
 
     def _open(self) -> None:
-        # Orbax finalizes the items in this order: digests come last.
+        # Orbax finalizes the items in this order, so the digests must be the last item.
         handlers = ocp.handlers.create_default_handler_registry(
             params=ocp.StandardCheckpointHandler(),
             rest=ocp.StandardCheckpointHandler(),
@@ -130,9 +130,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         return (step, metrics[METRIC]) if metrics else None
 
     def improves(self, eval_loss: float) -> bool:
-        """Return whether a validation loss is lower than those of all checkpoints."""
-        self.wait()  # A save that fails is not the best one.
-        # Process 0 decides, because others may not have the file of the scores.
+        """Return whether a validation loss is lower than the losses of all checkpoints."""
+        self.wait()  # A save that fails cannot be the best checkpoint.
+        # Process 0 decides, because other processes may not have the file with the scores.
         best = self.best()
         is_better = best is None or eval_loss < best[1]
         return bool(distributed.from_first(is_better))
@@ -144,7 +144,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def can_rescue(self, state: TrainState, step: int) -> bool:
         """Return whether, after a failure, the state after `step` is finite and not saved yet.
 
-        With several processes it is False: the others do not fail, and would not save their parts.
+        With several processes, return False: the processes that did not fail would not save their
+        parts.
         """
         several = jax.process_count() > 1
         if several or step == 0 or step in self.all_steps():
@@ -164,10 +165,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         scores: Mapping[str, float] | None = None,
         position: Sequence[str] = (),
     ) -> None:
-        """Begin to save the state after `step`; the caller may change it once this returns.
+        """Begin to save the state after `step`. Once this returns, the caller may change the state.
 
-        `scores` come from its validation, None if there was none. `position` describes where the
-        batches continue.
+        `scores` are the results of a validation after `step`, or None. `position` is the position
+        of each process in its batches.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -179,7 +180,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             "position": list(position),
         }
         try:
-            # Each process writes to its own copy of a URL, and only the first one is uploaded.
+            # Each process writes to its own copy of a URL, but only process 0 uploads its copy.
             is_url = stores.is_url(stores.url_or_path(self._workdir))
             if jax.process_count() > 1 and is_url:
                 state = jax.tree.map(_gathered, state)
@@ -194,11 +195,11 @@ class Checkpointer(contextlib.AbstractContextManager):
                 metrics=None if scores is None else {METRIC: scores[METRIC]},
                 force=True,
             )
-        except Exception as error:  # Orbax and TensorStore raise many types
+        except Exception as error:  # Orbax and TensorStore raise many types of errors
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restore a state, saved in any layout, in the layout of a program."""
+        """Restore a state, which may have another layout, in the layout of a program."""
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
@@ -211,7 +212,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return _in_layout_of(shapes, TrainState(**rest))
 
     def position(self, step: int) -> list[str]:
-        """Return where the batches continue after a saved state."""
+        """Return the position of each process in its batches after a saved step."""
         return self._layout(step)["position"] if step else []
 
     def restore_params(self, step: int, program: Program) -> Tree:
@@ -223,7 +224,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _as_saved(self, step: int, program: Program) -> TrainState:
         """Return the shapes and shardings in which the state of a program was saved.
 
-        A run that continues may begin or cease to scan its layers, and to have a guard.
+        When a run continues, it may scan its layers or have a guard, even if it did not before, or
+        the reverse.
         """
         layout = self._layout(step)
         saved = program.state_shapes
@@ -241,7 +243,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             args = ocp.args.Composite(**items)
             return self._manager.restore(step, args=args)
-        except Exception as error:  # Orbax and TensorStore raise many types
+        except Exception as error:  # Orbax and TensorStore raise many types of errors
             raise UserError(
                 f"Checkpoint {self._directory / str(step)} cannot be read ({_cause(error)})",
                 "Use the version of the code that saved it, or another checkpoint",
@@ -260,9 +262,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             self.failure = ""
 
     def raise_failure(self) -> None:
-        """End a run whose last state is not saved."""
+        """Raise a UserError if the last save failed."""
         if self.failure:
-            remedy = "Mend that, and repeat the command"
+            remedy = "Correct the cause, and repeat the command"
             raise UserError(self.failure, remedy, exit_code=5)
 
     def close(self) -> None:
@@ -271,12 +273,12 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._manager.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error, the wait for other processes would not end.
+        # After an error, the wait for other processes would never end.
         if error is None or jax.process_count() == 1:
             self.close()
 
     def _recover(self, error: Exception) -> None:
-        """Warn that a save failed, and remove what it left."""
+        """Warn that a save failed, and remove the incomplete checkpoint."""
         if jax.process_count() > 1:
             raise self._for_all(error)
         step = self._saving
@@ -286,22 +288,22 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._manager.close()
         self._open()  # It removes the incomplete checkpoint.
         self.failure = ""
-        # If the step is there, only the removal of an older one has failed.
+        # If the step's checkpoint exists, only the removal of an older checkpoint has failed.
         if step not in self.all_steps():
             self.failure = failure
             warn(f"{failure}; the run continues")
 
     def _describe(self, error: Exception) -> str:
         return (
-            f"The state of step {self._saving} is not saved in {self._directory} "
+            f"The state of step {self._saving} could not be saved in {self._directory} "
             f"({_cause(error)})"
         )
 
     def _for_all(self, error: Exception) -> Exception:
         """Return the exception that ends all processes after a save failed in this one."""
         if isinstance(error, jax.errors.JaxRuntimeError):
-            return error  # Another process has ended first.
-        remedy = "Mend that, and start all processes again"
+            return error  # Another process ended first.
+        remedy = "Correct the cause, and start all processes again"
         return UserError(self._describe(error), remedy, exit_code=5)
 
 
@@ -309,16 +311,16 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
     """Writes the digests of the other items after they are complete and before the commit."""
 
     def finalize(self, directory: PathLike) -> None:
-        """Write the digests; Orbax calls it in process 0, after the items registered before."""
+        """Write the digests. Orbax calls this in process 0, after it has finalized other items."""
         folder = Path(directory)
         sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))
-        # Orbax then makes the checkpoint visible by a rename, which must not reach the disk first.
+        # Orbax then renames the checkpoint to make it visible. The files must reach the disk first.
         files.sync_tree(folder.parent)
 
 
 def _gathered(leaf: jax.Array) -> np.ndarray:
-    """Return the whole array in process 0, which alone writes it, and a zero in others."""
+    """Return the whole array in process 0, which writes it, and a scalar 0 in other processes."""
     whole = process_allgather(leaf, tiled=True)
     if jax.process_index() == 0:
         return whole
@@ -338,7 +340,7 @@ def _cause(error: Exception) -> str:
 
 
 def _parts(state: TrainState) -> dict[str, Tree]:
-    """Return the trees to save of a state, by the name of their folder."""
+    """Return the parts of a state that are saved, by the names of their folders."""
     rest = vars(state) | {"params": None}
     guard = rest.pop("guard")
     parts = {"params": state.params, "rest": rest}

@@ -1,4 +1,4 @@
-"""Find the checkpoints of a run, and damage to them."""
+"""Find the checkpoints of a run, and check them for damage."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpt2.utils import files, stores
 
-# The parts of a checkpoint, one folder each. The folder `digests` next to them has their digests.
+# The parts of a checkpoint. Each has its own folder, and the folder `digests` has their digests.
 ITEMS = ("params", "rest", "guard", "layout", "metrics")
 WEIGHTS = ("params", "layout")  # the parts that evaluation and export read
 
@@ -31,7 +31,7 @@ def latest_step(workdir: Path) -> int | None:
 def newest_whole_step(workdir: Path, after: int = 0) -> tuple[int, list[str]]:
     """Return the newest step after `after` with an undamaged checkpoint, or 0.
 
-    The second value describes the damage of newer checkpoints.
+    The second result describes the damage to newer checkpoints.
     """
     damage = list[str]()
     for step in reversed(saved_steps(workdir)):
@@ -45,7 +45,7 @@ def newest_whole_step(workdir: Path, after: int = 0) -> tuple[int, list[str]]:
 
 
 def find_damage(workdir: Path, step: int, items: Sequence[str] = ITEMS) -> str:
-    """Return a clause on why `items` of a checkpoint cannot be used, or an empty string."""
+    """Describe damage to `items` of a checkpoint. Return an empty string if there is none."""
     folder = workdir / "checkpoints" / str(step)
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:

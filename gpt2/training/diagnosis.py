@@ -1,6 +1,6 @@
 """Find the first tensor with NaN or Inf after a run diverged.
 
-The steps of the training compute nothing for this. The diagnosis repeats the run from the newest
+Training steps compute nothing extra for this. The diagnosis repeats the run from the newest
 checkpoint to the bad step, unless a guard has saved the state before that step. It then runs the
 bad step with a program that checks the output of every module and every gradient.
 """
@@ -36,7 +36,7 @@ _LAYER = re.compile(r"^h_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Explains NaN and Inf. `steps` are compiled; `first_state` returns the state before step 1."""
+    """Explains NaN and Inf. `first_state` returns the state before step 1."""
 
     program: Program
     batches: Batches
@@ -50,9 +50,8 @@ class Diagnosis:
         self.checkpointer.wait()
         try:
             origin = self._find_origin(error, state)
-        except (
-            Exception
-        ) as failure:  # Many types, for example where memory is too small.
+        # For example, the memory may be too small.
+        except Exception as failure:
             origin = f"the first such tensor was not found ({failure})"
         return UserError(
             f"{error}: {origin}",
@@ -68,12 +67,12 @@ class Diagnosis:
             for name, weight in by_name(params).items():
                 if _is_bad(weight):
                     return f"parameter {name} was the first"
-            return (
-                "every parameter is finite, so a text of the validation split overflows"
-            )
+            return "every parameter is finite, so the validation itself overflows"
         step = error.step - 1
         shapes = program.config.shapes
-        if state.guard is None:  # A guard leaves the state as it was before the step.
+        if (
+            state.guard is None
+        ):  # With a guard, the state is still the one before the step.
             # A device may not have the memory for two states.
             for leaf in jax.tree.leaves(state):
                 leaf.delete()
@@ -103,8 +102,8 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
     A flag above 0 means NaN or Inf. Tracing fills `names` with the names of the tensors, in the
     order in which they are computed.
     """
-    # The modules in the order in which they return, with `h` for every layer: a scan traces its
-    # layers once.
+    # The names of modules, in the order in which the modules return. Every layer is named `h`,
+    # because a scan traces only one layer.
     modules = dict[str, None]()
 
     def note(next_method: Callable, args: Tree, kwargs: Tree, context: Any) -> Tree:
@@ -125,7 +124,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             if inside.startswith(f"{module}/"):
                 positions.append(index)
         if not positions:
-            positions.append(len(modules))  # The head is not a module, and comes last.
+            positions.append(len(modules))  # The head is the last, and is not a module.
         return max(positions), number, min(positions)
 
     def find_flags(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
@@ -146,7 +145,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
                 if kind == "output":
                     flags[f"the output of {module}"] = sums[name][0] > 0
             flags["the loss"] = _is_bad((objective, sums["loss"]))
-            # The backward pass computes them in the opposite order.
+            # The backward pass computes gradients in the opposite order.
             for name in sorted(grads, key=order, reverse=True):
                 flags[f"the gradient of {name}"] = _is_bad(grads[name])
             names[:] = flags

@@ -1,6 +1,6 @@
-"""Skips the steps whose loss or gradients hold NaN or Inf.
+"""Skip training steps whose loss or gradients contain NaN or Inf.
 
-The devices decide, so the host does not wait for a loss.
+The devices decide, so that the host does not have to wait for the loss.
 """
 
 import jax.numpy as jnp
@@ -9,13 +9,14 @@ from jax import Array
 
 
 class Guard(struct.PyTreeNode):
-    """Counts of skipped steps. A skipped step changes no parameter and no optimizer moment."""
+    """Counts of skipped steps, which do not change parameters or optimizer moments."""
 
     skipped: Array  # int32 scalar, skipped steps so far
-    # int32 scalar, the newest steps in a row that were skipped, without overflows of float16. Once
-    # it exceeds `max_bad`, all steps are skipped, so that the diagnosis finds the state unchanged.
+    # int32 scalar, the number of latest steps that were all skipped; overflows of float16 do not
+    # count. If it exceeds `max_bad`, every later step is skipped, so that the diagnosis finds the
+    # state before the bad step.
     bad_in_a_row: Array
-    max_bad: int = struct.field(pytree_node=False)  # train.skip_bad_steps
+    max_bad: int = struct.field(pytree_node=False)  # the value of train.skip_bad_steps
 
     @classmethod
     def create(cls, max_bad: int) -> "Guard":
@@ -23,7 +24,7 @@ class Guard(struct.PyTreeNode):
         return cls(jnp.int32(0), jnp.int32(0), max_bad)
 
     def capped(self) -> "Guard":
-        """Return a restored guard with at most `max_bad` bad steps in a row."""
+        """Return a restored guard, with `bad_in_a_row` reduced to `max_bad` if it is larger."""
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:

@@ -1,7 +1,7 @@
 """A run's program, built once from its options and its devices.
 
-All commands take model, loss, optimizer, backend and steps from here. Building a `Program` places
-nothing, and computes nothing but the check of a library's kernel.
+All commands get the model, loss, optimizer, backend and steps from a `Program`. Building it puts no
+arrays on devices, and computes nothing except the check of a library's kernel.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ from gpt2.utils.trees import Tree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """What a run computes, and how it is spread over devices.
+    """The computation of a run, and its layout on devices.
 
-    The config has its vocabulary resolved; the optimizer is an optax chain that contains the
-    schedule; the steps are pure functions, see `gpt2.training.steps` and `statistics`.
+    `model.vocab_size` is not 0 in the config. The optimizer is an optax chain that contains the
+    schedule. The steps are pure functions: see `gpt2.training.steps` and `statistics`.
     """
 
     config: Config
@@ -62,10 +62,10 @@ class Program:
     train_step: Callable
     watch_step: Callable
     eval_step: Callable
-    with_config: Callable[[Config], "Program"]  # of the same parts
-    kernel_fault: (
-        str  # why attention is computed without its kernel; see check_attention
-    )
+    # Returns a program with the same devices, model, loss, schedule and optimizer.
+    with_config: Callable[[Config], "Program"]
+    # Why attention is computed without its kernel: see `check_attention`.
+    kernel_fault: str
 
     @classmethod
     def from_config(
@@ -78,7 +78,7 @@ class Program:
         schedule: Callable = make_schedule,
         optimizer: Callable = make_optimizer,
     ) -> "Program":
-        """Return the program of a config whose vocabulary is resolved."""
+        """Return the program of a config whose `model.vocab_size` is not 0."""
         check_layout(config, len(devices))
         gpt_config = config.gpt()
         terms = score_term_options(gpt_config)
@@ -116,7 +116,7 @@ class Program:
             norm=joint_norm if is_one_gpu else optax.tree.norm,
             choose=jax.lax.cond if platform == "cpu" else select_both,
         )
-        # Validation computes cross-entropy. A user's loss adds its other quantities.
+        # Validation computes cross-entropy, and reports the other sums of a user's loss next to it.
         others = None if loss is next_token_loss else own_loss
         return cls(
             config=config,
@@ -140,7 +140,7 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Return the state before the first step, as a pure function of a key."""
-        # Kernels may need a mesh, and drawing parameters does not.
+        # Parameters are drawn without kernels, which may need a mesh.
         return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
     def _first_state(self, params: Tree) -> TrainState:
@@ -149,7 +149,7 @@ class Program:
         return TrainState.create(params, self.optimizer, compute, skip_bad_steps)
 
     def init_state(self, params: Tree = None) -> TrainState:
-        """Return the state before the first step. Each device draws its own part.
+        """Return the state before the first step. Each device draws only its own part.
 
         `params` in host memory replace the drawn parameters.
         """
@@ -162,13 +162,13 @@ class Program:
 
     @functools.cached_property
     def state_shapes(self) -> TrainState:
-        """ShapeSchedule, dtypes and shardings of the state."""
+        """Shapes, dtypes and shardings of the state."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         return with_shardings(shapes, self.backend.state_shardings(shapes))
 
     @property
     def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """ShapeSchedule and shardings of the largest batch, int32."""
+        """Shapes, dtypes and shardings of the largest batch."""
         size, length, _ = self.config.shapes.largest
         whole = jax.ShapeDtypeStruct(
             self.backend.batch_shape(size, length),
@@ -196,7 +196,7 @@ class Program:
 
     @property
     def attention(self) -> str:
-        """The implementation of attention, for the first screen."""
+        """The implementation of attention, as the first lines of a run print it."""
         cfg = self.model.config
         name, why = choose_attention(cfg, self._device, score_term_options(cfg))
         if why := self.kernel_fault or why:
@@ -206,7 +206,7 @@ class Program:
         return "by the reference implementation" if name == "plain" else f"by {name}"
 
     def describe(self, batches: Batches, steps: CompiledSteps, start: int) -> str:
-        """Return the run's first screen: facts that follow from its options, data and devices."""
+        """Return the first lines that the run prints: facts about its options, data and devices."""
         num_steps = self.config.train.num_steps
         compiled = [each for each, _ in steps.values()]
         first = self.config.shapes.at(start + 1).tokens
@@ -228,7 +228,7 @@ class Program:
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
     def at(self, shape: StepShape) -> "Program":
-        """Return the program whose attention window is that of a shape."""
+        """Return the program with the attention window of a shape."""
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
@@ -248,7 +248,8 @@ class Program:
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
         """Compile `(state, batch) -> (state, metrics)`, which donates the old state's memory.
 
-        Both may be shapes, such as `state_shapes`; several processes under pmap need arrays.
+        Both arguments may be shapes, such as `state_shapes`, but not with pmap and several
+        processes.
         """
         return self.compile(self.backend.compile_train(self.train_step), state, batch)
 
@@ -291,12 +292,12 @@ def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
     """Return whether `fsdp_gather=auto` gathers parameters by `layer` or by `step`."""
-    # Gathering by layer needs less memory, and sends no more: two gathers in 16 bits are as many
-    # bytes as one in 32.
+    # Gathering by layer needs less memory. Here it sends no more bytes: two gathers in 16 bits have
+    # as many bytes as one gather in 32 bits.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
-    # Gathering by step sends less, but needs whole parameters and gradients: 8 bytes for each
-    # parameter.
+    # Otherwise, gathering by step sends fewer bytes, but stores whole parameters and gradients: 8
+    # bytes for each parameter.
     chip = find_chip(devices[0].device_kind)
     if chip and 0 < 0.5e9 * chip.memory < 8 * num_params:
         return "layer"

@@ -17,7 +17,7 @@ from gpt2.utils.trees import Batch, Tree
 
 
 def by_name(params: Tree) -> dict[str, Array]:
-    """Return parameters, or a tree like them, by names such as `h_3/attn/c_attn/kernel`."""
+    """Flatten a tree of parameters into a dict with names such as `h_3/attn/c_attn/kernel`."""
     return flatten_dict(in_layout(params, scanned=False), sep="/")
 
 

@@ -1,11 +1,11 @@
 """One step of training and one of evaluation, as pure functions.
 
-A step uses no device, mesh or file. It sums over the rows of its batch by `map_sum`, which a
+A step uses no device, mesh or file. It sums over the rows of its batch with `map_sum`, which a
 backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
 `function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up the
 results once, across all devices. Both results are trees of arrays.
 
-The sums are those that the loss returns, `{name: (sum, count)}`. At the end, each sum is divided
+The loss returns the sums `{name: (sum, count)}`. At the end, each sum is divided
 once by its count, and becomes the metric `train/NAME` or `eval/NAME`. The gradient of the
 objective is divided once by the count of `sums["loss"]`.
 """
@@ -34,12 +34,12 @@ Choose = Callable[[Array, Callable, Callable], Tree]
 
 
 def on_one_device(function: Callable) -> Callable:
-    """Map as `map_sum` does, on a single device: one call for all rows."""
+    """The `map_sum` of a single device: call `function` once, with all rows."""
     return lambda params, batch: function(params, batch, 0)
 
 
 def means(sums: Sums, prefix: str) -> Metrics:
-    """Return `{prefix + name: sum / count}`; where nothing was counted, the sum."""
+    """Return `{prefix + name: sum / count}`, or the sum itself if the count is 0."""
     return {
         prefix + name: total / jnp.where(count > 0, count, 1.0)
         for name, (total, count) in sums.items()
@@ -72,7 +72,7 @@ def make_update(
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
-    `norm` is of all gradients together, and `choose` gives one of two results.
+    `norm(grads)` is the global norm. `choose(condition, f, g)` returns the result of `f` or `g`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -95,7 +95,7 @@ def make_update(
 
         sums, grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
-            # A product is not stored: docs/performance.md, XLA:CPU note 1.
+            # XLA:CPU would store quotients, but not products: docs/performance.md, note 1.
             inverse = 1.0 / (scale * jnp.maximum(sums["loss"][1], 1.0))
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")
@@ -105,7 +105,7 @@ def make_update(
             )
 
             def take():
-                # Within a branch, XLA would not see that a clip takes the norm again.
+                # Pass the norm on: within a branch, XLA would compute it again for clipping.
                 updates, opt_state = optimizer.update(
                     grads, state.opt_state, state.params, grad_norm=grad_norm
                 )
@@ -147,7 +147,10 @@ def make_train_step(
 def _judge(
     state: TrainState, loss: Array, grad_norm: Array
 ) -> tuple[Array | None, TrainState, Metrics]:
-    """Return whether to take a step, None for always, `state` that knows of it, and metrics."""
+    """Return whether to take the step, the state with a new guard and loss scale, and metrics.
+
+    The first result is None if the state has no guard, so that every step is taken.
+    """
     if state.guard is None:
         return None, state, Metrics()
     accepts, guard = state.guard.judge(loss, grad_norm)
@@ -161,13 +164,13 @@ def _judge(
         loss_scale = _select(overflows | accepts, updated, loss_scale)
     skip_metrics = {
         "train/skipped_steps": jnp.float32(guard.skipped),
-        "train/bad_in_a_row": jnp.float32(guard.bad_in_a_row),  # up to this one
+        "train/bad_in_a_row": jnp.float32(guard.bad_in_a_row),  # including this step
     }
     return accepts, state.replace(guard=guard, loss_scale=loss_scale), skip_metrics
 
 
 def select_both(condition: Array, function: Callable, other: Callable) -> Tree:
-    """Do as `jax.lax.cond`, without a branch, for which a GPU would wait for the host."""
+    """Select like `jax.lax.cond`, but without a branch, at which a GPU would wait for the host."""
     return _select(condition, function(), other())
 
 
@@ -176,7 +179,7 @@ def _select(condition: Tree, tree: Tree, other: Tree) -> Tree:
 
 
 def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
-    """Return `eval_step(params, batch, map_sum=on_one_device)`: `loss` over the global batch."""
+    """Return `eval_step(params, batch, map_sum=on_one_device)`, which sums `loss` over a batch."""
 
     def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         def sums(params, rows, device):

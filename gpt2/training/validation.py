@@ -9,8 +9,8 @@ import jax
 from gpt2.errors import UserError
 from gpt2.utils.trees import Batch, Sums
 
-# The number of batches that the host may dispatch ahead of the devices. Beyond it, simulated
-# devices can wait for each other forever, because XLA gives all of them one pool of threads.
+# The number of batches that the host may dispatch ahead of the devices. With more, simulated
+# devices can wait for each other forever, because XLA runs all of them in one pool of threads.
 MOST_AHEAD = 32
 
 
@@ -20,12 +20,12 @@ def validate(
     parts: Mapping[str, tuple[float, Iterable[Batch]]],
     targets_per_byte: float | None = None,
 ) -> dict[str, float]:
-    """Score every target of the validation batches, which are on the devices.
+    """Score every target of validation batches that are on the devices.
 
-    `parts` holds the weight and the batches of each part of a mixture; a single corpus has an empty
-    name. Returns `eval/NAME` for everything that `eval_step` sums, such as `eval/loss` in nats per
-    token, also `eval/loss_PART`, `eval/perplexity`, and `eval/bits_per_byte` if
-    `targets_per_byte`, the number of targets for each byte of text, is known.
+    `parts` maps the name of each part of a mixture to its weight and batches. A single corpus has
+    an empty name. Return `eval/NAME` for every sum of `eval_step`, such as `eval/loss` in nats per
+    token, and also `eval/loss_PART` and `eval/perplexity`. If `targets_per_byte` (the number of
+    targets for each byte of text) is not None, also return `eval/bits_per_byte`.
     """
     scores: dict[str, float] = defaultdict(float)
     for part, (weight, batches) in parts.items():

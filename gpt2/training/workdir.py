@@ -1,10 +1,10 @@
-"""Files of a run other than its checkpoints, and checks of whether the run can continue.
+"""Write the files of a run other than checkpoints, and check whether the run can continue.
 
 config.json         all options; `train.py --config=config.json` repeats the run
-data.json           describes the prepared corpus, to notice another text of the same name
-tokenizer.json      the tokenizer, so that the run can be sampled without its corpus
-environment.jsonl   versions, code and command, one line for each start
-.lock               locked by the process that trains here, so that a second one is refused
+data.json           a description of the prepared corpus, which shows if the text was changed
+tokenizer.json      the tokenizer, so that samples can be drawn without the corpus
+environment.jsonl   versions, code and command, with one line for each start
+.lock               locked by the process that trains here, so that no second process does
 """
 
 import contextlib
@@ -59,29 +59,29 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
 def check_options(workdir: Path, config: Config) -> None:
     """Refuse a directory in which this run cannot start or continue, before data are prepared.
 
-    `model.vocab_size` may be 0, because the data decide it; `refuse_changes` then checks it later.
+    `model.vocab_size` may be 0 until the data are prepared. `refuse_changes` then checks it later.
     """
     _require_writable(workdir)
-    # A reference that cannot be plotted would end the run at its last line.
+    # Read it now: at the end of the run, an error would come too late.
     read_reference(config.logging.reference)
     if config.logging.wandb:
         check_wandb()
     if not (workdir / "config.json").exists():
         data = stores.local_folder(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):
-            # A start that was killed leaves these.
+            # A run that was killed at its start leaves these files.
             if path.name in (_LOCK, stores.RECORD) or path.suffix == ".tmp":
                 continue
             if not data.is_relative_to(path.resolve()):
                 raise UserError(
-                    f"--workdir={workdir} contains {path.name}, and not a run",
+                    f"--workdir={workdir} contains {path.name}, but no run",
                     "Give another --workdir",
                 )
         return
     if saved_steps(workdir) == [0]:
         location = stores.url_or_path(workdir)
         raise UserError(
-            f"--workdir={location} contains imported weights, and not a run to continue",
+            f"--workdir={location} contains imported weights, not a run that can continue",
             f"Give another --workdir and --config.train.init_from=run:{location}",
         )
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
@@ -97,7 +97,7 @@ def _require_writable(workdir: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     try:
-        # Permissions do not tell: root may write anywhere, but not in /proc.
+        # Permissions do not show this: root may write anywhere, except in /proc.
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise UserError(
@@ -107,7 +107,7 @@ def _require_writable(workdir: Path) -> None:
 
 
 def refuse_changes(workdir: Path, config: Config) -> None:
-    """Refuse options that would change what the run of a directory, if there is one, trains."""
+    """Refuse options that would change the training of the run in a directory, if there is one."""
     if not (workdir / "config.json").exists():
         return
     saved = deciding_options(load_config(workdir))
@@ -156,14 +156,14 @@ def deciding_options(config: Config) -> dict[str, Any]:
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
-    """Refuse to continue with another text or another tokenizer than the run began with."""
+    """Refuse to continue a run with another text or another tokenizer."""
     path = workdir / _DATA
     if not refuse_other(path, dataset) and saved_steps(workdir):
-        warn(f"{path} is missing or damaged, so the text may differ from the run's")
+        warn(f"{path} is missing or damaged, so a change of the text cannot be noticed")
 
 
 def find_start(workdir: Path) -> int:
-    """Return the newest step whose checkpoint process 0 finds undamaged, or 0."""
+    """Return the newest step with an undamaged checkpoint, as process 0 finds it, or 0."""
     start = distributed.from_first(_find_start(workdir) or 0)
     location = stores.url_or_path(workdir)
     if start and jax.process_index() and stores.is_url(location):
@@ -176,17 +176,15 @@ def find_start(workdir: Path) -> int:
 @distributed.only_first
 def _find_start(workdir: Path) -> int:
     location = stores.url_or_path(workdir)
-    stores.fetch(
-        location
-    )  # Another run may have saved while this one prepared its data.
-    stores.push(
-        location, workdir
-    )  # A run that was killed may not have sent everything.
+    # Another run may have saved a checkpoint while this run prepared its data.
+    stores.fetch(location)
+    # A run that was killed may not have uploaded all its files.
+    stores.push(location, workdir)
     step, damage = newest_whole_step(workdir)
     if damage and not step:
         raise UserError(
-            f"{damage[0]}, and there is no undamaged one",
-            "Restore it from a copy, or give another --workdir",
+            f"{damage[0]}, and there is no undamaged checkpoint",
+            "Restore the checkpoint from a copy, or give another --workdir",
         )
     for message in damage:
         warn(f"{message}; the run continues from step {step}")
@@ -194,7 +192,10 @@ def _find_start(workdir: Path) -> int:
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
-    """Return whether a run has done its last step and written its last file, and print it."""
+    """Return whether a run has finished, and print a line if it has.
+
+    A finished run has the checkpoint of its last step, and samples.txt.
+    """
     is_finished = start == config.train.num_steps and (workdir / "samples.txt").exists()
     is_finished = bool(distributed.from_first(is_finished))
     if is_finished:
@@ -242,7 +243,7 @@ def finish(
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Lock the directory, write the files of a start, and isolate what it does not continue."""
+    """Lock the directory, write the files of a start, and move away checkpoints after `start`."""
     _begin(workdir, config, dataset, start)
     distributed.from_first(0)  # Other processes wait until process 0 has the lock.
     for step in saved_steps(workdir):
@@ -257,15 +258,15 @@ def _move_to_damaged(workdir: Path, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # Another process has moved it.
         path.rename(target)
         warn(
-            f"{path} is incomplete, or the run continues from an earlier step; "
-            f"it is now {target}"
+            f"moved {path} to {target}, because it is incomplete or the run continues from an "
+            "earlier step"
         )
 
 
 @distributed.only_first
 def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
-    # Samples of an earlier end would make this run look finished: see `is_finished`.
+    # Samples from an earlier end of this run would make it look finished: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
@@ -277,16 +278,18 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"
-    if start == 0 and read_metrics(logged):  # An earlier run has lost its checkpoints.
+    if start == 0 and read_metrics(
+        logged
+    ):  # The checkpoints of an earlier run are gone.
         _move_to_damaged(workdir, logged.name)
-    MetricsFile(logged, start).close()  # It removes steps after `start`.
+    MetricsFile(logged, start).close()  # removes the lines of steps after `start`
 
 
 def lock(workdir: Path, start: int) -> None:
-    """Refuse other processes that would train in `workdir`, until this process ends."""
+    """Lock `workdir` until this process ends. Refuse if another process trains there."""
     workdir.mkdir(parents=True, exist_ok=True)
     is_locked = files.lock_for_good(workdir / _LOCK)
-    # Another process may have trained and ended since this one read the newest checkpoint.
+    # Another process may have trained and ended since this process read the newest step.
     newest, _ = newest_whole_step(workdir, after=start)
     if newest or not is_locked:
         raise UserError(

@@ -210,7 +210,7 @@ def test_a_save_that_fails_in_one_process_ends_both(tmp_path, index):
     assert codes[index] == 5, pair.output()
     assert codes[1 - index] != 0, pair.output()
     # Not at the start of a line, where gloo may have begun one of its own.
-    message = r"error: The state of step \d+ is not saved in .*File too large"
+    message = r"error: The state of step \d+ could not be saved in .*File too large"
     assert re.search(message, pair.logs[index].read_text())
 
 

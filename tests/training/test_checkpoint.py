@@ -256,7 +256,9 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     with pytest.raises(UserError, match=r"4 is damaged \(params/"):
         load_params(tmp_path, "latest")
     shutil.rmtree(tmp_path / "checkpoints" / "2")
-    with pytest.raises(UserError, match=r"4 is damaged \(params/.*no undamaged one"):
+    with pytest.raises(
+        UserError, match=r"4 is damaged \(params/.*no undamaged checkpoint"
+    ):
         run_files.find_start(tmp_path)
 
 
@@ -297,7 +299,7 @@ def test_a_save_that_fails_prints_a_warning_and_the_next_is_tried(
         patched.setattr(checkpoint, "digest_folder", lambda folder: 1 / 0)
         checkpointer.save(state_at(3), 3, {"eval/loss": 2.0})
         assert checkpointer.improves(2.5)  # The state with 2.0 was not saved.
-        assert "step 3 is not saved" in checkpointer.failure
+        assert "step 3 could not be saved" in checkpointer.failure
         assert "the run continues" in capsys.readouterr().err
         patched.undo()
         checkpointer.save(state_at(4), 4)
