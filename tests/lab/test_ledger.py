@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -403,9 +404,13 @@ def test_what_does_not_compare_is_refused_and_leaves_no_line(ideas, idea, told):
     assert ideas.trained == []
 
 
-def test_a_ledger_goes_on_with_the_options_that_it_began_with(ideas):
+def test_a_ledger_goes_on_with_the_options_that_it_began_with(ideas, monkeypatch):
     ideas("optim.name=muon")
     ideas.config = with_options(BASE, {"train.num_steps": 200})
+    ideas("optim.beta2=0.97")  # nothing is repeated
+    assert read_ledger(ideas.root).ideas[2].arm.config.train.num_steps == 100
+    flag = "--config.train.num_steps=200"
+    monkeypatch.setattr("sys.orig_argv", [*sys.orig_argv, flag])
     with pytest.raises(UserError, match=r"train\.num_steps=100, not 200"):
         ideas("optim.name=lion")
 

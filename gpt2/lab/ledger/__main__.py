@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import contextlib
 import math
 import os
+import re
 import secrets
 import sys
 import time
@@ -118,7 +119,14 @@ def main() -> int:
 
 
 def _open_ledger(root: Path) -> Ledger:
-    """Return the ledger, or start a new one with the options of the command line."""
+    """Return the ledger, or start a new one with the options of the command line.
+
+    A ledger remembers its options. If a later command gives some, they must be the same.
+    """
+    ledger = read_ledger(root)
+    gives_options = any(re.match("--?config", each) for each in sys.orig_argv)
+    if ledger.ideas and not gives_options:
+        return ledger
     config = cli.parse_config()
     config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
     with files.locked(root / _LOCK):
@@ -147,7 +155,9 @@ def _become_judge(root: Path, ledger: Ledger) -> None:
     source = check_out(root, ledger.ideas[0].arm.commit).resolve()
     if source != SOURCE.resolve():
         variables = {"PYTHONPATH": str(source), CHECKOUT: str(SOURCE)}
-        command = [sys.executable, "-P", "-m", "gpt2.lab.ledger", *sys.argv[1:]]
+        # sys.argv may have another --config than the user gave.
+        module = sys.orig_argv.index("-m")
+        command = [sys.executable, "-P", *sys.orig_argv[module:]]
         os.execve(sys.executable, command, os.environ | variables)
 
 
