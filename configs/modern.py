@@ -20,11 +20,11 @@ def get_config() -> ConfigDict:
     """Return the options of this config."""
     config = quickstart.get_config()
     config.model.update(
-        position="rope",  # 0.25: relative positions, and no table to learn
+        position="rope",  # 0.25: relative positions do not need a learned table
         value_residual=True,  # 0.13: later layers also use the first layer's values
     )
     config.optim.update(
-        # 0.15: compared with AdamW with the same rate for embeddings as below.
+        # 0.15: compared with AdamW, at the embedding rate given below.
         name="muon",
         # 0.22: the rate of embeddings, norms and biases; without the change it is 4e-3.
         adam_learning_rate=4e-2,

@@ -166,10 +166,11 @@ def _watch(reader: int) -> None:
             first = time.monotonic()
             if _next_command:  # this is a run, whose step may take long
                 log(
-                    f"{signum.name}: finishing the step, then saving; a second signal exits at once"
+                    f"{signum.name}: finishing the step, then saving; a second signal exits "
+                    "immediately"
                 )
         elif time.monotonic() - first > _SAME_PRESS:
-            _exit(f"stopped at once by a second {signum.name}", signum)
+            _exit(f"stopped immediately by a second {signum.name}", signum)
 
 
 def _exit_by_interrupt(number: int, _: FrameType | None) -> None:

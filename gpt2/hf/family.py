@@ -120,7 +120,10 @@ class Family(NamedTuple):
     head: str = "lm_head.weight"
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
-        """Yield all tensors of a model. The parts of a parameter are in order."""
+        """Yield all tensors of a model.
+
+        Tensors that are parts of one parameter come in the order of their `part`.
+        """
         sizes = {
             "V": cfg.vocab_size,
             "T": cfg.context_length,

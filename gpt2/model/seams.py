@@ -135,7 +135,7 @@ class Ingredient:
         """Change the float32 logits `[B, T, V or more]`, whose last columns may be padding.
 
         `context.tokens` and `context.has_target` have the same positions as the logits. If an
-        ingredient changes the logits, training computes all positions at once, not in chunks.
+        ingredient changes the logits, training computes all positions together, not in chunks.
         """
         return logits
 

@@ -339,7 +339,10 @@ def masked_sum(losses: Array, targets: Array) -> tuple[Array, Array]:
 
 
 def cross_entropy(logits: Array, batch: Batch) -> tuple[Array, Tree]:
-    """Return the sum of `-log softmax(logits)` at the targets in nats, and no sums to log."""
+    """Return the sum of `-log softmax(logits)` at the targets, in nats.
+
+    The second result is `()`, because there are no sums to log.
+    """
     losses = log_sum_exp(logits) - target_logits(logits, batch["targets"])
     return masked_sum(losses, batch["targets"])[0], ()
 

@@ -36,16 +36,17 @@ from gpt2.utils.platform import jit_is_off, platform_of
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and can
 # be split evenly over devices. Parameters, logits and losses always have the true size.
 VOCAB_MULTIPLE = 128
-# Up to these numbers of positions, in float32 and in 16 bits, the formula is as fast as the blocked
-# kernel, if the CPU is split into two devices, as is best for small models (parallel.cpu_devices).
-# On one device, the quickstart's step with the blocked kernel takes 0.96 of the time.
+# For up to SHORT positions in float32, or SHORT_NARROW in 16 bits, the reference implementation is
+# as fast as the blocked kernel if the CPU is split into two devices. This split is best for small
+# models (parallel.cpu_devices). On one device, the blocked kernel shortens a step of the quickstart
+# to 0.96 of its time.
 SHORT = 128
 SHORT_NARROW = 64
 
 # The value of `model.attention` for the preferred kernel of each platform.
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
 
-# AxisNames of options that add a term to the scores. No kernel supports these terms.
+# The names of options that add a term to the scores. No kernel supports these terms.
 Terms = Collection[str]
 
 

@@ -86,7 +86,7 @@ def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
     """Split the first axis of a stack over n axes of the mesh, for each n of `numbers` in turn.
 
     The remaining axes of the mesh split the rows and columns of the matrices. There is one step for
-    each axis, because XLA's partitioner would gather whole stacks if several axes changed at once.
+    each axis, because XLA's partitioner would gather whole stacks if one step changed several axes.
     """
     stored = matrix_spec(x.shape, mesh)[1:]
     for number in numbers:

@@ -56,20 +56,20 @@ def start_blocked(mode, pauses=PRESSES, number="SIGINT", before="default_int_han
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        ({"mode": ""}, 130, "stopped at once by a second SIGINT\n"),
+        ({"mode": ""}, 130, "stopped immediately by a second SIGINT\n"),
         ({"mode": RUNS, "pauses": (0.5,)}, 130, "stopped by SIGINT; it continues\n"),
         (
             {"mode": IN_A_STEP},
             130,
-            "SIGINT: finishing the step, then saving; a second signal exits at once\n"
-            "stopped at once by a second SIGINT; it continues\n",
+            "SIGINT: finishing the step, then saving; a second signal exits immediately\n"
+            "stopped immediately by a second SIGINT; it continues\n",
         ),
         # Jobs of a script's `&` ignore SIGINT.
         (
             {"mode": IN_A_STEP, "number": "SIGTERM", "before": "SIG_IGN"},
             143,
-            "SIGTERM: finishing the step, then saving; a second signal exits at once\n"
-            "stopped at once by a second SIGTERM; it continues\n",
+            "SIGTERM: finishing the step, then saving; a second signal exits immediately\n"
+            "stopped immediately by a second SIGTERM; it continues\n",
         ),
     ],
 )

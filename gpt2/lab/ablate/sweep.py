@@ -129,7 +129,9 @@ def load_sweep(root: Path) -> Sweep:
 
 def register(sweep: Sweep) -> Sweep:
     """Merge a sweep with the sweep in its folder, write sweep.json, and return the merged sweep."""
-    with locked(sweep.root / ".sweep.lock"):  # several processes may register at once
+    with locked(
+        sweep.root / ".sweep.lock"
+    ):  # several processes may register at the same time
         merged = continued(sweep).with_choices()
         merged.check_runs(to_come=True)
         merged.save()

@@ -1,4 +1,4 @@
-"""The tables in a sweep's report. All cells are texts."""
+"""The tables in a sweep's report. All cells are strings."""
 
 import math
 from collections.abc import Mapping
@@ -57,9 +57,9 @@ def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with the fraction of the baseline's run that each arm needs.
+    """Return a table of how soon each arm reaches the baseline's final score.
 
-    It needs this fraction of the tokens, FLOPs or seconds to reach the baseline's final score.
+    Cells are fractions of the baseline's tokens, FLOPs or seconds.
     """
     rows = []
     baseline, *others = sweep.arms
@@ -97,7 +97,7 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 
 
 def describe_fractions(fractions: np.ndarray) -> str:
-    """Return the mean fraction, with its 95 % interval by Welch's method, as a text.
+    """Return the mean fraction and its 95 % interval (Welch's method) as a string.
 
     `fractions` is `[runs of the arm, 1 + runs of the baseline]`. The first column has the fraction
     of the baseline's run that a run needs to reach the mean of the baseline's final scores, and the

@@ -232,7 +232,7 @@ def _label(value: Settings) -> str:
 
 
 def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
-    # All options are set at once, because some are valid only together.
+    # Set all options together, because some are valid only in combination.
     options: dict[str, Setting] = {}
     for value in values:
         for key in value.keys() & options.keys():

@@ -6,7 +6,7 @@ from statistics import mean, stdev
 
 
 def spread(values: Collection[float]) -> str:
-    """Return a mean as a text and, if there are several values, their standard deviation.
+    """Return the mean of `values` and, if there are several, their standard deviation as a string.
 
     Numbers have four decimals or, if one of them is 100 or larger, five digits.
     """
@@ -25,19 +25,19 @@ def spread(values: Collection[float]) -> str:
 
 
 def number(value: float, form: str) -> str:
-    """Return a number as a text, or `-` if the number is not finite."""
+    """Format a number. Return `-` if it is not finite."""
     if math.isfinite(value):
         return f"{value:{form}}"
     return "-"
 
 
 def interval(low: float, high: float, form: str) -> str:
-    """Return an interval as a text, or "" if an end is not finite."""
+    """Format an interval. Return "" if an end is not finite."""
     if math.isfinite(high - low):
         return f"({low:{form}} to {high:{form}})"
     return ""
 
 
 def printable(text: str) -> str:
-    """Return a text in which control characters, which a terminal would obey, are escaped."""
+    """Escape the control characters of a string, because a terminal would obey them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

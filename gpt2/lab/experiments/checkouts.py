@@ -73,7 +73,7 @@ def check_out(root: Path, commit: str) -> Path:
     source = source_folder(root, commit)
     if not commit:
         return source
-    # The lock is needed because several processes may check out the same commit at once.
+    # The lock is needed because several processes may check out the same commit at the same time.
     with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
             path = str(source.absolute())

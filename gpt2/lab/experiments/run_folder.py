@@ -193,5 +193,5 @@ def find_root(flag: str, path: str | None) -> Path:
 
 
 def describe(settings: Settings) -> str:
-    """Return options as a text, `optim.learning_rate=0.001,optim.beta2=0.95`."""
+    """Return options as one string, such as `optim.learning_rate=0.001,optim.beta2=0.95`."""
     return ",".join(f"{name}={value}" for name, value in settings.items())

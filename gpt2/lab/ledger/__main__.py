@@ -324,7 +324,7 @@ def _write_page(root: Path, ledger: Ledger) -> None:
 
 
 def _print_answer(ledger: Ledger, idea: Idea) -> None:
-    """Print the answer on an idea and the state of the ledger, as a text or as JSON."""
+    """Print the answer on an idea and the state of the ledger, as plain text or JSON."""
     difference, low, high = idea.interval
     best = ledger.ideas[idea.best]
     steps = [each.arm.config.train.num_steps for each in (idea, best)]

@@ -118,7 +118,7 @@ def read_ledger(root: Path) -> Ledger:
             idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
             names = f"{idea.arm.name} {idea.arm.commit}"
             if not _NAMES.fullmatch(names) or idea.number not in range(len(ideas) + 1):
-                raise ValueError("it names no idea")
+                raise ValueError("the line does not describe an idea")
             ideas[idea.number] = idea
             if idea.seeds or idea.pairs or idea.answer == "discard":
                 ledger.tests.setdefault(idea.number)

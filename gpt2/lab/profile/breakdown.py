@@ -84,7 +84,7 @@ def _timeline(
 
 
 def describe(found: Breakdown) -> str:
-    """Return a breakdown as a text: a headline with the largest cost, then a table."""
+    """Format a breakdown as a headline with the largest cost, followed by a table."""
     step = sum(found.seconds.values())
     of_step = f"of each step's {format_seconds(step)}"
     computing = sum(found.seconds.get(kind, 0.0) for kind in _COMPUTATION)
