@@ -49,7 +49,7 @@ MACHINES = {
 
 
 def get_config(machine: str = "") -> ConfigDict:
-    """Return the options for a machine in `MACHINES`, or nanoGPT's recipe without one."""
+    """Return the options for a machine in `MACHINES`, or nanoGPT's recipe if none is given."""
     config = default.get_config()
     config.precision.compute = "bfloat16"
     if not machine:

@@ -35,7 +35,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         context = tokenizer.encode(example["ctx"])
         endings = []
         for text in example["endings"]:
-            # A tokenizer.json may begin a text differently from what follows another text.
+            # Encoded together, because a tokenizer.json may add tokens at the beginning of a text.
             row = tokenizer.encode(example["ctx"] + " " + text)
             tokens = row[len(context) :]
             endings.append(continuation(context, tokens, scorer.context_length))

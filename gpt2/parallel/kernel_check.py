@@ -69,7 +69,7 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
         try:
             for window in {*cfg.windows}:
                 error = _largest_error(name, cfg, window, is_masked, is_late, host)
-                if not error <= LIMIT:  # also true for NaN
+                if not error <= LIMIT:  # this form also rejects NaN
                     fault.put(f"its results are wrong by {error:.0%}")
                     return
             fault.put("")

@@ -52,7 +52,7 @@ def _report(report: Callable[[Any], object], unraisable: Any) -> None:
 
 sys.unraisablehook = partial(_report, sys.unraisablehook)
 
-METRIC = "eval/loss"  # the best checkpoint has the lowest
+METRIC = "eval/loss"  # is lowest in the best checkpoint
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -286,7 +286,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._saving = None
         with contextlib.suppress(Exception):
             self._manager.close()
-        self._open()  # It removes the incomplete checkpoint.
+        self._open()  # removes the incomplete checkpoint
         self.failure = ""
         # If the step's checkpoint exists, only the removal of an older checkpoint has failed.
         if step not in self.all_steps():

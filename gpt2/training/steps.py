@@ -157,7 +157,7 @@ def _judge(
     loss_scale = state.loss_scale
     if loss_scale is not None:
         is_finite = jnp.isfinite(grad_norm)
-        # The batch is not to blame, unless the scale cannot be lowered.
+        # An overflow is not caused by the batch, unless the scale cannot be lowered.
         overflows = jnp.isfinite(loss) & ~is_finite & (loss_scale.scale > 1)
         guard = _select(overflows, state.guard, guard)
         updated = loss_scale.update(is_finite)

@@ -62,7 +62,7 @@ def check_options(workdir: Path, config: Config) -> None:
     `model.vocab_size` may be 0 until the data are prepared. `refuse_changes` then checks it later.
     """
     _require_writable(workdir)
-    # Read it now: at the end of the run, an error would come too late.
+    # Check this file now, because the run plots it only at its end.
     read_reference(config.logging.reference)
     if config.logging.wandb:
         check_wandb()

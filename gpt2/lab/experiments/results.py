@@ -29,7 +29,7 @@ class Curve(NamedTuple):
     """The validations of a run, oldest first: float64 arrays with a value for each validation."""
 
     tokens: np.ndarray  # number of tokens that training has read so far
-    flops: np.ndarray  # training FLOPs so far, by gpt2/model/flops.py
+    flops: np.ndarray  # training FLOPs so far, according to gpt2/model/flops.py
     # Time in training steps so far, excluding validation, checkpoints and compilation.
     seconds: np.ndarray
     scores: np.ndarray  # the compared metric
@@ -106,7 +106,7 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
     Runs with the same options for data must have the same text, and runs with the same source must
     have the same code. With `to_come`, this includes the code that would train future runs now.
     """
-    # The first run of each corpus, and of each source folder, with its fingerprint.
+    # For each corpus and for each source folder, a fingerprint and the first run that has it.
     texts: dict[DataConfig, tuple[bytes, Run]] = {}
     codes: dict[Path, tuple[str, Run]] = {}
     for run in runs:

@@ -58,9 +58,9 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     named = changes_shape or optim.schedule.startswith("piecewise")
     if named and num_steps != before:
         raise UserError(
-            f"A schedule of {arm.name} names steps of a run of {before} steps,"
+            f"A schedule of {arm.name} is for a run of {before} steps,"
             f" but on equal terms the run has {num_steps} steps",
-            "Use a schedule that does not name steps",
+            "Use a schedule without step numbers",
         )
     options = {"train.num_steps": max(1, num_steps)}
     for name, about in OPTIONS.items():

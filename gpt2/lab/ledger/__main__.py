@@ -58,7 +58,7 @@ from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS
 EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
-# How far a run's own validation loss may lie from the referee's, by the type of its numbers.
+# The largest allowed difference between a run's own validation loss and the referee's, by dtype.
 _TOLERANCES = {"float32": 1e-4}
 _LOCK = ".ledger.lock"
 _IS_BEST = "it is the best itself"
@@ -203,7 +203,7 @@ def _try_idea(root: Path) -> Idea:
         with files.locked(root / _LOCK):
             ledger = read_ledger(root)
             idea = ledger.ideas[entered.number]
-            if idea.answer == "keep":  # another process has kept it
+            if idea.answer == "keep":  # another process has accepted the idea
                 return idea
             if not answer:
                 answer, why = _decide(ledger, idea)
@@ -221,7 +221,7 @@ def _try_idea(root: Path) -> Idea:
                 append(root, idea)
                 return idea
             if len(idea.seeds) <= len(idea.pairs):
-                # Whoever knew a seed before could choose the idea by its luck.
+                # If seeds were known in advance, ideas could be chosen that are lucky with them.
                 idea.seeds.append(secrets.randbelow(2**32))
                 append(root, idea)
         answer, why = _train_pair(root, ledger, idea)
@@ -277,7 +277,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
                 end = Outcome("failed", str(error))
         if end.state != "finished" and run == pair[0]:
             raise UserError(
-                f"{run.label}, the run of the best, {end.state}: {end.error}",
+                f"The best version's run {run.label} {end.state}: {end.error}",
                 f"See {run.folder}",
             )
         if end.state == "diverged":
@@ -285,7 +285,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
         if end.state != "finished":
             return "failed", end.error
         reported.append(math.nan)
-        with contextlib.suppress(Exception):  # the idea's code has written it
+        with contextlib.suppress(Exception):  # the idea's code wrote the file
             reported[-1] = run.read(LOSS)[-1][LOSS]
         difference = abs(reported[-1] - losses[-1])
         if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):

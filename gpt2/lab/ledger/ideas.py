@@ -23,7 +23,7 @@ from gpt2.lab.experiments.terms import choose_score
 from gpt2.lab.ledger.journal import Idea, Ledger
 from gpt2.utils.code import hash_code
 
-# Files that an idea may change. What judges it is not among them.
+# Files that an idea may change. The code that judges ideas is not among them.
 _PATCHABLE = re.compile(r"train\.py|(?!gpt2/lab/)(gpt2|configs)/.+\.py")
 _WORKING_TREE = re.compile(r"^code=\.(?=\+|$)")
 

@@ -35,11 +35,11 @@ class Idea:
     code: str  # the hash of the arm's code
     # Drawn at random, each when its pair begins. The last pair may not have ended.
     seeds: list[int] = field(default_factory=list)
-    # The losses of the best and of the idea, for each seed, as the referee measured them.
+    # For each seed, the losses of the best version and of the idea, measured by the referee.
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    # The same losses, as the runs reported them.
+    # The same losses, reported by the runs.
     reported: list[tuple[float, float]] = field(default_factory=list)
-    # The seconds of the runs of the best and of the idea, for each seed.
+    # For each seed, the duration of both runs in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
     answer: str = ""  # keep, discard, undecided or failed; "" until there is an answer
     why: str = ""  # the reason for the answer

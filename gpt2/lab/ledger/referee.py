@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import scipy  # imports its parts when they are used
+import scipy  # its submodules are imported when they are used
 
 from gpt2.data import prepare
 from gpt2.data.interfaces import Batch
@@ -112,7 +112,7 @@ class _Answers:
         nats = 0.0
         for position in range(length):
             answer = self._receive(4 * rows * self._vocab_size)
-            if position + 1 < length:  # the process computes while this one adds up
+            if position + 1 < length:  # the child computes the next logits meanwhile
                 self._send(tokens[:, position + 1])
             target = targets[:, position]
             logits = np.frombuffer(answer, np.float32).reshape(rows, -1)

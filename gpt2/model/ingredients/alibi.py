@@ -39,8 +39,8 @@ class Alibi(Ingredient):
 
 def alibi_slopes(num_heads: int) -> Array:
     """Return the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
-    # The paper defines the slopes for a power of two. Further heads get every second slope of twice
-    # that number of heads.
+    # The paper defines the slopes for a power of two. Further heads use every second slope of a
+    # model with twice that number of heads.
     power = 2 ** math.floor(math.log2(num_heads))
     steps = [i + 1.0 for i in range(power)]
     steps += [i + 0.5 for i in range(num_heads - power)]
