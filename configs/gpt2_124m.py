@@ -15,7 +15,7 @@ published this loss for its model, which has no biases. OpenAI's weights of this
 3.12 on the same text.
 With the name of a machine, such as v5e-8, the config has 18,865 steps of 524,288 tokens of FineWeb,
 in micro-batches that fit into the machine's memory. llm.c published a loss of 3.29. docs/recipes.md
-says how to get the text, and how long the training takes on each machine.
+explains how to get the text, and lists how long the training takes on each machine.
 """
 
 from ml_collections import ConfigDict

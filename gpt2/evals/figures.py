@@ -55,7 +55,7 @@ def mean(values: Numbers) -> Estimate:
 def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
     """Return sum(numerators) / sum(denominators), where each list has a value for each example.
 
-    The standard error is that of a ratio estimator (Cochran 1977, section 2.11). Examples are
+    The standard error is the ratio estimator's (Cochran 1977, section 2.11). Examples are
     assumed to be independent.
     """
     x = np.asarray(numerators, np.float64)

@@ -151,7 +151,7 @@ def _step(
 def _eigenvectors(gram: Array, rank: int) -> Array:
     """Return the eigenvectors of one gradient's Gram matrix, largest eigenvalues first.
 
-    The basis of the null space is not unique. QR computes the same one on every device.
+    The basis of the null space is not unique. QR computes the same basis on every device.
     """
     vectors = _decompose_each(lambda x: jnp.linalg.eigh(x)[1], gram)
     vectors = vectors[..., ::-1]

@@ -21,7 +21,7 @@ Validation = dict[str, tuple[float, Iterable[Batch]]]
 
 
 class Batches:
-    """The batches of a run. Each process reads ahead, and only the rows of its own devices."""
+    """The batches of a run. Each process reads the rows of its own devices in advance."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset

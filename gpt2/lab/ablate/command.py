@@ -117,7 +117,7 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
-    """Return a text that lists a sweep's runs and how long they take, by measured step times."""
+    """List a sweep's runs, and how long they take according to measured step times."""
     seconds = {}
     for arm in sweep.arms:
         step, start = measure(sweep.root, arm, slots)

@@ -1,4 +1,4 @@
-"""Check that two implementations compute the same, by the losses of their first steps.
+"""Check that two implementations compute the same losses in their first steps.
 
 Both draw the same weights, from the name of each parameter, so that no weights have to be sent, and
 take `STEPS` steps on the same batches. Losses after the first depend on gradients, clipping and the

@@ -166,7 +166,8 @@ def defaults_of(source: Path) -> Settings:
 def options_from(program: str, path: Path | str, source: Path) -> Settings:
     """Return the options that a program prints as JSON for the file `path`.
 
-    The program runs in another process, with the code in `source`, because a ledger judges both.
+    The program runs in another process, with the code in `source`, because a ledger must not run
+    the code that it judges.
     """
     code = f"import json, runpy, sys; path = sys.argv[1]; {program}"
     with reading(path, ""):

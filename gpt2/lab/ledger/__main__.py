@@ -148,9 +148,9 @@ def _open_ledger(root: Path) -> Ledger:
 
 
 def _become_judge(root: Path, ledger: Ledger) -> None:
-    """Start this command again with the code with which the ledger began, if this is other code.
+    """Restart the command with the code with which the ledger began, unless this is that code.
 
-    So no idea that was kept, and no edit of the working tree, changes how ideas are judged.
+    Accepted ideas and edits of the working tree therefore do not change how ideas are judged.
     """
     source = check_out(root, ledger.ideas[0].arm.commit).resolve()
     if source != SOURCE.resolve():
@@ -384,7 +384,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:
-    """Return a text that says which gains pairs could find, and how long the pairs take."""
+    """Describe the gains that pairs could find, and how long the pairs take."""
     idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
     step, start = measure(root, idea.arm, make_slots(1))
     seconds = 2 * (start + idea.arm.config.train.num_steps * step)

@@ -97,8 +97,8 @@ def half_width(differences: Array, level: float) -> float:
 def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     """Return whether the evidence after `pairs` pairs is unlikely to reach 1 / `level`.
 
-    `differences` `[..., n]` are those of the pairs so far. Future pairs are assumed to have the
-    same standard deviation. Their mean is assumed to be the better end of a one-sided 80 %
+    `differences` `[..., n]` are the differences of the pairs so far. Future pairs are assumed to
+    have the same standard deviation. Their mean is assumed to be the better end of a one-sided 80 %
     interval.
     """
     num = differences.shape[-1]

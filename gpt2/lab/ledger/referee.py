@@ -29,7 +29,7 @@ _PIPE_BYTES = 1 << 20
 
 
 class NoAnswerError(Exception):
-    """The code of a run gave no answer, or one that is not finite or has another shape."""
+    """The code of a run did not answer, or its answer is not finite or has another shape."""
 
 
 def score(run: Run) -> float:

@@ -29,7 +29,7 @@ class Breakdown(NamedTuple):
 
 
 def break_down(trace: Trace) -> Breakdown:
-    """Attribute the time between the start of the first step and the end of the last one."""
+    """Attribute the time from the first step to the last to operations and causes of idle time."""
     program = _program_of_steps(trace)
     own = [operation for operation in trace.operations if operation.program == program]
     runs = _runs(own, len(trace.steps))

@@ -30,7 +30,7 @@ class Smear(Ingredient):
 
 
 class SmearedTokens(nn.Module):
-    """The gate, and the sum of each token's embedding with the previous one."""
+    """The gate, and the sum of each token's embedding with the previous token's."""
 
     config: GPTConfig
     ops: Ops
