@@ -128,7 +128,9 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         if error.filename:
             message += f" ({os.fsdecode(error.filename)})"
         error = UserError(message)
-    if str(error).startswith("Unable to initialize backend"):  # a wrong JAX_PLATFORMS
+    if str(error).startswith(
+        "Unable to initialize backend"
+    ):  # JAX_PLATFORMS has a wrong value
         error = UserError(str(error))
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code

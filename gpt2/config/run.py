@@ -203,8 +203,8 @@ class Config(default.Options):
         num_steps = self.train.num_steps
         if max(pieces) >= num_steps:
             raise UserError(
-                f"A schedule of train. changes at step {max(pieces)}, which must be below "
-                f"train.num_steps={num_steps}"
+                f"A train.batch_schedule, context_schedule or window_schedule changes at step "
+                f"{max(pieces)}, which must be below train.num_steps={num_steps}"
             )
         for start, shape in pieces.items():
             length = shape.context_length

@@ -52,7 +52,8 @@ def _report(report: Callable[[Any], object], unraisable: Any) -> None:
 
 sys.unraisablehook = partial(_report, sys.unraisablehook)
 
-METRIC = "eval/loss"  # is lowest in the best checkpoint
+# The best checkpoint has the lowest value of this metric.
+METRIC = "eval/loss"
 
 
 class Checkpointer(contextlib.AbstractContextManager):

@@ -50,7 +50,7 @@ class Diagnosis:
         self.checkpointer.wait()
         try:
             origin = self._find_origin(error, state)
-        # For example, the memory may be too small.
+        # Any error ends only the diagnosis, for example a lack of memory.
         except Exception as failure:
             origin = f"the first such tensor was not found ({failure})"
         return UserError(
