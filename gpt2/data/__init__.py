@@ -1,9 +1,9 @@
 """Text -> documents -> tokens on disk -> batches.
 
-datasets.py                 `prepare`: from the options of `data.` to a `Dataset`
+datasets.py                 `prepare` turns the options of `data.` into a `Dataset`
 interfaces.py               `Corpus`, `Dataset`, `Source`
-readers/                    a corpus prefix each: where documents or tokens come from
-preparing/                  documents -> tokens in a folder, split, encoded once
+readers/                    a reader for each prefix of a corpus, which yields documents or tokens
+preparing/                  documents -> tokens of the training and validation split in a folder
 loading/packing.py          tokens -> rows
 loading/token_batches.py    rows -> `batch(step)`, a function of the seed and the step
 loading/user_batches.py     batches that a user's function returns

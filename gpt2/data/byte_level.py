@@ -1,16 +1,16 @@
-"""GPT-2's way of writing bytes as characters, and the tokenizer.json files that follow it."""
+"""GPT-2's mapping from bytes to characters, and the tokenizer.json files that use it."""
 
 import json
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
-# The pre-tokenizer of GPT-2's file, and the options that its model may set.
+# The pre-tokenizer in GPT-2's tokenizer.json, and the options that the model in it may set.
 _PRE_TOKENIZER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the printable characters of a BPE file, each with its byte (GPT-2's encoder.py)."""
+    """Map the printable characters of a BPE file to the bytes they encode (GPT-2's encoder.py)."""
     alphabet = dict[str, int]()
     hidden = list[int]()
     for byte in range(256):
@@ -26,8 +26,8 @@ def byte_alphabet() -> dict[str, int]:
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     """Return (ranks, eot) of a tokenizer.json if tiktoken encodes identically, otherwise None.
 
-    Such a file holds byte-level BPE with GPT-2's pattern and nothing else. Its ids grow in the
-    order of the merges. `<|endoftext|>` is its only added token.
+    Such a file contains only byte-level BPE with GPT-2's pattern. The ids increase in the order of
+    the merges, and `<|endoftext|>` is the only added token.
     """
     model = tree["model"]
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})
@@ -42,7 +42,7 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     vocabulary = dict(model["vocab"])
     eot = vocabulary.pop(END_OF_TEXT, tree["added_tokens"][0]["id"])
     alphabet = byte_alphabet()
-    # A merge is a pair, or in older files two tokens with a space between them.
+    # A merge is a pair of tokens or, in older files, a string of two tokens and a space.
     merged = ["".join(merge).replace(" ", "") for merge in model["merges"]]
     longer = [token for token in vocabulary if token not in alphabet]
     longer.sort(key=vocabulary.__getitem__)
@@ -51,8 +51,9 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     # An id without a token cannot be decoded.
     if {eot, *vocabulary.values()} != {*range(len(vocabulary) + 1)}:
         return None
-    # tiktoken merges any two tokens whose bytes are a token, the library only listed pairs. They
-    # agree on every text if the listed pairs alone merge the characters of each token into it.
+    # tiktoken merges any two tokens whose joined bytes are a token, but the library merges only
+    # listed pairs. Both agree on every text if the listed pairs alone can merge the characters of
+    # each token into that token.
     from tokenizers import Tokenizer
 
     library = Tokenizer(Tokenizer.from_str(json.dumps(tree)).model)

@@ -1,4 +1,4 @@
-"""From the options of the data to a dataset."""
+"""Turn the options of `data.` into a dataset."""
 
 import dataclasses
 import re
@@ -14,11 +14,11 @@ from gpt2.data.tokens import PreparedTokens
 from gpt2.errors import UserError
 from gpt2.utils import files
 
-_PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # before each part of a mixture
+_PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # the plus sign before a part of a mixture
 
 
 def prepare(data: DataConfig) -> Dataset:
-    """Return the dataset of `data.corpus`. A text is written as tokens first, once."""
+    """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first."""
     weights = read_mixture(data.corpus)
     if weights:
         return _prepare_mixture(data, weights)
@@ -32,7 +32,7 @@ def prepare(data: DataConfig) -> Dataset:
 
 
 def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
-    # The parts share it, so that it is refused if it would be trained on each of them.
+    # All parts share one tokenizer, so `build` refuses a tokenizer that is trained on its corpus.
     tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     parts = dict[str, tuple[Fraction, PreparedTokens]]()
     for corpus, weight in weights.items():
@@ -40,7 +40,7 @@ def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
         if not dataset.parts:
             raise UserError(
                 f"{corpus} returns batches, which cannot be mixed with a text",
-                "Mix in the function",
+                "Mix the texts inside your function, and name only the function in data.corpus",
             )
         ((_, tokens),) = dataset.parts.values()
         parts[corpus] = weight, tokens
@@ -48,7 +48,10 @@ def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
 
 
 def read_mixture(spec: str) -> dict[str, Fraction]:
-    """Return the weights, which add to 1, of `0.7*ONE+0.3*OTHER`; of one corpus, nothing."""
+    """Return the weights of the mixture `0.7*ONE+0.3*OTHER`, scaled so that they add up to 1.
+
+    If `spec` is a single corpus, return an empty dict.
+    """
     if not _PLUS.match(f"+{spec}"):
         return {}
     weights = dict[str, Fraction]()
@@ -65,13 +68,16 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
-    """Refuse a dataset that differs from a run's data.json; returns False if that is missing."""
+    """Raise a UserError if a dataset differs from a run's data.json.
+
+    Return False if data.json is missing.
+    """
     saved = files.read_sealed(path)
     if saved is None:
         return False
     if saved != dataset.describe():
         raise UserError(
             f"The text or tokenizer is no longer what {path.parent} was trained on",
-            "Restore it, or give another --workdir",
+            "Restore the text and tokenizer, or give another --workdir",
         )
     return True

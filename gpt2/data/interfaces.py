@@ -1,7 +1,7 @@
 """The interfaces between readers, prepared data and runs.
 
-A reader opens a `Corpus`, which is prepared once as a `Dataset`. A run opens that as a `Source` of
-batches.
+A reader opens a `Corpus`, which is prepared once as a `Dataset`. A run opens the dataset as a
+`Source` of batches.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,39 +14,44 @@ from gpt2.config import Config, DataConfig
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.data.tokens import PreparedTokens
 
-# Arrays [B, T] by name: `tokens` int32; `targets` int32, the token that follows each, or -1 where
-# there is none to predict; maybe `segments` int32, the document's number within the row.
+# Arrays [B, T] by name. `tokens`, `targets` and the optional `segments` are int32. A target is the
+# token after a token, or -1 where no token is to be predicted. A segment is the number of the
+# document within its row.
 Batch = dict[str, np.ndarray]
-# The weight of a corpus in the mean loss of a mixture, and its batches.
+# The weight of a corpus in the mean loss of a mixture, and the batches of the corpus.
 WeightedBatches = tuple[float, Iterable[Batch]]
-# Prepared tokens by name, with their weights, which add to 1.
+# Name of a corpus -> its weight and its prepared tokens. The weights add up to 1.
 Parts = Mapping[str, tuple[Fraction, PreparedTokens]]
 
 
 class Source(Protocol):
-    """The batches of one run. Steps are counted 1, 2, 3, ...."""
+    """The batches of one run. The first step is step 1."""
 
     def batch(self, step: int, rows: slice) -> Batch:
-        """Return `rows`, which this process reads, of the batch of a step."""
+        """Return the `rows` of a step's batch that this process reads."""
 
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
-        """Return the first `num_batches` of each corpus of a mixture; 0: of all that are scored.
+        """Return validation batches by corpus, and the number of targets per byte of their text.
 
-        A corpus that is not mixed has an empty name. The second value is the number of targets for
-        each byte of the validation text, or None unless the batches cover all of it.
+        `num_batches` limits the batches of each corpus. If it is 0, the run's options limit them. A
+        single corpus has an empty name. The second value is None unless the batches cover the
+        whole validation text.
         """
 
     def describe(self, num_steps: int) -> str:
-        """Return a text for people on what `num_steps` steps read."""
+        """Return a human-readable description of the data that `num_steps` steps read."""
 
     def position(self, step: int) -> str | None:
-        """Return where this process stands after a step; None: the step alone determines it."""
+        """Return this process's position in its data after a step.
+
+        None means that the step alone determines the position.
+        """
         return None
 
     def restore(self, position: str) -> None:
-        """Continue from a position. It is called before the first batch."""
+        """Continue from a position. This method is called before the first batch is read."""
         return  # the step alone determines the batches
 
 
@@ -54,7 +59,7 @@ class Dataset(Protocol):
     """What a run reads: prepared tokens, a mixture of several, or a user's batches."""
 
     tokenizer: Tokenizer
-    parts: Parts  # a user's batches have none
+    parts: Parts  # empty for a user's batches
 
     @property
     def targets_per_byte(self) -> float | None:
@@ -62,14 +67,14 @@ class Dataset(Protocol):
         return None
 
     def describe(self) -> dict[str, object]:
-        """Return what it holds, not where it is stored, for a run's data.json."""
+        """Return a description of the data, without its location, for a run's data.json."""
 
     def open(self, config: Config) -> Source:
         """Return the batches of a run."""
 
 
 class Corpus(Protocol):
-    """What a reader opens. Opening it reads no text."""
+    """A corpus that a reader has opened. Its text has not been read yet."""
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the dataset, which is written first if this machine has none."""
+        """Return the dataset. If it is not on this machine yet, write it first."""

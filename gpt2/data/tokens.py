@@ -15,7 +15,7 @@ from gpt2.data import tokenizer as tokenizers
 from gpt2.utils.files import reading
 
 CHUNK = 2**20  # tokens read at a time
-# Each map holds a file descriptor, of which a process may have 256 (macOS) or 1,024 (Linux).
+# Each map needs a file descriptor, and a process may have only 256 (macOS) or 1,024 (Linux).
 OPEN_MAPS = 200
 
 
@@ -33,10 +33,10 @@ class Split:
 
     num_tokens: int = 0  # including end-of-text tokens
     num_bytes: int = 0  # UTF-8 bytes of the documents; an end-of-text token has none
-    num_documents: int = 0  # each of the two halves of a single text counts as one
+    num_documents: int = 0  # a single text counts as one document in each split
     num_lost: int = 0  # bytes that cannot be decoded from the tokens
-    crc32: int = 0  # of the tokens as stored
-    # Read from JSON, these are lists of a shard's three values.
+    crc32: int = 0  # CRC-32 of the tokens as stored
+    # After a split is read from JSON, each shard is a list of its three values.
     shards: list[Shard] = field(default_factory=list)
 
 
@@ -72,7 +72,7 @@ class TokenWriter:
 
 @functools.lru_cache(OPEN_MAPS)
 def map_shard(path: str, skip: int, num_tokens: int, dtype: str) -> np.ndarray:
-    """Return the tokens of a shard, which stay in their file until they are read."""
+    """Return a memory map of the tokens of a shard."""
     with reading(path):
         offset = skip * np.dtype(dtype).itemsize
         mapped = np.memmap(path, dtype, "r", offset, shape=(num_tokens,))
@@ -94,7 +94,7 @@ class TokenStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Return tokens [start, start + length), int32; fewer at the end of the stream."""
+        """Return the tokens [start, start + length), int32, or fewer at the end of the stream."""
         stop = min(start + length, len(self))
         parts = [np.empty(0, np.int32)]
         while start < stop:
@@ -107,7 +107,7 @@ class TokenStream:
         return np.concatenate(parts, dtype=np.int32)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield all tokens, int32, in chunks, each with its index in the stream."""
+        """Yield all tokens in chunks of int32, each with the index of its first token."""
         for start in range(0, len(self), CHUNK):
             yield start, self.read(start, CHUNK)
 
@@ -119,7 +119,7 @@ class PreparedTokens:
     directory: Path
     tokenizer: tokenizers.Tokenizer
     splits: dict[str, Split]  # `train` and `validation`
-    dtype: str  # of stored tokens
+    dtype: str  # dtype of the stored tokens
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of `train` or `validation`."""
@@ -127,9 +127,9 @@ class PreparedTokens:
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Bytes of validation text for each target; None if tokens do not decode to all bytes.
+        """Bytes of validation text for each target, or None if tokens do not decode to all bytes.
 
-        The first token is no target.
+        The first token is not a target.
         """
         validation = self.splits["validation"]
         if validation.num_lost:
@@ -137,7 +137,7 @@ class PreparedTokens:
         return validation.num_bytes / (validation.num_tokens - 1)
 
     def describe(self) -> dict[str, object]:
-        """Return what the tokens are, not where they are stored, for a run's data.json."""
+        """Return a description of the tokens, without their location, for a run's data.json."""
         counts = dict[str, dict[str, int]]()
         crc32 = dict[str, int]()
         for name, split in self.splits.items():

@@ -36,7 +36,7 @@ def hash_code(source: Path = SOURCE) -> str:
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
-    # Files that begin with a dot are backups that editors write.
+    # Files whose names begin with a dot are temporary files of editors.
     for path in package.rglob("[!.]*.py"):
         if path.relative_to(package).parts[0] not in _OBSERVERS:
             paths.append(path)

@@ -77,7 +77,7 @@ def _is_installed(package: str) -> bool:
 def environment_to_measure() -> dict[str, str]:
     """Return the environment for a process that will be timed.
 
-    It is the environment of this process and a CPU run, without JAX's compilation cache.
+    It contains the variables of this process and of a CPU run. JAX's compilation cache is off.
     """
     uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     return os.environ | cpu_environment() | uncached
@@ -101,9 +101,9 @@ def release_free_memory() -> None:
 
 
 def has_old_xla() -> bool:
-    """Return whether XLA is the version of JAX 0.10, which has `_CPU_FLAG`.
+    """Return whether the installed XLA belongs to JAX 0.10.
 
-    Newer versions do not have this flag, and exit if they are given an unknown flag.
+    Newer versions of XLA do not have `_CPU_FLAG`, and exit if they are given an unknown flag.
     """
     # Imported here because it is slow, and a process that only restarts itself does not need it.
     from importlib.metadata import version

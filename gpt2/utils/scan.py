@@ -59,8 +59,8 @@ def report(
     objective as an auxiliary loss, but not to the logged loss. If the module is an expert, the
     totals of all experts are summed, including slots without a token.
     """
-    # The logged quantity must have no gradient. For a square root at 0, its gradient of 0 would be
-    # multiplied by infinity, which is NaN.
+    # The logged quantity must have no gradient. Otherwise the gradient of a square root at 0 would
+    # be 0 times infinity, which is NaN.
     auxiliary = jnp.float32(weight * total if weight else 0.0)
     logged = jax.lax.stop_gradient((jnp.float32(total), jnp.float32(count)))
 
@@ -76,7 +76,7 @@ def report(
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
     """Return `{PATH/name: (total, count, weighted total)}` for all quantities from `report`."""
     tree = in_layout(collection, scanned=False)
-    tree = jax.tree.map(jnp.sum, tree)  # over the experts, each of which reports
+    tree = jax.tree.map(jnp.sum, tree)  # sums over the experts, each of which reports
     return flatten_dict(tree, sep="/")
 
 

@@ -1,4 +1,4 @@
-"""Files and folders at URLs (gs://, s3://, hf://, https://, ...), through local copies of them.
+"""Files and folders at URLs (gs://, s3://, hf://, https://, ...), with local working copies.
 
 A folder at a URL has a working copy in the cache. The working copy contains a record of the store's
 files at the last exchange. `fetch` updates the working copy, and `push` sends its new and changed
@@ -119,7 +119,7 @@ def writing(target: str | Path) -> Iterator[Path]:
 
 
 class TakenOver(UserError):
-    """The error in a run whose URL has been claimed by another run since."""
+    """The error raised when another run has taken over the URL of a run."""
 
 
 @dataclasses.dataclass
@@ -133,7 +133,7 @@ class _Record:
     owner: str = ""  # the key that the run of the working copy has written to the store
 
     def holds(self, name: str, time_ns: int) -> bool:
-        """Return whether the store has a file of the working copy as it was last changed."""
+        """Return whether a file of the working copy is unchanged since the last exchange."""
         return name in self.versions and self.times.get(name) == time_ns
 
 
@@ -206,7 +206,7 @@ def push(url: str | Path, folder: Path) -> None:
             raise TakenOver(f"Another run has taken over {url}")
         # Hard links preserve files that the run removes while they are being sent.
         links = folder.with_name(f".{folder.name}.sending")
-        shutil.rmtree(links, ignore_errors=True)  # from a killed process
+        shutil.rmtree(links, ignore_errors=True)  # a killed process may have left links
         missed = set[str]()
         for name in changed:
             link = links / name
@@ -251,9 +251,9 @@ def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
 
 
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
-    """Remove the files that another run has replaced in the store from a working copy.
+    """Delete the local copies of files that another run has replaced in the store.
 
-    If the working copy has files that the store never had or has lost, rename it instead.
+    If the working copy has files that the store never had or has lost, rename the working copy.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)
@@ -301,7 +301,7 @@ def _cache(kind: str, url: str) -> Path:
 def _connect(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
     """Yield the file system of a URL and the path in it. Turn any failure into a UserError."""
     # Drivers raise errors of their own types. If a driver is missing, fsspec names its package.
-    with files.reading(url, "Fix this, and try again", failed="cannot be reached"):
+    with files.reading(url, "Fix the cause, and try again", failed="cannot be reached"):
         store, root = fsspec.url_to_fs(url, use_listings_cache=False)
         store.auto_mkdir = True  # otherwise file:// does not create folders
         if "http" in store.protocol:
@@ -347,7 +347,7 @@ def _list_store(store: AbstractFileSystem) -> dict[str, str]:
 def _list_copy(folder: Path) -> dict[str, int]:
     """Return the modification time of each file in a working copy, in ns."""
     times = dict[str, int]()
-    for root, _, names in os.walk(folder):  # safe while a run removes files
+    for root, _, names in os.walk(folder):  # a run may remove files in the meantime
         for path in (Path(root, name) for name in names):
             name = path.relative_to(folder).as_posix()
             with contextlib.suppress(FileNotFoundError):

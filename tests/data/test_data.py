@@ -137,7 +137,9 @@ def test_file_formats_agree(tmp_path, make, capsys):
         dataset = make(corpus, "gpt2")
         train = tokens_of(dataset, "train")
         streams.append([*train, *tokens_of(dataset, "validation")])
-    warning = f"1 of 61 rows of {tmp_path}/d.parquet are null in 'text', and left out\n"
+    warning = (
+        f"1 of 61 rows of {tmp_path}/d.parquet are null in 'text' and are left out\n"
+    )
     assert capsys.readouterr().err.count(warning) == 1
     order = documents_of(dataset, "train", "validation")
     assert sorted(order) == sorted(documents)
@@ -249,7 +251,7 @@ def test_a_long_document_has_the_tokens_of_the_library_by_any_pattern(
         expected = backend.encode(half, add_special_tokens=False).ids
         np.testing.assert_array_equal(tokens_of(tokens, split), expected)
     monkeypatch.setattr(documents_module, "WHOLE_CHARACTERS", 1000)
-    with pytest.raises(UserError, match="has to encode at once"):
+    with pytest.raises(UserError, match="must encode it whole"):
         make(f"text:{path}", str(tmp_path / "tokenizer.json"), val_fraction=0.4)
 
 
@@ -316,7 +318,7 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(
         capsys.readouterr()
         again = make(f"text:{path}")
         np.testing.assert_array_equal(tokens_of(again, "train"), wanted)
-        warning = f"warning: {again.directory} is damaged, and is prepared again\n"
+        warning = f"warning: {again.directory} is damaged, so it is prepared again\n"
         if damage == "missing" and file.name == "prepared.json":
             warning = ""  # nothing was prepared
         assert capsys.readouterr().err == warning
@@ -371,9 +373,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
 
     with monkeypatch.context() as patched:
         patched.setattr(TextCorpus, "write", change)
-        with pytest.raises(
-            UserError, match=r"input\.txt names has changed while it was read"
-        ):
+        with pytest.raises(UserError, match=r"input\.txt changed while it was read"):
             make(f"text:{path}")
     assert [p.suffix for p in (tmp_path / "prepared").iterdir()] == [".lock"]
     make(f"text:{path}")
@@ -382,7 +382,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("text:EMPTY", "holds no text"),
+        ("text:EMPTY", "contains no text"),
         ("jsonl:CUT.gz", r"CUT\.gz cannot be read .*Truncated"),
         (
             "text:TINY",
@@ -390,7 +390,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
         ),
         ("jsonl:LINES#body", "LINES:1 cannot be read .*it lacks 'body'"),
         ("parquet:TABLE#body", "TABLE cannot be read .*Column body does not exist"),
-        ("parquet:TABLE#number", "holds no text"),
+        ("parquet:TABLE#number", "'number' does not contain strings"),
     ],
 )
 def test_corpora_that_cannot_be_used_are_refused(

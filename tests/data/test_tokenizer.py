@@ -336,7 +336,9 @@ def test_a_config_beside_a_tokenizer_that_cannot_be_read_is_told(tmp_path, confi
 def test_a_tokenizer_without_a_token_for_what_it_does_not_know_is_told(tmp_path):
     backend = Tokenizer(models.WordLevel({"def": 0}, "[UNK]"))
     loaded = build(write_file(tmp_path, backend))
-    with pytest.raises(UserError, match=r"text by tokenizer\.json cannot be .*UNK"):
+    with pytest.raises(
+        UserError, match=r"cannot be encoded with tokenizer\.json .*UNK"
+    ):
         loaded.encode("more")
 
 

@@ -184,7 +184,9 @@ def test_batches_without_a_state_begin_anew_with_a_warning(capsys):
     user_batches([batch_of()]).batch(1, ALL)
     assert capsys.readouterr().err == ""
     user_batches([batch_of()]).batch(7, ALL)
-    assert "step 7 reads its first" in capsys.readouterr().err
+    assert (
+        "step 7 starts again at the function's first batch" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("seed", [3, 5])

@@ -306,7 +306,7 @@ def test_a_plan_is_for_as_many_devices_of_a_cpu_as_the_run_would_have(monkeypatc
 
 @pytest.mark.parametrize("name", ["h100-12", "h100-17", "none.txtpb-8", "v5e-3"])
 def test_devices_that_no_machine_or_slice_has_are_refused(name):
-    with pytest.raises(UserError, match="names no devices"):
+    with pytest.raises(UserError, match="does not name devices that exist"):
         find_devices(name)
 
 

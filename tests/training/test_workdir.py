@@ -330,7 +330,7 @@ def test_a_checkout_is_clean_until_its_code_changes(
 
 def test_a_corpus_that_does_not_exist_is_named_before_the_options_of_the_run(tmp_path):
     workdir = write_run(tmp_path, make_config())
-    with pytest.raises(UserError, match=r"data\.corpus='txt:a' names no corpus"):
+    with pytest.raises(UserError, match=r"data\.corpus='txt:a' is not a corpus"):
         run_files.check_options(workdir, make_config(corpus="txt:a"))
 
 

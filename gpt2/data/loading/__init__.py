@@ -1,1 +1,1 @@
-"""Tokens on disk, or batches of a user's function -> batch(seed, step)."""
+"""Sources of batches: tokens on disk, or a user's function."""

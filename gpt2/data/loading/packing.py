@@ -1,7 +1,7 @@
-"""The rows of a training split, by `data.packing`. Any row of any epoch can be read directly.
+"""Rows of a training split, packed as `data.packing` says. Each row can be read by its number.
 
-A row is the tokens of one sequence, all but the first of which are targets. Rows are numbered over
-the whole run, and each epoch visits all of them once, in an order of its own.
+A row contains the tokens of one sequence. All of them except the first are targets. Rows are
+numbered over the whole run, and each epoch reads every row once, in a different order.
 """
 
 import bisect
@@ -22,18 +22,19 @@ AHEAD = 1000  # documents among which `bos` chooses one that fits, as in nanocha
 class Rows:
     """The training rows of a corpus, in the order of a run."""
 
-    num_rows: int  # of an epoch
-    read: Callable[[int], np.ndarray]  # the tokens of a row, at most a context + 1
-    note: str = ""  # for people, on the tokens that are cropped or padded
+    num_rows: int  # rows in an epoch
+    # Returns the tokens of a row, at most the context length + 1.
+    read: Callable[[int], np.ndarray]
+    note: str = ""  # a message about tokens that are cropped or padded
 
 
 def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """Windows of the joined documents, which overlap by one token.
+    """Cut the joined documents into windows, which overlap by one token.
 
-    Each epoch draws where its first window starts, so that later epochs cut the text elsewhere.
+    Each epoch begins its first window at a random offset, so that epochs cut the text differently.
     """
     stream = tokens.stream("train")
-    # One window fewer than fit, so that there is room for the offset.
+    # One window is left out, so that there is room for the offset.
     num_rows = max(len(stream) // length - 1, 0)
     order = shuffled(num_rows, seed)
 
@@ -50,9 +51,9 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
 
 
 def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """Rows that begin at a document and take the longest documents that fit, as in nanochat.
+    """Begin each row with a document, and add the longest documents that fit, as in nanochat.
 
-    If none fits, the shortest is cropped to fill the row. Rows are the same in every epoch.
+    If no document fits, crop the shortest document to fill the row. All epochs have the same rows.
     """
     stream, starts = find_documents(tokens, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
@@ -78,9 +79,9 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pack documents into rows of `room` tokens.
 
-    Returns the documents in the order of the rows, the number of tokens that are used of each, and
-    the index at which each row begins among them, and the last one ends. A document that is as long
-    as a row, or longer, has a row of its own.
+    Return three arrays: the documents in the order of the rows; the number of tokens that are used
+    from each document; and the index in these arrays at which each row begins, followed by the end
+    of the last row. A document of `room` or more tokens has a row of its own.
     """
     documents = [document for document, size in enumerate(sizes) if size >= room]
     lengths = [room] * len(documents)
@@ -105,13 +106,13 @@ def best_fit(
 
 
 def pad(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """One document in each row, or a part of a long one. Batches pad rows to the context.
+    """Put one document, or a part of a long document, in each row. Batches pad the rows.
 
-    Every token of the stream but the first is a target once in each epoch.
+    Every token of the stream except the first is a target once in each epoch.
     """
     stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
-    sizes = list[int]()  # in targets
+    sizes = list[int]()  # number of targets in each row
     for start, end in itertools.pairwise([*starts.tolist(), len(stream) - 1]):
         for begin in range(start, end, length):
             begins.append(begin)
@@ -131,11 +132,14 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 
 
 def document_start(tokens: PreparedTokens, option: str) -> int:
-    """Return the token that opens each document. An option that needs it is refused without."""
+    """Return the token that begins each document.
+
+    If the tokenizer has no such token, raise a UserError that names `option`.
+    """
     eot = tokens.tokenizer.eot
     if eot is None:
         raise UserError(
-            f"{option} needs several documents, and the corpus is a single text",
+            f"{option} needs several documents, but the corpus is a single text",
             "Leave the option out",
         )
     return eot
@@ -146,7 +150,8 @@ def find_documents(
 ) -> tuple[TokenStream, np.ndarray]:
     """Return the training tokens, and the indices at which documents start, int64.
 
-    These are 0 and the index of each end-of-text token. `option` is named if there is none.
+    Documents start at 0 and at each end-of-text token. If the tokenizer has no end-of-text token,
+    raise a UserError that names `option`.
     """
     stream = tokens.stream("train")
     eot = document_start(tokens, option)
@@ -157,14 +162,18 @@ def find_documents(
 
 
 def hashed(seed: int | tuple[int, int]) -> int:
-    """Return another seed of 32 bits, which differs widely for neighbouring seeds."""
+    """Hash a seed to 32 bits, so that consecutive seeds become unrelated."""
     (state,) = np.random.SeedSequence(seed).generate_state(1)
     return int(state)
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
-    """Return a permutation for each epoch, computed by index as Grain's `shuffle` does."""
-    # Epochs have neighbouring seeds. Without a hash, runs of neighbouring seeds would share them.
+    """Return a function that maps the number of a row in the run to its index among all rows.
+
+    Each epoch is another permutation of the indices, computed one by one as in Grain's `shuffle`.
+    """
+    # Epochs have consecutive seeds. Without the hash, runs with consecutive seeds would share
+    # permutations.
     first = hashed(seed)
 
     def order(index: int) -> int:

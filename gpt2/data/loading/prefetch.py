@@ -1,4 +1,4 @@
-"""Reading ahead in a thread."""
+"""Read batches ahead of time, in a thread."""
 
 import contextlib
 import queue
@@ -17,11 +17,11 @@ T = TypeVar("T")
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """Yield from `batches`, while a thread reads up to two more.
 
-    What JAX computes in the thread runs on the CPU, because only the caller may use accelerators.
-    Errors of the thread are raised where its batch is due. A signal that stops the run is raised as
-    `Stopped`, since the thread may wait for text that never comes.
+    JAX computes on the CPU in the thread, because only the caller may use accelerators. An error in
+    the thread is raised in place of the batch. A signal that stops the run is raised as `Stopped`,
+    because the thread may wait forever for text.
     """
-    ready = queue.Queue[T | BaseException | None](1)  # the thread holds one more
+    ready = queue.Queue[T | BaseException | None](1)  # the thread reads one more
     is_closed = threading.Event()
     host = host_device()
 
@@ -47,5 +47,5 @@ def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     finally:
         is_closed.set()
         with contextlib.suppress(queue.Empty):
-            ready.get_nowait()  # makes room if the thread waits to put another
+            ready.get_nowait()  # makes room for a batch that the thread waits to put
         reader.join(timeout=1)

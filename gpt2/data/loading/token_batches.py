@@ -1,4 +1,4 @@
-"""Prepared tokens -> batches: a batch is a function of the seed and the step alone."""
+"""Batches of prepared tokens. A batch is a function of the seed and the step alone."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True)
 class TokenDataset(Dataset):
-    """The prepared tokens of a corpus, under an empty name, or of several as a mixture."""
+    """The prepared tokens of a single corpus, whose name is empty, or of a mixture of corpora."""
 
     tokenizer: Tokenizer
     parts: Parts
@@ -33,7 +33,7 @@ class TokenDataset(Dataset):
 
     @property
     def targets_per_byte(self) -> float | None:
-        """Targets for each byte of the validation text, by weight; None if bytes are lost."""
+        """Targets for each byte of the weighted validation texts, or None if bytes are lost."""
         total = 0.0
         for weight, part in self.parts.values():
             if part.bytes_per_target is None:
@@ -42,7 +42,7 @@ class TokenDataset(Dataset):
         return 1 / total
 
     def describe(self) -> dict[str, object]:
-        """Return what the tokens are, not where they are stored, for a run's data.json."""
+        """Return a description of the tokens, without their location, for a run's data.json."""
         descriptions = [part.describe() for _, part in self.parts.values()]
         if "" in self.parts:
             return {**descriptions[0], "parts": []}
@@ -56,10 +56,9 @@ class TokenDataset(Dataset):
 class TokenBatches(Source):
     """The batches of a run on prepared tokens, shuffled without replacement.
 
-    `rows` are the training rows of each part. A row's number among all rows of the run determines
-    its part and its number there, so that any range of rows keeps to the weights, to within a few
-    rows. If shapes of the run have shorter contexts, each row is cut into consecutive rows of one
-    batch.
+    `rows` contains the training rows of each part. The number of a row in the run determines its
+    part and its number in that part, so that every range of rows matches the weights to within a
+    few rows. At steps with a shorter context, each row is cut into consecutive rows of one batch.
     """
 
     def __init__(self, dataset: TokenDataset, config: Config):
@@ -69,7 +68,7 @@ class TokenBatches(Source):
         self._shapes = config.shapes
         self._eot = None
         self.rows = dict[str, Rows]()
-        # The fraction of a part in what the parts before it leave.
+        # For each part, its fraction of the weight that is left by the parts before it.
         self._ratios = dict[str, Fraction]()
         left = Fraction(1)
         seed = config.seed
@@ -85,7 +84,7 @@ class TokenBatches(Source):
                 num_tokens = part.splits["train"].num_tokens
                 raise UserError(
                     f"The training split of {num_tokens} tokens has {rows.num_rows} rows of "
-                    f"model.context_length={self._context_length}, and a batch needs {needed}",
+                    f"model.context_length={self._context_length}, but a batch needs {needed}",
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.rows[name] = rows
@@ -93,7 +92,7 @@ class TokenBatches(Source):
             left -= weight
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Return `rows` of the batch of a step."""
+        """Return the given `rows` of a step's batch."""
         shape = self._shapes.at(step)
         # A row is identified by the index of its first target among all targets of the run.
         start = self._shapes.tokens(step - 1)
@@ -101,7 +100,7 @@ class TokenBatches(Source):
         return assemble(self._read, starts[rows], shape.context_length, self._eot)
 
     def _read(self, start: int, length: int) -> np.ndarray:
-        """Return up to `length` tokens of a row, from the target at `start` on."""
+        """Return up to `length` tokens of the row whose first target has the index `start`."""
         number, offset = divmod(start, self._context_length)
         before = self._count_rows(number)
         after = self._count_rows(number + 1)
@@ -110,7 +109,7 @@ class TokenBatches(Source):
         return row[offset : offset + length]
 
     def _count_rows(self, number: int) -> dict[str, int]:
-        """Return how many of the first `number` rows of the run each part has."""
+        """Return the number of rows of each part among the first `number` rows of the run."""
         counts = dict[str, int]()
         for name, ratio in self._ratios.items():
             counts[name] = math.floor(number * ratio)
@@ -120,7 +119,7 @@ class TokenBatches(Source):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
-        """Return the validation batches of each part, and the targets for each byte of text."""
+        """Return the validation batches of each part, and the number of targets per byte."""
         train = self._config.train
         validation = dict[str, WeightedBatches]()
         targets_per_byte = self._dataset.targets_per_byte
@@ -138,7 +137,7 @@ class TokenBatches(Source):
         return validation, targets_per_byte
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return how often each part has been read after `step` steps."""
+        """Return the number of epochs of each part after `step` steps."""
         num_rows = self._shapes.tokens(step) // self._context_length
         counts = self._count_rows(num_rows)
         return {name: counts[name] / self.rows[name].num_rows for name in counts}
@@ -158,10 +157,10 @@ class TokenBatches(Source):
 
 
 class ValidationLoader:
-    """Validation batches, in order: each token but the first is a target exactly once.
+    """Validation batches in order, in which each token except the first is a target once.
 
-    The last batch is filled with rows that have nothing to predict. `num_batches` limits the number
-    of batches; 0 reads all.
+    The last batch is filled up with rows that have no targets. `num_batches` limits the number of
+    batches, and 0 means that there is no limit.
     """
 
     def __init__(
@@ -195,9 +194,9 @@ def assemble(
     length: int,
     eot: int | None,
 ) -> Batch:
-    """Return a batch `[len(starts), length]`, whose rows `read(start, length + 1)` returns.
+    """Return a batch `[len(starts), length]` of the rows that `read(start, length + 1)` returns.
 
-    Unless it is None, the token `eot` begins a new segment.
+    If `eot` is not None, each token `eot` begins a new segment.
     """
     tokens = np.zeros((len(starts), length), np.int32)
     targets = np.full_like(tokens, IGNORED)

@@ -1,4 +1,4 @@
-"""Batches of a user's function: `python:MODULE:FUNCTION`, where FUNCTION takes `split`."""
+"""Batches from a user's function `python:MODULE:FUNCTION` that has a parameter `split`."""
 
 import base64
 import functools
@@ -26,19 +26,19 @@ from gpt2.errors import UserError, warn
 
 UserBatch = Mapping[str, Any]  # array-likes by name
 MakeBatches = Callable[..., Iterable[UserBatch]]
-NUM_STATES = 16  # retained: more than the batches that are read ahead
+NUM_STATES = 16  # states that are retained; more than the batches that are read ahead
 INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True)
 class BatchFunction(Corpus):
-    """A user's function of `split`, and maybe of `seed`, that returns an iterable of batches."""
+    """A user's function of `split` and optionally `seed`, which returns an iterable of batches."""
 
     name: str  # python:MODULE:FUNCTION
     function: MakeBatches
 
     def prepare(self, data: DataConfig) -> "UserDataset":
-        """Return the batches with their tokenizer."""
+        """Return the dataset of the function's batches."""
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return UserDataset(tokenizer, self)
 
@@ -49,17 +49,17 @@ class UserDataset(Dataset):
 
     tokenizer: tokenizers.Tokenizer
     made_by: BatchFunction
-    parts: Parts = field(default_factory=dict)  # none: nothing is stored
+    parts: Parts = field(default_factory=dict)  # empty, because nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Return the tokenizer, which is all that is known ahead."""
+        """Return the tokenizer, the only thing known in advance."""
         return {
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
         }
 
     def open(self, config: Config) -> "UserBatches":
-        """Return the batches of a run. Options that only text can follow are refused."""
+        """Return the batches of a run. Raise a UserError for options that apply only to text."""
         options = {
             "train.batch_schedule": config.train.batch_schedule,
             "train.context_schedule": config.train.context_schedule,
@@ -71,16 +71,16 @@ class UserDataset(Dataset):
             raise UserError(
                 f"{self.made_by.name} returns finished batches, which {' and '.join(given)} "
                 "cannot change",
-                "Leave out these options; the function may return `segments`",
+                "Leave out these options. To mask documents, return `segments` in each batch",
             )
         return UserBatches(self.made_by.name, self.made_by.function, config)
 
 
 class UserBatches(Source):
-    """The batches of a user's function, in order. It is called again when they end.
+    """The batches of a user's function, in order. When they end, the function is called again.
 
-    State is Grain's (`get_state` and `set_state` of the iterator) or torchdata's (`state_dict` and
-    `load_state_dict` of the iterable).
+    Positions are stored and restored with the methods of Grain's iterators (`get_state` and
+    `set_state`) or of torchdata's iterables (`state_dict` and `load_state_dict`).
     """
 
     def __init__(self, name: str, function: MakeBatches, config: Config):
@@ -91,7 +91,7 @@ class UserBatches(Source):
         self._context_length = config.model.context_length
         self._train_options = config.train
         largest = config.model.vocab_size - 1
-        # The smallest and the largest value of arrays that the model or the loss interprets.
+        # The smallest and the largest value of each array that the model or the loss interprets.
         self._ranges = {
             "tokens": (0, largest),
             "targets": (IGNORED, largest),
@@ -101,27 +101,28 @@ class UserBatches(Source):
         self._required = {"tokens", "targets"}
         self._batches: Iterator[UserBatch] | None = None
         self._get_state: Callable[[], object] | None = None
-        self._states = dict[int, str]()  # by the step after which they were taken
+        self._states = dict[int, str]()  # step -> the state after this step
         self._restored = ""
 
     def position(self, step: int) -> str:
-        """Return the state after a step as text; empty if the iterable has none."""
+        """Return the state after a step as a string, which is empty if there is no state."""
         return self._states.get(step, "")
 
     def restore(self, position: str) -> None:
-        """Continue from a state that `position` has returned."""
+        """Continue from a state that `position` returned."""
         self._restored = position
 
     def describe(self, num_steps: int) -> str:
-        """Return where the batches come from."""
+        """Return a description that names the function."""
         return f"batches of {self._name}"
 
     def batch(self, step: int, rows: slice) -> Batch:
-        """Return the batch of a step. Steps come in order, and each only once."""
+        """Return the batch of a step. Call this method once for each step, in order."""
         if self._batches is None:
             if step > 1 and not self._restored:
                 warn(
-                    f"{self._name} saves no state, so step {step} reads its first batch"
+                    f"{self._name} saves no state, so step {step} starts again at the "
+                    "function's first batch"
                 )
             self._batches = self._repeat()
         batch = next(self._batches)
@@ -129,7 +130,8 @@ class UserBatches(Source):
             pickled = pickle.dumps(self._get_state())
             self._states[step] = base64.b64encode(pickled).decode()
             self._states.pop(step - NUM_STATES, None)
-        # The last batch of an epoch may lack rows, as PyTorch's does. In the first it is a mistake.
+        # As in PyTorch, the last batch of an epoch may have fewer rows. At the first step, fewer
+        # rows are a mistake.
         return self._convert(batch, rows.stop - rows.start, may_be_short=step > 1)
 
     def validation(
@@ -175,18 +177,18 @@ class UserBatches(Source):
         if is_empty:
             raise UserError(
                 f"{self._name} returns no batches for split={split}",
-                "Return at least one",
+                "Return at least one batch",
             )
 
     def _convert(self, batch: UserBatch, num_rows: int, *, may_be_short: bool) -> Batch:
-        """Return a user's batch as arrays `[num_rows, T]`, or name the array that is wrong.
+        """Return a user's batch as arrays `[num_rows, T]`. Raise a UserError for a bad array.
 
-        Missing rows, which `may_be_short` allows, are added with nothing to predict.
+        If `may_be_short`, the batch may have fewer rows. Rows without targets are then added.
         """
         if missing := self._required - batch.keys():
             raise UserError(
                 f"{self._name} returns a batch without {', '.join(sorted(missing))}",
-                "Return the same arrays in all batches, tokens and targets among them",
+                "Give every batch arrays with the same names, including tokens and targets",
             )
         length = self._context_length
         given = min(len(batch["tokens"]), num_rows) if may_be_short else num_rows
@@ -197,7 +199,7 @@ class UserBatches(Source):
                 raise UserError(
                     f"{self._name} returns {name} of shape {array.shape}, not "
                     f"{(num_rows, length)}",
-                    "The shape is the rows of this process and model.context_length",
+                    "Return arrays of the shape (rows of this process, model.context_length)",
                 )
             arrays[name] = np.pad(array, ((0, num_rows - given), (0, 0)))
         targets = arrays["targets"]
@@ -209,12 +211,12 @@ class UserBatches(Source):
         if np.all(targets == IGNORED):
             raise UserError(
                 f"{self._name} returns a batch whose targets and mask leave nothing to predict",
-                "Leave such batches out",
+                "Leave out batches without targets",
             )
         return arrays
 
     def _convert_array(self, name: str, values: object) -> np.ndarray:
-        """Return int32 or, of an array whose name is the user's, float32 of the same values."""
+        """Return an array as int32, or as float32 if it has floats and a user-defined name."""
         array = np.asarray(values)
         is_float = name not in self._ranges and array.dtype.kind == "f"
         lowest, highest = self._ranges.get(name, (INT32.min, INT32.max))
@@ -225,6 +227,7 @@ class UserBatches(Source):
         if np.ma.is_masked(values) or not (is_float or is_right.all()):
             raise UserError(
                 f"{self._name} returns {name} of {array.dtype} with values that are masked, or "
-                f"are not whole numbers from {lowest} to {highest}"
+                f"are not whole numbers from {lowest} to {highest}",
+                "Return an array without a mask whose values are in this range",
             )
         return array.astype(np.float32 if is_float else np.int32)

@@ -1,1 +1,1 @@
-"""Documents -> tokens in a folder, written once."""
+"""Prepare a corpus: encode its documents, and store the tokens in a folder."""

@@ -1,4 +1,4 @@
-"""Documents -> parts of the training and of the validation split, never all in memory."""
+"""Divide documents into parts of the training and validation splits, one part at a time."""
 
 import hashlib
 import io
@@ -16,16 +16,17 @@ from gpt2.utils.stores import Remote, local_path
 
 # Longer documents are encoded in parts, if the tokenizer allows it.
 PART_CHARACTERS = 2**18
-# The longest document that is encoded at once, if the tokenizer does not.
+# The longest document that is accepted if the tokenizer must encode documents whole.
 WHOLE_CHARACTERS = 2**26
-# A corpus of up to this number of documents is read once more, for their sizes.
+# A corpus of up to this number of documents is read an additional time, to measure their sizes.
 WEIGHED = 2**14
-# Where GPT-2's pattern begins a new token, so that the tokens of two parts are the document's.
+# Matches up to the last point at which GPT-2's pattern begins a new token. If a document is cut at
+# such a point, the tokens of its parts are the tokens of the document.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
-# A document is its text, or a UTF-8 file that holds it.
+# A document is its text, or a UTF-8 file that contains the text.
 Document = str | Path | Remote
-ReadDocuments = Callable[[], Iterable[Document]]  # starts an iteration over all
+ReadDocuments = Callable[[], Iterable[Document]]  # starts a new iteration
 
 
 class Part(NamedTuple):
@@ -37,18 +38,19 @@ class Part(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A document with text."""
+    """A document that contains text, with its size."""
 
     document: Document
-    position: float  # in [0, 1), by a hash of its content
+    position: float  # in [0, 1), computed from a hash of the content
     num_bytes: int
 
 
 class Documents:
-    """The documents of a corpus that hold text; with `data.unique` each text once.
+    """The documents of a corpus that contain text. With `data.unique`, each text occurs once.
 
-    If there are several, a hash of its content decides a document's split, so that equal documents
-    are in the same one. Of a single text, the last `val_fraction` of characters is for validation.
+    If there are several documents, a hash of the content determines the split of a document, so
+    that equal documents are in the same split. If there is only one, its last `val_fraction` of
+    characters is for validation.
     """
 
     def __init__(self, read: ReadDocuments, data: DataConfig, *, weighs: bool):
@@ -57,23 +59,23 @@ class Documents:
         first = list(itertools.islice(self._read(), 2))
         if not first:
             raise UserError(
-                f"data.corpus={data.corpus} holds no text", "Choose another corpus"
+                f"data.corpus={data.corpus} contains no text", "Choose another corpus"
             )
         self.many = len(first) > 1
         self._first = first[0].document
-        self._validation = set[float]()  # positions
+        self._validation = set[float]()  # positions of its documents
         if self.many and weighs:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
 
     def training_texts(self) -> Iterator[str]:
-        """Yield the texts that a vocabulary is made from."""
+        """Yield the texts from which a vocabulary is built."""
         for part in self.parts(whole=False):
-            # `char` has to know the characters of the validation split, too.
+            # The vocabulary of `char` also needs the characters of the validation split.
             if part.split == "train" or self._data.tokenizer == "char":
                 yield part.text
 
     def parts(self, *, whole: bool) -> Iterator[Part]:
-        """Yield the parts of all documents; `whole`: a document is one part."""
+        """Yield the parts of all documents. If `whole`, each document is one part."""
         if not self.many:
             yield from _split_text(self._first, self._data.val_fraction, whole=whole)
             return
@@ -88,7 +90,7 @@ class Documents:
                 starts_document = False
 
     def _read(self) -> Iterator[Measured]:
-        seen = set[bytes]()  # takes a hundred bytes for each document
+        seen = set[bytes]()  # needs a hundred bytes for each document
         for document in self._read_documents():
             content_hash = hashlib.sha256()
             num_bytes = 0
@@ -108,11 +110,11 @@ class Documents:
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     """Return the positions of the documents that make up `val_fraction` of all bytes.
 
-    It takes documents in the order of their positions while they fit, or the smallest one if none
-    fits. It returns an empty set for many documents, where a fraction of the documents is about
-    that fraction of the bytes.
+    Documents are chosen in the order of their positions if they fit. If none fits, the smallest
+    document is chosen. For more than WEIGHED documents, return an empty set, because a fraction of
+    many documents has about the same fraction of their bytes.
     """
-    sizes = defaultdict[float, int](int)  # equal documents have one position
+    sizes = defaultdict[float, int](int)  # equal documents have the same position
     for count, document in enumerate(documents, 1):
         if count > WEIGHED:
             return set()
@@ -123,14 +125,14 @@ def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[f
         if sizes[position] <= left:
             chosen.add(position)
             left -= sizes[position]
-    # Sorted, so that the first of several smallest ones is the same each time.
+    # Sorting makes the choice deterministic if several documents are the smallest.
     return chosen or {min(sorted(sizes), key=sizes.__getitem__)}
 
 
 def _split_text(
     document: Document, val_fraction: float, *, whole: bool
 ) -> Iterator[Part]:
-    """Split as nanoGPT does: the first characters for training, the last ones for validation."""
+    """Split a text as nanoGPT does: the first characters for training, the rest for validation."""
     num_characters = sum(len(text) for text in read_parts(document))
     num_train = int(num_characters * (1 - val_fraction))
     position = 0
@@ -145,9 +147,9 @@ def _split_text(
 
 
 def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
-    """Yield a document's text in parts, whose tokens by GPT-2's pattern, joined, are its tokens.
+    """Yield a document's text in parts, cut where GPT-2's pattern begins a new token.
 
-    `whole` yields the text as one part, for tokenizers that have another pattern.
+    If `whole`, yield the text as one part, for tokenizers that have another pattern.
     """
     text = ""
     with reading(document), _open_text(document) as stream:
@@ -156,12 +158,12 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
             if whole:
                 if len(text) > WHOLE_CHARACTERS:
                     raise UserError(
-                        f"A document has more than {WHOLE_CHARACTERS:,} characters, which a "
-                        "tokenizer.json has to encode at once",
-                        "Divide it into documents, or use --config.data.tokenizer=gpt2 or bpe:SIZE",
+                        f"A document has more than {WHOLE_CHARACTERS:,} characters, too many for "
+                        "a tokenizer.json, which must encode it whole",
+                        "Divide the document, or use --config.data.tokenizer=gpt2 or bpe:SIZE",
                     )
             elif len(text) >= PART_CHARACTERS:
-                # What was read before has no such end.
+                # The text before this chunk contains no point at which it can be cut.
                 searched = max(len(text) - len(chunk) - 1, 0)
                 if end := PART_END.match(text, searched):
                     yield text[: end.end()]
@@ -172,7 +174,7 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
 
 def _open_text(document: Document) -> TextIO:
     if isinstance(document, str):
-        # JSON and Python can spell half a surrogate pair, which UTF-8 cannot.
+        # JSON and Python strings may contain half a surrogate pair, which UTF-8 cannot encode.
         text = document.encode("utf-8", "replace").decode("utf-8")
         return io.StringIO(text, newline="")
     return open(local_path(document), encoding="utf-8-sig", newline="")

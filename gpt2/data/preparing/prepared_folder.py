@@ -1,7 +1,7 @@
-"""A corpus as tokens in a folder under `data.data_dir`, written once.
+"""The tokens of a corpus in a folder under `data.data_dir`, written once.
 
-A hash of everything that the tokens depend on is part of the folder's name. One process at a time
-writes it, under another name, and renames it when it is complete.
+The folder's name contains a hash of everything that the tokens depend on. One process at a time
+writes the folder under a temporary name, and renames it when it is complete.
 """
 
 import os
@@ -19,14 +19,14 @@ from gpt2.data.tokens import PreparedTokens, Split, map_shard
 from gpt2.errors import UserError, log, warn
 from gpt2.utils import files, stores
 
-FORMAT = 8  # of a folder. With another number, every corpus is prepared again
-FACTS = "prepared.json"  # is written last, and marks the folder as complete
+FORMAT = 8  # version of the folder's format; if it changes, corpora are prepared again
+FACTS = "prepared.json"  # written last; marks the folder as complete
 TOKENIZER = "tokenizer.json"
-# What a preparation has written so far, from which it continues.
+# The progress of a preparation. A preparation that was interrupted continues from it.
 PROGRESS = "written.json"
 
-# Files of up to this size in all are read at each start to notice damage; of larger ones, only
-# their sizes are compared.
+# At each start, files of up to this size in total are read to detect damage. If they are larger,
+# only their sizes are compared.
 _READ_BYTES = 1 << 28
 
 # Writes tokenizer.json and the tokens of both splits into a folder.
@@ -34,11 +34,11 @@ Write = Callable[[DataConfig, Path], PreparedTokens]
 
 
 def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> TokenDataset:
-    """Return the tokens of a corpus, which are written or fetched first if this machine has none.
+    """Return the tokens of a corpus. If they are not on this machine, fetch or write them first.
 
     Args:
         data: the options.
-        source: what the corpus is read from.
+        source: the files from which the corpus is read.
         write: the function that writes the folder.
     """
     url = prepared_url(data, source.fingerprint)
@@ -47,7 +47,7 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
     if tokens is None:
         try:
             with files.locked(directory.with_name(f".{directory.name}.lock")):
-                # Another process or machine may have prepared it since.
+                # Another process or machine may have prepared the corpus in the meantime.
                 stores.fetch(url)
                 tokens = _read(directory)
                 if tokens is None:
@@ -55,21 +55,21 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
         except OSError as error:
             raise UserError(
                 f"The prepared corpus cannot be written in {directory.parent} ({error})",
-                "Make room, and repeat the command, which continues. --config.data.data_dir "
-                "and $GPT2_DATA_DIR name another folder",
+                "Make room, and repeat the command to continue, or choose another folder with "
+                "--config.data.data_dir or $GPT2_DATA_DIR",
             ) from error
     stores.push(url, directory)
     if lost := sum(split.num_lost for split in tokens.splits.values()):
         num_bytes = sum(split.num_bytes for split in tokens.splits.values())
         warn(
-            f"{data.tokenizer} does not know or alters {lost / num_bytes:.2%} of the bytes of "
-            f"{data.corpus} ({lost:,}): bits per byte are not computed"
+            f"{data.tokenizer} loses or alters {lost / num_bytes:.2%} of the bytes of "
+            f"{data.corpus} ({lost:,}), so bits per byte are not computed"
         )
     return TokenDataset.single(tokens)
 
 
 def prepared_url(data: DataConfig, fingerprint: str) -> str:
-    """Return the folder, or the URL, that holds the tokens of a corpus once it is prepared."""
+    """Return the path or URL of the folder for the tokens of a corpus."""
     tokenizer = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     label = f"{data.corpus}-{Path(data.tokenizer).name}"
     label = re.sub(r"[^\w.-]+", "-", label)
@@ -79,7 +79,7 @@ def prepared_url(data: DataConfig, fingerprint: str) -> str:
 
 
 def data_folder(data_dir: str) -> str:
-    """Return where prepared corpora are: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
+    """Return the folder of prepared corpora: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
     return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
 
 
@@ -100,16 +100,16 @@ def _read(directory: Path) -> PreparedTokens | None:
 def _write(
     data: DataConfig, source: SourceFiles, write: Write, directory: Path
 ) -> PreparedTokens:
-    """Write a corpus into another folder, continuing an earlier attempt, and rename it."""
+    """Write a corpus to a temporary folder, or complete an interrupted attempt, and rename it."""
     if (directory / FACTS).exists():
-        warn(f"{directory} is damaged, and is prepared again")
-    log(f"preparing {data.corpus} for {data.tokenizer}, once", sys.stdout)
+        warn(f"{directory} is damaged, so it is prepared again")
+    log(f"preparing {data.corpus} with the tokenizer {data.tokenizer}", sys.stdout)
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(exist_ok=True)
     try:
         tokens = write(data, partial)
         for name, split in tokens.splits.items():
-            # A model that is only scored may use all of the text for validation.
+            # If a model is only evaluated, all of the text may be used for validation.
             is_read = name == "validation" or data.val_fraction < 1
             if is_read and split.num_tokens < 2:
                 raise UserError(
@@ -120,7 +120,7 @@ def _write(
         if source.have_changed():
             (partial / PROGRESS).unlink(missing_ok=True)
             raise UserError(
-                f"The text that data.corpus={data.corpus} names has changed while it was read",
+                f"The text of data.corpus={data.corpus} changed while it was read",
                 "Repeat the command",
             )
         names = [TOKENIZER]
@@ -133,9 +133,9 @@ def _write(
         }
         files.write_json(partial / FACTS, files.seal(facts))
         files.sync_tree(partial)
-        shutil.rmtree(directory, ignore_errors=True)  # it is damaged, if it is there
+        shutil.rmtree(directory, ignore_errors=True)  # exists only if it is damaged
         partial.rename(directory)
-        map_shard.cache_clear()  # of the damaged files, if they were open
+        map_shard.cache_clear()  # it may contain maps of damaged files
     finally:
         if not (partial / PROGRESS).exists():
             shutil.rmtree(partial, ignore_errors=True)

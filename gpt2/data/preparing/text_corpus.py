@@ -1,4 +1,7 @@
-"""Documents -> tokens in a folder, encoded in parallel. A preparation continues after a kill."""
+"""Encode documents in parallel, and write their tokens to a folder.
+
+If the process is killed, the next process continues the preparation.
+"""
 
 import dataclasses
 import itertools
@@ -24,37 +27,37 @@ from gpt2.errors import UserError, log, warn
 from gpt2.utils import files
 from gpt2.utils.text import format_count
 
-AHEAD = 32  # parts to encode while a save waits for the disk
-SAVED_TOKENS = 2**24  # between two saves, from which a preparation continues
-SECONDS = 10  # between lines on the progress
+AHEAD = 32  # parts that are encoded while a save waits for the disk
+SAVED_TOKENS = 2**24  # tokens between two saves of the progress
+SECONDS = 10  # time between progress lines
 
 
 @dataclasses.dataclass(frozen=True)
 class TextCorpus(Corpus):
     """Documents in an order that never changes.
 
-    If there are several, an end-of-text token opens each. A single text gets no such token.
+    If there are several documents, each begins with an end-of-text token. A single text does not.
     """
 
     source: SourceFiles
     documents: ReadDocuments
-    num_bytes: int = 0  # of text, about; 0: not known in advance
+    num_bytes: int = 0  # approximate size of the text; 0 if it is not known in advance
 
     def prepare(self, data: DataConfig) -> Dataset:
         """Return the tokens of the documents."""
         return prepare_tokens(data, self.source, self.write)
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Write the tokenizer and the tokens, and continue what an earlier attempt has written.
+        """Write the tokenizer and the tokens, or continue an interrupted attempt to write them.
 
-        The folder becomes what it would have become in one attempt.
+        The content of the folder does not depend on interruptions.
         """
         documents = Documents(self.documents, data, weighs=self.num_bytes > 0)
         progress, tokenizer, parts = _resume(directory, documents, data)
         if documents.many and tokenizer.eot is None:
             raise UserError(
                 f"data.tokenizer={data.tokenizer} has no token to put between documents",
-                "Name one by --config.data.end_of_text=TOKEN",
+                "Choose one with --config.data.end_of_text=TOKEN",
             )
         opening = np.array([tokenizer.eot or 0], np.int32)
         writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)
@@ -84,7 +87,7 @@ class TextCorpus(Corpus):
 def encode_in_parallel(
     tokenizer: Tokenizer, parts: Iterable[Part]
 ) -> Iterator[tuple[Part, Future[tuple[np.ndarray, int]]]]:
-    """Yield each part, in order, with the result of `encode_counting`."""
+    """Yield each part, in order, with a future of the result of `encode_counting`."""
     num_workers = os.cpu_count() or 1
     waiting = deque[tuple[Part, Future]]()
     with ThreadPoolExecutor(num_workers) as pool:
@@ -98,16 +101,16 @@ def encode_in_parallel(
 
 @dataclasses.dataclass
 class Progress:
-    """What has been written of a corpus, after a number of parts."""
+    """The state of a preparation after a number of parts."""
 
     splits: dict[str, Split]
     parts: int = 0
-    text_crc32: int = 0  # of the last part's text
-    # Digests of the tokenizer, and of the files of tokens.
+    text_crc32: int = 0  # CRC-32 of the last part's text
+    # Digests of the tokenizer's file and of the token files.
     digests: files.Digests = dataclasses.field(default_factory=dict)
 
     def add(self, part: Part, num_lost: int) -> None:
-        """Count a part, whose tokens the caller appends."""
+        """Add a part to the counts. The caller writes its tokens."""
         text = part.text.encode("utf-8")
         split = self.splits[part.split]
         split.num_bytes += len(text)
@@ -117,11 +120,11 @@ class Progress:
         self.text_crc32 = zlib.crc32(text)
 
     def sum(self, count: str) -> int:
-        """Return a count over both splits."""
+        """Return the sum of a count over both splits."""
         return sum(getattr(split, count) for split in self.splits.values())
 
     def save(self, directory: Path, written: list[str]) -> None:
-        """Write the files of tokens to the disk, and then the file that says so."""
+        """Flush the token files to the disk, and then write the file that records the progress."""
         self.digests |= files.digest_files(directory, written)
         files.sync_tree(directory)
         files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
@@ -132,12 +135,12 @@ def _resume(
 ) -> tuple[Progress, Tokenizer, Iterator[Part]]:
     """Return the progress of a folder, its tokenizer, and the parts that are still to be written.
 
-    A folder that is damaged, or that holds another corpus, is cleared and begun again.
+    A folder that is damaged, or that contains another corpus, is cleared first.
     """
     saved = files.read_sealed(directory / PROGRESS)
     damage = saved and files.find_damage(directory, saved["digests"])
     if damage:
-        warn(f"{directory} is damaged ({damage}), and is begun again")
+        warn(f"{directory} is damaged ({damage}), so the preparation begins again")
     elif saved:
         progress = Progress(**saved)
         for name, facts in saved["splits"].items():

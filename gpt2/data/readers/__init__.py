@@ -1,4 +1,7 @@
-"""Readers of corpora, by prefix. A new prefix is a function and a row in a file of this folder."""
+"""Readers of corpora, one for each prefix.
+
+To add a prefix, write a function, and add a row to `READERS` of a file in this folder.
+"""
 
 from collections.abc import Callable
 
@@ -27,14 +30,14 @@ def open_corpus(spec: str) -> Corpus:
     usage = find_usage(spec)
     if not usage:
         raise UserError(
-            f"data.corpus={spec!r} names no corpus",
-            f"Write one of: {', '.join(READERS)}",
+            f"data.corpus={spec!r} is not a corpus",
+            f"Give one of these: {', '.join(READERS)}",
         )
     return READERS[usage](spec.partition(":")[2])
 
 
 def find_usage(spec: str) -> str:
-    """Return the usage of the prefix of `data.corpus`, or an empty text if there is none."""
+    """Return the usage of the prefix of `data.corpus`, or an empty string if it is unknown."""
     prefix, _, argument = spec.partition(":")
     for usage in READERS:
         name, _, needed = usage.partition(":")
@@ -44,5 +47,5 @@ def find_usage(spec: str) -> str:
 
 
 def reads_files(spec: str) -> bool:
-    """Return whether `data.corpus` names files by their path, which may move."""
+    """Return whether `data.corpus` contains a path to files, which the user may move."""
     return ":GLOB" in find_usage(spec)

@@ -1,4 +1,4 @@
-"""Data sets by name: of the Hugging Face hub, and of TensorFlow Datasets."""
+"""Data sets by name, from the Hugging Face hub and from TensorFlow Datasets."""
 
 import socket
 import struct
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
     from tensorflow_datasets.core import DatasetBuilder
 
-_OFFLINE = "Check name and network; --config.data.corpus=pystdlib needs none"
+_OFFLINE = "Check the name and the network, or use --config.data.corpus=pystdlib"
 
 
 def _open_hugging_face(argument: str) -> TextCorpus:
-    """The training split of a data set, streamed from the hub's Parquet copy of it."""
+    """Open the training split of a data set, which is streamed from the hub's Parquet copy."""
     name, column = split_field(argument)
 
     def documents() -> Iterator[str]:
@@ -45,19 +45,19 @@ def _find_hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
     if not subset:
         subset = subsets[0] if len(subsets) == 1 else "default"
     folder = f"{root}/{subset}/train"
-    # Of a large data set the hub's copy may hold only the first 5 GB, as `partial-train`.
+    # For a large data set, the hub's copy may contain only the first 5 GB, in `partial-train`.
     if not hub.exists(folder):
         raise UserError(
-            f"The hub's Parquet copy of {repository} holds no whole training split in "
+            f"The hub's Parquet copy of {repository} has no complete training split in "
             f"{subset!r}; its subsets are {', '.join(subsets[:20])}",
-            f"Name a subset, hf:{repository}/SUBSET#{column}, or the data set's own files, "
-            f"parquet:hf://datasets/{repository}/PATH/*.parquet#{column}",
+            f"Choose a subset with hf:{repository}/SUBSET#{column}, or the data set's own files "
+            f"with parquet:hf://datasets/{repository}/PATH/*.parquet#{column}",
         )
     return folder
 
 
 def _open_tfds(argument: str) -> TextCorpus:
-    """The training split of a data set of the TensorFlow Datasets catalogue."""
+    """Open the training split of a data set from the TensorFlow Datasets catalogue."""
     name, feature = split_field(argument)
 
     def documents() -> Iterator[str]:
@@ -67,7 +67,7 @@ def _open_tfds(argument: str) -> TextCorpus:
             builder = tfds.builder(name)
             if not builder.is_prepared():
                 builder = tfds.builder(name, file_format="array_record")
-                # Without a network TFDS would try for minutes.
+                # Without a network, TFDS would retry for minutes.
                 server = ("storage.googleapis.com", 443)
                 socket.create_connection(server, timeout=5).close()
                 builder.download_and_prepare()
@@ -77,7 +77,7 @@ def _open_tfds(argument: str) -> TextCorpus:
                 num_read += 1
             num_records = builder.info.splits["train"].num_examples
             if num_read != num_records:
-                raise EOFError(f"{num_read:,} of its {num_records:,} records are there")
+                raise EOFError(f"only {num_read:,} of {num_records:,} records exist")
 
     return TextCorpus(SourceFiles(list, "tfds", name, feature), documents)
 
@@ -94,7 +94,10 @@ def _read_tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:
 
 
 def read_tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the records of a TFRecord file: length, CRC of the length, content, its CRC."""
+    """Yield the content of each record of a TFRecord file.
+
+    A record consists of the length, a CRC of the length, the content, and a CRC of the content.
+    """
     from tensorboardX.record_writer import masked_crc32c
 
     while head := stream.read(12):
@@ -104,7 +107,7 @@ def read_tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
         record = stream.read(length)
         crc = stream.read(4)
         if masked_crc32c(record) != int.from_bytes(crc, "little"):
-            raise ValueError("a record was altered or cut")
+            raise ValueError("a record was altered or truncated")
         yield record
 
 

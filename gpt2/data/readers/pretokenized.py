@@ -1,6 +1,7 @@
 """Tokens that another program has stored. Their files are read in place.
 
-nanoGPT writes bare .bin files, llm.c and modded-nanogpt some with a header, build-nanogpt .npy.
+nanoGPT writes .bin files without a header, llm.c and modded-nanogpt write .bin files with a header,
+and build-nanogpt writes .npy files.
 """
 
 import re
@@ -22,8 +23,8 @@ from gpt2.errors import UserError
 from gpt2.utils.files import reading
 from gpt2.utils.stores import local_path
 
-HEADER = 256  # int32 numbers, llm.c dev/data/data_common.py
-# Magic number and version of GPT-2's and of Llama 3's tokens.
+HEADER = 256  # length of llm.c's header in int32 numbers (dev/data/data_common.py)
+# The dtype of tokens by magic number and version, for GPT-2's tokens and for Llama 3's tokens.
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
 Shards = list[Shard]
@@ -37,13 +38,14 @@ def _open_tokens(pattern: str) -> "TokenCorpus":
 
 @dataclass(frozen=True)
 class TokenCorpus(Corpus):
-    """Token files. Those with the word `val` or `validation` in their name are for validation.
+    """Files of tokens.
 
-    If there are no such files, or no others, the last `val_fraction` of all tokens is.
+    A file whose name contains the word `val` or `validation` is for validation. If there are no
+    such files, or only such files, the last `val_fraction` of all tokens is for validation.
     """
 
     source: SourceFiles
-    paths: Sequence[Path]  # on this machine
+    paths: Sequence[Path]  # local paths
 
     def prepare(self, data: DataConfig) -> Dataset:
         """Return the tokens, which stay in their files."""
@@ -53,7 +55,7 @@ class TokenCorpus(Corpus):
         """Write the tokenizer, and count the documents and bytes of the tokens."""
         if data.unique:
             raise UserError(
-                f"data.unique=True drops documents of text, and data.corpus={data.corpus} holds "
+                f"data.unique=True drops repeated texts, but data.corpus={data.corpus} contains "
                 "tokens",
                 "Leave data.unique out",
             )
@@ -70,12 +72,13 @@ class TokenCorpus(Corpus):
                 largest = int(tokens.view(np.uint32).max())
                 if largest >= tokenizer.vocab_size:
                     raise UserError(
-                        f"The {name} files of {data.corpus} hold token {largest}, and "
+                        f"The {name} files of {data.corpus} contain token {largest}, but "
                         f"{tokenizer.name} has only {tokenizer.vocab_size} tokens",
-                        "Give the --config.data.tokenizer that made the tokens",
+                        "Set --config.data.tokenizer to the tokenizer that made the tokens",
                     )
                 text = tokens[tokens != tokenizer.eot]
-                if name == "validation":  # exact, even if tokens depend on neighbours
+                # The sum of the tokens' bytes is not exact if tokens depend on their neighbours.
+                if name == "validation":
                     split.num_bytes += len(tokenizer.decode_bytes(text))
                 else:
                     split.num_bytes += int(token_bytes[text].sum())
@@ -96,8 +99,8 @@ class TokenCorpus(Corpus):
             shards["validation" if is_validation else "train"].append(shard)
         if len(dtypes) > 1:
             raise UserError(
-                f"{data.corpus} matches files of uint16 and of uint32 tokens",
-                "Name files of one dtype",
+                f"data.corpus={data.corpus} matches both uint16 and uint32 files",
+                "Give a pattern that matches files of one dtype",
             )
         if not all(shards.values()):
             joined = shards["train"] + shards["validation"]
@@ -108,14 +111,14 @@ class TokenCorpus(Corpus):
 
 
 def _open_shard(file: Path) -> tuple[Shard, str]:
-    """Return the tokens of a file, and their dtype."""
+    """Return the range of tokens in a file, and their dtype."""
     meta = file.with_name("meta.pkl")
-    if meta.exists():  # nanoGPT's list of characters
+    if meta.exists():  # nanoGPT stores its list of characters in this file
         raise UserError(
-            f"{meta} says that the tokens next to it stand for characters",
+            f"{meta} shows that the tokens in its folder stand for characters",
             f"Use text:{file.parent}/input.txt and --config.data.tokenizer=char",
         )
-    remedy = "Leave it out of tokens:GLOB, or download it again"
+    remedy = "Leave this file out of tokens:GLOB, or download it again"
     with reading(file, remedy), file.open("rb") as stream:
         size = file.stat().st_size
         start = stream.read(4 * HEADER)
@@ -124,31 +127,37 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
         if start.startswith(b"\x93NUMPY"):
             array = np.load(file, mmap_mode="r")
             if not array.flags.c_contiguous or not array.dtype.isnative:
-                raise ValueError("its tokens are in another order")
+                raise ValueError("its array has another order of bytes or tokens")
             dtype = array.dtype.name
             offset = size - array.nbytes
             num_tokens = array.size
         elif len(first) == HEADER and first[0] // 10_000 == 2024:
-            # llm.c dates the formats of its files.
+            # llm.c's magic numbers are dates.
             magic, version, num_tokens = first[:3].tolist()
-            dtype = FORMATS.get((magic, version), "of an unknown format")
+            dtype = FORMATS.get((magic, version), "unknown")
             offset = 4 * HEADER
         else:
-            # A thousand bytes of tokens hold some that are small; text does not.
+            # A thousand bytes of tokens include bytes of at most 8, which text does not contain.
             if file.suffix != ".bin" or min(start, default=0) > 8:
-                raise ValueError("it holds no tokens")
+                raise ValueError("it does not contain tokens")
             dtype = _find_dtype(start, size)
             num_tokens = size // np.dtype(dtype).itemsize
     if dtype not in ("uint16", "uint32"):
-        raise UserError(f"{file} holds {dtype}, not uint16 or uint32", remedy)
+        raise UserError(
+            f"The dtype of the tokens in {file} is {dtype}, not uint16 or uint32",
+            remedy,
+        )
     itemsize = np.dtype(dtype).itemsize
     if not num_tokens or offset + num_tokens * itemsize != size:
-        raise UserError(f"{file} holds no {dtype} tokens, or is cut off", remedy)
+        raise UserError(f"{file} contains no {dtype} tokens, or is truncated", remedy)
     return Shard(str(file), offset // itemsize, num_tokens), dtype
 
 
 def _find_dtype(start: bytes, size: int) -> str:
-    """Return the widest dtype by which a file begins with tokens below 2**18."""
+    """Return the widest dtype with which all tokens at the start of a file are below 2**18.
+
+    If this holds for neither uint64 nor uint32, return uint16.
+    """
     for dtype in ("uint64", "uint32"):
         is_divisible = size % np.dtype(dtype).itemsize == 0
         if is_divisible and np.frombuffer(start, dtype).max() < 2**18:
@@ -157,7 +166,7 @@ def _find_dtype(start: bytes, size: int) -> str:
 
 
 def _cut(shards: Shards, num_train: int) -> dict[str, Shards]:
-    """Divide shards after `num_train` tokens."""
+    """Divide shards into training and validation shards after `num_train` tokens."""
     train = Shards()
     validation = Shards()
     for file, skip, num_tokens in shards:

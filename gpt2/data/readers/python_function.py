@@ -16,14 +16,14 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """A function with a parameter `split` returns batches, another one documents.
+    """Open a user's function: one with a parameter `split` returns batches, others documents.
 
-    Documents are prepared once for each content of the module's file.
+    If the module's file changes, the documents are prepared again.
     """
     module, _, name = argument.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    remedy = "Write python:MODULE:FUNCTION, of a module in this folder or on PYTHONPATH"
+    remedy = "Give python:MODULE:FUNCTION of a module in this folder or on PYTHONPATH"
     with reading(f"data.corpus=python:{argument}", remedy, "cannot be imported"):
         function = getattr(importlib.import_module(module), name)
     if "split" in inspect.signature(function).parameters:
@@ -33,17 +33,18 @@ def _open_function(argument: str) -> Corpus:
 
     def documents() -> Iterator[str]:
         error = UserError(
-            f"python:{argument} has to return an iterable of str, its documents"
+            f"python:{argument} does not return an iterable of str",
+            "Yield one str for each document",
         )
         texts = function()
-        if isinstance(texts, str):  # whose characters are str, too
+        if isinstance(texts, str):  # iterating over it would yield characters
             raise error
         for text in texts:
             if not isinstance(text, str):
                 raise error
             yield text
 
-    # The size of the module says nothing on the size of its text.
+    # The size of the module's file says nothing about the size of the documents.
     return TextCorpus(source, documents)
 
 

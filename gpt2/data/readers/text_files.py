@@ -1,4 +1,4 @@
-"""Documents in files, here or at a URL: plain text, lines of JSON, or Parquet."""
+"""Documents in local files or at a URL: plain text, JSON Lines, or Parquet."""
 
 import functools
 import io
@@ -18,9 +18,9 @@ _warn_once = functools.cache(warn)  # a corpus is read several times
 
 
 def split_field(argument: str) -> tuple[str, str]:
-    """Split `NAME#FIELD` at the last `#`, unless files have all of it as their name.
+    """Split `NAME#FIELD` at the last `#`, unless the whole argument matches files.
 
-    The field is `text` if it is left out.
+    If the field is left out, it is `text`.
     """
     name, mark, field = argument.rpartition("#")
     if not mark or find_paths(argument):
@@ -29,7 +29,7 @@ def split_field(argument: str) -> tuple[str, str]:
 
 
 def _open_text(pattern: str) -> TextCorpus:
-    """Each file is a document."""
+    """Open a corpus in which each file is a document."""
     source = SourceFiles(partial(match_files, pattern), "text")
     return TextCorpus(source, lambda: source.paths, source.num_bytes)
 
@@ -37,7 +37,7 @@ def _open_text(pattern: str) -> TextCorpus:
 def _open_records(
     argument: str, kind: str, read: Callable[[str, Path, str], Iterator[str]]
 ) -> TextCorpus:
-    """Each record that `read` finds in the files of `GLOB#FIELD` is a document."""
+    """Open a corpus of `GLOB#FIELD`, in which each record that `read` yields is a document."""
     pattern, field = split_field(argument)
     source = SourceFiles(partial(match_files, pattern), kind, field)
 
@@ -49,12 +49,12 @@ def _open_records(
 
 
 def _read_json_lines(name: str, path: Path, field: str) -> Iterator[str]:
-    """Each line of *.jsonl, also as .gz or .zst, is an object whose FIELD is a document."""
+    """Yield the field of each line of a JSON Lines file, which may be compressed (.gz or .zst)."""
     import pyarrow
 
-    remedy = "Each line must be an object with a text: jsonl:GLOB#FIELD"
+    remedy = "Give jsonl:GLOB#FIELD, where FIELD of every line is a string"
     with reading(name):
-        # It decompresses a file whose name ends so.
+        # pyarrow decompresses a file if its name ends with .gz or .zst.
         stream = pyarrow.input_stream(str(path))
         for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
             if not line.strip():
@@ -62,28 +62,28 @@ def _read_json_lines(name: str, path: Path, field: str) -> Iterator[str]:
             with reading(f"{name}:{number}", remedy):
                 text = json.loads(line)[field]
                 if not isinstance(text, str):
-                    raise TypeError(f"{field!r} is no text")
+                    raise TypeError(f"{field!r} is not a string")
             yield text
 
 
 def read_parquet(name: str, file: Path | IO[bytes], column: str) -> Iterator[str]:
-    """Each row's COLUMN of a Parquet file is a document. A row that is null is an empty text."""
+    """Yield a column of a Parquet file, row by row. Null becomes an empty string."""
     import pyarrow.parquet
 
-    with reading(name, "Give Parquet files, and after # one of their columns"):
+    with reading(name, "Give Parquet files, and one of their columns after #"):
         table = pyarrow.parquet.ParquetFile(file)
-        table.schema_arrow.field(column)  # fails here if there is no such column
+        table.schema_arrow.field(column)  # raises an error if the column does not exist
         num_missing = 0
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
             texts = batch.column(0)
             num_missing += texts.null_count
             for text in texts.to_pylist():
                 if not isinstance(text, str | None):
-                    raise TypeError(f"column {column!r} holds no text")
+                    raise TypeError(f"column {column!r} does not contain strings")
                 yield text or ""
         if num_missing:
             rows = f"{num_missing:,} of {table.metadata.num_rows:,} rows of {name}"
-            _warn_once(f"{rows} are null in {column!r}, and left out")
+            _warn_once(f"{rows} are null in {column!r} and are left out")
 
 
 READERS: dict[str, Callable[[str], TextCorpus]] = {

@@ -1,1 +1,1 @@
-"""A ladder of sizes: is what helps a small model worth as much to a larger one?"""
+"""A ladder of model sizes: does a change help a large model as much as a small model?"""

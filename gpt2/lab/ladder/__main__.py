@@ -1,11 +1,12 @@
-r"""Trains arms at several sizes, and reports how each arm's compute multiplier changes with size.
+r"""Train arms at several sizes, and report how each arm's compute multiplier changes with size.
 
     python -m gpt2.lab.ladder --config=configs/quickstart.py --depths=2,3,4,6 --seeds=3 \
         --vary=optim.name=muon --one_at_a_time --workdir=ladders/muon
 
-The config is the model at its own depth. The options of the other depths follow by the rules of
-gpt2/lab/ladder/dial.py. Each size is a sweep in the folder `dDEPTH`. The same command continues a
-ladder that was stopped, and adds depths, arms and seeds. Several processes may run it at once.
+The config sets the options for its own depth. The rules of gpt2/lab/ladder/dial.py determine the
+options for the other depths. Each size is a sweep in the folder `dDEPTH`. The same command
+continues a ladder that was stopped, or adds depths, arms and seeds. Several processes may run the
+command at the same time.
 """
 
 from gpt2.utils import launch
@@ -32,13 +33,13 @@ from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 
 FLAGS = flags.FLAGS
-_LEAST_SIZES = 3  # two would leave no degree of freedom for a course
+_LEAST_SIZES = 3  # two sizes would leave no degree of freedom for the slope
 
 
 def define_flags() -> None:
     """Define the flags of a sweep, and the depths."""
     command.define_flags()
-    flags.DEFINE_list("depths", ["2", "3", "4", "6"], "Layers of each size.")
+    flags.DEFINE_list("depths", ["2", "3", "4", "6"], "Number of layers of each size.")
 
 
 def main() -> int:
@@ -72,7 +73,7 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         raise UserError(
             f"--depths={','.join(FLAGS.depths)} is not a list of {_LEAST_SIZES} or more"
             " different numbers of layers",
-            "Write --depths=2,3,4,6",
+            "Give --depths=2,3,4,6",
         )
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if len(arms) == 1:
@@ -88,7 +89,7 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         sweep = command.make_sweep(folder, at_size, slots, module="gpt2.lab.ladder")
         sweeps.append(sweep)
     if sweeps[0].analyses[0] < 2:
-        raise UserError("--seeds=1 gives no interval", "Write --seeds=3")
+        raise UserError("--seeds=1 allows no confidence interval", "Give --seeds=3")
     return sweeps
 
 
@@ -97,7 +98,7 @@ def _load(root: Path) -> list[Sweep]:
     folders = [path.parent for path in root.glob("d*/sweep.json")]
     if not folders:
         raise UserError(
-            f"{root} does not hold a ladder", "Give the --workdir of a ladder"
+            f"--workdir={root} contains no ladder", "Give the --workdir of a ladder"
         )
     sweeps = [load_sweep(folder).with_choices() for folder in folders]
     return sorted(sweeps, key=lambda sweep: sweep.arms[0].config.model.num_layers)

@@ -1,4 +1,4 @@
-"""Courses of the arms of a ladder at each interim analysis, and the seeds that it adds."""
+"""The course of each arm of a ladder at each analysis, and the seeds that an analysis adds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ _OPEN = "to be decided"
 def judge(
     sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
 ) -> dict[str, Course]:
-    """Return the course of each arm but the baseline, by name; `results` are those of `sweeps`.
+    """Return the course of each arm except the baseline, by name. `results` has a table per sweep.
 
-    An analysis takes place once all runs of its seeds have ended at all sizes. An arm that it
-    leaves undecided continues to the next analysis.
+    An analysis takes place when all runs of its seeds have ended at all sizes. An arm that is
+    undecided continues to the next analysis.
     """
     baseline, *arms = sweeps[0].arms
     courses = {}
@@ -56,9 +56,10 @@ def _analyse(
                 return Course(_OPEN)
             amount = "seconds" if sweep.equal == "seconds" else "flops"
             at_sizes.append(Losses(runs[amount].mean(), runs.score.to_numpy()))
-            if not at_sizes[-1].compute > 0:  # NaN: another version of the code
+            # The FLOPs of another version of the code are NaN.
+            if not at_sizes[-1].compute > 0:
                 raise UserError(
-                    f"The FLOPs of {arm.name} are unknown, because it is another version of the"
+                    f"The FLOPs of {arm.name} are unknown, because it runs another version of the"
                     " code",
                     "Use --equal=seconds",
                 )

@@ -1,13 +1,13 @@
-"""One dial: the options of a model of another depth, by rules that have a source.
+"""One dial, the depth: published rules determine all other options of a model of another depth.
 
-| option | rule, for a depth of r times the config's | source |
+| option | rule, for a depth of r times the config's depth | source |
 | --- | --- | --- |
-| width, heads | r times; the size of a head stays | Kaplan et al. 2020, arXiv 2001.08361 |
-| tokens | r^3 times, as the parameters of the blocks | Hoffmann et al. 2022, arXiv 2203.15556 |
+| width, heads | r times; the head size stays the same | Kaplan et al. 2020, arXiv 2001.08361 |
+| tokens | r^3 times, like the blocks' parameters | Hoffmann et al. 2022, arXiv 2203.15556 |
 | batch size | grows with tokens^0.383 | Bergsma et al. 2025, arXiv 2505.13738 |
-| rates of matrices | muP, whose base width is the config's | Yang et al. 2022, arXiv 2203.03466 |
-| residual branches | divided by r, as CompleteP says | Dey et al. 2025, arXiv 2505.01618 |
-| all rates | grow with the root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
+| rates of matrices | muP with the config's width as base | Yang et al. 2022, arXiv 2203.03466 |
+| residual branches | divided by r, as in CompleteP | Dey et al. 2025, arXiv 2505.01618 |
+| all rates | grow with the square root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
 | weight decay | averages over the same fraction of the run | Bergsma et al. 2025, section 3 |
 """
 
@@ -21,12 +21,12 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.run_folder import Setting
 from gpt2.lab.experiments.terms import with_length
 
-_BATCH_POWER = 0.383  # of the tokens; Bergsma et al. 2025, section 4
+_BATCH_POWER = 0.383  # batch size ~ tokens**0.383; Bergsma et al. 2025, section 4
 _RATES = ("optim.learning_rate", "optim.adam_learning_rate")
 
 
 def at_depth(arm: Arm, ratio: Fraction) -> Arm:
-    """Return an arm whose model has `ratio` times its depth, with the options that follow."""
+    """Return an arm for `ratio` times the depth, with the options that the rules determine."""
     config = arm.config
     model = config.model
     optim = config.optim
@@ -38,18 +38,18 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     sizes = (layers, heads, width, kv_heads, mlp_dim)
     if any(size.denominator > 1 for size in sizes):
         raise UserError(
-            f"{arm.name}: {layers} layers would have {heads} heads and a width of {width}",
+            f"{arm.name} with {layers} layers would have {heads} heads and a width of {width}",
             "Choose --depths for which the number of heads and the width are whole numbers",
         )
     tokens = float(ratio**3)
     before = config.data.batch_size
-    # Batches stay a multiple of a power of two, so that devices can divide them.
+    # The batch size stays a multiple of a power of two, so that devices can split the batch.
     unit = math.gcd(before, 2 ** int(math.log2(max(before // 4, 1))))
     batch_size = unit * max(1, round(before * tokens**_BATCH_POWER / unit))
     batch = batch_size / before
     num_steps = round(config.train.num_steps * tokens / batch)
     rate = math.sqrt(batch)
-    # Decay acts as rate * weight_decay in each step, under muP too.
+    # Each step decays by rate * weight_decay, also with muP.
     decay = config.train.num_steps / (num_steps * rate)
     options: dict[str, Setting] = {
         "model.num_layers": int(layers),

@@ -23,7 +23,7 @@ from gpt2.utils.text import format_count
 
 
 def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
-    """Write all files of the report, and return the table of courses, whose cells are text."""
+    """Write all files of the report, and return the table of courses, whose cells are strings."""
     title = root.resolve().name
     results = [sweep.results() for sweep in sweeps]
     courses = judge(sweeps, results)
@@ -58,7 +58,7 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
 
 
 def print_courses(table: pd.DataFrame) -> None:
-    """Print a table of courses without its intervals, which leaves room in 80 characters."""
+    """Print a table of courses without its intervals, so that it fits into 80 columns."""
     screen = Table(box=None, pad_edge=False)
     for title in table.columns:
         screen.add_column(title, overflow="fold")
@@ -71,7 +71,7 @@ def print_courses(table: pd.DataFrame) -> None:
 def _course_table(
     sweeps: Sequence[Sweep], courses: Mapping[str, Course]
 ) -> pd.DataFrame:
-    """Return a row for each arm: its multiplier at each size, and its course."""
+    """Return a table with a row for each arm: its multiplier at each size, and its course."""
     rows = []
     for name, course in courses.items():
         row = {"arm": name}
@@ -93,7 +93,7 @@ def _course_table(
 def _size_table(
     sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
 ) -> pd.DataFrame:
-    """Return a row for each size: what the dial has set, and the baseline's loss."""
+    """Return a table with a row for each size: its options, and the baseline's loss."""
     rows = []
     for sweep, table in zip(sweeps, results, strict=True):
         baseline = sweep.arms[0]
@@ -137,14 +137,14 @@ def _multiplier_rows(
 def _plot(
     png: Path, compute: Sequence[float], courses: Mapping[str, Course], amount: str
 ) -> None:
-    """Plot multipliers over compute with their intervals, and the range of the forecast."""
+    """Plot multipliers with intervals against compute, and the range of each forecast."""
     with drawing(png, height=5.5) as (axes,):
         axes.axhline(1, color=BASELINE, linewidth=1.2)
         for i, (name, course) in enumerate(courses.items()):
             if not course.forecast:
                 continue
             color = COLORS[i % len(COLORS)]
-            # So that bars do not cover each other.
+            # Arms are shifted sideways, so that error bars do not cover each other.
             shift = 1.06 ** (i - (len(courses) - 1) / 2)
             x = np.array(compute) * shift
             value, low, high = np.array(course.multipliers).T
@@ -163,7 +163,7 @@ def _plot(
         axes.set_yscale("log")
         ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        # The default labels are formulas, which `drawing` does not typeset.
+        # The default labels are TeX formulas, but `drawing` does not typeset formulas.
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}")
         title = "seconds of training steps" if amount == "seconds" else "training FLOPs"
         axes.set_xlabel(title)

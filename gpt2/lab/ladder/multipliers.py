@@ -1,23 +1,25 @@
-"""Compute multipliers of an arm over a ladder of sizes, and what they say about its course.
+"""Compute multipliers of an arm over a ladder of sizes, and a verdict about their course.
 
-The baseline's mean losses, connected by lines in log loss over log compute, are its curve. The
-multiplier of an arm at a size is the compute at which this curve reaches the arm's loss, divided by
-the arm's compute. Below, m are its decimal logarithms, one for each size, and x those of the
-baseline's compute.
+The baseline's curve connects its mean losses by straight lines, in log loss against log compute.
+The multiplier of an arm at a size is the compute at which this curve reaches the arm's loss,
+divided by the arm's compute. Below, m is the vector of the decimal logarithms of the multipliers,
+one for each size, and x is the vector of the decimal logarithms of the baseline's compute.
 
-Runs of one seed share their data and their initial weights, so runs are paired by seed. Each
-statistic, such as the slope of m over x, is a weighted sum of m, and a smooth function of the mean
-losses. The delta method gives its variance: at each size, the variance over seeds of
-`g_b L_b + g_a L_a`, where the g are its derivatives by the means of baseline and arm. The degrees
-of freedom are Satterthwaite's (1946, Biometrics Bulletin 2). This holds at any correlation between
-the runs of a pair.
+Runs with the same seed share their data and their initial weights, so runs are paired by seed. Each
+statistic, such as the slope of m against x, is a weighted sum of m, and a smooth function of the
+mean losses. The delta method yields the variance of a statistic, as a sum over sizes: each size
+contributes the variance over seeds of `g_b L_b + g_a L_a`, divided by the number of seeds. L_b and
+L_a are the losses of baseline and arm, and g_b and g_a are the derivatives of the statistic with
+respect to their means. The degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2).
+The variance is correct for any correlation between the runs of a pair.
 
-Each arm has the level alpha / arms, and each of two questions about it has half of that:
+Each arm has the level alpha / arms, and each of two questions about the arm has half of this level:
 
-1. Does the multiplier change? `grows` and `fades`: the two-sided interval of the slope excludes 0.
-   `flips`: also, the intervals of the first and the last m exclude 0 on opposite sides.
-2. Does it stay? `constant`: two one-sided tests (Schuirmann 1987) say that the multiplier changes
-   by less than a factor of 1.5 for ten times the compute.
+1. Does the multiplier change? `grows` and `fades` mean that the two-sided interval of the slope
+   excludes 0. `flips` means that, in addition, the intervals of the first and the last m exclude 0
+   on opposite sides.
+2. Does the multiplier stay the same? `constant` means that, by two one-sided tests (Schuirmann
+   1987), it changes by less than a factor of 1.5 for ten times the compute.
 
 `python -m tests.programs.ladder_rates` simulates how often such verdicts are wrong.
 """
@@ -35,12 +37,14 @@ from gpt2.lab.ablate.power import LEVEL
 
 Array = NDArray[np.float64]
 
-STAYS = 1.5  # by which a constant multiplier changes at most, for ten times the compute
-FARTHEST = 10.0  # times the largest compute, to which multipliers are extrapolated
+# The largest factor by which a constant multiplier changes for ten times the compute.
+STAYS = 1.5
+# Multipliers are extrapolated to this number times the largest compute.
+FARTHEST = 10.0
 
 
 class Losses(NamedTuple):
-    """The final losses of one arm at one size, by seed, and the compute of a run."""
+    """The final loss of one arm at one size for each seed, and the compute of one run."""
 
     compute: float
     scores: Array
@@ -56,15 +60,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Course:
-    """What a ladder says about one arm."""
+    """How one arm's compute multiplier changes with size."""
 
     words: str  # grows, fades, flips, constant, undecided, or why there is no verdict
     multipliers: Sequence[Interval] = ()  # one for each size, smallest first
-    slope: Interval | None = (
-        None  # the factor of the multiplier for ten times the compute
-    )
-    # The multiplier at `FARTHEST` times the largest compute: the lowest and the highest end over
-    # three forms of the curve.
+    # The factor by which the multiplier changes for ten times the compute.
+    slope: Interval | None = None
+    # The range of the multiplier at `FARTHEST` times the largest compute: the lowest and the
+    # highest end of the intervals for three forms of the curve.
     forecast: tuple[float, float] | None = None
 
 
@@ -75,7 +78,7 @@ def judge_course(
     level: float = LEVEL,
     num_arms: int = 1,
 ) -> Course:
-    """Return the course of an arm; both have the losses of the same seeds at the same sizes."""
+    """Return the course of an arm. Baseline and arm have the same seeds and the same sizes."""
     means = np.array([losses.scores.mean() for losses in baseline])
     if (np.diff(means) >= 0).any():
         return Course("no verdict: the baseline does not improve with its size")
@@ -85,7 +88,7 @@ def judge_course(
     at_size = np.eye(len(x))
     of_slope = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
     slope = ladder.interval(of_slope, question)
-    narrow = ladder.interval(of_slope, 2 * question)  # of two one-sided tests
+    narrow = ladder.interval(of_slope, 2 * question)  # for two one-sided tests
     first = ladder.interval(at_size[0], question)
     last = ladder.interval(at_size[-1], question)
     words = "undecided"
@@ -119,10 +122,11 @@ def judge_course(
 
 
 def _forecast_weights(x: Array) -> list[Array]:
-    """Return the weights of m in its forecast at `FARTHEST` times the largest compute.
+    """Return the weights of m in the forecasts for `FARTHEST` times the largest compute.
 
-    There is one array for each form: constant, linear, and saturating, where each decade of compute
-    brings half of the change that is left. Each is a least-squares fit to all sizes.
+    There is one array for each form of the curve: constant, linear and saturating. Saturating means
+    that each decade of compute halves the remaining change. Each form is fitted to all sizes with
+    least squares.
     """
     decades = np.append(x, x[-1] + math.log10(FARTHEST)) - x[0]
     ones = np.ones_like(decades)
@@ -135,19 +139,19 @@ def _forecast_weights(x: Array) -> list[Array]:
 
 
 class _Ladder:
-    """The losses of a baseline and an arm, and intervals of weighted sums of m."""
+    """Intervals of weighted sums of m, for the losses of a baseline and an arm."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
         self.x = np.log10([losses.compute for losses in baseline])
         self._arm_x = np.log10([losses.compute for losses in arm])
-        # [baseline and arm, seeds] at each size.
+        # An array [baseline and arm, seeds] for each size.
         self._scores = [
             np.stack([ours.scores, theirs.scores])
             for ours, theirs in zip(baseline, arm, strict=True)
         ]
         means = np.array([scores.mean(1) for scores in self._scores])
         self._m = self._logs(means)
-        # The derivatives of m by each mean, [sizes, baseline and arm, len(m)].
+        # The derivatives of m with respect to each mean, [sizes, baseline and arm, len(m)].
         self._derivatives = np.empty((*means.shape, len(means)))
         for index in np.ndindex(means.shape):
             step = np.zeros_like(means)
@@ -156,7 +160,7 @@ class _Ladder:
             self._derivatives[index] = change / (2 * step[index])
 
     def interval(self, weights: Array, level: float) -> Interval:
-        """Return `weights @ m` with its two-sided interval at `level`."""
+        """Return `weights @ m` with its two-sided interval at the error rate `level`."""
         value = float(weights @ self._m)
         gradients = self._derivatives @ weights
         parts = []
@@ -168,7 +172,7 @@ class _Ladder:
         variances = np.maximum(parts, 1e-30)  # avoids 0 / 0
         variance = variances.sum()
         df = variance**2 / (variances**2 / dfs).sum()
-        quantile = -scipy.special.stdtrit(df, level / 2)  # of Student's t
+        quantile = -scipy.special.stdtrit(df, level / 2)  # quantile of Student's t
         half_width = quantile * math.sqrt(variance)
         return Interval(value, value - half_width, value + half_width)
 
@@ -179,7 +183,10 @@ class _Ladder:
 
 
 def _reach(curve: Array, x: Array, targets: Array) -> Array:
-    """Return where a falling curve reaches each target; its end lines go on outside of it."""
+    """Return the x at which a falling curve reaches each target.
+
+    Beyond its ends, the curve is extended by its first and its last line.
+    """
     slopes = np.diff(x) / np.diff(curve)
     segments = np.searchsorted(-curve, -targets) - 1
     segments = np.clip(segments, 0, len(slopes) - 1)

@@ -1,1 +1,1 @@
-"""Plans: what a training step takes, from its compiled text, without training."""
+"""Plans: the memory, collectives and time of a training step, without training."""

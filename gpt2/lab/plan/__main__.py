@@ -1,10 +1,10 @@
-"""Print what a training step takes, from the compiled step. Nothing trains.
+"""Print the memory, collectives and time of a compiled training step, without training.
 
     python -m gpt2.lab.plan --config=configs/gpt2_1558m.py --chips=v5e-16
 
-The step is compiled for this machine's devices, for simulated ones (--devices) or by the compiler
-of chips that are not here (--chips). --search compiles a handful of layouts and lists the flags of
-those that fit, the fastest first. The exit code is 1 if nothing fits.
+The step is compiled for this machine's devices, for simulated devices (--devices), or for chips
+that this machine does not have (--chips). --search compiles a dozen layouts, and lists the flags of
+each layout, the fastest first. The exit code is 1 if no layout fits.
 """
 
 from gpt2.utils import launch
@@ -44,12 +44,12 @@ def define_flags() -> None:
     cli.define_config()
     about = "Plan for this number of simulated devices."
     flags.DEFINE_integer("devices", None, about, lower_bound=1)
-    about = "Plan for chips that are not here: v5e-8, h100-8, target.txtpb-8, ..."
+    about = "Plan for chips of other machines: v5e-8, h100-8, target.txtpb-8, ..."
     flags.DEFINE_string("chips", None, about)
-    about = "Write the text of the compiled step, HLO, to this file."
+    about = "Write the compiled step to this file, as HLO text."
     flags.DEFINE_string("text", None, about)
     about = (
-        "Compare a handful of layouts. Options that --config. sets stay as they are."
+        "Compare a dozen layouts. Options that you set with --config. stay as they are."
     )
     flags.DEFINE_bool("search", False, about)
 
@@ -62,7 +62,7 @@ def main() -> int:
     devices = _find_devices(config)
     kind = "simulated" if args.devices else devices[0].device_kind
     log(
-        f"compiling for {len(devices)} devices ({kind}); a TPU's compiler takes minutes"
+        f"compiling for {len(devices)} devices ({kind}); compiling for TPUs takes minutes"
     )
     if args.search:
         board = board_name(kind) or "H100"  # simulated devices stand for H100s
@@ -77,10 +77,10 @@ def main() -> int:
 
 def _find_devices(config: Config) -> list[jax.Device]:
     args = flags.FLAGS
-    # Before anything asks JAX for a device.
+    # These settings take effect only before JAX looks for devices.
     if args.devices or args.chips:
         jax.config.update("jax_platforms", "cpu")
-    if args.chips:  # programs of absent devices cannot be read back
+    if args.chips:  # JAX cannot read cached programs of absent devices
         jax.config.update("jax_enable_compilation_cache", False)
         return find_devices(args.chips)
     if args.devices:
@@ -125,7 +125,7 @@ _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>20} {:>7}"
 
 
 def _forecast(plan: Plan, board: str) -> list[str]:
-    """Return what a row says about a step on an accelerator of `BOARDS`."""
+    """Return the cells of a row about a step on an accelerator of `BOARDS`."""
     memory = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%}"
     if not plan.fits(board):
         memory += "!"

@@ -1,4 +1,4 @@
-"""Read from the text (HLO) of a compiled step what it sends over the network."""
+"""Find the collectives of a compiled step in its HLO text, and the bytes that they send."""
 
 import math
 import re
@@ -24,15 +24,15 @@ class Collective(NamedTuple):
 
     kind: str
     group: tuple[int, ...]  # devices of the first group that communicates
-    bytes: int  # of the whole array: after a gather, before a scatter
-    times: int = 1  # it runs in a call of the program
+    bytes: int  # size of the whole array: after a gather, or before a scatter
+    times: int = 1  # number of times that it runs in one call of the program
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that each device sends per call of the program, by the ring algorithms.
+        """Bytes that each device sends per call of the program, with ring algorithms.
 
-        An all-reduce is a reduce-scatter and an all-gather, each of which passes every shard but
-        one on (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
+        An all-reduce is a reduce-scatter and an all-gather. In each of these, a device sends every
+        shard except one (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
         """
         sent = float(self.bytes * self.times)
         if self.kind == "collective-permute":
@@ -43,7 +43,7 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> list[Collective]:
-    """Return the collectives of a program in HLO that run between two devices or more."""
+    """Return the collectives between two or more devices in the HLO text of a program."""
     computations: Computations = {}
     entry = ""
     for is_entry, name, body in _COMPUTATION.findall(text):
@@ -55,8 +55,8 @@ def collectives(text: str) -> list[Collective]:
     def walk(name: str, times: int) -> None:
         body = computations[name]
         for line in body.splitlines():
-            # A TPU's compiler may divide a collective into several fusions. Only the first one
-            # counts, which returns a tuple of the results that it has begun.
+            # A TPU's compiler may divide a collective into several fusions. Only the first fusion
+            # is counted: the one that returns a tuple of the results it has started.
             if _CHAIN in line and not _BEGINS.search(body):
                 continue
             match = _INSTRUCTION.search(line)
@@ -82,7 +82,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Return a row of text for each kind of collective: number, bytes in all, bytes sent."""
+    """Describe each kind of collective: its number, its total bytes, and the bytes sent."""
     rows = {}
     for kind in KINDS:
         members = [each for each in found if each.kind == kind]
@@ -103,26 +103,26 @@ _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
     r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# Marks the fusions of a TPU that belong to one collective.
+# The attribute of TPU fusions that belong to one collective.
 _CHAIN = "chain_id="
-# The result of the first of them.
+# Matches the result of the first fusion of a collective.
 _BEGINS = re.compile(r"ROOT .* = \(.*\) custom-call\(")
-# A reduce-scatter of a TPU is a fusion that holds an all-reduce, and slices.
+# The name of a reduce-scatter on TPUs, which is a fusion of an all-reduce and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
-Computations = dict[str, str]  # the instructions, a line each, by a computation's name
-# The word ENTRY if it calls the others, its name, and its instructions, whose attributes may have
-# lines that begin with a bracket.
+Computations = dict[str, str]  # name of a computation -> its instructions, one per line
+# Matches a computation: the word ENTRY if the program starts there, the name, and the instructions.
+# The attributes of an instruction may have lines that begin with a bracket.
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}$", re.M | re.S)
-# The result of a loop's condition.
+# Matches the result of a loop's condition.
 _LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 
 def _iterations(line: str, computations: Computations) -> int:
-    """Return how often the loop of a `while` instruction runs, or 1 with a warning.
+    """Return the number of iterations of a `while` instruction, or 1 with a warning if unknown.
 
-    Programs for TPUs do not state it. Their condition compares the number of the iteration, which
-    `lax.scan` counts from 0, to a constant.
+    Programs for TPUs do not state this number. Their loop condition compares the index of the
+    iteration, which `lax.scan` counts from 0, with a constant.
     """
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -132,27 +132,27 @@ def _iterations(line: str, computations: Computations) -> int:
         if limit:
             count = re.search(rf"{re.escape(limit[1])} = .* constant\((\d+)\)", body)
     if count is None:
-        warn("The length of a loop is unknown. Its collectives are counted once")
+        warn("the length of a loop is unknown, so its collectives are counted once")
         return 1
     return int(count[1])
 
 
 def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int:
-    """Return the bytes of the whole array, from the shape of an instruction's result.
+    """Return the size of the whole array in bytes, from the result of an instruction.
 
-    The shape is that of an array, `f32[2,3]`, or of a tuple of arrays, `(pred[], bf16[8])`.
+    The result is an array, such as `f32[2,3]`, or a tuple of arrays, such as `(pred[], bf16[8])`.
     """
     sizes = []
     for dtype, dims in _ARRAY.findall(result):
-        # The first number in f32, bf16, u8, f8e4m3fn or s4 counts its bits.
+        # The first number in f32, bf16, u8, f8e4m3fn or s4 is the number of bits.
         bits = 8 if dtype == "pred" else _integers(dtype)[0]
         sizes.append(bits * math.prod(_integers(dims)) // 8)
     size = sum(sizes)
     if not is_start:
         # The result of a reduce-scatter is one device's part.
         return size * group_size if kind == "reduce-scatter" else size
-    # The start of an asynchronous collective returns its operands as well, and the start of a
-    # permutation two words of state.
+    # The start of an asynchronous all-gather, reduce-scatter or all-to-all also returns its
+    # operands. The start of a permutation returns its operands and two words of state.
     if kind in ("all-gather", "reduce-scatter"):
         return size * group_size // (group_size + 1)
     if kind == "all-to-all":
@@ -164,22 +164,22 @@ def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int
 
 def _first_group(line: str) -> tuple[int, ...]:
     """Return the first group of devices, which HLO writes in one of three ways."""
-    # {{0,1},{2,3}}: groups, or pairs of sender and receiver.
+    # {{0,1},{2,3}} lists groups, or pairs of sender and receiver.
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:
         return _integers(listed[1])
-    # [4,2]<=[2,4]T(1,0): the shape of all groups, and the order of the devices in them.
+    # [4,2]<=[2,4]T(1,0) is the shape of all groups, and the order of the devices in the groups.
     iota = re.search(rf"replica_groups=\[([\d,]+)\]<={_ORDER}", line)
     if iota:
         size, *order = iota.groups()
         groups = _ordered_devices(*order).reshape(_integers(size))
         return tuple(groups[0].tolist())
-    # mesh['a'=2,'b'=4] {'b'}: the mesh, and the axes along which a group lies.
+    # mesh['a'=2,'b'=4] {'b'} is the mesh, and the axes along which the devices of a group vary.
     mesh = re.search(
         rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_ORDER}\))? \{{(.*?)\}}", line
     )
     if mesh is None:
-        raise ValueError(f"This instruction names no devices: {line}")
+        raise ValueError(f"The devices of this instruction cannot be found: {line}")
     axes, shape, transpose, used = mesh.groups()
     sizes = list[int]()
     index = list[int | slice]()
@@ -191,7 +191,7 @@ def _first_group(line: str) -> tuple[int, ...]:
     return tuple(group.ravel().tolist())
 
 
-_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [2,4]T(1,0)
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # matches [2,4]T(1,0)
 
 
 def _ordered_devices(shape: str, transpose: str | None) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""What a training step takes, read from the compiled step. Nothing runs.
+"""The memory, collectives and time of a training step, from its compiled program. Nothing runs.
 
-The step is compiled from shapes alone, for simulated CPU devices or by the compiler of a GPU or a
-TPU that is not here. Simulated devices hold the same state and gradients, but other temporaries.
+The step is compiled from shapes alone, for simulated CPU devices, or for GPUs or TPUs that this
+machine does not have. Simulated devices hold the same state and gradients as GPUs and TPUs, but
+different temporary arrays.
 """
 
 import math
@@ -25,37 +26,39 @@ from gpt2.utils.trees import Tree
 
 # The fraction of the peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
-# What `memory.remat` computes again, as a fraction of the layers' FLOPs: all of the forward pass
-# but the MLP's second product, the MLP's first, or attention. Computed for GPT-2 with 12 layers
-# and 1,024 tokens; other shapes differ by a few hundredths.
+# The fraction of the layers' FLOPs that `memory.remat` computes again. `full` computes the forward
+# pass again, except for the MLP's second product; `attention` the MLP's first product; `mlp`
+# attention. The fractions are computed for GPT-2 with 12 layers and 1,024 tokens. For other shapes
+# they differ by a few hundredths.
 _COMPUTED_AGAIN = {"full": 0.24, "attention": 0.09, "mlp": 0.15}
 
 
 class DoesNotFit(UserError):
-    """A step needs more memory than its devices have."""
+    """The error for a step that needs more memory than its devices have."""
 
 
 class Plan(NamedTuple):
-    """What one training step takes."""
+    """The compiled program, memory and collectives of one training step."""
 
     program: Program
-    memory: dict[str, int]  # bytes per device; activations are all that is nothing else
-    text: str  # of the compiled step, as HLO
+    # Bytes per device. `activations` is the rest of the compiled peak.
+    memory: dict[str, int]
+    text: str  # the compiled step as HLO
     collectives: list[Collective]
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes per device, all kinds together."""
+        """Total bytes per device."""
         return sum(self.memory.values())
 
     @property
     def bytes_saved(self) -> int:
-        """Approximate bytes of a checkpoint."""
+        """Approximate size of a checkpoint in bytes."""
         leaves = jax.tree.leaves(self.program.state_shapes)
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def fits(self, board: str) -> bool:
-        """Return whether an accelerator of `BOARDS` has the memory, as much as JAX may allocate."""
+        """Return whether the step fits into the memory that JAX may allocate on an accelerator."""
         usable = 1e9 * BOARDS[board].memory
         if not board.startswith("TPU"):
             usable *= float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)
@@ -75,14 +78,14 @@ class Plan(NamedTuple):
         return seconds
 
     def step_seconds(self, board: str) -> float:
-        """Return the seconds of a step on an accelerator of `BOARDS`, if no collective overlaps."""
+        """Return the seconds of a step on a `BOARDS` accelerator, if no collective overlaps."""
         num_devices = self.program.backend.mesh.size
         compute = compute_seconds(self.program.config, num_devices, board)
         return compute + self.network_seconds(board)
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Return the program of a config, for which the size of its tokenizer is enough."""
+    """Return the program of a config. The tokenizer is not loaded, because its size is enough."""
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 
@@ -105,7 +108,7 @@ def compile_plan(program: Program) -> Plan:
 
 
 def bytes_per_device(tree: Tree) -> int:
-    """Return the bytes that one device holds of arrays, or of shapes with shardings."""
+    """Return the bytes per device of a tree of arrays, or of shapes with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -124,7 +127,7 @@ def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
-    """Return the seconds that a step computes, recomputation included, at `ATTAINABLE`."""
+    """Return the seconds of a step's computation at `ATTAINABLE`, including recomputation."""
     cfg = config.gpt()
     per_token = model_flops_per_token(cfg, config.shapes.largest)
     in_layers = per_token - 6 * cfg.vocab_size * cfg.embed_dim

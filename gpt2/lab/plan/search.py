@@ -1,4 +1,4 @@
-"""Compare a handful of layouts by their plans, and list the flags of those that fit."""
+"""Compare a dozen layouts by their plans, and list the flags of each layout."""
 
 import math
 import textwrap
@@ -17,7 +17,8 @@ _USUAL = (
     "parallel.backend=pjit parallel.strategy=auto parallel.data=-1 parallel.fsdp=1"
     " parallel.tensor=1 parallel.fsdp_gather=auto"
 )
-# What each layout changes. FSDP over 8 devices stays within a machine, with replicas between them.
+# The options that each layout changes. With `parallel.fsdp=8`, FSDP stays within a machine, and
+# machines hold replicas.
 _LAYOUTS = (
     "",
     "parallel.strategy=zero1",
@@ -32,16 +33,16 @@ _LAYOUTS = (
     "parallel.data=1 parallel.fsdp=-1 parallel.tensor=4",
     "parallel.data=1 parallel.fsdp=-1 parallel.tensor=8",
 )
-# `memory.remat` from the fastest to the one that needs the least memory. `split` also splits the
-# batch into micro-batches of one sequence per device.
+# Values of `memory.remat`, from the fastest to the value that needs the least memory. `split` is
+# `full` and also splits the batch into micro-batches of one sequence per device.
 _VARIANTS = ("none", "dots", "full", "split")
 
 
 class Result(NamedTuple):
-    """The plan of a layout in short; results sort from the best to the worst."""
+    """A summary of the plan of a layout. Results sort from the best to the worst."""
 
     fails: bool
-    seconds: float  # of a step
+    seconds: float  # time of a step
     summary: str
 
 
@@ -50,9 +51,10 @@ def search(
 ) -> int:
     """Compile variants of each layout until one fits, and print the fastest layout first.
 
-    Options whose dotted names are `given` stay as they are. Returns 1 if nothing fits.
+    Options with names in `given`, such as `memory.remat`, stay as they are. Return 1 if no layout
+    fits.
     """
-    results: dict[str, Result] = {}  # by the flags to add
+    results: dict[str, Result] = {}  # flags to add -> result
     for layout in _LAYOUTS:
         for variant in _VARIANTS:
             options = _options(config, f"{_USUAL} {layout}", variant, len(devices))
@@ -66,7 +68,7 @@ def search(
                 if flags not in results:
                     log(f"compiling {flags or 'the options as they are'}")
                     results[flags] = _try(with_options(config, changed), devices, board)
-            except UserError as error:  # in all variants of the layout
+            except UserError as error:  # all variants of the layout fail
                 log(f"    skipped: {error.what}")
                 break
             if not results[flags].fails:
@@ -88,14 +90,14 @@ def _options(config: Config, layout: str, variant: str, num_devices: int) -> Opt
     options["memory.remat"] = variant
     if variant == "split":
         options["memory.remat"] = "full"
-        # A micro-batch of one sequence for each group of devices that split tensors.
+        # Each group of devices that split tensors computes one sequence of a micro-batch.
         sequences = config.data.batch_size * options["parallel.tensor"]
         options["train.accumulate_steps"] = sequences // num_devices
     return options
 
 
 def _try(config: Config, devices: Sequence[jax.Device], board: str) -> Result:
-    """Compile a step, and return what it takes."""
+    """Compile a step, and return a summary of its time and memory."""
     try:
         plan = compile_plan(make_program(config, devices))
     except DoesNotFit as error:

@@ -1,7 +1,7 @@
-"""Devices to compile for that are not here: slices of TPUs, and machines with NVIDIA GPUs.
+"""Devices of other machines, to compile for: slices of TPUs, and machines with NVIDIA GPUs.
 
-XLA compiles for them on any x86 machine with Linux, if libtpu or JAX's plugin for CUDA is
-installed. Nothing runs on them.
+XLA compiles for these devices on any x86 machine with Linux, if libtpu or JAX's plugin for CUDA is
+installed. Nothing runs on the devices.
 """
 
 import os
@@ -19,15 +19,15 @@ _GPUS = Path(__file__).parents[3] / "configs" / "chips"
 
 
 def find_devices(name: str) -> list[jax.Device]:
-    """Return the JAX devices that `v5e-16` or `h100-8` names: a chip, and their number.
+    """Return the JAX devices for a chip and a number of devices, such as `v5e-16` or `h100-8`.
 
-    The chip may be a file: XLA's description of a GPU, as the benchmark's suite writes it. Google's
-    names for slices of v4 and v5p count cores, two in each device.
+    The chip may be a file with XLA's description of a GPU, which the benchmark's suite writes.
+    Google's names for slices of v4 and v5p contain the number of cores, which is two per device.
     """
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
     if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
-        # Machines take part with all of their GPUs; TPU slices are powers of two.
+        # Only whole machines of 8 GPUs take part, and the sizes of TPU slices are powers of two.
         number = 0
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))
@@ -40,23 +40,23 @@ def find_devices(name: str) -> list[jax.Device]:
         topology = f"1x{machines}x{number // machines}"
         return _describe("cuda", "", topology=topology, target_config=target)
     raise UserError(
-        f"--chips={name} names no devices",
+        f"--chips={name} does not name devices that exist",
         f"Give CHIP-N, such as v5e-8 or h100-8. The chips are {', '.join([*_TPUS, *known])}",
     )
 
 
 def _tpus(kind: str, number: int) -> list[jax.Device]:
     os.environ |= {
-        "TPU_SKIP_MDS_QUERY": "1",  # no metadata server describes this machine
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs, so others may compile too
+        "TPU_SKIP_MDS_QUERY": "1",  # this machine has no metadata server
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs on TPUs
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }
-    # The sides are powers of two, as equal as they can be.
+    # The sides of the torus are powers of two, and as equal as possible.
     dimensions = _TPUS[kind]
     bits = number.bit_length() - 1
     sides = [2 ** ((bits + i) // dimensions) for i in range(dimensions)]
-    if sides == [1, 2, 2]:  # the chips of one host lie flat
+    if sides == [1, 2, 2]:  # one host has 2x2x1 chips
         sides = [2, 2, 1]
     options: dict[str, object] = {}
     if kind == "v4":
@@ -74,4 +74,4 @@ def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
         reason = str(error).strip().partition("\n")[0]
         extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
         what = f"--chips needs a compiler for {platform} devices ({reason})"
-        raise UserError(what, f"Install it: pip install -e '.[{extra}]'") from error
+        raise UserError(what, f"Run `pip install -e '.[{extra}]'`") from error
