@@ -75,8 +75,9 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
     """
     variants = VARIANTS.get(platform, Variants())
     if several:
-        # A single sum for the squares of all small gradients would gather their shards. And a sum
-        # that is fused into the operation that reads it is sent to other devices late.
+        # To compute a single sum of the squares of all small gradients, XLA would gather their
+        # shards. It would also fuse sums with the operations that read them, and thus send the
+        # sums to other devices late.
         variants = dataclasses.replace(variants, two_stage_sums=False)
     if splits_axes:
         # The partitioner cannot split an axis that was merged with other axes, and it would sum the

@@ -27,7 +27,9 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         for answer, color in _ANSWERS.items():
             axes.plot([], [], "o", color=color, label=answer)
         for idea in ideas:
-            color = _ANSWERS.get(idea.answer, BASELINE)  # BASELINE: no answer yet
+            color = _ANSWERS.get(
+                idea.answer, BASELINE
+            )  # BASELINE while there is no answer
             difference, low, _ = idea.interval
             loss = gains[idea.best] + np.nan_to_num(difference)
             error = np.nan_to_num(difference - low, posinf=0.0)
