@@ -8,7 +8,7 @@ from gpt2.errors import UserError
 
 
 def jit_is_off() -> bool:
-    """Return whether JAX_DISABLE_JIT=1 is set, to debug operation by operation."""
+    """Return whether JAX_DISABLE_JIT=1 is set, which runs operations one by one for debugging."""
     return jax.config.jax_disable_jit  # type: ignore[attr-defined]
 
 

@@ -35,7 +35,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 def remat(
     block: type[nn.Module], policy: str, *, static: Collection[str], looped: bool
 ) -> type[nn.Module]:
-    """Return `block`, made to recompute its activations in the backward pass.
+    """Wrap `block` so that it recomputes activations in the backward pass.
 
     `static` names the block's arguments that are not arrays. `looped` says whether the block is
     the body of a loop.

@@ -41,7 +41,7 @@ def _analyse(
     pair: tuple[Arm, Arm],
     analysis: int,
 ) -> Course:
-    """Return the course of an arm, given as (baseline, arm), after `analysis` seeds."""
+    """Return the course of an arm after `analysis` seeds. `pair` is (baseline, arm)."""
     losses: list[list[Losses]] = []
     for arm in pair:
         at_sizes = []

@@ -101,20 +101,20 @@ def _print(plan: Plan, kind: str) -> None:
             "parameters": f"{program.num_params:,}",
             "tokens per step": f"{config.tokens_per_step:,}",
             "FLOPs per step": format_count(config.tokens_per_step * per_token),
-            "a checkpoint": format_bytes(plan.bytes_saved),
+            "checkpoint": format_bytes(plan.bytes_saved),
         },
-        "memory of a device": {
+        "memory per device": {
             name: f"{format_bytes(size)} ({size:,} bytes)"
-            for name, size in (plan.memory | {"in all": plan.bytes_needed}).items()
+            for name, size in (plan.memory | {"total": plan.bytes_needed}).items()
         },
-        "network, per step and device": describe_collectives(plan.collectives),
+        "network traffic per step and device": describe_collectives(plan.collectives),
     }
     for title, rows in sections.items():
         print(title)
         for name, value in rows.items():
             row = f"  {name:<18} {value}"
             print(textwrap.fill(row, 80, subsequent_indent=21 * " "))
-    print(f"a step at {ATTAINABLE:.0%} of the peak FLOP/s, if no collective overlaps")
+    print(f"time at {ATTAINABLE:.0%} of the peak FLOP/s, if no collective overlaps")
     print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "memory"))
     here = board_name(kind)
     for board in [here] if here else BOARDS:

@@ -92,7 +92,7 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
         size = sum(each.bytes * each.times for each in members)
         sent = sum(each.bytes_sent for each in members)
         rows[kind] = (
-            f"{number} of {format_bytes(size)} in all, {format_bytes(sent)} sent"
+            f"{number} with {format_bytes(size)} in total, {format_bytes(sent)} sent"
         )
     return rows or {"collectives": "none"}
 

@@ -66,7 +66,7 @@ def search(
             flags = " ".join(f"--config.{name}={changed[name]}" for name in changed)
             try:
                 if flags not in results:
-                    log(f"compiling {flags or 'the options as they are'}")
+                    log(f"compiling {flags or 'the given options'}")
                     results[flags] = _try(with_options(config, changed), devices, board)
             except UserError as error:  # all variants of the layout fail
                 log(f"    skipped: {error.what}")
@@ -105,5 +105,5 @@ def _try(config: Config, devices: Sequence[jax.Device], board: str) -> Result:
     seconds = plan.step_seconds(board)
     needed = format_bytes(plan.bytes_needed)
     if plan.fits(board):
-        return Result(False, seconds, f"{format_seconds(seconds)} a step, {needed}")
+        return Result(False, seconds, f"{format_seconds(seconds)} per step, {needed}")
     return Result(True, seconds, f"The step does not fit: it needs {needed}")
