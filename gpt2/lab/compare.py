@@ -175,7 +175,7 @@ def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFram
         row = {
             "run": name,
             "tokens": format_count(tokens) if np.isfinite(tokens) else "",
-            "time in steps": format_duration(seconds) if np.isfinite(seconds) else "",
+            "training time": format_duration(seconds) if np.isfinite(seconds) else "",
             f"validation ({unit})": spread([curve.scores[-1] for curve in members]),
         }
         rows.append(row)

@@ -31,7 +31,7 @@ from gpt2.lab.ablate.sweep_tables import (
 )
 from gpt2.lab.experiments import jobs
 from gpt2.lab.experiments.arms import Arm, make_arms, read_tuned
-from gpt2.lab.experiments.checkouts import check_out
+from gpt2.lab.experiments.checkouts import check_out, snapshot
 from gpt2.lab.experiments.jobs import _Training, make_slots
 from gpt2.lab.experiments.results import read_curve
 from gpt2.lab.experiments.run_folder import Run
@@ -147,6 +147,19 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
     (source / "train.py").write_text("3")
     with pytest.raises(UserError, match="is not a clean git worktree"):
         check_out(tmp_path / "sweep", found[2].commit)
+
+
+def test_a_file_that_git_does_not_track_is_no_part_of_the_working_tree(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path)
+    (tmp_path / "train.py").write_text("1")
+    make_repository(tmp_path, "train.py", "2")
+    assert len(snapshot()) == 40
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "new.py").write_text("1")
+    with pytest.raises(UserError, match=r"not track configs/new\.py.*git add"):
+        snapshot()
 
 
 def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):

@@ -229,6 +229,15 @@ def test_an_array_of_a_batch_that_no_loss_reads_is_refused():
         next_token_loss(GPT(CONFIG))(None, batch | {"mask": mask})
 
 
+def test_a_loss_without_the_sum_that_divides_the_gradient_is_refused():
+    def logits_loss(logits, part):
+        return logits.sum(), {"sum": (logits.sum(), jnp.float32(1.0))}
+
+    model = GPT(CONFIG)
+    with pytest.raises(UserError, match=r"logs \['sum'\], and not 'loss'"):
+        apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
+
+
 def at_each_mlp(look):
     """Call `look(module, output)` for the MLP of every layer, in a `with` statement."""
 

@@ -30,6 +30,7 @@ from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.run_folder import find_root
 from gpt2.utils import files
+from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
 
@@ -50,7 +51,10 @@ def main() -> int:
     sweep = register(sweep)
     while True:
         runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
-        print(f"{len(sweep.arms)} arms, {len(runs)} runs, in {root}/runs", flush=True)
+        arms = counted(len(sweep.arms) - 1, "arm")
+        print(
+            f"baseline and {arms}: {counted(len(runs), 'run')}, in {root}", flush=True
+        )
         train_all(runs, slots, sweep.score)
         grown = grow(sweep.with_choices())
         if grown == sweep:

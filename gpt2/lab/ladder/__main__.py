@@ -31,6 +31,7 @@ from gpt2.lab.experiments.run_folder import find_root
 from gpt2.lab.ladder.courses import grow
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
+from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
 _LEAST_SIZES = 3  # two sizes would leave no degree of freedom for the slope
@@ -39,7 +40,11 @@ _LEAST_SIZES = 3  # two sizes would leave no degree of freedom for the slope
 def define_flags() -> None:
     """Define the flags of a sweep, and the depths."""
     command.define_flags()
-    flags.DEFINE_list("depths", ["2", "3", "4", "6"], "Number of layers of each size.")
+    flags.DEFINE_list(
+        "depths",
+        ["2", "3", "4", "6"],
+        "Numbers of layers, at least three, one for each size.",
+    )
 
 
 def main() -> int:
@@ -58,7 +63,7 @@ def main() -> int:
     while True:
         for sweep in sweeps:
             runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
-            print(f"{len(runs)} runs, in {sweep.root}/runs", flush=True)
+            print(f"{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
             train_all(runs, slots, sweep.score)
         grown = grow([sweep.with_choices() for sweep in sweeps])
         if grown == sweeps:

@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 
 from gpt2.config import GPTConfig
+from gpt2.errors import UserError
 from gpt2.model.seams import Ingredient
 
 
@@ -19,6 +20,13 @@ def _find_ingredients() -> tuple[type[Ingredient], ...]:
         importlib.import_module(f"{__name__}.{file.name}")
     options = [field.name for field in dataclasses.fields(GPTConfig)]
     kinds = Ingredient.__subclasses__()
+    for kind in kinds:
+        if kind.option not in options:
+            raise UserError(
+                f"The ingredient {kind.__name__} has option={kind.option!r}, which is not an option"
+                " of `Model` in configs/default.py",
+                "Correct it, or add the option",
+            )
     return tuple(sorted(kinds, key=lambda kind: options.index(kind.option)))
 
 

@@ -109,6 +109,11 @@ def apply_loss(
         method="loss",
         mutable=[METRICS],
     )
+    if "loss" not in sums:
+        raise UserError(
+            f"The loss logs {sorted(sums)}, and not 'loss', whose count divides the gradient",
+            "Return {'loss': (sum, count)} among its sums",
+        )
     if METRICS in variables:
         for name, report in reported(variables[METRICS]).items():
             total, count, auxiliary = report
