@@ -152,7 +152,7 @@ class StopSignal:
 def _watch(reader: int) -> None:
     """Read signals from a pipe, and end the process at the second signal.
 
-    If no handler of SIGINT would save anything, end the process at the first SIGINT.
+    If SIGINT's handler would save nothing, end the process at the first SIGINT.
     """
     first = 0.0  # time of the first signal
     while number := os.read(reader, 1):

@@ -55,7 +55,7 @@ class ModelConfig(default.Model):
                 raise UserError(
                     f"model.{name} is not supported with model.mup_base_width or "
                     "model.mup_base_depth",
-                    "Leave one of them at 0",
+                    f"Leave model.{name} at 0, or leave both mup options at 0",
                 )
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise UserError(

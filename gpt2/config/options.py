@@ -165,8 +165,8 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
     """Raise a UserError if an option has no effect, because an option that it needs is not set.
 
-    `values` contains some or all options, by dotted name. An option is not checked if the option
-    that it needs is missing.
+    `values` contains some or all options, by dotted name. If it does not contain the option that
+    another one needs, the other one is not checked.
     """
     for name, value in values.items():
         option = options[name]

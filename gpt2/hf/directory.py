@@ -141,7 +141,7 @@ def save(
         weights = partial / "model.safetensors"
         with files.reading(weights, "Free some disk space", failed="cannot be written"):
             save_file(arrays, weights, metadata={"format": "pt"})
-        # safetensors makes its file readable only for its owner, whatever the umask is.
+        # safetensors makes its file readable only by its owner, whatever the umask is.
         shutil.copymode(partial / "config.json", weights)
 
 

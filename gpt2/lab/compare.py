@@ -114,7 +114,7 @@ def main(*directories: str) -> None:
         origin = origins[name]
         if origin.text != usual.text:
             warn(
-                f"{name} is validated on another text than {first}, so their losses cannot be"
+                f"{name} is validated on a different text from {first}, so their losses cannot be"
                 " compared"
             )
         changed = []

@@ -157,7 +157,8 @@ def _judge(
     loss_scale = state.loss_scale
     if loss_scale is not None:
         is_finite = jnp.isfinite(grad_norm)
-        # An overflow is not caused by the batch, unless the scale cannot be lowered.
+        # While the loss scale can be lowered, an overflow is blamed on the scale and not on the
+        # batch, so the guard does not count it.
         overflows = jnp.isfinite(loss) & ~is_finite & (loss_scale.scale > 1)
         guard = _select(overflows, state.guard, guard)
         updated = loss_scale.update(is_finite)

@@ -595,7 +595,7 @@ def test_runs_on_another_text_are_not_compared(tmp_path):
     for index, run in enumerate(sweep.runs()):
         digest = "first" if index < 4 else "second"
         (run.workdir / "data.json").write_text(digest)
-    with pytest.raises(UserError, match=r"another text than .*baseline/seed-0"):
+    with pytest.raises(UserError, match=r"a different text from .*baseline/seed-0"):
         sweep.check_runs()
 
 

@@ -421,7 +421,7 @@ def test_pairs_on_another_text_are_not_compared(ideas):
         (run.workdir / "data.json").write_text(text)
 
     ideas.meanwhile = prepared
-    with pytest.raises(UserError, match="another text than"):
+    with pytest.raises(UserError, match="a different text from"):
         ideas("optim.name=lion")
 
 

@@ -138,7 +138,7 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
 
 
 def exit_code(runs: Sequence[Run]) -> int:
-    """Return the exit code: 1 if a run failed or has not ended, which is also printed."""
+    """Return exit code 1, and print why, if a run failed or has not ended; otherwise 0."""
     states = [run.outcome().state for run in runs]
     failed = states.count("failed")
     waiting = states.count("waiting")

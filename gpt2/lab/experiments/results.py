@@ -104,7 +104,8 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
     """Raise a UserError if runs cannot be compared.
 
     Runs with the same options for data must have the same text, and runs with the same source must
-    have the same code. With `to_come`, this includes the code that would train future runs now.
+    have the same code. Runs that have not ended count only with `to_come`: then the code that
+    trained their checkpoints, and the code that would train them now, must be the same too.
     """
     # For each corpus and for each source folder, a fingerprint and the first run that has it.
     texts: dict[DataConfig, tuple[bytes, Run]] = {}
@@ -126,6 +127,6 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
         text, first = texts.setdefault(run.config.data, (data, run))
         if text != data:
             raise UserError(
-                f"{run.folder} was trained on another text than {first.folder}",
+                f"{run.folder} was trained on a different text from {first.folder}",
                 "Restore the corpus, or remove one of the runs",
             )

@@ -26,7 +26,7 @@ _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true differenc
 
 @dataclass
 class Idea:
-    """An arm that is compared with the best of its time."""
+    """An arm that is compared with the idea that was the best when this one was entered."""
 
     number: int
     text: str  # the value of `--idea`; for the working tree, also the files that differ

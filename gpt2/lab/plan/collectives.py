@@ -112,7 +112,7 @@ _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
 Computations = dict[str, str]  # name of a computation -> its instructions, one per line
 # Matches a computation: the word ENTRY if the program starts there, the name, and the instructions.
-# The attributes of an instruction may have lines that begin with a bracket.
+# The attributes of an instruction may have lines that begin with a closing brace.
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}$", re.M | re.S)
 # Matches the result of a loop's condition.
 _LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
