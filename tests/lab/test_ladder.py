@@ -15,7 +15,7 @@ from gpt2.lab.ladder.courses import grow, judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.multipliers import Losses, judge_course
-from tests.helpers import ROOT, write_run
+from tests.helpers import ROOT, thorough, write_run
 from tests.programs.ladder_rates import simulate
 
 QUICKSTART = Config.from_dict(quickstart.get_config())
@@ -145,10 +145,10 @@ def test_a_forecast_reaches_ten_times_the_compute_over_three_forms():
     assert high == pytest.approx(16, rel=0.01)  # linear
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.9])
+@pytest.mark.parametrize("correlation", [0.0, thorough(0.9)])
 def test_at_most_one_ladder_in_twenty_has_a_false_verdict(correlation):
-    wrong, found = simulate("no gain", seeds=3, correlation=correlation, ladders=100)
-    assert wrong <= 0.05 + 3 * (0.05 * 0.95 / 100) ** 0.5
+    wrong, found = simulate("no gain", seeds=3, correlation=correlation, ladders=50)
+    assert wrong <= 0.05 + 3 * (0.05 * 0.95 / 50) ** 0.5
     assert found > 0.9
 
 

@@ -60,14 +60,14 @@ def snapshot() -> str:
     """Return a commit of the current working tree, or "" if there is no git checkout."""
     if not _git("ls-files", "train.py"):
         return ""
-    folders = ("gpt2", "configs", "train.py")
-    # git leaves files that it does not track out of a commit of the working tree.
-    untracked = _git("ls-files", "--others", "--exclude-standard", "--", *folders)
-    if untracked:
-        raise UserError(
-            f"git does not track {untracked.splitlines()[0]}, so code=. would not contain it",
-            "Run `git add` for it, or remove it",
-        )
+    # A commit of the working tree leaves out files that git does not track.
+    others = _git("ls-files", "--others", "--exclude-standard", "--", "gpt2", "configs")
+    for file in others.splitlines():
+        if file.endswith(".py"):
+            raise UserError(
+                f"git does not track {file}, so code=. would not contain it",
+                "Run `git add` for it, or remove it",
+            )
     return _git("stash", "create") or _git("rev-parse", "HEAD")
 
 
