@@ -90,7 +90,7 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: tokens are prepared once and stored. A batch depends only on the seed and the step.
+    # Data: tokens are prepared once and stored. A batch of them depends on the seed and step alone.
     dataset = prepare(config.data)
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)

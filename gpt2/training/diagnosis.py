@@ -124,7 +124,7 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
             if inside.startswith(f"{module}/"):
                 positions.append(index)
         if not positions:
-            positions.append(len(modules))  # The head is the last, and is not a module.
+            positions.append(len(modules))  # The head comes last, and is not a module.
         return max(positions), number, min(positions)
 
     def find_flags(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:

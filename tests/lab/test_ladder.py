@@ -1,5 +1,7 @@
 """Ladders: the options of each size, compute multipliers, and the verdicts on their course."""
 
+import subprocess
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -67,6 +69,23 @@ def test_a_size_without_whole_heads_is_refused():
     (arm,) = make_arms(config, [], one_at_a_time=False)
     with pytest.raises(UserError, match="3 layers would have 3/2 heads"):
         at_depth(arm, Fraction(3, 4))
+
+
+def test_batches_of_every_size_divide_into_micro_batches():
+    options = {"data.batch_size": 480, "train.accumulate_steps": 5}
+    (arm,) = make_arms(with_options(QUICKSTART, options), [], one_at_a_time=False)
+    for depth in (2, 3, 6, 8):
+        batch_size = at_depth(arm, Fraction(depth, 4)).config.data.batch_size
+        assert batch_size % 5 == 0
+        assert batch_size % 32 == 0
+
+
+def test_sizes_that_would_be_validated_on_different_texts_are_refused():
+    arguments = "--vary=optim.name=lion --config.train.eval_batches=4 --workdir=x"
+    command = [sys.executable, "-m", "gpt2.lab.ladder", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "train.eval_batches=4, sizes would be validated" in done.stderr
 
 
 # Multipliers

@@ -46,6 +46,7 @@ from tests.helpers import (
     read_rows,
     start,
     succeed,
+    thorough,
     write_run,
 )
 from tests.programs.ledger_rates import by_evidence, simulate
@@ -707,9 +708,11 @@ def train_tiny(folder, *options, script="train.py"):
     "options",
     [
         "",
-        "model.position=rope model.qk_norm=True",
+        thorough("model.position=rope model.qk_norm=True"),
         "data.document_mask=True memory.scan_layers=True optim.ema=0.5",
-        "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2",
+        thorough(
+            "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2"
+        ),
     ],
 )
 def test_the_referee_finds_the_loss_that_the_run_reports(tmp_path, options):
@@ -759,7 +762,7 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tmp_path):
         ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
         (2 * ANSWER, "another shape"),
         ("            raise ValueError('tired')\n", "no answer: ValueError: tired"),
-        ("            import time; time.sleep(99)\n", "took too long"),
+        thorough("            import time; time.sleep(99)\n", "took too long"),
     ],
 )
 def test_answers_that_are_none_are_named(tmp_path, monkeypatch, new, message):

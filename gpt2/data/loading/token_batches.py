@@ -21,7 +21,7 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True)
 class TokenDataset(Dataset):
-    """The prepared tokens of a single corpus, whose name is empty, or of a mixture of corpora."""
+    """The prepared tokens of a mixture of corpora, or of one corpus, whose name is then empty."""
 
     tokenizer: Tokenizer
     parts: Parts

@@ -228,6 +228,6 @@ class UserBatches(Source):
             raise UserError(
                 f"{self._name} returns {name} of {array.dtype} with values that are masked, or "
                 f"are not whole numbers from {lowest} to {highest}",
-                "Return an array without a mask whose values are in this range",
+                "Return an unmasked array of whole numbers in this range",
             )
         return array.astype(np.float32 if is_float else np.int32)

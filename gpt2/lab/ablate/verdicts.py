@@ -143,7 +143,7 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of Dunnett's and Welch's tests on the arms whose scores differ."""
+    """Return verdicts by Dunnett's and Welch's tests, if an arm's scores vary between seeds."""
     first = baseline.scores
     groups = [first, *(arm.scores for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])

@@ -86,6 +86,13 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
             "--vary is missing or contains only values of the baseline, so nothing is compared",
             "Give --vary=OPTION=VALUE,...",
         )
+    eval_batches = arms[0].config.train.eval_batches
+    if eval_batches:
+        raise UserError(
+            f"With train.eval_batches={eval_batches}, sizes would be validated on different texts,"
+            " because their batches differ",
+            "Use --config.train.eval_batches=0, which reads the whole split",
+        )
     sweeps = []
     for depth in sorted(depths):
         ratio = Fraction(depth, arms[0].config.model.num_layers)

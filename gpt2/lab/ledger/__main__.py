@@ -275,6 +275,9 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
                 losses.append(score(run))
             except NoAnswerError as error:
                 end = Outcome("failed", str(error))
+        if end.state == "diverged" and run == pair[0]:
+            # A repeated command would find the same run, so this ends the idea.
+            return "failed", f"the best version's run {run.label} diverged"
         if end.state != "finished" and run == pair[0]:
             raise UserError(
                 f"The best version's run {run.label} {end.state}: {end.error}",

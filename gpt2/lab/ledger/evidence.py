@@ -6,7 +6,7 @@ or above. Let n be the number of pairs, m their mean, S = sum (x_i - m)^2, r = 1
 and F_n the distribution function of Student's t with n degrees of freedom. Then the evidence is
 
     E_n = 2 r^(-1/2) ((S + n m^2) / (S + n m^2 / r))^(n/2)
-          F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)),
+          F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)).
 
 E_n is the likelihood ratio of "mean / deviation is -|N(0, tau^2)|" to "mean / deviation is 0",
 after the right Haar prior has removed the deviation (Lai 1976, Annals of Statistics 4; Pérez-Ortiz,
@@ -25,11 +25,11 @@ In a ledger, e-LOND (Xu and Ramdas 2024, AISTATS 27) keeps the t-th idea as soon
 
 where K is the number of ideas that have been kept so far. An idea gets its t when its first pair
 begins, even if its runs fail. So no gamma_t depends on scores, and all gamma_t add up to at most 1.
-When an idea is kept, at least K + 1 ideas are kept. The idea therefore adds at most alpha gamma_t
-E_n to the fraction of false ideas, and all ideas together add at most alpha in expectation,
-whatever the dependence of the e-values is. The proof assumes that an e-value is final when it is
-tested. Here an idea may also continue after K has grown because of the scores of other ideas.
-`python -m tests.programs.ledger_rates` simulates this, and docs/ledger.md has the rates.
+Once an idea is kept, it is one of at least K + 1 kept ideas. The idea therefore adds at most
+alpha gamma_t E_n to the fraction of false ideas, and all ideas together add at most alpha in
+expectation, whatever the dependence of the e-values is. The proof assumes that an e-value is final
+when it is tested. Here an idea may also continue after K has grown because of the scores of other
+ideas. `python -m tests.programs.ledger_rates` simulates this, and docs/ledger.md has the rates.
 """
 
 import math

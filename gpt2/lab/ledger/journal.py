@@ -71,7 +71,7 @@ class Ledger:
     """The content of a ledger.jsonl."""
 
     ideas: list[Idea] = field(default_factory=list)  # ordered by number
-    # Numbers of the ideas that have trained a pair or diverged, in that order.
+    # Numbers of the ideas for which a seed has been drawn, in the order of their first seeds.
     tests: dict[int, None] = field(default_factory=dict)
 
     @property

@@ -3,7 +3,8 @@
 The referee holds the validation split, and reveals it token by token to a process that runs the
 code and the checkpoint of the run (answer.py). It receives the logits after each token before it
 sends the next one, normalises them itself, and adds up the loss. So an answer cannot depend on
-what follows, and need not be a distribution.
+tokens that the pipe has not sent yet, and need not be a distribution. The process could still read
+the split from the disk: docs/ledger.md says what prevents that.
 """
 
 import os

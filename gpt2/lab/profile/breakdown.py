@@ -137,9 +137,9 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
 def _causes(
     trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Return the seconds of each activity of the host while devices were idle before a run.
+    """Return the host's seconds by activity while devices waited for an execution of the step.
 
-    `number` is the index of the run.
+    `number` is the index of the execution.
     """
     next_steps = trace.steps[number:]
     if next_steps and next_steps[0].start <= idle_since:
