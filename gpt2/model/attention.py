@@ -58,9 +58,8 @@ class Attention(nn.Module):
         heads = Heads(q, k, v)
         for ingredient in ingredients_of(cfg):
             heads = ingredient.heads(self, heads, context)
-        chex.assert_shape(
-            heads.q, (*x.shape[:2], N, H)
-        )  # an axis of size 1 would broadcast silently
+        # An axis of size 1 would broadcast silently.
+        chex.assert_shape(heads.q, (*x.shape[:2], N, H))
         chex.assert_shape(heads[1:], (*x.shape[:2], cfg.kv_heads, H))
         chex.assert_trees_all_equal_dtypes(*heads)
 

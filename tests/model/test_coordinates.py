@@ -40,6 +40,16 @@ def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Ar
     return outputs
 
 
+def set_up(changes: str) -> tuple:
+    """Return a program on one device, its first state, and a batch of random tokens."""
+    config = config_of("default", changes)
+    program = Program.from_config(config, jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
+    batch = program.backend.put_batch(batch_of(tokens))
+    return program, program.init_state(), batch
+
+
 def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
     """Return the mean absolute change of every activation after `STEPS` steps."""
     changes = f"""
@@ -47,12 +57,7 @@ def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
         model.context_length={LENGTH} model.mup_base_width={BASE if is_mup else 0}
         data.batch_size={ROWS} train.num_steps={STEPS} optim.name={optimizer}
         optim.weight_decay=0.0 optim.eps=1e-8"""
-    config = config_of("default", changes)
-    program = Program.from_config(config, jax.devices()[:1])
-    state = program.init_state()
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
-    batch = program.backend.put_batch(batch_of(tokens))
+    program, state, batch = set_up(changes)
     run = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
     before = run(state.params)
     step = program.compile_train(state, batch)
@@ -94,12 +99,7 @@ def stream_movement(depth: int, base: int, optimizer: str) -> float:
         model.context_length={LENGTH} model.mup_base_depth={base}
         data.batch_size={ROWS} train.num_steps={STEPS} optim.name={optimizer}
         optim.weight_decay=0.0 optim.eps=1e-8"""
-    config = config_of("default", changes)
-    program = Program.from_config(config, jax.devices()[:1])
-    state = program.init_state()
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
-    batch = program.backend.put_batch(batch_of(tokens))
+    program, state, batch = set_up(changes)
     last = f"h_{depth - 1}"
 
     @jax.jit

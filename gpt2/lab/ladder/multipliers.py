@@ -31,11 +31,8 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # imports its parts when they are used
-from numpy.typing import NDArray
 
-from gpt2.lab.ablate.power import LEVEL
-
-Array = NDArray[np.float64]
+from gpt2.lab.ablate.power import LEVEL, Array
 
 # The largest factor by which a constant multiplier changes for ten times the compute.
 STAYS = 1.5
