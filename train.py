@@ -104,6 +104,7 @@ def main() -> int:
     if folder.is_finished(workdir, config, start):
         with mirror:
             return 0
+    # Initial weights are loaded before the workdir is written, because they may not fit the model.
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, program.flops_per_token)
@@ -153,10 +154,10 @@ def train(run: Run, state: TrainState, start: int) -> int:
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)
-            scores = validate(eval_step, state.eval_params, *split)
-        if not math.isfinite(scores["eval/loss"]):
+            newest = validate(eval_step, state.eval_params, *split)
+        if not math.isfinite(newest["eval/loss"]):
             raise DivergedError(step, "the validation loss is", before=False)
-        return scores
+        return newest
 
     def save(measured: dict[str, float] | None = None) -> None:
         """Save the newest state, after writing its metrics."""

@@ -37,6 +37,7 @@ class Block(nn.Module):
         drop = nn.Dropout(cfg.dropout, deterministic=context.deterministic)
 
         def dropout(y: Array) -> Array:
+            """Apply dropout, and CompleteP's factor, to what a branch adds to the stream."""
             y = drop(y)
             if cfg.mup_base_depth:  # CompleteP, arXiv 2505.01618: the sum has 2 L terms
                 y = y / cfg.depth_ratio

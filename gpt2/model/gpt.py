@@ -250,8 +250,8 @@ class GPT(nn.Module):
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
         """Return `{"params": ...}`, drawn with the key `rngs`.
 
-        Of `tokens`, only the shape matters. Further arguments, which `nn.tabulate` passes, are
-        ignored.
+        Of `tokens`, only the shape matters. Flax's other arguments of `init`, which `nn.tabulate`
+        passes, change nothing, because all methods use the same parameters.
         """
         params = nn.unbox(self.draw(rngs, tokens))
         return {"params": in_layout(params, scanned=self.config.scan_layers)}

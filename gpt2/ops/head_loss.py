@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from gpt2.ops.linear import dot
 from gpt2.ops.plain import LogitsLoss
-from gpt2.ops.table import LookUp
+from gpt2.ops.table import LookUpFn
 from gpt2.ops.variants import Variants
 from gpt2.utils.trees import Batch, Tree
 
@@ -249,7 +249,7 @@ def look_up_padded(
     tokens: Array,
     dtype: DTypeLike,
     *,
-    look_up: LookUp,
+    look_up: LookUpFn,
     vocab_size: int,
 ) -> Array:
     """Look up tokens in a table that `pad_vocab` returned.

@@ -24,15 +24,15 @@ from gpt2.ops.plain import (
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Batch, Tree
 
-Attention = Callable[[Array, Array, Array, Scoring], Array]
+AttentionFn = Callable[[Array, Array, Array, Scoring], Array]
 # A function that turns `kernel(q, k, v, segments)` into a kernel that runs on each device's own
 # heads.
 Spread = Callable[[Callable], Callable]
-LookUp = Callable[[Array, Array, DTypeLike], Array]
-Param = Callable[[nn.Module, str, Init, Shape, ParamInfo], Array]
+LookUpFn = Callable[[Array, Array, DTypeLike], Array]
+ParamFn = Callable[[nn.Module, str, Init, Shape, ParamInfo], Array]
 
 
-class Linear(Protocol):
+class LinearFn(Protocol):
     """See `plain.linear`."""
 
     def __call__(  # noqa: D102
@@ -47,7 +47,7 @@ class Linear(Protocol):
     ) -> Array: ...
 
 
-class LinearParts(Protocol):
+class LinearPartsFn(Protocol):
     """See `plain.linear_parts`."""
 
     def __call__(  # noqa: D102
@@ -55,7 +55,7 @@ class LinearParts(Protocol):
     ) -> list[Array]: ...
 
 
-class HeadLoss(Protocol):
+class HeadLossFn(Protocol):
     """See `plain.head_loss`."""
 
     def __call__(  # noqa: D102
@@ -70,7 +70,7 @@ class HeadLoss(Protocol):
     ) -> tuple[Array, Tree]: ...
 
 
-class Norm(Protocol):
+class NormFn(Protocol):
     """See `plain.norm`."""
 
     def __call__(  # noqa: D102
@@ -97,17 +97,17 @@ class Ops:
             `pad_vocab` adds.
     """
 
-    param: Param = plain.param
+    param: ParamFn = plain.param
     whole: Callable[[Array], Array] = plain.whole
-    linear: Linear = plain.linear
-    linear_parts: LinearParts = plain.linear_parts
-    norm: Norm = plain.norm
-    attention: Attention = plain.attention
-    look_up: LookUp = plain.look_up
-    look_up_tokens: LookUp = plain.look_up
+    linear: LinearFn = plain.linear
+    linear_parts: LinearPartsFn = plain.linear_parts
+    norm: NormFn = plain.norm
+    attention: AttentionFn = plain.attention
+    look_up: LookUpFn = plain.look_up
+    look_up_tokens: LookUpFn = plain.look_up
     add_rows: Callable[[Array, Array], Array] = plain.add_rows
     pad_vocab: Callable[[Array], Array] = plain.pad_vocab
-    head_loss: HeadLoss = plain.head_loss
+    head_loss: HeadLossFn = plain.head_loss
     log_sum_exp: Callable[[Array], Array] = plain.log_sum_exp
     constrain: Callable[..., Array] = plain.constrain
     isolate: Callable[[Callable], Callable] = plain.isolate

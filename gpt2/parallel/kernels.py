@@ -27,7 +27,7 @@ from gpt2.ops.head_loss import (
 )
 from gpt2.ops.linear import add_rows, linear, linear_separately
 from gpt2.ops.norm import norm
-from gpt2.ops.table import Attention, LookUp, Spread
+from gpt2.ops.table import AttentionFn, LookUpFn, Spread
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
 from gpt2.parallel.shards import gather_by_layer
@@ -157,7 +157,7 @@ def make_ops(
     padded_size = -(-cfg.vocab_size // multiple) * multiple
     table = (padded_size, cfg.embed_dim)
     num_rows = chunk_rows(platform, table, is_scarce=gathers_by_layer)
-    look_up_tokens: LookUp = look_up if gathers_by_layer else plain.look_up
+    look_up_tokens: LookUpFn = look_up if gathers_by_layer else plain.look_up
     if padded_size > cfg.vocab_size:
         look_up_tokens = partial(
             look_up_padded, look_up=look_up_tokens, vocab_size=cfg.vocab_size
@@ -190,7 +190,9 @@ def make_ops(
     return gather_by_layer(ops, shards_for)
 
 
-def get_attention(name: str, platform: str, spread: Spread | None = None) -> Attention:
+def get_attention(
+    name: str, platform: str, spread: Spread | None = None
+) -> AttentionFn:
     """Return the attention function for `name`, a kernel in `PREFERRED` or `plain`."""
     if name == "blocked":
         return partial(blocked_attention, spread=spread)
