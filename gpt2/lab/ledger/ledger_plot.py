@@ -46,7 +46,8 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
                     rotation=30,
                     rotation_mode="anchor",
                 )
-        axes.margins(y=0.3)  # leaves space for names
+        low, high = axes.get_ylim()
+        axes.set_ylim(bottom=low - 0.5 * (high - low))  # leaves space for names
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("idea")
         axes.set_ylabel("difference from the start (nats per token)")
