@@ -215,10 +215,8 @@ def train(run: Run, state: TrainState, start: int) -> int:
     checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
         by = stop.requested.name
-        log(
-            f"stopped by {by} at step {step}; to continue, repeat the command",
-            sys.stdout,
-        )
+        message = f"stopped by {by} at step {step}; to continue, repeat the command"
+        log(message, sys.stdout)
         return 128 + stop.requested
 
     # Finish: loss.png, samples.txt and the summary on the screen.
