@@ -65,7 +65,7 @@ the soft cap of scores has the wrong derivative in blocks: ops/blocked_attention
     + 1.0 - (scores / options.softcap)
 post-norm leaves the sum as it is: model/block.py, against_numpy -k post
     - x = norm(x + dropout(sublayer(read)))
-    + x = x + norm(dropout(layer(read)))
+    + x = x + norm(dropout(sublayer(read)))
 a parallel MLP reads what attention wrote: model/block.py, against_numpy -k parallel
     - read = context.block_input if cfg.parallel_block else x
     + read = x
@@ -239,7 +239,7 @@ FLOPs count heads as wide as the model: model/flops.py, switches -k 'flops and h
     + heads = cfg.embed_dim
 altered values are not noticed: training/checkpoint_files.py, checkpoint -k damage_to_any
     - files.find_damage(folder, digests)
-    + files.find_damage(folder, found, read=False)
+    + files.find_damage(folder, digests, read=False)
 a run that was killed begins anew: train.py, train -k killed
     - start = folder.find_start(workdir)
     + start = 0
@@ -366,6 +366,19 @@ def misplaced(chosen: list[Fault]) -> list[str]:
     return lost
 
 
+def undefined(chosen: list[Fault]) -> list[str]:
+    """Return the faults whose `wrong` reads an undefined name, so that any test would fail."""
+    lost = []
+    for fault in chosen:
+        text = (ROOT / fault.file).read_text().replace(fault.right, fault.wrong)
+        command = [sys.executable, "-m", "ruff", "check", "--select=F821", "-q", "-"]
+        if subprocess.run(
+            command, input=text, text=True, stdout=subprocess.PIPE
+        ).returncode:
+            lost.append(f"{fault.name}: {fault.file}: {fault.wrong}")
+    return lost
+
+
 def is_caught(fault: Fault, directory: Path) -> bool:
     """Plants a fault in the copy at `directory`, says whether a test fails, and takes it out."""
     path = directory / fault.file
@@ -391,6 +404,8 @@ def main(*names: str) -> int:
     chosen = [f for f in faults() if not names or any(name in f.name for name in names)]
     if lost := misplaced(chosen):
         raise SystemExit("these do not stand in the code any more:\n" + "\n".join(lost))
+    if lost := undefined(chosen):
+        raise SystemExit("these read undefined names:\n" + "\n".join(lost))
     missed = 0
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
