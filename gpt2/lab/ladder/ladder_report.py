@@ -1,4 +1,4 @@
-"""The report of a ladder: report.md, report.html, multipliers.csv and a plot."""
+"""The report of a ladder: report.md, report.html, multipliers.csv and a picture."""
 
 import re
 from collections.abc import Mapping, Sequence
