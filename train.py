@@ -82,10 +82,11 @@ def main() -> int:
         jax.config.update("jax_disable_most_optimizations", True)
     exit_at_interrupt("to continue, repeat the command")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
+    location = args.workdir or f"runs/{cli.config_name()}"
+    folder.require_same_start(config, {"--workdir": location, "--debug": args.debug})
     devices = find_devices(config)
     distributed.only_first(set_on_exit)(config.logging.on_exit)
-    place = args.workdir or f"runs/{cli.config_name()}"
-    workdir, mirror = folder.open_workdir(place)
+    workdir, mirror = folder.open_workdir(location)
     if options.init_from:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)

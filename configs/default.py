@@ -37,6 +37,7 @@ def option(
     *,
     needs: str = "",
     may_change: bool = False,
+    may_differ: bool = False,
     is_recipe: bool = False,
     is_duration: bool = False,
     choices: tuple[str, ...] = (),
@@ -53,6 +54,7 @@ def option(
             not have its default, or `optim.name=muon|soap` must have one of these values.
         may_change: whether a run may continue with another value. For a group, this applies to all
             options in the group.
+        may_differ: whether the processes of one run may have different values.
         is_recipe: whether the option is a part of the recipe, the model and its training, and does
             not affect the text, the seed, the initial weights or the validation. Ideas of a ledger
             may set only such options. For a group, this applies to all options in the group.
@@ -68,6 +70,7 @@ def option(
         "help": help,
         "needs": needs,
         "may_change": may_change,
+        "may_differ": may_differ,
         "is_recipe": is_recipe,
         "is_duration": is_duration,
         "choices": choices,
@@ -335,6 +338,7 @@ class Data:
         "directory of prepared corpora; empty: $GPT2_DATA_DIR, or ~/.cache/gpt2-jax if that is "
         "not set",
         may_change=True,
+        may_differ=True,
     )
     unique: bool = option(
         False, "drop every document whose text repeats that of an earlier one"
@@ -726,22 +730,27 @@ class Memory:
 class Logging:
     """The logs of a run: destinations of metrics, additional metrics, and traces."""
 
-    tensorboard: bool = option(True, "write event files for TensorBoard")
+    tensorboard: bool = option(
+        True, "write event files for TensorBoard", may_differ=True
+    )
     wandb: bool = option(
         False,
         "send metrics to Weights & Biases; WANDB_RUN_GROUP and WANDB_TAGS set the group and the "
         "tags",
+        may_differ=True,
         aliases="wandb_log",
     )
-    wandb_project: str = option("gpt2", "project at Weights & Biases")
+    wandb_project: str = option("gpt2", "project at Weights & Biases", may_differ=True)
     screen: str = option(
         "",
         "additional metrics to print, separated by commas; NAME means train/NAME and eval/NAME",
+        may_differ=True,
     )
     reference: str = option(
         "",
         "published losses to plot in loss.png: a name in configs/reference, or a CSV file as in "
         "docs/ablations.md",
+        may_differ=True,
     )
     watch_every: int = option(
         0, "number of steps between logs of the norms of all tensors; 0: off"
@@ -758,6 +767,7 @@ class Logging:
         "shell command that process 0 runs when it ends for any reason (unless it is killed), with "
         "GPT2_EXIT_CODE and GPT2_EXIT_REASON in the environment; empty: none. It has to be set by "
         "a flag or a .py file, because config.json does not contain it",
+        may_differ=True,
         is_recorded=False,
     )
 

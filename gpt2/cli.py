@@ -5,7 +5,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from absl import app, flags
@@ -30,7 +30,7 @@ def run(
     main: Callable[..., int | None],
     define_flags: Callable[[], object] = lambda: None,
     *,
-    commands: Sequence[str] = (),
+    commands: tuple[str, ...] = (),
     takes_files: bool = False,
 ) -> None:
     """Parse the command line, call `main`, and exit with the code that it returns (None: 0).
@@ -54,7 +54,7 @@ def run(
             "The command is missing", f"Choose one of {', '.join(commands)}"
         )
     if commands:
-        require_choice("command", arguments[0], tuple(commands))
+        require_choice("command", arguments[0], commands)
     if len(arguments) > bool(commands) and not takes_files:
         raise UserError(
             f"{arguments[-1]} is not a flag", "Write options as --name=value"

@@ -20,7 +20,7 @@ ROOMS = {
     "model": 12.1,
     "ops": 11.0,
     "optim": 6.3,
-    "parallel": 8.5,
+    "parallel": 8.6,
     "training": 11.2,
     "data": 15.3,
     "telemetry": 5.1,

@@ -37,6 +37,7 @@ class Option:
     help: str = ""
     needs: str = ""
     may_change: bool = False
+    may_differ: bool = False
     is_recipe: bool = False
     is_duration: bool = False
     choices: tuple[str, ...] = ()

@@ -9,16 +9,19 @@ import contextlib
 import faulthandler
 import functools
 import importlib.util
+import itertools
+import json
 import os
 import re
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax._src.distributed import global_state  # its key-value store has no public name
 from jax.experimental import multihost_utils
 
 from gpt2.errors import UserError, describe_exit, exit_process, log
@@ -30,6 +33,11 @@ R = TypeVar("R")
 ALONE = "GPT2_ALONE"
 # Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
+
+# Milliseconds for which a process waits for the texts of the others, which may first prepare data
+# for hours. If one of them dies, its missing heartbeat ends the wait.
+_DAY = 86_400_000
+_exchanges = itertools.count()  # numbers the calls of `from_all`
 
 # The text by which error messages of collectives and of the runtime show that a process has ended.
 _LOST_PEER = re.compile(
@@ -165,10 +173,30 @@ def from_first(number: int) -> int:
 
 
 def from_all(text: str) -> list[str]:
-    """Return the ASCII texts of all processes. Every process must call this."""
-    data = text.encode()
-    sizes = multihost_utils.process_allgather(np.int32(len(data)))
-    rows = multihost_utils.process_allgather(
-        np.frombuffer(data.ljust(max(sizes)), np.uint8)
-    )
-    return [row.tobytes().decode().rstrip() for row in rows]
+    """Return the texts of all processes. Every process must call this.
+
+    The coordinator passes the texts on, so that devices need not exist yet.
+    """
+    if (client := global_state.client) is None:
+        return [text]
+    folder = f"gpt2/{next(_exchanges)}/"
+    client.key_value_set(f"{folder}{global_state.process_id:09}", text)
+    client.wait_at_barrier(folder, _DAY)
+    return [text for _, text in sorted(client.key_value_dir_get(folder))]
+
+
+def require_same(values: Mapping[str, object]) -> None:
+    """Raise a UserError in every process if `values` differ between the processes of the run."""
+    first, *others = map(json.loads, from_all(json.dumps(values)))
+    for index, other in enumerate(others, 1):
+        changes = list[str]()
+        for name, value in other.items():
+            if value != first.get(name):
+                changes.append(f"{name}={value}, not {first.get(name)}")
+        if changes:
+            # A process that ended while it is connected would abort the other processes.
+            jax.distributed.shutdown()
+            raise UserError(
+                f"Unlike process 0, process {index} has {'; '.join(changes)}",
+                "Start all processes with the same command, code and text",
+            )

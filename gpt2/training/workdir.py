@@ -41,7 +41,7 @@ from gpt2.training.checkpoint_files import (
 )
 from gpt2.training.program import Program
 from gpt2.utils import files, stores
-from gpt2.utils.code import describe_start
+from gpt2.utils.code import describe_code, describe_start
 from gpt2.utils.mirror import mirrored
 
 _LOCK = ".lock"
@@ -54,6 +54,15 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
     if jax.process_index() or not stores.is_url(location):
         return workdir, contextlib.nullcontext()
     return workdir, mirrored(location, workdir)
+
+
+def require_same_start(config: Config, flags: Mapping[str, object]) -> None:
+    """Refuse a run whose processes have different options, flags or code, before devices exist."""
+    facts = dict(flags)
+    for name, value in flatten(config.to_dict()).items():
+        if not OPTIONS[name].may_differ:
+            facts[name] = value
+    distributed.require_same(facts | describe_code())
 
 
 def check_options(workdir: Path, config: Config) -> None:
@@ -156,7 +165,11 @@ def deciding_options(config: Config) -> dict[str, Any]:
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
-    """Refuse to continue a run with another text or another tokenizer."""
+    """Refuse to continue a run with another text or tokenizer.
+
+    Also refuse processes whose texts differ.
+    """
+    distributed.require_same(dataset.describe())
     path = workdir / _DATA
     if not refuse_other(path, dataset) and saved_steps(workdir):
         warn(f"{path} is missing or damaged, so a change of the text cannot be noticed")

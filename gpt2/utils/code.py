@@ -68,6 +68,17 @@ def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
     return done.stdout.strip()
 
 
+def describe_code() -> dict[str, str]:
+    """Return `hash_code` and the versions of the programs that determine a run's results."""
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    return {
+        "gpt2": __version__,
+        "code": hash_code(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
 def describe_start(step: int) -> dict[str, Any]:
     """Return a record for environment.jsonl: what results depend on apart from options and data.
 
@@ -80,18 +91,14 @@ def describe_start(step: int) -> dict[str, Any]:
     if git(SOURCE, "ls-files", "gpt2/__init__.py"):
         commit = git(SOURCE, "rev-parse", "HEAD")
         changed = git(SOURCE, "status", "--porcelain", "*.py")
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "step": step,
         "time": datetime.now(UTC).isoformat(),
         "command": sys.argv,
-        "gpt2": __version__,
-        "code": hash_code(),
+        **describe_code(),
         "commit": commit,
         "clean": None if changed is None else not changed,
-        "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: version(name) for name in packages},
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "processes": jax.process_count(),

@@ -64,6 +64,11 @@ def test_options_know_what_concerns_them():
     may_change = {name for name, option in OPTIONS.items() if option.may_change}
     assert {"train.num_steps", "parallel.rules.mlp", "logging.screen"} <= may_change
     assert not {"seed", "optim.learning_rate", "data.batch_size"} & may_change
+    may_differ = {name for name, option in OPTIONS.items() if option.may_differ}
+    assert {"data.data_dir", "logging.on_exit"} <= may_differ
+    # Every process takes part in these steps.
+    assert not {"logging.watch_every", "train.eval_every"} & may_differ
+    assert may_differ <= may_change
     not_recipe = {name for name, option in OPTIONS.items() if not option.is_recipe}
     assert not_recipe == {
         "seed",

@@ -1,6 +1,7 @@
 """train.py as two processes of four devices: their agreement, and how they end."""
 
 import importlib.util
+import json
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import time
 import pytest
 from jax._src.clusters import ClusterEnv
 
+from gpt2.config import Config, with_options
 from gpt2.parallel import distributed
 from tests.helpers import (
     ROOT,
@@ -51,13 +53,25 @@ class Pair:
     """Two processes of train.py, each with four simulated devices.
 
     `variables` are environment variables, in which {0} is the index of a process and {1} the index
-    of the other.
+    of the other. In the path of the config file, {0} is the same index. `second` are further flags
+    of process 1.
     """
 
-    def __init__(self, workdir, *flags, launcher=None, variables="", script="train.py"):
+    def __init__(
+        self,
+        workdir,
+        *flags,
+        launcher=None,
+        variables="",
+        script="train.py",
+        config="configs/quickstart.py",
+        second=(),
+    ):
         self.workdir = workdir
         self.script = script
         self.flags = [f"--workdir={workdir}", *TINY, *FLAGS.split(), *flags]
+        self.config = config
+        self.second = second
         self.launcher = launcher
         self.variables = variables
         with socket.create_server(("localhost", 0)) as server:
@@ -66,7 +80,9 @@ class Pair:
         self.processes = [self.start(index) for index in range(2)]
 
     def start(self, index):
-        flags = self.flags
+        flags = [f"--config={self.config.format(index)}", *self.flags]
+        if index == 1:
+            flags += self.second
         variables = environment(4)
         variables["JAX_COORDINATOR_PORT"] = str(self.port)
         settings = self.variables
@@ -144,6 +160,66 @@ def test_two_processes_train_in_any_layout_as_one_device(tmp_path, layout, launc
     assert metrics_of(two)[-1][name] == pytest.approx(expected, rel=1e-5)
 
 
+def refusal(pair):
+    """Return the error with which both processes end."""
+    assert pair.ends() == [2, 2], pair.output()
+    assert "compiling" not in pair.output()
+    first, second = (log.read_text().splitlines()[-1] for log in pair.logs)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize(
+    ("flag", "change"),
+    [
+        ("--config.optim.learning_rate=0.1", "optim.learning_rate=0.1, not 0.006"),
+        thorough("--config.seed=3", "seed=3, not 0"),
+        # The devices of process 1 would form another mesh.
+        thorough("--config.parallel.tensor=2", "parallel.tensor=2, not 1"),
+        thorough("--debug", "--debug=True, not False"),
+        thorough("--workdir=elsewhere", "--workdir=elsewhere, not {workdir}"),
+    ],
+)
+def test_processes_with_different_flags_do_not_train(tmp_path, flag, change):
+    workdir = tmp_path / "run"
+    with Pair(workdir, second=[flag]) as pair:
+        error = refusal(pair)
+    change = change.format(workdir=workdir)
+    assert error.startswith(f"error: Unlike process 0, process 1 has {change}. Start")
+    assert not workdir.exists()
+
+
+@pytest.mark.thorough
+def test_processes_whose_config_files_have_different_contents_do_not_train(tmp_path):
+    for index, value in enumerate([0.9, 0.5]):
+        options = with_options(Config(), {"optim.beta2": value})
+        (tmp_path / f"{index}.json").write_text(json.dumps(options.to_dict()))
+    with Pair(tmp_path / "run", config=f"{tmp_path}/{{0}}.json") as pair:
+        error = refusal(pair)
+    assert "process 1 has optim.beta2=0.5, not 0.9. Start" in error
+
+
+@pytest.mark.thorough
+def test_options_of_one_process_only_may_differ(tmp_path):
+    second = [f"--config.data.data_dir={tmp_path}/data", "--config.logging.screen=lr"]
+    with Pair(tmp_path / "run", "--config.train.num_steps=2", second=second) as pair:
+        assert pair.ends() == [0, 0], pair.output()
+    assert (tmp_path / "data").exists()
+
+
+@pytest.mark.thorough
+def test_processes_with_different_texts_do_not_train(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef texts():\n    yield 'a' * 999 + os.environ['ENDING']\n"
+    )
+    flags = ["--config.data.corpus=python:mine:texts"]
+    data = [f"--config.data.data_dir={tmp_path}/second"]
+    variables = f"PYTHONPATH={tmp_path} ENDING=end{{0}}"
+    with Pair(tmp_path / "run", *flags, second=data, variables=variables) as pair:
+        error = refusal(pair)
+    assert "process 1 has token_crc32={'train'" in error
+
+
 @pytest.fixture
 def find_launcher(monkeypatch):
     """A function that returns the launcher of a TPU host with some environment variables."""
@@ -219,6 +295,7 @@ def end(error, stderr):
     program = f"""
 import jax
 from gpt2.errors import UserError
+from gpt2.config import Config, with_options
 from gpt2.parallel import distributed
 jax.distributed.is_initialized = lambda: True
 with distributed.ends_together():
