@@ -1,4 +1,4 @@
-"""What every test shares: eight simulated devices, and one cache of compiled programs."""
+"""Settings of all tests: eight simulated devices, and one cache of compiled programs."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 from gpt2.utils.launch import cpu_environment
 from tests.forks import COMPILES_FAST
 
-# Before JAX is imported by anything.
+# These variables must be set before any module imports JAX.
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 if "xla_force_host_platform_device_count" not in _FLAGS:
     _FLAGS = f"{_FLAGS} --xla_force_host_platform_device_count=8"
@@ -18,19 +18,20 @@ if COMPILES_FAST not in _FLAGS:
     _FLAGS = f"{_FLAGS} {COMPILES_FAST}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-_SETTINGS = cpu_environment()  # without which train.py starts twice
+_SETTINGS = cpu_environment()  # without these, train.py would restart itself
 os.environ |= {name: _SETTINGS[name] for name in _SETTINGS if name != "XLA_FLAGS"}
 _CACHE = Path(tempfile.gettempdir()) / f"gpt2-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("GPT2_DATA_DIR", str(_CACHE / "data"))
 
-# Jobs in the background ignore Ctrl-C, and so would the processes that tests start.
+# Jobs in the background ignore Ctrl-C, and processes that tests start would also ignore it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take longest, which come first: else one process would end the last of them alone.
+# The files that take longest run first. Otherwise, the last of them would run in one process while
+# other processes are idle.
 LONGEST = "train against_numpy steps layouts model packing switches workdir ops"
 
 
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiles_fast():
-    """Most of a test's time is LLVM's, spent on programs that run a few times."""
+    """Turn off most of LLVM's optimizations, which take longer than the tests' programs run."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -49,7 +50,7 @@ def compiles_fast():
 
 @pytest.fixture
 def make(tmp_path):
-    """Prepares a corpus into a directory of the test's own, and returns its tokens."""
+    """Return a function that prepares a corpus in the test's directory, and returns its tokens."""
     from gpt2.config import DataConfig
     from gpt2.data import prepare
 
@@ -66,9 +67,10 @@ def make(tmp_path):
 
 @pytest.fixture(scope="module")
 def compiles_fully(compiles_fast):
-    """For modules about the compiled program itself: runs that they start compile as users' do.
+    """Turn LLVM's optimizations on again, for modules that test the compiled program itself.
 
-    This process has LLVM optimize again, and keeps `COMPILES_FAST`, which it reads once.
+    Runs that these modules start compile in the same way as users' runs. This process still has
+    `COMPILES_FAST`, because XLA reads its flags only once.
     """
     import jax
 

@@ -1,7 +1,7 @@
-"""Commands in processes that need no imports: a server forks itself for each of them.
+"""Run commands quickly: a server does the imports once, and forks itself for each command.
 
-A command takes seconds to import JAX and milliseconds to refuse an option. The server imports
-everything but the commands themselves and what else defines or reads flags. A child then runs a
+A command takes seconds to import JAX, but milliseconds to refuse an option. The server imports all
+modules except the commands and other modules that define or read flags. A child then runs a
 command's file as `python` would, from its first line to its exit.
 """
 
@@ -28,35 +28,35 @@ from gpt2.utils.launch import has_old_xla
 
 ROOT = Path(__file__).parents[1]
 
-# XLA:CPU compiles the small programs of tests four times as fast in one part, and without the
-# pipelines that newer versions always use.
+# XLA:CPU compiles the small programs of tests four times as fast if it compiles each program in one
+# part and without fusion emitters, which newer versions always use.
 COMPILES_FAST = "--xla_cpu_parallel_codegen_split_count=1"
 COMPILES_FAST += " --xla_cpu_use_fusion_emitters=false" if has_old_xla() else ""
 
-LATE = -1  # that of a command which took longer than it may
+LATE = -1  # the code of a command that exceeded its time limit
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
     """How a command ended."""
 
-    code: int  # its exit code; `LATE`, or minus the number of a signal
+    code: int  # the exit code, `LATE`, or minus the number of the signal that ended it
     stdout: str
     stderr: str
-    memory: int  # the most that it held beyond what the server holds, in bytes
+    memory: int  # its peak memory minus the server's memory, in bytes
 
 
 @functools.cache
 def _server() -> subprocess.Popen:
-    """Starts the server, which ends when this process closes its input."""
+    """Start the server, which ends when this process closes its input."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     return subprocess.Popen([sys.executable, __file__], env=environment(), **pipes)
 
 
 def run_command(*command: str, cwd: Path, seconds: int = 15, devices: int = 1) -> Done:
-    """Runs a file such as `train.py`, or a module such as `gpt2.generate`, with arguments.
+    """Run a file such as `train.py`, or a module such as `gpt2.generate`, with arguments.
 
-    It is killed after `seconds` of processor time, or five times as many by the clock.
+    The command is killed after `seconds` of processor time, or after five times this time.
     """
     asked = dict(
         command=command, cwd=str(cwd), seconds=seconds, variables=environment(devices)
@@ -66,9 +66,9 @@ def run_command(*command: str, cwd: Path, seconds: int = 15, devices: int = 1) -
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """Returns the variables of commands: this project's code, on so many CPU devices.
+    """Return the environment in which commands run this project's code on `devices` CPU devices.
 
-    They compile fast, or as users' do where JAX_DISABLE_MOST_OPTIMIZATIONS is 0.
+    Commands compile fast or, if JAX_DISABLE_MOST_OPTIMIZATIONS is 0, as users' commands do.
     """
     variables = (
         {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
@@ -82,15 +82,17 @@ def environment(devices: int = 1) -> dict[str, str]:
 def _serve() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     _import_all()
-    importlib.import_module("gpt2.utils.code").hash_code()  # which children remember
+    importlib.import_module(
+        "gpt2.utils.code"
+    ).hash_code()  # children have this result in their cache
     gc.collect()
-    gc.freeze()  # else a child copies every page that the collector looks at
+    gc.freeze()  # otherwise a child copies every page that the collector visits
     for line in sys.stdin:
         print(json.dumps(_run(**json.loads(line))), flush=True)
 
 
 def _import_all() -> None:
-    """Imports what commands import, apart from modules that define flags."""
+    """Import what commands import, except modules that define or read flags."""
     import grain  # noqa: F401
     import matplotlib.backends.backend_agg  # noqa: F401
     import tensorboardX  # noqa: F401
@@ -106,7 +108,7 @@ def _import_all() -> None:
             importlib.import_module(module.name)
         except (
             ModuleNotFoundError
-        ) as error:  # PyTorch, which only the benchmark's peers need
+        ) as error:  # PyTorch is missing, which only the benchmark's peers need
             if error.name.startswith("gpt2"):
                 raise
 
@@ -114,13 +116,13 @@ def _import_all() -> None:
 def _run(
     command: Sequence[str], cwd: str, seconds: int, variables: dict[str, str]
 ) -> dict:
-    # A child begins with what this process holds now, not with the most that it ever held.
+    # A child starts with the current memory of this process, not with its peak memory.
     held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         child = os.fork()
         if not child:
-            # A busy machine gives fewer seconds of the processor than of the clock.
-            # SIGXCPU first.
+            # The limit is in processor time, because commands take longer on a busy machine.
+            # SIGXCPU comes first, and SIGKILL 9 seconds later.
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 9))
             signal.alarm(5 * seconds)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -128,7 +130,7 @@ def _run(
             os.dup2(stderr.fileno(), 2)
             os.environ.clear()
             os.environ.update(variables)
-            import jax  # done, and had its own variables then
+            import jax  # the server has imported it, with other variables
 
             unoptimized = variables["JAX_DISABLE_MOST_OPTIMIZATIONS"] != "0"
             jax.config.update("jax_disable_most_optimizations", unoptimized)
@@ -147,7 +149,7 @@ def _run(
 
 
 def _become(command: Sequence[str], cwd: str) -> int:
-    """Runs a command in this process, and returns its exit code."""
+    """Run a command in this process, and return its exit code."""
     os.chdir(cwd)
     name, *arguments = command
     try:
@@ -156,21 +158,21 @@ def _become(command: Sequence[str], cwd: str) -> int:
             runpy.run_path(sys.argv[0], run_name="__main__")
         else:
             sys.argv = [name, *arguments]
-            sys.modules.pop(name, None)  # which the server has imported
+            sys.modules.pop(name, None)  # the server may have imported it
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-    except BaseException:  # as the interpreter ends
+    except BaseException:  # as the interpreter does
         traceback.print_exc()
         code = 1
     return code
 
 
 def _end_as_the_interpreter() -> None:
-    """Waits for threads, and calls what waits for the end: either may hang, or print."""
+    """Wait for threads and call exit handlers, as the interpreter does. Both may hang or print."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

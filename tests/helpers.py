@@ -20,7 +20,7 @@ from gpt2.model import GPT
 from tests.forks import LATE, ROOT, environment, run_command
 
 WORDS = ["the", "of", "and", "to", "in", "that", "was", "his", "he", "it", "with", "is"]
-SECONDS = 240  # after which a run counts as hanging
+SECONDS = 240  # the time limit of a run
 TINY = """
     --config.model.num_layers=1 --config.model.num_heads=2 --config.model.embed_dim=32
     --config.model.context_length=16 --config.data.tokenizer=byte --config.data.batch_size=4
@@ -44,7 +44,7 @@ def options_of(text):
 
 
 def configured(text="", group=""):
-    """Return the default config with options as on a command line, each with a prefix `group.`."""
+    """Return the default config with the options in `text`, whose names lack the prefix `group`."""
     options = [f"{group}{option}" for option in text.split()]
     return with_options(Config(), options_of(" ".join(options)))
 
@@ -56,7 +56,7 @@ def tokens_of(dataset, split):
 
 
 def documents_of(dataset, *splits):
-    """Return the texts of the documents in some splits, or all, of a prepared corpus."""
+    """Return the documents of a prepared corpus as text, from the named splits or from both."""
     texts = []
     for split in splits or ("train", "validation"):
         tokens = tokens_of(dataset, split)
@@ -117,7 +117,7 @@ def start(workdir, *options, script="train.py", cwd=ROOT, devices=1):
 
 
 def arguments(workdir, options):
-    """Return the arguments of a script, all of them as text."""
+    """Return the arguments of a script as strings."""
     flags = [f"--workdir={workdir}"] if workdir else []
     return [*flags, *map(str, options)]
 
@@ -126,7 +126,7 @@ def run(workdir, *options, script="train.py", cwd=ROOT, devices=1, imports=False
     """Run train.py to its end, and return its exit code, standard output and standard error.
 
     With `imports` the process imports everything itself. Otherwise it is a fork of a process that
-    has done the imports, which take most of a short run.
+    has done the imports, which take most of the time of a short run.
     """
     if imports:
         process = start(workdir, *options, script=script, cwd=cwd, devices=devices)
@@ -146,7 +146,7 @@ def succeed(workdir, *options, **kwargs):
 
 
 def finish(process, timeout):
-    """Wait for a process, killing it after `timeout` seconds; return as `run` does."""
+    """Wait for a process, and return the same as `run`. Kill it after `timeout` seconds."""
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -163,7 +163,7 @@ def write_rows(path, rows):
 
 
 def write_words(folder, number, words):
-    """Write seeded documents of a number of words, and return a glob pattern of their paths."""
+    """Write `number` documents of `words` random words, and return a glob pattern of the paths."""
     folder.mkdir(parents=True)
     draw = random.Random(0)
     for index in range(number):
@@ -186,7 +186,7 @@ def read_rows(path):
 
 
 def metrics_of(workdir, speed=True):
-    """Return the lines of metrics.jsonl, without the measured times unless `speed`."""
+    """Return the records of metrics.jsonl. Without `speed`, leave out the measured times."""
     lines = read_rows(workdir / "metrics.jsonl")
     if speed:
         return lines
@@ -198,7 +198,7 @@ def without_speed(line):
 
 
 def wait_for_step(process, workdir, step):
-    """Wait until metrics.jsonl has a step, or a later one."""
+    """Wait until metrics.jsonl contains a step or a later step."""
     while process.poll() is None:
         if (workdir / "metrics.jsonl").exists():
             steps = [line["step"] for line in metrics_of(workdir)]
@@ -232,7 +232,7 @@ def first_params(cfg):
 
 @functools.cache
 def random_params(cfg):
-    """Return random parameters; at values of 0 and 1 some gradients would vanish."""
+    """Return random parameters. With values of 0 and 1, some gradients would vanish."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(GPT(cfg).init, jax.random.key(0), tokens)["params"]
     rng = np.random.default_rng(1)
@@ -254,8 +254,8 @@ def in_float64(compute, params):
     """Return `compute(params)` in float64, and the tolerance for float32.
 
     The tolerance is ten times the effect of rounding the inputs once. That effect represents all
-    rounding in a computation, and it grows where sums cancel. By (seeded) chance it is up to three
-    times smaller than the rounding of intermediate values.
+    rounding in a computation, and it grows where sums cancel. By chance, it may be up to three
+    times smaller than the effect of rounding the intermediate values.
     """
     rng = np.random.default_rng(0)
     eps = np.finfo(np.float32).eps
@@ -270,14 +270,14 @@ def in_float64(compute, params):
 
 
 def assert_rounded(found, compute, params):
-    """Compare float32 with `compute(params)` in float64, and return the tolerance."""
+    """Assert that `found` (float32) equals `compute(params)` in float64. Return the tolerance."""
     expected, atol = in_float64(compute, params)
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     return atol
 
 
 def write_run(run, final, state="finished", error="", noise=None):
-    """Write the files of a finished run, with a loss that falls linearly to `final`."""
+    """Write the files of a run that has ended, with a loss that falls linearly to `final`."""
     if noise is not None:
         final += 0.003 * noise.standard_normal()
     run.prepare()

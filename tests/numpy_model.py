@@ -1,4 +1,4 @@
-"""The model with all of its switches, written after the papers in plain numpy and float64.
+"""The model with all of its switches, written from the papers in plain numpy and float64.
 
 It shares no code with the project, and computes one position, head and layer at a time.
 """
@@ -22,14 +22,14 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
     """Return the logits `[T, V]` of one sequence.
 
     Args:
-        cfg: a `GPTConfig`, of which only options are read.
-        params: numpy arrays, of unrolled layers.
+        cfg: a `GPTConfig`. Only its options are read.
+        params: numpy arrays, with unrolled layers.
         tokens: `[T]` integers.
-        factors: the factors of dropout, 0 or 1 / (1 - p), in the order of GPT-2's code: of the
-            embedding `[T, D]`, and in each layer of the attention weights `[N, T, T]` and of the
-            outputs of both branches, `[T, D]`.
-        drops: whether experts have a capacity, and so may drop tokens.
-        routed: a list to which each layer's `routing` is appended.
+        factors: the factors of dropout, 0 or 1 / (1 - p), in the order in which GPT-2's code
+            applies them: to the embedding `[T, D]`, and then in each layer to the attention weights
+            `[N, T, T]`, and to the outputs of attention and of the MLP, `[T, D]` each.
+        drops: whether experts have a capacity, so that tokens may be dropped.
+        routed: a list to which the result of `route` for each layer is appended.
     """
     cfg = Existing(cfg)
     T = len(tokens)
@@ -40,7 +40,7 @@ def logits(cfg, params, tokens, factors=(), drops=False, routed=None):
         return x * next(factors, 1.0)
 
     def branch(y):
-        """Return what a branch adds: Dey et al. 2025, table 1, with alpha = 1."""
+        """Return what a branch adds to the stream (Dey et al. 2025, table 1, with alpha = 1)."""
         y = drop(y)
         if cfg.mup_base_depth:
             y = y * cfg.mup_base_depth / cfg.num_layers
@@ -281,8 +281,8 @@ def route(cfg, params, x, drops):
     """Return the router's logits `[T, E]`, and for each token the weights of its experts.
 
     A token selects the K most likely experts (Fedus et al. 2021, equations 2 and 3). If K is above
-    1, their weights are divided by the sum. The weight of an expert is 0 if it has no room: each
-    has room for an equal part of all choices, times the capacity.
+    1, their weights are divided by the sum. The weight of an expert is 0 if it has no room. Each
+    expert has room for an equal part of all choices, times the capacity.
     """
     T = len(x)
     E = cfg.num_experts
@@ -399,7 +399,7 @@ def losses_ahead(logits, targets, options, segments=None):
             is_same = segments[t + distance] == segments[t]
             if targets[t] >= 0 and target >= 0 and is_same:
                 sums[distance] += loss(logits[t], target, z_loss)
-        z_loss = 0.0  # counts once for each position
+        z_loss = 0.0  # the z-loss counts once for each position
     return sums
 
 

@@ -1,9 +1,9 @@
-"""PyTorch's results for models whose weights are drawn by numpy, and this project's.
+"""Results of PyTorch and of this project for models whose weights are drawn with numpy.
 
     python tests/peer.py
 
-writes PyTorch's to tests/golden/, for tests on machines without PyTorch. It needs torch and
-transformers (the extra `peers`).
+This command writes PyTorch's results to tests/golden/, for tests on machines without PyTorch. It
+needs torch and transformers (the extra `peers`).
 """
 
 import importlib.util
@@ -38,8 +38,8 @@ GOLDEN = Path(__file__).parent / "golden"
 NUM_NEW = 64
 
 # GPT-2 in four shapes: OpenAI's options; an untied head with another MLP; another epsilon and an
-# MLP whose width is no multiple; and the real 124M. The other families have options of rope as
-# transformers 4 and 5 write them, several bases and two epsilons.
+# MLP whose width is not a multiple of the model's width; and the real 124M. The other families have
+# options of rope as transformers 4 and 5 write them, several bases and two epsilons.
 _GPT2 = dict(n_layer=2, n_head=2, n_embd=24, n_positions=80, vocab_size=67)
 _LINEAR = dict(num_hidden_layers=2, max_position_embeddings=96, vocab_size=131)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=80)
@@ -110,7 +110,7 @@ FAMILIES = ("llama", "llama_multi_head", "qwen3", "gpt_neox")
 SMALL = ("tied", "untied", "epsilon", *FAMILIES)
 
 # Standard deviations of weights, by the end of the parameter's path. Small embeddings, queries and
-# keys have a mean square near the norms' epsilon, so that another epsilon gives other answers.
+# keys have a mean square near the norms' epsilon, so that another epsilon would change the answers.
 _STDS = {
     "llama": {"": 0.2, "wte/embedding": 0.003},
     "llama_multi_head": {"": 0.2, "wte/embedding": 0.02},
@@ -163,7 +163,7 @@ def rewrite(directory: Path, change: Callable[[dict], dict], shards: int = 1) ->
 
 
 def rewrite_config(directory: Path, **changes: object) -> None:
-    """Change options of a config.json, and remove those that are "absent"."""
+    """Change options of a config.json, and remove options whose new value is "absent"."""
     path = directory / "config.json"
     config = json.loads(path.read_text()) | changes
     remaining = {name: value for name, value in config.items() if value != "absent"}
@@ -171,7 +171,7 @@ def rewrite_config(directory: Path, **changes: object) -> None:
 
 
 def characters(count: int, first: int = 100) -> CharTokenizer:
-    """Return a tokenizer of a number of tokens."""
+    """Return a character tokenizer with `count` tokens."""
     text = "".join(map(chr, range(first, first + count)))
     return CharTokenizer(text, has_eot=False)
 
@@ -183,14 +183,14 @@ def tokens(name: str, length: int = 48) -> np.ndarray:
 
 
 def probe(array: np.ndarray) -> list[float]:
-    """Return two numbers that a change anywhere in an array changes."""
+    """Return two numbers that change if any value of an array changes."""
     flat = np.asarray(array, np.float64).ravel()
     weighted = flat @ np.cos(np.arange(flat.size))
     return [float(np.linalg.norm(flat)), float(weighted)]
 
 
 def torch_answers(directory: Path, name: str) -> dict:
-    """Return PyTorch's logits `[2, T, V]`, gradients of the mean loss, and greedy tokens."""
+    """Return PyTorch's mean loss, its gradients, logits `[2, T, V]`, and greedily chosen tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -245,7 +245,7 @@ def our_answers(directory: Path, name: str) -> dict:
 
 
 def write_golden() -> None:
-    """Write the answers for the small models."""
+    """Write PyTorch's answers for the small models to tests/golden/."""
     for name in SMALL:
         with tempfile.TemporaryDirectory() as scratch:
             answers = torch_answers(write_model(Path(scratch), name), name)

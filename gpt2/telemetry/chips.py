@@ -52,7 +52,7 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # The network adapters of all devices of a domain share the traffic.
+        # The network adapters of the ring's devices in a domain share the traffic.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

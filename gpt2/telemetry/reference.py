@@ -13,7 +13,7 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     """Return loss curves by name. A curve is points `[N, 2]`: tokens, ascending, and the loss.
 
     The loss is in nats per token. `name` is the name of a file in configs/reference/, or a path; an
-    empty name returns no curves. Tokens are nan for a loss without a position on the token axis,
+    empty name returns no curves. Tokens are NaN for a loss without a position on the token axis,
     such as the loss of OpenAI's weights.
     """
     if not name:

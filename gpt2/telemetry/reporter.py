@@ -161,7 +161,7 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Return the peak memory of a local device in bytes, or no metric on CPUs."""
+    """Return the highest peak memory of a local device in bytes, or no metric on CPUs."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(device.get("peak_bytes_in_use", 0) for device in stats)
     if not peak:
@@ -172,9 +172,10 @@ def _peak_memory() -> dict[str, float]:
 class Watchdog(Writer):
     """A watchdog that ends a process which no longer completes steps.
 
-    It prints the stacks of all threads first. A step may take `least_seconds` (0 turns the watchdog
-    off), or ten times as long as recent steps. A thread adds up its own pauses instead of reading a
-    clock, so that time in which the process is suspended does not count.
+    It prints the stacks of all threads first. A step may take `least_seconds`, or ten times as long
+    as recent steps if that is longer. If `least_seconds` is 0, the watchdog is off. A thread adds
+    up its own pauses instead of reading a clock, so that time in which the process is suspended
+    does not count.
     """
 
     EXIT_CODE = 4

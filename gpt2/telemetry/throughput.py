@@ -59,7 +59,7 @@ class StepClock:
         """Return the clock of a run on all devices.
 
         If `num_runs` runs train together in this process, the clock of each counts its part of the
-        time. `since` is the time at which the process began, by `time.perf_counter`.
+        time. `since` is the time of `time.perf_counter` at which the process began.
         """
 
         @cache

@@ -27,7 +27,7 @@ _GPU_FLAGS = (
     "--xla_gpu_dot_merger_threshold_mb=0",
     "--xla_gpu_all_gather_combine_threshold_bytes=6000000",
 )
-# Schedules operations so that they need little memory.
+# With this flag, XLA schedules operations so that they need little memory.
 _CPU_FLAG = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 BEGAN = time.perf_counter()  # in seconds, shortly after this process started
 
@@ -105,7 +105,7 @@ def has_old_xla() -> bool:
 
     Newer versions of XLA do not have `_CPU_FLAG`, and exit if they are given an unknown flag.
     """
-    # Imported here because it is slow, and a process that only restarts itself does not need it.
+    # This import is slow, and a process that only restarts itself does not need it.
     from importlib.metadata import version
 
     return version("jaxlib").startswith("0.10.")

@@ -1,9 +1,9 @@
 """Files and folders at URLs (gs://, s3://, hf://, https://, ...), with local working copies.
 
-A folder at a URL has a working copy in the cache. The working copy contains a record of the store's
-files at the last exchange. `fetch` updates the working copy, and `push` sends its new and changed
-files. A completion marker, which marks other files as complete, is written last and removed first.
-Weights are not fetched until they are read.
+A folder at a URL, called a store, has a working copy in the cache. The working copy contains a
+record of the store's files at the last exchange. `fetch` updates the working copy from the store,
+and `push` sends new and changed files to the store. A completion marker, which marks other files as
+complete, is written last and removed first. Weights are not fetched until they are read.
 
 If a file is missing on one side, it is not removed from the other side, unless it belongs to a
 checkpoint that a newer checkpoint has replaced.
@@ -152,9 +152,9 @@ def url_or_path(folder: Path) -> str:
 def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
-    Local files that were not sent stay, unless another run has written to the store since. In that
-    case, rename the working copy and fetch a new one. Raise a UserError if the store has lost
-    checkpoints. `only` is a pattern for the names of the files to fetch.
+    Local files that were not sent stay, unless another run has written to the store since the last
+    exchange. In that case, rename the working copy and fetch a new one. Raise a UserError if the
+    store has lost checkpoints. `only` is a pattern for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")

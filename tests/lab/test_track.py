@@ -48,7 +48,7 @@ def check_refused(tmp_path, runs, rule):
         ("seed", 7, "seeds are 0, 1"),
         ("state", "diverged", "all runs have finished"),
         ("tokens", 2000, "the same tokens"),
-        ("eval/loss", 4.8, "all of the held-out text"),
+        ("eval/loss", 4.8, "on the whole validation split"),
     ],
 )
 def test_a_record_whose_first_run_breaks_a_rule_is_refused(
@@ -63,7 +63,7 @@ def test_a_record_whose_first_run_breaks_a_rule_is_refused(
     ("column", "value", "rule"),
     [
         ("parameters", "4M", "at most 4,000,000 parameters"),  # 4,049,999, printed
-        ("parameters", "950", "parameters are printed as by a run"),
+        ("parameters", "950", "has the form in which a run prints it"),
         ("tokens", 0, "it has read tokens"),
         ("tokens", -5, "it has read tokens"),
         ("flops", 1.0, "a token costs FLOPs"),

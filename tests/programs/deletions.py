@@ -2,9 +2,10 @@
 
     python -m tests.programs.deletions [FILE ...]
 
-deletes the ingredients of the named files, for example `experts`, or each ingredient and each term
-of the loss in turn. It takes about a minute for each. Tests of what needs an ingredient, such as a
-family of Hugging Face models, would be deleted with it, and are not run.
+The program deletes the ingredients of the named files, for example `experts`, or each ingredient
+and each term of the loss in turn. It takes about a minute for each. Tests of code that needs an
+ingredient, such as a family of Hugging Face models, would be deleted with the ingredient. They are
+not run.
 """
 
 import ast
@@ -32,7 +33,7 @@ def delete(folder, kind):
     (folder / file).unlink()
     if kind in LOSS_TERMS:
         # Ingredients are found by their files, but the core names the terms of the loss in a tuple.
-        # `*()` stands there for nothing, and leaves a tuple of the others.
+        # In the tuple, `*()` adds nothing, so the other terms remain.
         core = folder / file.parent / "next_token.py"
         text = core.read_text()
         text = text.replace(f"from {kind.__module__} import {kind.__name__}\n", "")
@@ -42,7 +43,7 @@ def delete(folder, kind):
 
 
 def delete_options(path, name, value):
-    """Delete an option and those that need it, or one of its values, from configs/default.py."""
+    """Delete an option and options that need it, or one of its values, from configs/default.py."""
     text = path.read_text()
     if value in OPTIONS[name].choices:
         start, choice, end = text.partition(f'"{value}", ')
@@ -70,7 +71,7 @@ def delete_options(path, name, value):
 
 
 def works_without(kind):
-    """Return whether all checks pass in a copy without an ingredient; print what fails."""
+    """Return whether all checks pass in a copy without an ingredient. Print the first failure."""
     with tempfile.TemporaryDirectory() as folder:
         copy_project(Path(folder))
         delete(Path(folder), kind)
@@ -99,7 +100,7 @@ def main(files):
         if not works:
             failed.append(file)
     if failed:
-        raise SystemExit(f"The rest needs {', '.join(failed)}")
+        raise SystemExit(f"The rest of the code needs {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-r"""What each kernel gives: a config's step, in turn with steps that lack one of them.
+r"""Measure what each kernel saves: time a config's step in turn with steps that lack a kernel.
 
     python -m tests.programs.kernels --config=configs/quickstart.py \
         --config.precision.compute=bfloat16
 
-A formula takes the place of a kernel, and a default that of a variant. All run in one process, on
-one device and one batch, in an order that is drawn for each round; the fastest of three steps
-counts.
+The reference implementation replaces a kernel, and the default value replaces a variant. All steps
+run in one process, on one device and one batch, in a random order in each round. The fastest of
+three steps counts.
 """
 
 from gpt2.utils import launch
@@ -35,7 +35,7 @@ ROUNDS = 12
 
 
 class Side:
-    """A step without one kernel, or with all."""
+    """A training step without one kernel, or with all kernels."""
 
     def __init__(self, config, lacking):
         device = jax.devices()[0]

@@ -1,7 +1,7 @@
-"""How often the verdicts of a ladder are wrong, and how often true: the tables of docs/ladder.md.
+"""Simulate how often the verdicts of a ladder are wrong or true: the tables of docs/ladder.md.
 
 `python -m tests.programs.ladder_rates` simulates ladders of four sizes with five arms each. Losses
-are a power law of compute plus normal noise, which runs of one seed share in part.
+are a power law of compute plus normal noise. Runs with the same seed share a part of the noise.
 """
 
 import math
@@ -15,7 +15,7 @@ from gpt2.lab.ladder.multipliers import STAYS, Losses, judge_course
 NUM_LADDERS = 400
 NUM_ARMS = 5
 COMPUTE = 10.0 ** np.arange(10, 14)
-NOISE = 0.01  # nats, of a seed
+NOISE = 0.01  # the standard deviation between seeds, in nats
 POWER = 0.05  # the loss is COMPUTE ** -POWER, times a constant
 CASES = {  # the multiplier at the smallest size, and its factor for ten times the compute
     "no gain": (1.0, 1.0),
@@ -26,7 +26,7 @@ CASES = {  # the multiplier at the smallest size, and its factor for ten times t
     "fades by 2": (8.0, 1 / 2),
     "flips": (0.5, 2.0),
 }
-# The words that are true of each case.
+# The verdicts that are true in each case.
 TRUE = {
     "no gain": {"constant"},
     "a gain of 2": {"constant"},
@@ -39,12 +39,12 @@ TRUE = {
 
 
 def loss(compute):
-    """Returns the baseline's mean loss."""
+    """Return the baseline's mean loss."""
     return 10.0 * compute**-POWER
 
 
 def draw(rng, first, factor, *, seeds, correlation, ratio):
-    """Returns the losses of a baseline and of the arms, `ratio` times as noisy."""
+    """Return the losses of a baseline, and of arms that are `ratio` times as noisy."""
     sizes = len(COMPUTE)
     shared = rng.normal(size=(sizes, seeds))
     multipliers = first * factor ** np.arange(sizes)
@@ -63,7 +63,7 @@ def draw(rng, first, factor, *, seeds, correlation, ratio):
 
 
 def simulate(case, *, seeds, correlation, ratio=1.0, ladders=NUM_LADDERS):
-    """Returns the fraction of ladders with a wrong verdict, and that of arms with a true one."""
+    """Return the fractions of ladders with a wrong verdict, and of arms with a true verdict."""
     rng = np.random.default_rng(0)
     wrong = 0
     words = Counter()
@@ -79,7 +79,7 @@ def simulate(case, *, seeds, correlation, ratio=1.0, ladders=NUM_LADDERS):
 
 
 def main():
-    """Prints a row for each case and number of seeds."""
+    """Print a row for each case and number of seeds."""
     print(f"constant: within a factor of {STAYS} for ten times the compute")
     rows = []
     for case in CASES:

@@ -2,7 +2,7 @@
 
     python -m tests.programs.layouts
 
-takes about fifteen minutes on two cores. The test suite runs a part of it (test_layouts.py).
+This takes about fifteen minutes on two cores. The test suite runs a part of it (test_layouts.py).
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Before JAX has devices.
+# These variables must be set before JAX looks for devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
@@ -32,14 +32,15 @@ from tests.helpers import by_name, configured
 MODEL = ModelConfig(
     vocab_size=300, context_length=32, num_layers=2, num_heads=4, embed_dim=64
 )
-# Some gradients are zero in theory (a bias on all keys alike changes no attention weight) and noise
-# in practice. `eps` above that noise keeps Adam from blowing it up to full steps.
+# Some gradients are zero in theory, but noise in practice. For example, a bias that is the same for
+# all keys does not change attention weights. With `eps` above this noise, Adam does not scale the
+# noise up to full steps.
 OPTIM = OptimConfig(learning_rate=1e-3, warmup_steps=2, eps=1e-6)
 NUM_STEPS = 5
 BATCH_SIZE = 32
 TOLERANCE = 1e-5
 
-# Options of `parallel`.
+# Name of a layout -> its options of `parallel.`, without this prefix.
 LAYOUTS = {
     "one device": "",
     "pmap x 8": "backend=pmap",
@@ -89,14 +90,14 @@ REFERENCE = Case()
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Losses of the steps, and the final parameters by name with layers unrolled."""
+    """The losses of the steps, and the final parameters by name, with unrolled layers."""
 
     losses: np.ndarray
     params: dict[str, np.ndarray]
 
 
 class Setup:
-    """A case, ready to run."""
+    """A case with its program, ready to train."""
 
     def __init__(self, case: Case):
         devices = jax.devices()
@@ -108,7 +109,7 @@ class Setup:
 
     @functools.cached_property
     def compiled(self) -> CompiledStep:
-        # From arrays, not shapes: on several processes pmap lowers nothing else.
+        # On several processes, pmap can be lowered only with arrays, not with shapes.
         return self.program.compile_train(self.program.init_state(), self.batch(0))
 
     def batch(self, step: int) -> dict[str, jax.Array]:
@@ -143,13 +144,13 @@ setup = functools.cache(Setup)
 
 
 def loss_difference(result: Result, reference: Result) -> float:
-    """Return the largest relative difference of a loss; `result` may have begun later."""
+    """Return the largest relative difference of a loss. `result` may begin at a later step."""
     expected = reference.losses[-len(result.losses) :]
     return float(np.abs(result.losses / expected - 1).max())
 
 
 def difference(result: Result, reference: Result) -> float:
-    """Return the largest relative difference of a loss or, by its norm, of a parameter."""
+    """Return the largest relative difference of a loss or, measured in norm, of a parameter."""
     assert result.params.keys() == reference.params.keys()
     norm = np.linalg.norm
     largest = loss_difference(result, reference)
@@ -160,7 +161,7 @@ def difference(result: Result, reference: Result) -> float:
 
 
 def continued(case: Case, others: list[Case], directory: Path) -> dict[Case, Result]:
-    """Save `case` after two steps and continue it as each of `others`."""
+    """Save `case` after two steps, and return the result of continuing it as each of `others`."""
 
     def save(state: TrainState, step: int) -> None:
         if step == 2:
@@ -187,7 +188,8 @@ def main() -> None:
     for options in itertools.product(LAYOUTS, (1, 4), ("none", "full"), (False, True)):
         case = Case(*options)
         show(str(case), setup(case).train())
-    # Every second layout scans its layers, so that checkpoints cross between both.
+    # Every second layout scans its layers, so that scanned layers continue as unrolled layers and
+    # the other way round.
     cases = [Case(name, scanned=index % 2 == 1) for index, name in enumerate(LAYOUTS)]
     for case in cases:
         with tempfile.TemporaryDirectory() as directory:

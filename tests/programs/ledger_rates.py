@@ -1,7 +1,7 @@
-"""How often a ledger of ideas keeps what is no gain, and what is one: the table of docs/ledger.md.
+"""Simulate how often a ledger keeps false ideas and true gains: the table of docs/ledger.md.
 
 `python -m tests.programs.ledger_rates` simulates streams of 100 ideas whose scores are normal. An
-idea is as good as the best of its time, or better by 1, 2, 4 or 8 deviations of a seed.
+idea is as good as the best so far, or better by 1, 2, 4 or 8 standard deviations between seeds.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ GAINS = np.array([1.0, 2.0, 4.0, 8.0])
 
 
 def by_evidence(best, idea, number, kept):
-    """Returns which ideas gpt2.lab.ledger keeps, and after how many pairs, `[streams]`."""
+    """Return which ideas gpt2.lab.ledger keeps, and after how many pairs, `[streams]`."""
     differences = idea - best
     levels = np.array([level_at(number, each) for each in range(NUM_IDEAS)])[kept]
     clear = evidence(differences) >= 1 / levels[:, None]
@@ -32,12 +32,12 @@ def by_evidence(best, idea, number, kept):
 
 
 def by_one_run(best, idea, number, kept):
-    """Keeps what is lower by one run."""
+    """Keep ideas whose first run has a lower score than the first run of the best."""
     return idea[:, 0] < best[:, 0], np.ones(len(idea), int)
 
 
 def by_three_seeds(best, idea, number, kept):
-    """Keeps what is lower with p < 0.05 by Student's test of three seeds."""
+    """Keep ideas that are lower with p < 0.05 in Student's t-test of three seeds."""
     test = stats.ttest_ind(idea[:, :3], best[:, :3], axis=1)
     return (test.pvalue < 0.05) & (test.statistic < 0), np.full(len(idea), 3)
 
@@ -50,14 +50,16 @@ RULES = {
 
 
 def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
-    """Returns the false share of each stream, the share of each of `GAINS` that is kept, and runs.
+    """Return the fraction of false ideas among the kept ideas, and the number of runs, `[num]`.
 
-    A share of the ideas are gains, and a share `noisy` of them has three times the deviation.
+    The second of the three results is the fraction of the ideas with each of `GAINS` that is kept.
+    A fraction `share` of all ideas are gains. A fraction `noisy` of all ideas have three times the
+    standard deviation.
     """
     rng = np.random.default_rng(seed)
     best = rng.standard_normal((num, PAIRS))
     best_deviation = np.ones((num, 1))
-    trained = np.zeros(num, int)  # runs of the best
+    trained = np.zeros(num, int)  # number of runs of the best
     kept = np.zeros(num, int)
     false = np.zeros(num, int)
     runs = np.zeros(num, int)
@@ -71,7 +73,7 @@ def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
         if rule is by_evidence:  # each idea has seeds of its own
             best = best_deviation * rng.standard_normal((num, PAIRS))
             trained[:] = 0
-        # Scores are told from the true mean of the best.
+        # Scores are differences from the true mean of the best.
         idea = deviation * rng.standard_normal((num, PAIRS)) - gain[:, None]
         keep, pairs = rule(best, idea, number, kept)
         runs += pairs + np.maximum(pairs - trained, 0)
@@ -82,7 +84,7 @@ def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
             chosen = is_gain & (sizes == size)
             tried[size] += chosen.sum()
             found[size] += (chosen & keep).sum()
-        # Its runs are the best's from now on, and those that it has not trained are new.
+        # If an idea is kept, its runs become the runs of the best, and its missing runs are drawn.
         fresh = deviation * rng.standard_normal((num, PAIRS))
         has_run = np.arange(PAIRS) < pairs[:, None]
         heir = np.where(has_run, idea + gain[:, None], fresh)

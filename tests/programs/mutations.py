@@ -1,8 +1,9 @@
-"""Plants faults, one at a time, in a copy of the project, and runs the tests that should see them.
+"""Plant faults one at a time in a copy of the project, and run the tests that should find them.
 
     python -m tests.programs.mutations [PART OF A NAME ...]
 
-It prints a line for each fault and fails if one is not caught. It takes about twenty minutes.
+The program prints a line for each fault, and fails if a fault is not caught. It takes about twenty
+minutes.
 """
 
 import os
@@ -18,7 +19,7 @@ from tests.helpers import ROOT, copy_project
 
 
 class Fault(NamedTuple):
-    """`wrong` in place of `right`, which stands once in `file`; `tests` should fail."""
+    """A fault: `wrong` replaces `right`, which `file` contains once, and `tests` should fail."""
 
     name: str
     file: str
@@ -27,8 +28,8 @@ class Fault(NamedTuple):
     wrong: str
 
 
-# A name, a file (of gpt2/), which tests (of tests/*/test_*.py); a part of a line, and what
-# replaces it.
+# Three lines for each fault. The first has its name, a file in gpt2/ and tests in
+# tests/*/test_*.py. The second has a part of a line in the file, and the third its replacement.
 TABLE = """
 published losses lie at other steps: telemetry/plots.py, recipes -k as_much
     - known_steps = [0, *tokens.index,
@@ -337,7 +338,7 @@ FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and mo
 
 
 def faults() -> list[Fault]:
-    """Returns the faults of the table."""
+    """Return the faults of the table."""
     lines = TABLE.strip().split("\n")
     found = []
     for line, right, wrong in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -357,7 +358,7 @@ def faults() -> list[Fault]:
 
 
 def misplaced(chosen: list[Fault]) -> list[str]:
-    """Return the faults whose `right` is not exactly once in its file."""
+    """Describe the faults whose `right` does not occur exactly once in their file."""
     lost = []
     for fault in chosen:
         path = ROOT / fault.file
@@ -367,7 +368,7 @@ def misplaced(chosen: list[Fault]) -> list[str]:
 
 
 def undefined(chosen: list[Fault]) -> list[str]:
-    """Return the faults whose `wrong` reads an undefined name, so that any test would fail."""
+    """Describe the faults whose `wrong` reads an undefined name, so that any test would fail."""
     lost = []
     for fault in chosen:
         text = (ROOT / fault.file).read_text().replace(fault.right, fault.wrong)
@@ -380,18 +381,18 @@ def undefined(chosen: list[Fault]) -> list[str]:
 
 
 def is_caught(fault: Fault, directory: Path) -> bool:
-    """Plants a fault in the copy at `directory`, says whether a test fails, and takes it out."""
+    """Return whether a test fails with a fault in the copy at `directory`. Restore the copy."""
     path = directory / fault.file
     text = path.read_text()
     path.write_text(text.replace(fault.right, fault.wrong))
     try:
-        return run(fault.tests, directory) == 1  # 5: no test was found
+        return run(fault.tests, directory) == 1  # 5 means that no test was found
     finally:
         path.write_text(text)
 
 
 def run(tests: str, directory: Path) -> int:
-    """Runs tests of the copy and returns pytest's exit code."""
+    """Run tests of the copy, and return pytest's exit code."""
     command = f"{sys.executable} -m pytest -q -x -n 0 -p no:cacheprovider -m 'not slow' {tests}"
     environment = os.environ | {"PYTHONPATH": str(directory)}
     return subprocess.run(
@@ -400,19 +401,22 @@ def run(tests: str, directory: Path) -> int:
 
 
 def main(*names: str) -> int:
-    """Plants every fault whose name contains one of `names`; all of them without any."""
+    """Plant every fault whose name contains one of `names`. Without `names`, plant all faults."""
     chosen = [f for f in faults() if not names or any(name in f.name for name in names)]
     if lost := misplaced(chosen):
-        raise SystemExit("these do not stand in the code any more:\n" + "\n".join(lost))
+        raise SystemExit(
+            "The code does not contain exactly one of each of these:\n"
+            + "\n".join(lost)
+        )
     if lost := undefined(chosen):
-        raise SystemExit("these read undefined names:\n" + "\n".join(lost))
+        raise SystemExit("These faults read undefined names:\n" + "\n".join(lost))
     missed = 0
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         copy_project(directory)
         for tests in sorted({fault.tests for fault in chosen}):
             if code := run(tests, directory):
-                raise SystemExit(f"without a fault, {tests} ends with {code}")
+                raise SystemExit(f"Without a fault, {tests} ends with exit code {code}")
         for fault in chosen:
             began = time.monotonic()
             caught = is_caught(fault, directory)

@@ -1,4 +1,4 @@
-"""Runs train.py with a fault in every step: planted.py [OPTIONS] FAULT."""
+"""Run train.py with a fault in every step: `python planted.py [OPTIONS] FAULT`."""
 
 import runpy
 import sys
@@ -14,11 +14,11 @@ if __name__ == "__main__":
 from gpt2.data.loading.token_batches import TokenBatches
 from gpt2.telemetry.reporter import Reporter
 
-SECONDS = 0.1  # of a fault that is an amount of time
+SECONDS = 0.1  # the time that a fault adds to each step
 
 
 def synchronise():
-    """The host reads each loss at once, and works on it while the devices wait."""
+    """Let the host read each loss immediately, and work on it while the devices wait."""
     report = Reporter.step
 
     def step(self, number, metrics, *rest):
@@ -30,7 +30,7 @@ def synchronise():
 
 
 def load_slowly():
-    """A batch takes longer than a step."""
+    """Let reading a batch take longer than a step."""
     read = TokenBatches.batch
 
     def batch(self, step, *rows):

@@ -1,10 +1,10 @@
-r"""How long a run takes to its first step line, with cached programs.
+r"""Measure the time until a run prints its first step, with cached programs.
 
     python -m tests.programs.starts --config=configs/quickstart.py
 
-starts train.py several times with a cache of programs in its default folder, and with one that a
-person chose by JAX_COMPILATION_CACHE_DIR. The first start of each fills the cache. Seconds are
-counted from before Python starts.
+The program starts train.py several times with the cache of programs in its default folder, and
+several times with a cache in JAX_COMPILATION_CACHE_DIR. The first start with each cache fills the
+cache. The seconds include the start of Python.
 """
 
 import os
@@ -16,12 +16,12 @@ from statistics import median
 
 from tests.helpers import ROOT
 
-STARTS = 6  # of which the first fills the cache
+STARTS = 6  # the first start fills the cache
 
 
 def measure(arguments, variables):
     """Return the seconds from the command to its first step line."""
-    # It would compile all of Python's code at each start.
+    # If this variable were set, each start would compile all Python code.
     variables = {"PYTHONDONTWRITEBYTECODE": ""} | variables
     with tempfile.TemporaryDirectory() as folder:
         options = [f"--workdir={folder}/run", "--config.train.log_every=1"]

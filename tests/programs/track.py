@@ -1,9 +1,9 @@
-"""Judges records of the track, and prints their rows.
+"""Judge records of the track, and print their rows of the table in docs/track.md.
 
     python -m tests.programs.track docs/track/plain.csv
 
-A record is below the target by Student's one-sided t-test of one mean (1908, Biometrika 6), over
-all seeds from 0 on. docs/track.md has the rules.
+The mean of a record, over all seeds from 0 on, is below the target according to Student's one-sided
+t-test of one mean (1908, Biometrika 6). docs/track.md has the rules.
 """
 
 import math
@@ -19,7 +19,7 @@ from configs.track import MAX_PARAMETERS, TARGET
 
 LEVEL = 0.001
 MIN_SEEDS = 5
-# Tokens to predict in the text that is held out, and its bytes.
+# The number of tokens to predict in the validation split, and its number of bytes.
 TARGETS = 286_739
 BYTES = 1_217_047
 LEAST = 0.5  # bits per byte; no model of English is better
@@ -31,17 +31,21 @@ COUNTS = {"k": 1e3, "M": 1e6, "B": 1e9}  # as a run prints them
 
 
 def judge(path: Path) -> str:
-    """Returns a record's row of the table by its results.csv, or raises ValueError."""
+    """Return the table row of a record, given its results.csv. Raise ValueError if a rule fails."""
     runs = pd.read_csv(path, dtype={"parameters": str})
 
     def demand(holds: bool, rule: str) -> None:
         if not holds:
-            raise ValueError(f"{path} is no record: {rule}")
+            raise ValueError(
+                f"{path} is not a record, because it breaks this rule: {rule}"
+            )
 
     for name in COLUMNS:
         demand(name in runs, f"it has the column {name}")
     scores = runs["eval/bits_per_byte"]
-    demand(list(runs.seed) == list(range(len(runs))), "seeds are 0, 1, 2, ..., all")
+    demand(
+        list(runs.seed) == list(range(len(runs))), "seeds are 0, 1, 2, ... without gaps"
+    )
     demand(len(runs) >= MIN_SEEDS, f"there are {MIN_SEEDS} seeds or more")
     demand(set(runs.state) == {"finished"}, "all runs have finished")
     for same in ("arm", "purpose", "code", "tokens", "flops", "parameters"):
@@ -53,7 +57,10 @@ def judge(path: Path) -> str:
     demand(scores.nunique() == len(runs), "seeds have different scores")
     demand(scores.min() > LEAST, f"scores are above {LEAST} bits per byte")
     count = re.fullmatch(r"(\d+)(?:\.(\d+))?([kMB])", first.parameters)
-    demand(count is not None, "its parameters are printed as by a run")
+    demand(
+        count is not None,
+        "its number of parameters has the form in which a run prints it",
+    )
     number, decimals, unit = count.groups(default="")
     # The largest number that is printed in this way.
     largest = float(f"{number}.{decimals}5") * COUNTS[unit]
@@ -61,7 +68,7 @@ def judge(path: Path) -> str:
     whole = runs["eval/loss"] * TARGETS / BYTES / math.log(2)
     demand(
         np.allclose(scores, whole, rtol=1e-9, atol=0),
-        "it is scored on all of the held-out text, in the vocabulary that is fixed",
+        "it is scored on the whole validation split, with the fixed vocabulary",
     )
     p_value = stats.ttest_1samp(scores, TARGET, alternative="less").pvalue
     demand(p_value < LEVEL, f"its mean is below {TARGET} with p < {LEVEL}")

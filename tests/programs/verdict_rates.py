@@ -1,7 +1,7 @@
-"""How often verdicts are false, and how often true: the figures of gpt2/lab/ablate and its page.
+"""Simulate how often verdicts are false or true: the rates of gpt2/lab/ablate and its page.
 
 `python -m tests.programs.verdict_rates` simulates sweeps of five arms whose scores are normal.
-The rules are written again here, for many sweeps at once.
+The rules are implemented again here, for many sweeps at the same time.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from gpt2.lab.ablate.power import dunnett_quantile, welch
 
 NUM_SWEEPS = 40_000
 NUM_ARMS = 5
-# Times the median variance, above which an arm does not enter the pool of the others.
+# An arm with more than this number times the median variance is not pooled for other arms.
 OUTLYING = 10
-CHUNK = 10_000  # sweeps at once
+CHUNK = 10_000  # number of sweeps that are drawn at a time
 ANALYSES = (3, 5, 8)
 NOISY = {
     "equal": (1.0,) * 6,
@@ -28,7 +28,7 @@ NOISY = {
 
 
 def draw(rng, sizes, deviations, shift=0.0):
-    """Return the scores of a baseline and of each arm, `[CHUNK, runs]`; the first is shifted."""
+    """Return the scores of a baseline and of each arm, `[CHUNK, runs]`. `shift` the first arm."""
     scores = []
     for size, deviation in zip(sizes, deviations, strict=True):
         scores.append(rng.normal(0.0, deviation, (CHUNK, size)))
@@ -44,7 +44,7 @@ def moments(scores):
 
 
 def dunnett(means, variances, sizes, *, drop=False, level=0.05):
-    """Return which arms differ by Dunnett's test, `[CHUNK, arms]`; `drop`: without outlying."""
+    """Return which arms differ in Dunnett's test, `[CHUNK, arms]`. `drop` outlying variances."""
     dfs = np.array(sizes) - 1
     in_pool = np.ones_like(variances, bool)
     if drop:
@@ -67,7 +67,7 @@ def dunnett(means, variances, sizes, *, drop=False, level=0.05):
 
 
 def welch_alone(means, variances, sizes, level):
-    """Return which arms differ by Welch's t-test at a level."""
+    """Return which arms differ in Welch's t-test at a level."""
     found = []
     for i in range(1, len(sizes)):
         error, df = welch(variances[:, 0], variances[:, i], sizes[0], sizes[i])
@@ -77,13 +77,13 @@ def welch_alone(means, variances, sizes, level):
 
 
 def sidak(means, variances, sizes):
-    """Return which arms differ by Welch's test at Šidák's level."""
+    """Return which arms differ in Welch's test at Šidák's level."""
     num_arms = len(sizes) - 1
     return welch_alone(means, variances, sizes, 1 - 0.95 ** (1 / num_arms))
 
 
 def both(means, variances, sizes, level=0.05):
-    """Return which arms differ by the rule of gpt2/lab/ablate/verdicts.py."""
+    """Return which arms differ according to the rule of gpt2/lab/ablate/verdicts.py."""
     num_arms = len(sizes) - 1
     alone = welch_alone(means, variances, sizes, level / math.sqrt(num_arms))
     together = dunnett(means, variances, sizes, drop=True, level=level)
@@ -94,7 +94,7 @@ RULES = {"Dunnett alone": dunnett, "Welch alone, Šidák's level": sidak, "both"
 
 
 def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):
-    """Return the percentage of sweeps in which each rule finds any arm, or the shifted one."""
+    """Return the percentage of sweeps in which each rule finds any arm (the first, if shifted)."""
     rng = np.random.default_rng(0)
     percent = dict.fromkeys(RULES, 0.0)
     for _ in range(num // CHUNK):
@@ -110,7 +110,7 @@ def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):
 def draw_looks(deviations, shifts=(), num=CHUNK, seed=0):
     """Return the scores of a baseline and arms, `[num, seeds of the last analysis, 1 + arms]`.
 
-    `shifts`, of the first arms, are in standard errors of the same number of seeds.
+    `shifts` of the first arms are in standard errors of a difference at the last analysis.
     """
     rng = np.random.default_rng(seed)
     num_seeds = ANALYSES[-1]
@@ -156,7 +156,7 @@ def describe(found):
 
 
 def print_looks():
-    """Print how often analyses find something, true or false."""
+    """Print how often analyses find differences, false and true."""
     for name, deviations in NOISY.items():
         scores = draw_looks(deviations)
         differing = draw_looks(deviations, (2.0, 4.0, 6.0, 12.0))
@@ -171,7 +171,11 @@ def print_looks():
 
 
 def worst_rates():
-    """Return the highest rates of false verdicts, for equal numbers of seeds and for others."""
+    """Return the highest rates of false verdicts of each rule.
+
+    `alike` is for a baseline with the same number of seeds as the arms. `others` is for a baseline
+    with another number of seeds.
+    """
     worst = {"alike": dict.fromkeys(RULES, 0.0), "others": dict.fromkeys(RULES, 0.0)}
     for arms, num, first in itertools.product((1, 2, 5, 10), (3, 5), (3, 5, 10)):
         highest = worst["alike" if num == first else "others"]

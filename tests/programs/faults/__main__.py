@@ -1,9 +1,9 @@
-"""Harm runs of train.py as machines do, and compare them with unharmed ones.
+"""Disturb runs of train.py with faults of machines, and compare them with undisturbed runs.
 
     python -m tests.programs.faults [--kinds=kill,disk] [--seed=0] [--workdir=DIR] [--most=NUMBER]
 
-It prints a table. It fails if a run did not continue, by the same command, to the same parameters,
-bit for bit; lost what it had saved; or hung.
+The program prints a table. It fails if a run hangs, loses a checkpoint, or does not end with the
+same parameters, bit for bit, after its command is repeated.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX has devices
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX looks for devices
 
 from absl import logging
 
@@ -30,25 +30,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.programs.faults", allow_abbrev=False
     )
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of faults")
-    parser.add_argument(
-        "--workdir", type=Path, help="an empty folder for runs, which stay there"
+        "--kinds", default=",".join(KINDS), help=f"kinds of faults: {', '.join(KINDS)}"
     )
     parser.add_argument(
-        "--most", type=int, default=sys.maxsize, help="times to make a fault"
+        "--seed", type=int, default=0, help="seed of the random moments"
+    )
+    parser.add_argument(
+        "--workdir", type=Path, help="an empty folder for runs, which are not deleted"
+    )
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=sys.maxsize,
+        help="largest number of times that each fault is made",
     )
     chosen = parser.parse_args(arguments)
-    # Jobs in the background ignore Ctrl-C, and so would the runs.
+    # Jobs in the background ignore Ctrl-C, and the runs would also ignore it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    logging.set_verbosity(logging.FATAL)  # Orbax, where checkpoints are compared
+    logging.set_verbosity(logging.FATAL)  # Orbax logs when checkpoints are compared
     began = time.monotonic()
     failed = 0
     with tempfile.TemporaryDirectory() as scratch:
         directory = chosen.workdir or Path(scratch)
-        # Where the environment names no cache of compiled programs, all runs share this one.
+        # If the environment does not set a cache of compiled programs, all runs share this one.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(directory / "xla"))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
         lab = Laboratory(directory.absolute(), chosen.seed, chosen.most)
@@ -61,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     make()
                 except Broken as error:
                     verdict = f"**no**: {error}"
-                except Exception:  # the other rows are worth having
+                except Exception:  # continue with the other faults
                     verdict = f"**no**: {traceback.format_exc()}"
                 failed += verdict != "yes"
                 print(f"| {what} | {often} | {verdict} |", flush=True)

@@ -1,4 +1,4 @@
-"""The faults: signals, full disks, and processes of which one ends."""
+"""The faults: signals, full disks, and the end of one of two processes."""
 
 import contextlib
 import itertools
@@ -23,11 +23,13 @@ from tests.programs.faults.laboratory import (
     newest_saved,
 )
 
-Fault = tuple[str, int, Callable[[], None]]  # what, how often, and what makes it
-STEPS = 440  # enough that signals run out first
-# Seconds of a phase that may pass before a signal: about as long as it lasts.
+# A description, the number of times that the fault is made, and the function that makes it.
+Fault = tuple[str, int, Callable[[], None]]
+STEPS = 440  # more than a run takes before the last signal
+# The longest time from the begin of a phase to a signal, in seconds: about the length of the phase.
 DELAYS = {"preparation": 0.5, "compile": 3.0, "step": 0.3, "save": 0.1}
-# Exit codes of a process whose peer has gone; 5 during a save. And the seconds until it ends.
+# Exit codes of a process after the other process has ended (5 during a save), and the time limit in
+# seconds for its end.
 ALONE = (1, 4, 5, -signal.SIGABRT)
 ALONE_SECONDS = 60
 
@@ -60,9 +62,9 @@ def signals(lab: Laboratory, number: signal.Signals, times: int) -> Iterator[Fau
 def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     """Send a signal, and return the phase of the run at that moment.
 
-    Broken: the run does not end as it should, or did not begin from step `saved`.
+    Raise Broken if the run does not end as it should, or began before step `saved`.
     """
-    run.stop()  # or the phase could change while it is read
+    run.stop()  # otherwise the phase could change while it is read
     hit = run.phase()
     last = newest_saved(run.workdir)
     run.process.send_signal(number)
@@ -73,7 +75,7 @@ def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     if number == signal.SIGTERM:
         codes.add(128 + number)
     if hit == "report" and number != signal.SIGKILL:
-        codes.add(0)  # No step is left, so the run ends as it would have.
+        codes.add(0)  # no step is left, so the run may end normally
     run.wait(*codes)
     if hit not in ("start", "preparation"):
         check_start(run.workdir, saved)
@@ -81,28 +83,28 @@ def strike(run: Watched, number: signal.Signals, saved: int) -> str:
     if stopped:
         last = max(last, int(stopped[1]))
     elif number != signal.SIGKILL and hit in ("step", "save"):
-        raise Broken(f"{number.name} in {hit} did not stop it after its step")
+        raise Broken(f"{number.name} in {hit} did not stop the run after its step")
     if newest_saved(run.workdir) < last:
-        raise Broken(f"what was saved in {hit} is gone")
+        raise Broken(f"a checkpoint that was saved before {hit} is missing")
     return hit
 
 
 @contextlib.contextmanager
 def mounted(path: Path) -> Iterator[Path]:
-    """Mount a small disk at a folder, which is created."""
+    """Create a folder, and mount a small disk at it."""
     path.mkdir(exist_ok=True)
     options = ["-t", "tmpfs", "-o", "size=32m", "tmpfs"]
     subprocess.run(["mount", *options, path], check=True, capture_output=True)
     try:
         yield path
     finally:
-        # Lazily, because a thread of Orbax may still close a file.
+        # Unmount lazily, because a thread of Orbax may still close a file.
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
 @contextlib.contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Leave no space on a disk while inside."""
+    """Leave no space on a disk during the body."""
     filling = disk / "filling"
     with filling.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -112,7 +114,7 @@ def filled(disk: Path) -> Iterator[None]:
 
 
 def disks(lab: Laboratory) -> Iterator[Fault]:
-    """Fill the disk of a run or of its prepared text, which takes root."""
+    """Fill the disk of a run or of its prepared text. Only root can mount such a disk."""
 
     def full_during_a_save(disk: Path) -> None:
         with lab.run(disk / disk.name, SHORT) as run:
@@ -124,7 +126,9 @@ def disks(lab: Laboratory) -> Iterator[Fault]:
                 run.wait(5)
         for message in ("warning: The state of step ", "error: The state of step "):
             if message not in run.err.read_text():
-                raise Broken(f"it does not report its saves: {run.err.read_text()!r}")
+                raise Broken(
+                    f"the run does not report a failed save: {run.err.read_text()!r}"
+                )
         lab.finish(run.workdir, SHORT, saved)
 
     def full_during_preparation(disk: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs of train.py, watched from outside while faults are made, and compared with unharmed ones."""
+"""Runs of train.py that are watched during faults, and compared with runs without faults."""
 
 import os
 import random
@@ -21,25 +21,27 @@ from tests.helpers import (
 )
 
 PHASES = ("start", "preparation", "compile", "step", "save", "report")
-SHORT = 40  # steps of a run
-LIMIT = 600.0  # seconds for which to wait for a run, which hangs if it takes longer
-_PAUSE = 0.003  # seconds from one check to the next
+SHORT = 40  # number of steps of a short run
+LIMIT = 600.0  # seconds after which a run counts as hanging
+_PAUSE = 0.003  # seconds between checks
+# With these options, a validation takes a third of a second.
 _OPTIONS = """
     --config.train.checkpoint_every=10 --config.train.keep_checkpoints=3
-    --config.train.eval_every=20 --config.train.eval_batches=400"""  # of a third of a second
+    --config.train.eval_every=20 --config.train.eval_batches=400"""
 _OPTIONS = (*TINY, *_OPTIONS.split())
 
 
 class Broken(Exception):
-    """A run did not do what it should."""
+    """The error for a run that does not behave as it should."""
 
 
 class Watched:
-    """A process of train.py whose screen goes to files; a context manager, which ends it.
+    """A process of train.py, as a context manager that ends the process.
 
     Attributes:
-        workdir, process: of the run.
-        out, err: files of what it has printed.
+        workdir: the workdir of the run.
+        process: the process of the run.
+        out, err: the files to which standard output and standard error are written.
     """
 
     def __init__(
@@ -66,47 +68,47 @@ class Watched:
         self.process.wait()
 
     def phase(self) -> str:
-        """Return one of PHASES, as its files and its first screen show."""
+        """Return the run's phase, one of PHASES, according to its files and its output."""
         if any((self.workdir / "checkpoints").glob("*tmp*")):
             return "save"
         if len(starts_of(self.workdir)) == self._starts_before:
             return "preparation" if any(self._data_dir.glob(".*.partial")) else "start"
-        # Until its first step is shown, a run may still open its files, and ends by any signal.
+        # Until a run prints its first step, it may still be opening files, and any signal ends it.
         begun = re.compile(r"^steps +\d+ to (\d+).*^step ", re.M | re.S)
         if not (shown := begun.search(self.out.read_text())):
             return "compile"
         return "report" if latest_step(self.workdir) == int(shown[1]) else "step"
 
     def until(self, condition: Callable[[], bool], limit: float = LIMIT) -> None:
-        """Wait for a condition or the end of the run; Broken if that takes too long."""
+        """Wait for a condition or the end of the run. Raise Broken if that takes too long."""
         deadline = time.monotonic() + limit
         while self.process.poll() is None and not condition():
             if time.monotonic() > deadline:
-                raise Broken(f"it hangs in {self.phase()}")
+                raise Broken(f"the run hangs in {self.phase()}")
             time.sleep(_PAUSE)
 
     def until_phase(self, phase: str, saved: int = 0) -> None:
-        """Wait for a phase, once a step is saved."""
+        """Wait for a phase after the step `saved` has been saved."""
         self.until(
             lambda: newest_saved(self.workdir) >= saved and self.phase() == phase
         )
 
     def stop(self) -> None:
-        """Stop the process until a SIGCONT."""
+        """Stop the process until it receives SIGCONT."""
         self.process.send_signal(signal.SIGSTOP)
         time.sleep(0.01)
 
     def wait(self, *codes: int, limit: float = LIMIT) -> None:
-        """Wait for the end; Broken unless it has one of the exit codes and no traceback."""
+        """Wait for the end. Raise Broken for other exit codes than `codes`, or for a traceback."""
         self.until(lambda: False, limit)
         code = self.process.returncode
         text = self.err.read_text()
         if code not in codes or "Traceback" in text:
-            raise Broken(f"exit code {code} of {codes}: {text[-2000:]!r}")
+            raise Broken(f"exit code {code}, not one of {codes}: {text[-2000:]!r}")
 
 
 class Laboratory:
-    """A folder for runs and their texts; `most`: how often at most to make each fault."""
+    """A folder for runs and their texts. Each fault is made at most `most` times."""
 
     def __init__(self, directory: Path, seed: int, most: int):
         self.directory = directory
@@ -119,7 +121,7 @@ class Laboratory:
         self._corpus = f"--config.data.corpus=text:{pattern}"
 
     def run(self, workdir: Path, steps: int, *options: str, **where) -> Watched:
-        """Start a run; `where`: `data_dir`, `process` and environment variables."""
+        """Start a run. `where` may contain `data_dir`, `process` and environment variables."""
         options = (
             *_OPTIONS,
             self._corpus,
@@ -141,7 +143,8 @@ class Laboratory:
     def finish(self, workdir: Path, steps: int, saved: int = 0, **where) -> None:
         """Repeat a run's command to its end.
 
-        Broken: it does not continue from `saved`, or does not end as the run without faults.
+        Raise Broken if the run does not continue from step `saved` or a later step, or if it does
+        not end in the same way as the run without faults.
         """
         before = len(starts_of(workdir))
         with self.run(workdir, steps, **where) as run:
@@ -152,9 +155,9 @@ class Laboratory:
 
 
 def check_start(workdir: Path, saved: int) -> None:
-    """Raise Broken if the last start of a run went back behind a step that was saved."""
+    """Raise Broken if the last start of a run continued from a step before `saved`."""
     if (start := starts_of(workdir)[-1]) < saved:
-        raise Broken(f"step {saved} was saved, and the run went on from {start}")
+        raise Broken(f"step {saved} was saved, but the run continued from step {start}")
 
 
 def compare(workdir: Path, reference: Path) -> None:
@@ -162,11 +165,11 @@ def compare(workdir: Path, reference: Path) -> None:
     found = params_of(workdir)
     for name, values in params_of(reference).items():
         if found[name].tobytes() != values.tobytes():
-            raise Broken(f"other values in {name}")
+            raise Broken(f"the values of {name} differ from the run without faults")
     if metrics_of(workdir, speed=False) != metrics_of(reference, speed=False):
-        raise Broken("other metrics than without faults")
+        raise Broken("the metrics differ from the run without faults")
 
 
 def newest_saved(workdir: Path) -> int:
-    """Return the step of the newest checkpoint that a run shows, 0 if there is none."""
+    """Return the step of the newest complete checkpoint of a run, or 0 if there is none."""
     return latest_step(workdir) or 0
