@@ -44,7 +44,7 @@ class Task(NamedTuple):
     def requests(
         self, index: int, tokenizer: Tokenizer, context_length: int
     ) -> list[Request]:
-        """Return a request for each alternative of an example, which scores its answer."""
+        """Return the requests that score the answers of an example, one for each alternative."""
         others = self.examples[:index] + self.examples[index + 1 :]
         rng = random.Random(1234 + index)  # nanochat's seed
         shots = rng.sample(others, self.num_shots)
@@ -73,7 +73,7 @@ class Task(NamedTuple):
         return requests
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
-        """Return a list that says for each example whether the model solves it."""
+        """Return whether the model solves each example."""
         requests = []
         for index in range(len(self.examples)):
             group = self.requests(index, tokenizer, scorer.context_length)

@@ -35,7 +35,8 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         context = tokenizer.encode(example["ctx"])
         endings = []
         for text in example["endings"]:
-            # Encoded together: a tokenizer.json may encode the start of a text differently.
+            # The ending is encoded together with the context, because a tokenizer.json may encode
+            # the start of a text differently.
             row = tokenizer.encode(example["ctx"] + " " + text)
             tokens = row[len(context) :]
             endings.append(continuation(context, tokens, scorer.context_length))

@@ -37,7 +37,7 @@ class Request(NamedTuple):
     """A text and its tokens to score: int32 arrays `[T]`, or `[B, T]` for a batch of requests."""
 
     tokens: np.ndarray  # the input tokens of the model
-    targets: np.ndarray  # the token after each position; -1: not scored
+    targets: np.ndarray  # the token after each position, or -1 if it is not scored
     segments: np.ndarray | None = None  # the segment of each token, for attention
 
 
@@ -96,8 +96,9 @@ class Scorer:
     devices are used, and a terminal shows a progress bar. A program is compiled for each bucket,
     and another one for requests with segments. Models with other weights use the same programs.
 
-    `params` may be None to find out whether the files of a task can be read; the scores are then
-    meaningless. Windows over a text advance by `stride` tokens; 0: by half of the context.
+    `params` may be None to find out whether the files of a task can be read. The scores are then
+    meaningless. Windows over a text advance by `stride` tokens or, if `stride` is 0, by half of the
+    context.
     """
 
     def __init__(

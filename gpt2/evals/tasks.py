@@ -1,6 +1,6 @@
 """The table of tasks, and the options of the text that the task `validation` scores.
 
-docs/evaluation.md lists the files.
+docs/evaluation.md lists the files of the tasks.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.scoring import Scorer
 from gpt2.utils import stores
 
-# name of a task -> its file, and the function that scores it.
 Score = Callable[[Scorer, Tokenizer, Path], list[Figure]]
+# Name of a task -> its file, and the function that scores it.
 TASKS: dict[str, tuple[str, Score]] = {
     "wikitext": ("wikitext.txt", wikitext),
     "enwik8": ("enwik8", compression),

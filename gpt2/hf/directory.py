@@ -71,7 +71,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
             "Use the config.json that was saved with the weights",
         )
     num_tokens = cfg.vocab_size
-    # Without a tokenizer, all rows are taken for tokens.
+    # Without a tokenizer, all rows are assumed to be tokens.
     with contextlib.suppress(UserError):
         num_tokens = load_tokenizer(directory, cfg).vocab_size
     for name in {"wte", "lm_head"} & params.keys():
@@ -80,7 +80,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Remove a tensor from `stored`, and return the parameter, or the part, that it stores."""
+    """Remove a tensor from `stored`. Return the parameter or the part of one that it stores."""
     array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
     remedy = (

@@ -199,7 +199,7 @@ def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Toke
 def load_initial_params(
     source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer
 ) -> dict:
-    """Return the weights that `train.init_from` names, in the layer layout of `cfg`.
+    """Return the weights that `train.init_from` names, with scanned or unrolled layers as in `cfg`.
 
     A model with a shorter context uses the first position embeddings. A model with a longer context
     may use `model.rope_scaling`, if the weights were trained without it.

@@ -46,8 +46,8 @@ class Origin(NamedTuple):
     tokens: Amount
     flops: Amount
     tokenizer: str  # the tokenizer's hash, or its name if no hash is stored
-    # Identifies the validation text by its bytes and documents, whatever the tokenizer. If these
-    # are unknown, this is the name of the corpus.
+    # Identifies the validation text by its numbers of bytes and documents, which do not depend on
+    # the tokenizer. If these numbers are unknown, this is the name of the corpus.
     text: str
 
 
@@ -63,7 +63,7 @@ def define_flags() -> None:
 
 
 def main(*directories: str) -> None:
-    """Plot the curves. Print the last score of each, and the options that differ from the first."""
+    """Plot the curves. Print their last scores, and the options that differ from the first run."""
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
         workdirs |= _find_workdirs(path)
@@ -127,7 +127,7 @@ def main(*directories: str) -> None:
 
 
 def _find_workdirs(path: str) -> dict[str, list[Path]]:
-    """Return the workdirs in `path` for each curve's name. An arm of a sweep has several."""
+    """Map each curve's name to its workdirs in `path`. An arm of a sweep has one for each seed."""
     folder = fetch(path)
     workdirs: dict[str, list[Path]] = {}
     for config in sorted(folder.glob("runs/*/seed-*/run/config.json")):

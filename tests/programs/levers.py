@@ -1,12 +1,12 @@
-r"""Measure what could make a CPU faster, one lever at a time and in turn, in about ten minutes.
+r"""Measure options that could make training on a CPU faster, in turn, in about ten minutes.
 
     python -m tests.programs.levers /path/to/python/that/has/torch
 
-The levers are XLA's compiler options in `FLAGS`, and Intel's MKL. First come matrix products of
-GPT-2 124M's MLP and head for 2,048 tokens, and one product of the quickstart's MLP, in the three
-forms of a training step. The rates are medians over rounds, in GFLOP/s. Then come the quickstart's
-steps with each compiler option and by compiled PyTorch, in float32 and bfloat16. MKL is measured if
-`pip install mkl intel-openmp` was run with the Python that has PyTorch.
+The options are XLA's compiler options in `FLAGS`, and Intel's MKL. The program first measures matrix
+products of GPT-2 124M's MLP and head for 2,048 tokens, and one product of the quickstart's MLP, in
+the three `FORMS` of a training step. The rates are medians over rounds, in GFLOP/s. The program then
+measures the quickstart's steps with each compiler option, and in compiled PyTorch, in float32 and
+bfloat16. MKL is measured if `pip install mkl intel-openmp` was run with the Python that has PyTorch.
 """
 
 import ctypes
@@ -22,8 +22,9 @@ from statistics import median
 import numpy as np
 
 ROUNDS = 5
-SECONDS = 0.25  # of a product, in a round
+SECONDS = 0.25  # the time for each product in each round
 SHAPES = ((2048, 768, 3072), (2048, 3072, 768), (2048, 768, 50304), (2048, 128, 512))
+# Name of a form -> whether the left and the right operand are transposed.
 FORMS = {"x w": (False, False), "dy w^T": (False, True), "x^T dy": (True, False)}
 
 NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
@@ -62,7 +63,7 @@ def torch_product(a, b, form, dtype):
 
 
 def mkl_product(a, b, form, dtype):
-    """Products of bfloat16 have float32 results, which is the project's contract."""
+    """Return a function that multiplies with MKL. The results are float32, also for bfloat16."""
     library = ctypes.CDLL(str(find_mkl()))
     rows = a.shape[1 if form[0] else 0]
     inner = a.shape[0 if form[0] else 1]
@@ -109,7 +110,7 @@ PRODUCTS = {"jax": jax_product, "torch": torch_product, "mkl": mkl_product}
 
 
 def rates(library):
-    """Print the rate of each product as JSON."""
+    """Print the rate of each product in GFLOP/s, as JSON."""
     if library == "mkl" and not find_mkl():
         print("{}")
         return
@@ -143,7 +144,7 @@ def duration(product):
 
 
 def measure_products(peer_python):
-    """Measure the products with each lever in turn, and print a table."""
+    """Measure the products with each option in turn, and print a table."""
     cases = [(name, sys.executable, "jax", flags) for name, flags in FLAGS.items()]
     cases.append(("torch", peer_python, "torch", ""))
     cases.append(("mkl", peer_python, "mkl", ""))
@@ -163,7 +164,7 @@ def measure_products(peer_python):
 
 
 def measure_steps(peer_python):
-    """Measure the quickstart's steps with each compiler option, and by PyTorch."""
+    """Measure the quickstart's steps with each compiler option, and in PyTorch."""
     options = [f"--vary=XLA_FLAGS={flags}" for flags in FLAGS.values() if flags]
     for dtype in ("float32", "bfloat16"):
         command = [sys.executable, "-m", "gpt2.lab.benchmark", "train", *options]

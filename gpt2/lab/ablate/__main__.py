@@ -5,8 +5,8 @@ r"""Train variants of a run with several seeds, and report which variants differ
 
 The same command continues a sweep that was stopped, and trains failed runs again. With more seeds
 or values it adds runs to the sweep. Several processes, for example of an array job, may run the
-command at the same time, and share the work. `--report` writes a report on the runs that have ended
-so far.
+command at the same time, and share the work. `--report` trains nothing, and writes a report on the
+runs that have ended so far.
 """
 
 from gpt2.utils import launch
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
-    """Return the sweep of the command line."""
+    """Return the sweep that the flags describe."""
     if not FLAGS.vary and not FLAGS["seeds"].present:
         raise UserError(
             "--vary is missing, so there is nothing to compare",
@@ -78,7 +78,7 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
 
 
 def _report(sweep: Sweep) -> int:
-    """Write the report and print the verdicts. Return 1 if a run failed or has not ended."""
+    """Write the report, print the verdicts, and return the exit code."""
     sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)

@@ -1,4 +1,4 @@
-"""Functions that the commands for sweeps and ladders share, among them the definition of flags."""
+"""Functions that `ablate` and `ladder` share, including the definition of their flags."""
 
 import shlex
 import sys
@@ -26,7 +26,7 @@ FLAGS = flags.FLAGS
 def define_flags() -> None:
     """Define the flags of a comparison of arms."""
     cli.define_config()
-    flags.DEFINE_string("workdir", None, "Folder of the results.")
+    flags.DEFINE_string("workdir", None, "Folder for the runs and the report.")
     flags.DEFINE_multi_string(
         "vary",
         [],
@@ -36,7 +36,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "one_at_a_time",
         False,
-        "Change one thing at a time, instead of training a grid.",
+        "Give each arm one value of one --vary, instead of training a grid.",
     )
     flags.DEFINE_list(
         "seeds",
@@ -56,12 +56,12 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "tune",
         [],
-        "OPTION=VALUE,...: each arm is first trained with each value, and uses its best one.",
+        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one.",
     )
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Only print the runs and how long they would take, which short runs measure.",
+        "Only print the runs and how long they would take. Short runs measure the times.",
     )
     flags.DEFINE_bool(
         "report",
@@ -73,9 +73,10 @@ def define_flags() -> None:
 def make_sweep(
     root: Path, arms: Sequence[Arm], slots: Sequence[Slot], *, module: str
 ) -> Sweep:
-    """Return the sweep of `arms` with the terms in the flags, after all checks before training.
+    """Return the sweep of `arms` with the terms in the flags.
 
-    `module` is the command that was run, which the report prints.
+    Prepare the data and check out the code of all arms, so that errors appear before training. The
+    report prints the command, which is `python -m` with `module` and the arguments.
     """
     analyses = _read_analyses(FLAGS.seeds)
     tune = read_tuned(FLAGS.tune, FLAGS.vary)
@@ -117,7 +118,7 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 
 
 def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
-    """List a sweep's runs, and how long they take according to measured step times."""
+    """List the runs that a sweep would still train, with durations estimated from short runs."""
     seconds = {}
     for arm in sweep.arms:
         step, start = measure(sweep.root, arm, slots)
@@ -138,7 +139,7 @@ def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
 
 
 def exit_code(runs: Sequence[Run]) -> int:
-    """Return exit code 1, and print why, if a run failed or has not ended; otherwise 0."""
+    """Return 1 and print the reason if a run failed or has not ended. Otherwise return 0."""
     states = [run.outcome().state for run in runs]
     failed = states.count("failed")
     waiting = states.count("waiting")

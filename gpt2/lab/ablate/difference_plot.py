@@ -31,7 +31,7 @@ def plot_differences(
             axes.errorbar(
                 verdict.difference, row, xerr=half_width, fmt="D", color=color
             )
-            # The points are a little lower than the bar, which would otherwise hide them.
+            # The runs are a little below the arm's error bar, which would otherwise hide them.
             heights = np.full(len(scores[name]), row - 0.2)
             axes.plot(scores[name], heights, "o", color=color, alpha=0.6, markersize=5)
         labels = [name.replace(",", ",\n") for name in names]

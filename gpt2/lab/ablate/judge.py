@@ -19,7 +19,7 @@ _OPEN = "to be decided"
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's compared runs, or only of the runs in the given state."""
+    """Return the rows of an arm's runs without its tuning runs, optionally in one state only."""
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:
@@ -28,7 +28,7 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
 
 
 def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
-    """Return the final scores of an arm's runs, or only of its first `seeds` runs."""
+    """Return the final scores of an arm's runs. With `seeds`, use only its first `seeds` runs."""
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
     return Sample(
@@ -41,9 +41,10 @@ def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
 def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """Return the verdict on each arm except the baseline, by name.
 
-    An interim analysis is made once all runs with its seeds have ended. It gives a verdict on arms
-    that are clear or futile, and on arms to which no test applies. The last analysis gives a
-    verdict on all other arms.
+    An interim analysis after n seeds is made once the first n runs of the baseline and of all arms
+    without a verdict have ended. It gives a verdict on arms that differ from the baseline, on
+    futile arms, and on arms to which no test applies. The last analysis gives a verdict on all
+    other arms.
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
@@ -81,7 +82,10 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def grow(sweep: Sweep) -> Sweep:
-    """Add the seeds of the next analysis to a sweep, if all runs have ended and arms are open."""
+    """Return the sweep with the seeds of the next analysis for arms that have no verdict yet.
+
+    If a run has not ended, or tuned values have not been chosen yet, return the sweep unchanged.
+    """
     results = sweep.results()
     if "waiting" in set(results.state) or len(sweep.chosen) < len(sweep.arms):
         return sweep
@@ -119,9 +123,10 @@ def is_futile(
 ) -> bool | np.ndarray:
     """Return whether an arm is futile, given its difference so far in standard errors.
 
-    An arm is futile if its conditional power is below 20 %: the probability that the last analysis
-    finds a difference, if the true difference is the smallest that it finds with probability
-    `POWER` (Lan, Simon and Halperin 1982).
+    An arm is futile if its conditional power is below 20 %. This is the probability that the last
+    analysis finds a difference, given the scores so far. The true difference is assumed to be the
+    smallest one that the last analysis, before any run, finds with probability `POWER` (Lan, Simon
+    and Halperin 1982).
     """
     fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf

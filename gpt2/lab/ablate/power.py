@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Numbers = float | Array
 
-# The probability of a false verdict among all arms and all interim analyses.
+# The probability of one or more false verdicts among all arms and all analyses.
 LEVEL = 0.05
 POWER = 0.8  # the power of `Verdict.detectable` and of the futility rule
 _NUM_DRAWN = 20_000  # number of simulated sweeps
@@ -41,7 +41,7 @@ def welch(
 
 
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
-    """Return the probability that no arm's |t| exceeds `bound` if no arm differs.
+    """Return the probability that no arm's |t| exceeds `bound` if no arm truly differs.
 
     Given the baseline's mean and the pooled standard deviation, the arms are independent. The
     probability is then an integral over these two (Dunnett 1955, section 3). scipy.stats.dunnett
@@ -63,7 +63,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 @cache
 def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
-    """Return the |t| that at least one arm exceeds with probability `level` if no arm differs."""
+    """Return the |t| that some arm exceeds with probability `level` if no arm truly differs."""
 
     def excess(bound: float) -> float:
         return dunnett_probability(bound, sizes, df) - (1 - level)
@@ -95,9 +95,9 @@ def pool(variances: Array, design: Design) -> tuple[Array, Array]:
 
 
 def group_half_width(design: Design, variances: Array) -> Array:
-    """Return half the width of the wider of Dunnett's and Welch's intervals.
+    """Return half the width of Dunnett's or Welch's interval, whichever is wider.
 
-    `variances` are the same as for `pool`.
+    `variances` `[..., 1 + arms]` are the variances of the baseline and then of each arm.
     """
     sizes, arm, level = design
     num = sizes[arm]
@@ -114,7 +114,7 @@ def group_half_width(design: Design, variances: Array) -> Array:
 def group_difference(design: Design, variances: Array) -> float:
     """Return the smallest true difference of an arm that the tests find with probability `POWER`.
 
-    `variances` `[1 + arms]` are taken for the true variances. The variances that sweeps would
+    `variances` `[1 + arms]` are assumed to be the true variances. The variances that sweeps would
     estimate are drawn at random.
     """
     sizes = np.array(design.sizes)
@@ -136,7 +136,7 @@ def group_difference(design: Design, variances: Array) -> float:
 
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
-    """Return the nodes and weights to integrate over an estimated standard deviation.
+    """Return nodes and weights for integrals over an estimated standard deviation.
 
     The true standard deviation is 1, and the estimate has `df` degrees of freedom.
     """

@@ -15,7 +15,8 @@ from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings
 from gpt2.lab.experiments.terms import LOSS, choose_score
 from gpt2.utils.files import locked, reading, write_json
 
-# Tuning uses this seed, counted from the config's seed. No compared run uses the same seed.
+# Tuning runs use the config's seed plus this number. No compared run uses that seed, because an arm
+# has at most this number of seeds.
 CHOOSING_SEED = 1000
 
 
@@ -25,7 +26,7 @@ class Sweep:
 
     root: Path  # the folder of the sweep
     commands: Sequence[str]  # all command lines that were used, for the report
-    arms: tuple[Arm, ...]  # on equal terms; the first arm is the baseline
+    arms: tuple[Arm, ...]  # the baseline first; `equal` determined their lengths
     equal: str  # the training cost that is the same for all arms, one of terms.TERMS
     # The numbers of seeds at which the results are analysed, ascending. The last one is the largest
     # number of seeds of an arm.
@@ -35,8 +36,8 @@ class Sweep:
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # The earlier number of seeds, if a command increased it after runs had ended; otherwise 0.
     raised_from: int = 0
-    # The best tuned values of each arm, once all its tuning runs have ended (if all diverged, the
-    # first values). Runs that end later do not change this choice.
+    # The tuned values of each arm whose tuning runs have all ended: the values with the best score
+    # or, if all diverged, the first values. A later command does not choose again.
     chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
@@ -154,7 +155,7 @@ def continued(sweep: Sweep) -> Sweep:
         changed |= differences(known, arm)
     changed["equal"] = (before.equal, sweep.equal)
     changed["tune"] = (before.tune, sweep.tune)
-    # Without interim analyses, seeds may be added.
+    # Seeds may be added to a sweep only if neither command has interim analyses.
     if max(len(before.analyses), len(sweep.analyses)) > 1:
         changed["seeds"] = (before.analyses, sweep.analyses)
     refuse_differences(

@@ -58,7 +58,7 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
 
 
 def print_verdicts(table: pd.DataFrame) -> None:
-    """Print the most important columns of a table of verdicts, in 80 characters."""
+    """Print the most important columns of a table of verdicts, in lines of 80 characters."""
     screen = Table(box=None, pad_edge=False)
     for title in ("arm", "difference", "interval", "verdict"):
         whole = title in ("difference", "interval")

@@ -41,9 +41,10 @@ def verdict_table(
 
 
 def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the last values of all metrics, a row for each metric.
+    """Return a table of the last values of all metrics, including metrics that a loss adds.
 
-    The metrics include those that a loss adds. There is a column for each arm.
+    There is a row for each metric and a column for each arm. Cells are means and standard
+    deviations over the arm's finished runs.
     """
     rows = []
     for name in results.columns:
@@ -88,7 +89,7 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
     Return inf if the curve ends above `target`, and the amount of the first validation if the curve
     is never above it.
     """
-    # The last validation above the target counts, so that an earlier lucky one does not.
+    # The last validation above the target decides, because an earlier one below it may be luck.
     above = np.flatnonzero(scores > target)
     start = above[-1] if above.size else 0
     x = -scores[start : start + 2]
@@ -99,9 +100,9 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 def describe_fractions(fractions: np.ndarray) -> str:
     """Return the mean fraction and its 95 % interval (Welch's method) as a string.
 
-    `fractions` is `[runs of the arm, 1 + runs of the baseline]`. The first column has the fraction
-    of the baseline's run that a run needs to reach the mean of the baseline's final scores, and the
-    other columns have the fractions for each of these scores.
+    `fractions` is `[runs of the arm, 1 + runs of the baseline]`: the fractions of a baseline run
+    that a run of the arm needs to reach a target. The target of the first column is the mean of the
+    baseline's final scores. The target of each other column is one of these scores.
     """
     if not fractions.size or np.isnan(fractions).any():
         return "-"
@@ -121,9 +122,10 @@ def describe_fractions(fractions: np.ndarray) -> str:
 
 
 def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the tuning runs' scores, a row for each combination of values.
+    """Return a table of the tuning runs' scores.
 
-    There is a column for each arm. A * marks the values that the arm chose.
+    There is a row for each combination of values and a column for each arm. A * marks the chosen
+    values of an arm.
     """
     runs = results[results.purpose == "choose"]
     table = runs.pivot(index="values", columns="arm", values="score")

@@ -5,15 +5,16 @@ scores. Scores are losses, so negative differences are better. The family-wise l
 the probability of one or more false verdicts among all arms. With a probability of 95 %, all
 intervals contain the true differences.
 
-The tests are unpaired. An arm differs if both tests find a difference. Its interval is the wider
-one of the two:
+There are two tests, both unpaired. An arm differs if both find a difference. The interval of its
+difference is the wider one of the intervals of the two tests:
 
 1. Dunnett's test (Dunnett 1955, JASA 50) of all arms together. It pools the variances, which gives
    the test more power if there are few seeds. But it underestimates the error of the mean of a
    noisy arm or a noisy baseline. An arm with more than ten times the median variance is left out
    when the variance is pooled for other arms, because it would hide their differences.
 2. Welch's t-test (Welch 1947, Biometrika 34) of the arm and the baseline alone, whose variances may
-   differ, at level / sqrt(number of arms). That is halfway between no adjustment and Bonferroni's.
+   differ, at level / sqrt(number of arms). That is the geometric mean of the unadjusted level and
+   Bonferroni's level.
 
 The numbers in the table are percentages, from 40,000 simulated sweeps of 5 arms with n seeds each
 (`python -m tests.programs.verdict_rates`). The first three columns are the rates of sweeps with a
@@ -21,7 +22,7 @@ false verdict: with equal standard deviations of 1, with a standard deviation of
 and with 3 for one arm. "found" is the rate at which an arm with a true difference of 5 standard
 errors is found. "worst" is the highest rate of false verdicts for 1 to 10 arms with 3 or 5 seeds, a
 baseline with the same number of seeds, and standard deviations of 1 or 3. If the baseline has
-another number of seeds, from 3 to 10, the worst rate of our rule is 8.4.
+another number of seeds, from 3 to 10, the worst rate of both tests together is 8.4 %.
 
                                       equal       baseline       one arm        found     worst
                                     n=3  n=5      n=3  n=5      n=3  n=5      n=3  n=5
@@ -55,11 +56,11 @@ _ROUNDING = 1e-12  # a standard error below this fraction of the scores is round
 
 @dataclass(frozen=True)
 class Sample:
-    """The runs of one arm, or of the baseline."""
+    """The results of the runs of one arm, or of the baseline."""
 
     scores: Array  # [n], the final losses of the finished runs; all are finite
     diverged: int = 0  # number of runs whose loss became NaN or Inf
-    failed: int = 0  # number of runs that ended for reasons unrelated to the arm
+    failed: int = 0  # number of runs that ended early without diverging
 
     @property
     def mean(self) -> float:
@@ -86,7 +87,8 @@ class Verdict:
     p_value: float = math.nan  # adjusted for the number of arms
     # The standard error of the difference, estimated only from the arm and the baseline.
     error: float = math.nan
-    # A function that returns the smallest true difference that such runs find with a power of 0.8.
+    # A function that returns the smallest true difference that sweeps with these variances and
+    # numbers of runs find with probability 0.8.
     detectable: Callable[[], float] = field(
         default=lambda: math.nan, repr=False, compare=False
     )
@@ -143,7 +145,7 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return verdicts by Dunnett's and Welch's tests, if an arm's scores vary between seeds."""
+    """Return the verdicts of Dunnett's and Welch's tests. Omit arms whose scores never vary."""
     first = baseline.scores
     groups = [first, *(arm.scores for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])

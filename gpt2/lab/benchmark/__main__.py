@@ -3,15 +3,16 @@ r"""Measure the time of a training step, alone or together with PyTorch's.
     python -m gpt2.lab.benchmark train --config=configs/gpt2_124m.py --config.data.batch_size=2 \
         --peers=torch,torch_compile --vary=model.position=rope
 
-measures a step of the config, a step of PyTorch, and a step with one option changed, in turn. The
-time includes clipping and the optimizer, but not warm-up, compilation or data. With peers, dropout
-is 0, the learning rate is constant and the vocabulary is a multiple of 64. The losses of the first
-steps are compared, and nothing is measured if they differ. --rounds=1 is a quick first measurement.
+This command measures a step of the config, a step of PyTorch, and a step with one option changed,
+in turn. The time includes clipping and the optimizer, but not warm-up, compilation or data. With
+--peers, dropout is 0, the learning rate is constant and the vocabulary is a multiple of 64. The
+losses of the first steps are compared, and nothing is measured if they differ. --rounds=1 is a
+quick first measurement.
 
     python -m gpt2.lab.benchmark suite --output=DIR
 
-runs this command and train.py on a GPU, in parts, each with a time limit. --config.a.b=v changes an
-option of all parts.
+This command runs `train` and train.py on a GPU, in parts, each with a time limit. --config.a.b=v
+changes an option of all parts.
 
 MFU is the model's FLOPs, 6 N + 12 L D T per token, divided by time and the data sheet's peak.
 Memory is the peak of a GPU's allocator or, on a CPU, of the process.
@@ -102,7 +103,7 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line. With peers, set options that the peers support."""
+    """Return the config of the command line. With peers, replace options that no peer supports."""
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:

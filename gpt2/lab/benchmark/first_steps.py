@@ -1,9 +1,9 @@
 """Check that two implementations compute the same losses in their first steps.
 
-Both draw the same weights, from the name of each parameter, so that no weights have to be sent, and
-take `STEPS` steps on the same batches. Losses after the first depend on gradients, clipping and the
-optimizer. The names are this project's names, such as `h_0/attn/c_attn/kernel`. This module needs
-neither JAX nor PyTorch.
+Both draw the same weights from the name of each parameter, so that no weights have to be sent. Both
+then take `STEPS` steps on the same batches. Losses after the first depend on gradients, clipping
+and the optimizer. The names are this project's names, such as `h_0/attn/c_attn/kernel`. This module
+needs neither JAX nor PyTorch.
 """
 
 import zlib
@@ -23,9 +23,9 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return float32 weights, which depend only on the name and the shape.
 
-    The magnitudes are chosen to make differences visible: kernels preserve the magnitude of a
-    branch, where variants of GELU differ most; tables are small, so that a norm's epsilon matters;
-    the scale of the last norm makes gradients large enough to be clipped.
+    The magnitudes make differences between implementations visible. Kernels preserve the magnitude
+    of a branch, at which variants of GELU differ most. Embeddings are small, so that the epsilon of
+    a norm matters. The scale of the last norm makes gradients large enough to be clipped.
     """
     seed = zlib.crc32(name.encode())
     rng = np.random.default_rng(seed)

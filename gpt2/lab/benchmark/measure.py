@@ -1,4 +1,4 @@
-"""Measure several sides in turn: a case, the same case in PyTorch, and with other options.
+"""Measure several sides in turn: a case, the same case in PyTorch, and variations of the case.
 
 A side is a training step in its own process, which sleeps between its turns. Because turns are
 short, all sides run under the same load, heat and clocks, and ratios compare steps that ran seconds
@@ -60,7 +60,7 @@ class Player(NamedTuple):
     def ask(self, method: str, *arguments: int) -> Any:
         """Call a method of the process's `Side`, and return its result."""
         assert self.process.stdout
-        # The process has ended; this is handled below.
+        # The pipe is broken if the process has ended, which is handled below.
         with contextlib.suppress(BrokenPipeError):
             request = json.dumps([method, *arguments])
             print(request, file=self.process.stdin, flush=True)
@@ -200,8 +200,8 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
     """Return the mean ratio of turns to our turns, and the ends of its 95 % interval.
 
-    The mean and the interval, by Student's t, are computed from the logarithms of each round's
-    ratio. With a single round there is no interval.
+    The mean and Student's t interval are computed from the logarithms of each round's ratio. With a
+    single round there is no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)
@@ -216,7 +216,7 @@ def _start(name: str, case: Case, number: int) -> Player:
     """Start the process of one of `number` sides.
 
     On a GPU, JAX would allocate three quarters of the memory when it starts, and leave too little
-    for a second process. Each side may therefore allocate an equal part of nine tenths.
+    for a second process. Each side may therefore allocate an equal part of 90 % of it.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:

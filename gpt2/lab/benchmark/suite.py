@@ -120,7 +120,7 @@ def run_command(
 ) -> tuple[list[Row], str]:
     """Run Python, and return the rows that it prints and its status: `done`, or why it failed.
 
-    Its child processes are killed at the end, because they would hold the GPU's memory.
+    The command's child processes are killed at the end, because they would hold the GPU's memory.
     """
     status = "done"
     with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
@@ -148,7 +148,7 @@ def run_command(
 
 
 def describe_run(workdir: Path) -> list[Row]:
-    """Return a row with the last speed that a run logged, or no row if there is none."""
+    """Return a row with the last speed that a run logged, or no row if it logged none."""
     rows: list[Row] = []
     for record in read_metrics(workdir / "metrics.jsonl"):
         if "perf/step_seconds" in record:

@@ -33,9 +33,9 @@ from gpt2.utils.code import SOURCE
 # Names that a `--vary` may set in addition to options.
 _RECIPE = "recipe"
 _CODE = "code"
-# Option groups that may be tuned for each arm and still leave the comparison fair.
 # A program that prints the options of the recipe `path`.
 _READ = "from gpt2.config import read_options; print(json.dumps(read_options(path)))"
+# Option groups that may be tuned for each arm and still leave the comparison fair.
 _TUNABLE = ("optim.", "loss.")
 _LONGEST_NAME = 150  # in characters; file systems allow 255 bytes for a folder's name
 
@@ -47,7 +47,7 @@ class Arm:
     # The difference from the baseline, such as `optim.name=muon`. The arm's folder has this name.
     name: str
     config: Config  # its seed is the seed of the arm's first run
-    commit: str = ""  # the commit of the code that trains the arm; "": the working tree
+    commit: str = ""  # the commit of the arm's code; "" is the working tree
     # Options that only the code of `commit` has.
     extra: Settings = dataclasses.field(default_factory=dict)
 
@@ -70,7 +70,8 @@ class Arm:
     ) -> Run:
         """Return the arm's run with its `number`-th seed, counted from 0.
 
-        `tuned` are the options that tuning has chosen or, if the run `chooses`, that it tries.
+        `tuned` are the options that tuning has chosen. With `chooses`, the run is a tuning run that
+        tries these options.
         """
         tuned = tuned or {}
         folder = root / "runs" / self.name
@@ -130,12 +131,12 @@ def refuse_differences(
 
 
 def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> list[Arm]:
-    """Return the arms of a comparison. The first one is the baseline, which has `config` itself.
+    """Return the arms of a comparison. The first one is the baseline, whose config is `config`.
 
-    Each `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`, where `.` is the
-    working tree. A value may set further options, as in `optim.name=muon+optim.weight_decay=0.0`.
-    After `code=BRANCH` these may be options that only the branch has. A value that contains a comma
-    has to be quoted.
+    Each element of `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`. The branch
+    `.` is the working tree. A value may set further options, as in
+    `optim.name=muon+optim.weight_decay=0.0`. After `code=BRANCH` these may be options that only the
+    branch has. A value that contains a comma has to be quoted.
     """
     axes = [_read_axis(text) for text in vary]
     points: Iterable[Sequence[Settings]] = itertools.product(*axes)
@@ -144,8 +145,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     arms = {"baseline": Arm("baseline", config)}
     for point in points:
         usual: dict[str, Setting] = {_CODE: WORKING_TREE}
-        # A recipe replaces all options of the config. A value next to it is then part of the label
-        # even if it is the config's value.
+        # A recipe replaces all options of the config. An option next to the recipe is therefore a
+        # part of the label even if it has the config's value.
         if not any(_RECIPE in value for value in point):
             usual |= flatten(config.to_dict())
         labels = []
@@ -166,7 +167,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
-    """Return the values of each `--tune`, all of which every arm tries."""
+    """Return the values of each `--tune`. Every arm tries all combinations of these values."""
     taken = set[str]()
     for text in vary:
         taken.update(*_read_axis(text))

@@ -8,7 +8,7 @@ from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE
 from gpt2.utils.files import locked
 
-# The environment variable for the user's checkout, if this code is a copy of it.
+# The environment variable with the path of the user's checkout. It is set if this code is a copy.
 CHECKOUT = "GPT2_CHECKOUT"
 WORKING_TREE = "."  # the value of `code=` for the current files
 
@@ -34,14 +34,14 @@ def diff(old: str, new: str, form: str = "--patch") -> str:
 
 
 def changed_files(old: str, new: str) -> dict[str, bool]:
-    """Return the paths that differ between two commits, and whether each is text or removed."""
+    """Map each path that differs between two commits to whether it is text or was removed."""
     form = ("-z", "--no-renames", old, new)
     counts = _git("diff", "--numstat", *form).split("\0")
     entries = _git("diff", "--raw", *form).split("\0")
     changed = dict[str, bool]()
     for entry, path in zip(entries[::2], entries[1::2], strict=False):
         _, mode, *_ = entry.split(" ")
-        is_file = mode in ("100644", "100755", "000000")  # no link and no submodule
+        is_file = mode in ("100644", "100755", "000000")  # not a link or submodule
         changed[path] = is_file and f"-\t-\t{path}" not in counts
     return changed
 

@@ -1,4 +1,4 @@
-"""A plot of validation curves, and the context in which the lab draws all its plots."""
+"""A plot of validation curves, and the context manager with which the lab draws all its plots."""
 
 import contextlib
 import itertools
@@ -32,7 +32,8 @@ def plot_curves(
     """Plot the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
 
     `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline.
-    A single validation is a dot, and a curve without tokens is a horizontal line.
+    A curve with a single validation is a dot. A curve whose tokens are unknown (NaN) is a
+    horizontal line at its first score.
     """
     height = 4.6 + 0.12 * len(curves)
     styles = [("-", BASELINE), *itertools.product(_LINES, COLORS)]

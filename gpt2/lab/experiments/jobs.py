@@ -103,7 +103,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
 
 
 def _has_ended(run: Run) -> bool:
-    """Return whether this process does not have to train a run, or to train it again."""
+    """Return whether a run has ended. A run that failed before this process began has not ended."""
     outcome = run.outcome()
     if outcome.state == "failed":
         return outcome != _first_outcomes[run.folder]
@@ -111,7 +111,7 @@ def _has_ended(run: Run) -> bool:
 
 
 def _take(run: Run) -> TextIO | None:
-    """Return the lock of a run, or None if it has ended or another process trains it."""
+    """Lock a run and return its lock. Return None if it has ended or another process trains it."""
     run.folder.mkdir(parents=True, exist_ok=True)
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
     with contextlib.suppress(BlockingIOError):
@@ -157,7 +157,7 @@ class _Training:
         self.process = start(command, self._log, slot._replace(environment=environment))
 
     def end(self, code: int, score: str) -> str:
-        """Write the outcome of the run, release its lock, and return its score or error as text."""
+        """Write the outcome of the run, release its lock, and return its score or its error."""
         outcome = self._read_outcome(code)
         write_json(self.run.folder / "outcome.json", outcome._asdict())
         self._lock.close()

@@ -18,7 +18,7 @@ class Slot(NamedTuple):
 
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
-    """Start a Python file, which appends to `log` and gets SIGTERM when this process ends."""
+    """Start a Python file. Append its output to `log`, and end it when this process ends."""
     # This import is here because the child, which runs this file first, must not import JAX.
     from gpt2.parallel.distributed import ALONE
 

@@ -104,8 +104,8 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
     """Raise a UserError if runs cannot be compared.
 
     Runs with the same options for data must have the same text, and runs with the same source must
-    have the same code. Runs that have not ended count only with `to_come`: then the code that
-    trained their checkpoints, and the code that would train them now, must be the same too.
+    have the same code. The code of runs that have not ended is checked only with `to_come`: both
+    the code that trained their checkpoints and the code that would train them now.
     """
     # For each corpus and for each source folder, a fingerprint and the first run that has it.
     texts: dict[DataConfig, tuple[bytes, Run]] = {}

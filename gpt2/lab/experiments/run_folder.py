@@ -26,7 +26,7 @@ from gpt2.utils.stores import is_url
 
 Setting = bool | int | float | str  # the value of an option
 Settings = Mapping[str, Setting]  # dotted name of an option -> its value
-_SECONDS_TO_READ = 120  # options
+_SECONDS_TO_READ = 120  # time limit of the process that reads options
 ENDED = ("finished", "diverged")  # states of runs that are not trained again
 
 
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str
     error: str = ""  # the log line that states the cause
-    seconds: float = 0.0  # of its process, by the clock of the process that started it
+    seconds: float = 0.0  # duration of its process, which the parent measured
     attempt: str = ""  # a random id, because two attempts may fail with the same error
 
 

@@ -21,7 +21,7 @@ _STEPS = 40
 
 
 def make_measuring_run(root: Path, arm: Arm) -> Run:
-    """Return a short run of an arm, whose folder name has a hash of all that affects its speed."""
+    """Return a short run of an arm. Its folder's name has a hash of all that affects its speed."""
     options = {
         "train.num_steps": _STEPS,
         "train.log_every": _STEPS // 4,
@@ -59,7 +59,7 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
         )
     records = pd.DataFrame(read_metrics(run.workdir / "metrics.jsonl"))
     steps = records["perf/step_seconds"].dropna()
-    step = float(steps[1:].median())  # the first line includes the compilation
+    step = float(steps[1:].median())  # the first log line includes the compilation
     whole = float(records["perf/total_seconds"].max())
     return step, whole - _STEPS * step
 

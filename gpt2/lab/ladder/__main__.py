@@ -4,9 +4,9 @@ r"""Train arms at several sizes, and report how each arm's compute multiplier ch
         --vary=optim.name=muon --one_at_a_time --workdir=ladders/muon
 
 The config sets the options for its own depth. The rules of gpt2/lab/ladder/dial.py determine the
-options for the other depths. Each size is a sweep in the folder `dDEPTH`. The same command
-continues a ladder that was stopped, or adds depths, arms and seeds. Several processes may run the
-command at the same time.
+options for the other depths. Each size is a sweep in a folder of its own, such as `d4` for depth 4.
+The same command continues a ladder that was stopped, or adds depths, arms and seeds. Several
+processes may run the command at the same time.
 """
 
 from gpt2.utils import launch
@@ -34,7 +34,7 @@ from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
-_LEAST_SIZES = 3  # two sizes would leave no degree of freedom for the slope
+_LEAST_SIZES = 3  # a line fits any two sizes exactly
 
 
 def define_flags() -> None:
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
-    """Return a sweep for each depth of the command line, the smallest first."""
+    """Return a sweep for each depth in `--depths`, the smallest first."""
     depths = {int(depth) for depth in FLAGS.depths if depth.isdecimal()} - {0}
     if len(depths) != len(FLAGS.depths) or len(depths) < _LEAST_SIZES:
         raise UserError(
@@ -117,7 +117,7 @@ def _load(root: Path) -> list[Sweep]:
 
 
 def _report(root: Path, sweeps: Sequence[Sweep]) -> int:
-    """Write the report, print the verdicts, and return 1 if a run failed or has not ended."""
+    """Write the report, print the verdicts, and return the exit code."""
     for sweep in sweeps:
         sweep.check_runs()
     print_courses(write_report(root, sweeps))

@@ -1,4 +1,4 @@
-"""The course of each arm of a ladder at each analysis, and the seeds that an analysis adds."""
+"""How the multiplier of each arm changes with size, and the seeds that the next analysis adds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +21,8 @@ def judge(
 ) -> dict[str, Course]:
     """Return the course of each arm except the baseline, by name. `results` has a table per sweep.
 
-    An analysis takes place when all runs of its seeds have ended at all sizes. An arm that is
-    undecided continues to the next analysis.
+    An arm is analysed after n seeds once the first n runs of the arm and of the baseline have ended
+    at all sizes. An arm that is undecided continues to the next analysis.
     """
     baseline, *arms = sweeps[0].arms
     courses = {}
@@ -70,7 +70,10 @@ def _analyse(
 
 
 def grow(sweeps: Sequence[Sweep]) -> list[Sweep]:
-    """Return the sweeps with the seeds of the next analysis, once all runs have ended."""
+    """Return the sweeps with the seeds of the next analysis for arms that have no verdict yet.
+
+    If a run has not ended, return the sweeps unchanged.
+    """
     results = [sweep.results() for sweep in sweeps]
     if any("waiting" in set(table.state) for table in results):
         return list(sweeps)

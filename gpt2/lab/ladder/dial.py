@@ -1,4 +1,6 @@
-"""One dial, the depth: published rules determine all other options of a model of another depth.
+"""Scale a config to another depth. Published rules determine how other options change.
+
+Rates are learning rates. AdamW with weight decay averages updates over a part of the run.
 
 | option | rule, for a depth of r times the config's depth | source |
 | --- | --- | --- |
@@ -26,7 +28,7 @@ _RATES = ("optim.learning_rate", "optim.adam_learning_rate")
 
 
 def at_depth(arm: Arm, ratio: Fraction) -> Arm:
-    """Return an arm for `ratio` times the depth, with the options that the rules determine."""
+    """Return an arm at `ratio` times its depth, with the options that the rules determine."""
     config = arm.config
     model = config.model
     optim = config.optim
@@ -51,7 +53,7 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     batch = batch_size / before
     num_steps = round(config.train.num_steps * tokens / batch)
     rate = math.sqrt(batch)
-    # Each step decays by rate * weight_decay, also with muP.
+    # Each step shrinks weights by the fraction rate * weight_decay, also with muP.
     decay = config.train.num_steps / (num_steps * rate)
     options: dict[str, Setting] = {
         "model.num_layers": int(layers),

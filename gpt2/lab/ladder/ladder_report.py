@@ -1,4 +1,4 @@
-"""The report of a ladder: report.md, report.html, multipliers.csv and a picture."""
+"""The report of a ladder: report.md, report.html, multipliers.csv and a plot."""
 
 import re
 from collections.abc import Mapping, Sequence

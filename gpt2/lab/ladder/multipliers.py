@@ -1,4 +1,4 @@
-"""Compute multipliers of an arm over a ladder of sizes, and a verdict about their course.
+"""Compute multipliers of an arm over a ladder of sizes, and a verdict on how they change.
 
 The baseline's curve connects its mean losses by straight lines, in log loss against log compute.
 The multiplier of an arm at a size is the compute at which this curve reaches the arm's loss,
@@ -13,13 +13,14 @@ L_a are the losses of baseline and arm, and g_b and g_a are the derivatives of t
 respect to their means. The degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2).
 The variance is correct for any correlation between the runs of a pair.
 
-Each arm has the level alpha / arms, and each of two questions about the arm has half of this level:
+Each arm has the level alpha / (number of arms). Two questions about the arm have half of this level
+each:
 
 1. Does the multiplier change? `grows` and `fades` mean that the two-sided interval of the slope
    excludes 0. `flips` means that, in addition, the intervals of the first and the last m exclude 0
    on opposite sides.
 2. Does the multiplier stay the same? `constant` means that, by two one-sided tests (Schuirmann
-   1987), it changes by less than a factor of 1.5 for ten times the compute.
+   1987), the multiplier changes by less than a factor of 1.5 for ten times the compute.
 
 `python -m tests.programs.ladder_rates` simulates how often such verdicts are wrong.
 """
@@ -34,21 +35,21 @@ import scipy  # imports its parts when they are used
 
 from gpt2.lab.ablate.power import LEVEL, Array
 
-# The largest factor by which a constant multiplier changes for ten times the compute.
+# A constant multiplier changes by less than this factor for ten times the compute.
 STAYS = 1.5
 # Multipliers are extrapolated to this number times the largest compute.
 FARTHEST = 10.0
 
 
 class Losses(NamedTuple):
-    """The final loss of one arm at one size for each seed, and the compute of one run."""
+    """The final losses of one arm at one size, one for each seed, and the compute of one run."""
 
     compute: float
     scores: Array
 
 
 class Interval(NamedTuple):
-    """An estimate and the ends of its interval."""
+    """An estimate and the ends of its confidence interval."""
 
     value: float
     low: float

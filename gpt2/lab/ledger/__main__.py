@@ -3,10 +3,10 @@ r"""Compare one idea with the best so far, and answer keep, discard or undecided
     python -m gpt2.lab.ledger --ledger=ideas --idea=optim.name=lion
 
 An idea is OPTION=VALUE (which +OPTION=VALUE may follow), recipe=FILE, or code=BRANCH, where code=.
-is the current working tree. A ledger starts with --config and its overrides. An idea that is kept
-becomes the best, and later ideas are changes of it. Several processes may use the same ledger. Exit
-codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a user's mistake, or an idea
-that cannot be compared.
+is the current working tree. A new ledger starts with the config of --config and its overrides. An
+idea that is kept becomes the best, and later ideas are changes of it. Several processes may use the
+same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a
+user's mistake, or an idea that cannot be compared.
 """
 
 from gpt2.utils import launch
@@ -58,7 +58,8 @@ from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS
 EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
-# The largest allowed difference between a run's own validation loss and the referee's, by dtype.
+# The largest difference between a run's own validation loss and the referee's, in nats per token,
+# that prints no warning, by dtype. It is 0.01 for other dtypes.
 _TOLERANCES = {"float32": 1e-4}
 _LOCK = ".ledger.lock"
 _IS_BEST = "it is the best itself"
@@ -71,13 +72,13 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "idea",
         "",
-        "The idea: OPTION=VALUE, recipe=FILE or code=BRANCH; empty: print the best so far.",
+        "The idea: OPTION=VALUE, recipe=FILE or code=BRANCH. Without it, print the best.",
     )
     flags.DEFINE_integer("pairs", 16, "Largest number of pairs of runs for an idea.", 2)
     flags.DEFINE_float(
         "minutes",
         math.inf,
-        "Time limit in minutes. No pair starts that would end after it.",
+        "Time limit in minutes. A pair that would end later is not started.",
         0.0,
     )
     flags.DEFINE_float(
@@ -92,7 +93,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Only print which gains the pairs could find, and how long they would take.",
+        "Only print which gains the pairs could find, and how long they would train.",
     )
     flags.DEFINE_bool(
         "json",
@@ -121,7 +122,7 @@ def main() -> int:
 def _open_ledger(root: Path) -> Ledger:
     """Return the ledger, or start a new one with the options of the command line.
 
-    A ledger remembers its options. If a later command gives some, they must be the same.
+    A ledger stores its options. If a later command also sets options, they must be the same.
     """
     ledger = read_ledger(root)
     gives_options = any(re.match("--?config", each) for each in sys.orig_argv)
@@ -155,7 +156,7 @@ def _become_judge(root: Path, ledger: Ledger) -> None:
     source = check_out(root, ledger.ideas[0].arm.commit).resolve()
     if source != SOURCE.resolve():
         variables = {"PYTHONPATH": str(source), CHECKOUT: str(SOURCE)}
-        # sys.argv may have another --config than the user gave.
+        # sys.argv may have another --config than the command line of the user.
         module = sys.orig_argv.index("-m")
         command = [sys.executable, "-P", *sys.orig_argv[module:]]
         os.execve(sys.executable, command, os.environ | variables)
@@ -221,7 +222,7 @@ def _try_idea(root: Path) -> Idea:
                 append(root, idea)
                 return idea
             if len(idea.seeds) <= len(idea.pairs):
-                # If seeds were known in advance, ideas could be chosen that are lucky with them.
+                # If the seed were known in advance, an idea could be chosen that is lucky with it.
                 idea.seeds.append(secrets.randbelow(2**32))
                 append(root, idea)
         answer, why = _train_pair(root, ledger, idea)
@@ -229,7 +230,7 @@ def _try_idea(root: Path) -> Idea:
 
 
 def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
-    """Return the answer after the pairs so far, and the reason. Both are "" if it is open."""
+    """Return the answer after the pairs so far, and the reason. Without an answer, both are ""."""
     differences = idea.differences + FLAGS.least
     if len(differences) < 2:
         return "", ""
@@ -253,7 +254,8 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
 def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
     """Train the best and the idea with the last seed, and add the pair to the ledger.
 
-    If the idea diverged or failed, and so has no score, return the answer and the reason.
+    If the best diverged, or the idea has no score, return the answer on the idea and the reason.
+    Otherwise, return two empty strings.
     """
     runs = list[Run]()
     for seed in idea.seeds:
@@ -276,7 +278,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
             except NoAnswerError as error:
                 end = Outcome("failed", str(error))
         if end.state == "diverged" and run == pair[0]:
-            # A repeated command would find the same run, so this ends the idea.
+            # A repeated command would find the same diverged run, so this answer is final.
             return "failed", f"the best version's run {run.label} diverged"
         if end.state != "finished" and run == pair[0]:
             raise UserError(
@@ -293,7 +295,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
         difference = abs(reported[-1] - losses[-1])
         if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):
             warn(
-                f"{run.label} reports a validation loss of {reported[-1]:.4f}, and the"
+                f"{run.label} reports a validation loss of {reported[-1]:.4f}, but the"
                 f" referee measured {losses[-1]:.4f}"
             )
     with files.locked(root / _LOCK):
@@ -310,7 +312,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
 
 def _write_page(root: Path, ledger: Ledger) -> None:
     """Write report.html and ledger.png."""
-    # The number of each kept idea -> the difference of its loss from the start.
+    # The number of each kept idea -> its loss minus the loss at the start.
     gains = {0: 0.0}
     for idea in ledger.kept:
         gains[idea.number] = gains[idea.best] + idea.interval[0]

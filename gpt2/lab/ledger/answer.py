@@ -1,11 +1,11 @@
-"""Answer a referee with the logits of a trained model, one token at a time.
+"""Send the logits of a trained model to a referee, one token at a time.
 
     python -m gpt2.lab.ledger.answer WORKDIR
 
-referee.py runs this file with the code that is judged. Standard input holds int32 numbers: the
-number of rows and their length, then a token of each row, and so on for all positions; then the
-next rows. Standard output gets the float32 logits `[rows, V]` after each token. The next tokens
-arrive only after the logits, so that an answer cannot depend on them.
+referee.py runs this file with the code that is judged. Standard input contains batches as int32
+numbers: the number of rows, the length of the rows, and then, for each position, one token of each
+row. Standard output receives the float32 logits `[rows, V]` after each position. The next tokens
+arrive only after these logits, so that the logits cannot depend on them.
 """
 
 from gpt2.utils import launch

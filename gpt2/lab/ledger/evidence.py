@@ -2,8 +2,9 @@ r"""The evidence for an idea, which is valid after every pair of runs, and the l
 
 An idea and the best so far train with the same seeds, which are new for each idea. x_1, x_2, ...
 are the differences of their final losses, idea - best. The null hypothesis is that their mean is 0
-or above. Let n be the number of pairs, m their mean, S = sum (x_i - m)^2, r = 1 + n tau^2, tau = 3,
-and F_n the distribution function of Student's t with n degrees of freedom. Then the evidence is
+or above. Let n be the number of pairs, m the mean of x_1, ..., x_n, S = sum (x_i - m)^2, tau = 3,
+r = 1 + n tau^2, and F_n the distribution function of Student's t with n degrees of freedom. Then
+the evidence is
 
     E_n = 2 r^(-1/2) ((S + n m^2) / (S + n m^2 / r))^(n/2)
           F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)).
@@ -13,7 +14,7 @@ after the right Haar prior has removed the deviation (Lai 1976, Annals of Statis
 Lardy, de Heide and Grünwald 2024, Annals of Statistics 52; Wang and Ramdas 2025, Sequential
 Analysis 44). Under the null hypothesis its expectation is at most 1 at any stopping time, if the
 decision to stop depends only on ratios of differences, as it does here. A ledger may therefore
-compute it after each pair, and may continue an idea later with the pairs that it has.
+compute E_n after each pair, and may later add pairs to the pairs that an idea already has.
 
 The assumptions are: the differences of an idea are independent and normal with the same standard
 deviation, which may be different for each idea. Ideas share no runs: seeds are drawn when a pair
@@ -82,8 +83,9 @@ def most_evidence(pairs: int) -> float:
 def half_width(differences: Array, level: float) -> float:
     """Return half the width of an interval for the true mean that is valid after every pair.
 
-    With a probability of `level`, it misses the true mean after some pair. The width is inf until
-    there are enough pairs (Wang and Ramdas 2025, as above, two-sided).
+    The probability that the interval misses the true mean after any pair is at most `level`. The
+    width is inf until there are enough pairs. The interval is the two-sided one of Wang and Ramdas
+    (2025, see above).
     """
     num = len(differences)
     r = 1 + num * _TAU**2

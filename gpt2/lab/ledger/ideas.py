@@ -48,7 +48,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     arm = arms[-1]  # this is the best itself if the idea changes nothing
     number = len(ledger.ideas)
     _refuse_options(text, best, arm)
-    choose_score([best, arm])  # raises if the two were validated on different batches
+    choose_score([best, arm])  # raises if the two would be validated differently
     arm = replace(
         arm,
         name=f"{number:03}-{arm.name}",

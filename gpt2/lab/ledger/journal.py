@@ -1,6 +1,6 @@
 """ledger.jsonl: the ideas of a ledger, and the answers to them.
 
-An idea is an arm that is compared with the best of its time. Idea 0 is the start of the ledger.
+An idea is compared with the version that was the best when it was entered. Idea 0 is the start.
 Each line is the state of an idea at some time. The newest line of an idea is valid, and the order
 of lines is the order of events.
 """
@@ -26,7 +26,7 @@ _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true differenc
 
 @dataclass
 class Idea:
-    """An arm that is compared with the idea that was the best when this one was entered."""
+    """An arm that is compared with the version that was the best when the arm was entered."""
 
     number: int
     text: str  # the value of `--idea`; for the working tree, also the files that differ

@@ -2,9 +2,9 @@
 
 The referee holds the validation split, and reveals it token by token to a process that runs the
 code and the checkpoint of the run (answer.py). It receives the logits after each token before it
-sends the next one, normalises them itself, and adds up the loss. So an answer cannot depend on
-tokens that the pipe has not sent yet, and need not be a distribution. The process could still read
-the split from the disk: docs/ledger.md says what prevents that.
+sends the next one, normalises them itself, and adds up the loss. The logits therefore cannot depend
+on later tokens, and need not be normalised. The process could still read the split from the disk:
+docs/ledger.md says what prevents that.
 """
 
 import os
@@ -25,7 +25,7 @@ from gpt2.lab.experiments.run_folder import Run
 from gpt2.parallel.distributed import ALONE
 
 ALL_ROWS = slice(None)
-_SECONDS = 600.0  # for all answers, in addition to ten times the duration of the run
+_SECONDS = 600.0  # time limit for all answers, in addition to ten times the run's time
 _PIPE_BYTES = 1 << 20
 
 
@@ -59,7 +59,8 @@ def score(run: Run) -> float:
 def split_documents(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield tokens and targets `[B, T]`, in which each row is one document.
 
-    A row of a batch with segments holds several documents, and positions attend only to their own.
+    A row of a batch with segments contains several documents, and tokens of one document do not
+    attend to other documents.
     """
     tokens = batch["tokens"]
     targets = batch["targets"]
@@ -102,7 +103,7 @@ class _Answers:
             )
 
     def loss(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """Return the sum of the cross-entropies of rows `[B, T]`, in nats. Target -1: none."""
+        """Return the sum of the cross-entropies of `[B, T]`, in nats. Ignore targets of -1."""
         has_target = (targets >= 0).any(0)
         if not has_target.any():
             return 0.0
@@ -125,7 +126,7 @@ class _Answers:
         return nats
 
     def end(self) -> None:
-        """Raise an error if the process has written more than was asked."""
+        """End the process's input. Raise an error if the process has written too much."""
         self.process.stdin.close()  # type: ignore[union-attr]
         if self._read(1):
             raise NoAnswerError("its logits have another shape than [rows, vocabulary]")

@@ -44,13 +44,13 @@ def define_flags() -> None:
     cli.define_config()
     about = "Plan for this number of simulated devices."
     flags.DEFINE_integer("devices", None, about, lower_bound=1)
-    about = "Plan for chips of other machines: v5e-8, h100-8, target.txtpb-8, ..."
+    about = (
+        "Plan for chips of other machines: v5e-8, h100-8, or FILE-8 for a GPU's FILE."
+    )
     flags.DEFINE_string("chips", None, about)
     about = "Write the compiled step to this file, as HLO text."
     flags.DEFINE_string("text", None, about)
-    about = (
-        "Compare a dozen layouts. Options that you set with --config. stay as they are."
-    )
+    about = "Compare a dozen layouts. Options that you set with --config.NAME=VALUE do not change."
     flags.DEFINE_bool("search", False, about)
 
 
@@ -125,12 +125,15 @@ _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>20} {:>7}"
 
 
 def _forecast(plan: Plan, board: str) -> list[str]:
-    """Return the cells of a row about a step on an accelerator of `BOARDS`."""
+    """Return the cells of a row about a step on an accelerator of `BOARDS`.
+
+    A `!` in the last cell means that the step does not fit into the memory.
+    """
     memory = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%}"
     if not plan.fits(board):
         memory += "!"
     seconds = plan.step_seconds(board)
-    if math.isinf(seconds):  # the speed of its links is unknown
+    if math.isinf(seconds):  # the speed of links between its devices is unknown
         return ["unknown", "unknown", "", "", memory]
     config = plan.program.config
     rate = config.tokens_per_step / seconds

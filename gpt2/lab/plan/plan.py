@@ -27,9 +27,9 @@ from gpt2.utils.trees import Tree
 # The fraction of the peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
 ATTAINABLE = 0.4
 # The fraction of the layers' FLOPs that `memory.remat` computes again. `full` computes the forward
-# pass again, except for the MLP's second product; `attention` the MLP's first product; `mlp`
-# attention. The fractions are computed for GPT-2 with 12 layers and 1,024 tokens. For other shapes
-# they differ by a few hundredths.
+# pass again, except for the MLP's second product. `attention` computes the MLP's first product
+# again, and `mlp` computes attention again. The fractions are for GPT-2 with 12 layers and a
+# context of 1,024 tokens. For other shapes they differ by a few hundredths.
 _COMPUTED_AGAIN = {"full": 0.24, "attention": 0.09, "mlp": 0.15}
 
 
@@ -78,14 +78,14 @@ class Plan(NamedTuple):
         return seconds
 
     def step_seconds(self, board: str) -> float:
-        """Return the seconds of a step on a `BOARDS` accelerator, if no collective overlaps."""
+        """Return the seconds of a step, if collectives do not overlap with computation."""
         num_devices = self.program.backend.mesh.size
         compute = compute_seconds(self.program.config, num_devices, board)
         return compute + self.network_seconds(board)
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Return the program of a config. The tokenizer is not loaded, because its size is enough."""
+    """Return the program of a config. Its tokenizer is not loaded; only its size is used."""
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 
@@ -127,7 +127,7 @@ def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
-    """Return the seconds of a step's computation at `ATTAINABLE`, including recomputation."""
+    """Return the seconds of a step's computation at `ATTAINABLE` of the peak, including remat."""
     cfg = config.gpt()
     per_token = model_flops_per_token(cfg, config.shapes.largest)
     in_layers = per_token - 6 * cfg.vocab_size * cfg.embed_dim

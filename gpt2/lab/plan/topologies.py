@@ -1,4 +1,4 @@
-"""Devices of other machines, to compile for: slices of TPUs, and machines with NVIDIA GPUs.
+"""Find devices of other machines to compile for: TPU slices, and machines with NVIDIA GPUs.
 
 XLA compiles for these devices on any x86 machine with Linux, if libtpu or JAX's plugin for CUDA is
 installed. Nothing runs on the devices.
@@ -12,7 +12,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from gpt2.errors import UserError
 
-_TPUS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}  # the dimensions of the torus
+_TPUS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}  # number of dimensions of the torus
 _GPUS_OF_A_MACHINE = 8
 # XLA's descriptions of GPUs, each in a file with the name of the chip.
 _GPUS = Path(__file__).parents[3] / "configs" / "chips"

@@ -21,7 +21,7 @@ _WORTH_NAMING = 0.02  # smallest fraction of a step for a cause in the headline
 
 
 class Breakdown(NamedTuple):
-    """The time of a step, divided by what the devices do."""
+    """The time of a step, split into what the devices do."""
 
     num_steps: int
     # Kind of operation, or cause of idle time -> its seconds per step.
@@ -63,9 +63,9 @@ def break_down(trace: Trace) -> Breakdown:
 def _timeline(
     operations: Sequence[Operation], program: str, began: float, ended: float
 ) -> Iterator[tuple[float, float, list[str]]]:
-    """Yield the start and end of each interval, and what runs in it.
+    """Yield the start and end of each interval, and a list of what runs in it.
 
-    That is a list of the kinds of the step's operations, and of the names of other programs.
+    The list contains the kinds of the step's operations, and the names of other programs.
     """
     changes = [(began, "", 0), (ended, "", 0)]
     for operation in operations:
@@ -137,9 +137,9 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
 def _causes(
     trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Return the host's seconds by activity while devices waited for an execution of the step.
+    """Return the seconds from `start` to `end`, in which devices are idle, by cause.
 
-    `number` is the index of the execution.
+    `number` is the index of the step's next run. The devices have been idle since `idle_since`.
     """
     next_steps = trace.steps[number:]
     if next_steps and next_steps[0].start <= idle_since:
@@ -152,7 +152,7 @@ def _causes(
     known = sum(causes.values())
     rest = end - start - known
     cause = LOOP
-    # The remaining time has the same cause, which delayed the step's start.
+    # If the phases cover most of the time, the longest phase also caused the rest of it.
     if rest < known:
         cause = max(causes, key=causes.__getitem__)
     causes[cause] += rest

@@ -14,8 +14,8 @@ from gpt2.utils.files import reading
 # Phases of `StepClock` during which devices may wait.
 PHASES = ("data wait", "validation", "tasks", "checkpoint")
 # Kind of operation -> a pattern for the names of its instructions and kernels, which XLA and
-# libraries choose. The first pattern that matches determines the kind. `ynn` is the name of
-# XLA:CPU's matrix products, and `nvjet` of cuBLAS's.
+# libraries choose. The first pattern that matches determines the kind. `ynn` occurs in the names of
+# XLA:CPU's matrix products, and `nvjet` in the names of cuBLAS's.
 KINDS = {
     "collectives": "all-reduce|all-gather|reduce-scatter|all-to-all|collective|nccl",
     "matrix products": "dot|gemm|nvjet|cutlass|convolution|ynn|onednn|cudnn|fmha",
