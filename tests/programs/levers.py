@@ -2,11 +2,12 @@ r"""Measure options that could make training on a CPU faster, in turn, in about 
 
     python -m tests.programs.levers /path/to/python/that/has/torch
 
-The options are XLA's compiler options in `FLAGS`, and Intel's MKL. The program first measures matrix
-products of GPT-2 124M's MLP and head for 2,048 tokens, and one product of the quickstart's MLP, in
-the three `FORMS` of a training step. The rates are medians over rounds, in GFLOP/s. The program then
-measures the quickstart's steps with each compiler option, and in compiled PyTorch, in float32 and
-bfloat16. MKL is measured if `pip install mkl intel-openmp` was run with the Python that has PyTorch.
+The options are XLA's compiler options in `FLAGS`, and Intel's MKL. The program first measures
+matrix products of GPT-2 124M's MLP and head for 2,048 tokens, and one product of the quickstart's
+MLP, in the three `FORMS` of a training step. The rates are medians over rounds, in GFLOP/s. The
+program then measures the quickstart's steps with each compiler option, and in compiled PyTorch, in
+float32 and bfloat16. MKL is measured if `pip install mkl intel-openmp` was run with the Python that
+has PyTorch.
 """
 
 import ctypes
