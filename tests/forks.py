@@ -82,9 +82,7 @@ def environment(devices: int = 1) -> dict[str, str]:
 def _serve() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     _import_all()
-    importlib.import_module(
-        "gpt2.utils.code"
-    ).hash_code()  # children have this result in their cache
+    importlib.import_module("gpt2.utils.code").hash_code()  # children reuse the hash
     gc.collect()
     gc.freeze()  # otherwise a child copies every page that the collector visits
     for line in sys.stdin:

@@ -270,7 +270,7 @@ def in_float64(compute, params):
 
 
 def assert_rounded(found, compute, params):
-    """Assert that `found` (float32) equals `compute(params)` in float64. Return the tolerance."""
+    """Compare `found` (float32) with `compute(params)` in float64, and return the tolerance."""
     expected, atol = in_float64(compute, params)
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
     return atol

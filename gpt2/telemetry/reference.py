@@ -10,11 +10,12 @@ REFERENCES = Path(__file__).parents[2] / "configs" / "reference"
 
 
 def read_reference(name: str) -> dict[str, np.ndarray]:
-    """Return loss curves by name. A curve is points `[N, 2]`: tokens, ascending, and the loss.
+    """Return loss curves by name. A curve is an array `[N, 2]`.
 
-    The loss is in nats per token. `name` is the name of a file in configs/reference/, or a path; an
-    empty name returns no curves. Tokens are NaN for a loss without a position on the token axis,
-    such as the loss of OpenAI's weights.
+    A row contains a number of tokens and the loss in nats per token. Rows are sorted by tokens.
+    `name` is the name of a file in configs/reference/, or a path. For an empty name, there are no
+    curves. Tokens are NaN for a loss without a position on the token axis, such as the loss of
+    OpenAI's weights.
     """
     if not name:
         return {}

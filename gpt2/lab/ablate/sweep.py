@@ -26,7 +26,7 @@ class Sweep:
 
     root: Path  # the folder of the sweep
     commands: Sequence[str]  # all command lines that were used, for the report
-    arms: tuple[Arm, ...]  # the baseline first; `equal` determined their lengths
+    arms: tuple[Arm, ...]  # the first is the baseline; `equal` determines their lengths
     equal: str  # the training cost that is the same for all arms, one of terms.TERMS
     # The numbers of seeds at which the results are analysed, ascending. The last one is the largest
     # number of seeds of an arm.

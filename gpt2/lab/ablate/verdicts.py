@@ -5,8 +5,8 @@ scores. Scores are losses, so negative differences are better. The family-wise l
 the probability of one or more false verdicts among all arms. With a probability of 95 %, all
 intervals contain the true differences.
 
-There are two tests, both unpaired. An arm differs if both find a difference. The interval of its
-difference is the wider one of the intervals of the two tests:
+An arm differs if both of the tests below find a difference. The interval of its difference is the
+wider one of the intervals of the two tests. Both tests are unpaired:
 
 1. Dunnett's test (Dunnett 1955, JASA 50) of all arms together. It pools the variances, which gives
    the test more power if there are few seeds. But it underestimates the error of the mean of a
@@ -145,7 +145,7 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of Dunnett's and Welch's tests. Omit arms whose scores never vary."""
+    """Return the verdicts of Dunnett's and Welch's tests on arms whose pooled variance is not 0."""
     first = baseline.scores
     groups = [first, *(arm.scores for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])

@@ -103,7 +103,7 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line. With peers, replace options that no peer supports."""
+    """Return the config of the command line. With peers, set options that make steps comparable."""
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:

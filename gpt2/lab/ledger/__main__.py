@@ -93,7 +93,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Only print which gains the pairs could find, and how long they would train.",
+        "Only print which gains the pairs could find, and how long the pairs would train.",
     )
     flags.DEFINE_bool(
         "json",

@@ -44,9 +44,7 @@ def define_flags() -> None:
     cli.define_config()
     about = "Plan for this number of simulated devices."
     flags.DEFINE_integer("devices", None, about, lower_bound=1)
-    about = (
-        "Plan for chips of other machines: v5e-8, h100-8, or FILE-8 for a GPU's FILE."
-    )
+    about = "Plan for chips of other machines: v5e-8, h100-8, or FILE-8 if FILE describes a GPU."
     flags.DEFINE_string("chips", None, about)
     about = "Write the compiled step to this file, as HLO text."
     flags.DEFINE_string("text", None, about)

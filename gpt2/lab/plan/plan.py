@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Return the program of a config. Its tokenizer is not loaded; only its size is used."""
+    """Return the program of a config. Only the size of the tokenizer is used; it is not loaded."""
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 
