@@ -40,6 +40,7 @@ def option(
     may_differ: bool = False,
     is_recipe: bool = False,
     is_duration: bool = False,
+    is_ingredient: bool = False,
     choices: tuple[str, ...] = (),
     factors: str = "",
     aliases: str = "",
@@ -60,6 +61,7 @@ def option(
             may set only such options. For a group, this applies to all options in the group.
         is_duration: whether the option counts training steps. Sweeps that change the length of a
             run scale such options.
+        is_ingredient: whether a file in gpt2/model/ingredients implements the option.
         choices: the allowed names. Text may follow a name that ends with a colon.
         factors: an example value, if the option is a list of numbers.
         aliases: names of the option in other codebases, separated by spaces.
@@ -73,6 +75,7 @@ def option(
         "may_differ": may_differ,
         "is_recipe": is_recipe,
         "is_duration": is_duration,
+        "is_ingredient": is_ingredient,
         "choices": choices,
         "factors": factors,
         "aliases": tuple(aliases.split()),
@@ -192,50 +195,60 @@ class Model:
         False,
         "mix the first layer's values of attention into the values of every layer (Zhou et al. "
         "2024, arXiv 2410.17897)",
+        is_ingredient=True,
     )
     value_embeddings: bool = option(
         False,
         "mix an embedding table of each layer into its values of attention (modded-nanogpt)",
+        is_ingredient=True,
     )
     backout: bool = option(
         False,
         "before the head, subtract a learned fraction of the residual stream after half of the "
         "layers (modded-nanogpt)",
+        is_ingredient=True,
     )
     embedding_skip: bool = option(
         False,
         "mix the embedded tokens into the input of every block, with learned weights "
         "(modded-nanogpt)",
+        is_ingredient=True,
     )
     smear: bool = option(
         False,
         "add a gated fraction of the previous token's embedding to each token (modded-nanogpt)",
+        is_ingredient=True,
     )
     bigram_embeddings: int = option(
         0,
         "number of rows of an embedding table for pairs of adjacent tokens, looked up by a hash; "
         "0: off (modded-nanogpt; Engram, arXiv 2601.07372)",
+        is_ingredient=True,
     )
     hyper_connections: int = option(
         0,
         "number of residual streams, for example 4, which each branch reads and writes with "
         "learned weights; 0: a single stream, without weights (Zhu et al. 2024, arXiv 2409.19606, "
         "dynamic version)",
+        is_ingredient=True,
     )
     exclusive_attention: bool = option(
         False,
         "remove from attention's output its component along the position's own value (Zhai 2026, "
         "arXiv 2603.09078)",
+        is_ingredient=True,
     )
     attention_gate: bool = option(
         False,
         "multiply each head's output by the sigmoid of a linear map of attention's input (Qiu et "
         "al. 2025, arXiv 2505.06708)",
+        is_ingredient=True,
     )
     attention_sink: bool = option(
         False,
         "add a learned logit to each head's softmax, for a key without a value (gpt-oss, arXiv "
         "2508.10925)",
+        is_ingredient=True,
     )
     parallel_block: bool = option(
         False,
@@ -245,6 +258,7 @@ class Model:
         0,
         "number of MLPs in each layer, of which a router selects some for each token; 0: a single "
         "MLP, without a router (Shazeer et al. 2017, arXiv 1701.06538)",
+        is_ingredient=True,
     )
     experts_per_token: Positive = option(
         1,

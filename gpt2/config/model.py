@@ -138,7 +138,7 @@ class GPTConfig(ModelConfig):
     scan_unroll: default.Positive = 1
 
     def __post_init__(self) -> None:
-        values: Options = {}
+        values = Options()
         for name, option in _OPTIONS.items():
             value = getattr(self, name.removeprefix("model."))
             values[name] = option.check(name, value)

@@ -40,6 +40,7 @@ class Option:
     may_differ: bool = False
     is_recipe: bool = False
     is_duration: bool = False
+    is_ingredient: bool = False
     choices: tuple[str, ...] = ()
     factors: str = ""
     aliases: tuple[str, ...] = ()
@@ -83,7 +84,7 @@ def read_group(
 
     `inherited` contains the attributes that the enclosing group sets for all of its options.
     """
-    options: dict[str, Option] = {}
+    options = dict[str, Option]()
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
         hint = hints[field.name]
@@ -108,7 +109,7 @@ OPTIONS = read_group(default.Options)
 
 def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
     """Return the options of nested groups by dotted name, in order."""
-    flat: Options = {}
+    flat = Options()
     for name, value in tree.items():
         if isinstance(value, Mapping | ConfigDict):
             flat |= flatten(value, f"{prefix}{name}.")
@@ -122,7 +123,7 @@ def no_option(name: str, prefix: str = "") -> UserError:
 
     The suggestion is the option that another codebase calls `name`, or the most similar name.
     """
-    spellings: dict[str, str] = {}
+    spellings = dict[str, str]()
     for known, option in OPTIONS.items():
         spellings[known] = known
         spellings.setdefault(known.rpartition(".")[2], known)
@@ -149,7 +150,7 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 
     With `is_record`, the tree is a run's config.json, whose shell commands are ignored.
     """
-    given: Options = {}
+    given = Options()
     for name, value in flatten(tree).items():
         require_option(name)
         if is_record and not OPTIONS[name].is_recorded:

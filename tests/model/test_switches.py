@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.config import Config, with_options
+from gpt2.config import Config, GPTConfig, with_options
 from gpt2.config.options import OPTIONS, read_option
 from gpt2.errors import UserError
-from gpt2.model import GPT, KVCache, extend, with_kernels
+from gpt2.model import GPT, KVCache, extend, ingredients, with_kernels
 from gpt2.model.flops import count_compute_parameters, model_flops_per_token
 from gpt2.model.ingredients import INGREDIENTS, score_term_options
 from gpt2.training.losses import LOSS_TERMS, next_token_loss
@@ -277,9 +277,25 @@ def test_an_ingredient_is_a_file_with_a_source_and_an_option(kind):
     assert path.parent == folder
     # No other one has this name, and therefore this file.
     assert kind.__name__.lower() == path.stem.replace("_", "")
-    assert option in OPTIONS
+    if kind in INGREDIENTS:
+        # ALiBi is one of several values of an option that GPT-2 also has.
+        assert OPTIONS[option].is_ingredient != bool(OPTIONS[option].choices)
     source = r"\b(19|20)\d\d\b|arXiv|\d{4}\.\d{5}|modded-nanogpt|nanochat|GPT-J"
     assert re.search(source, inspect.getmodule(kind).__doc__)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, option in OPTIONS.items() if option.is_ingredient]
+)
+def test_the_option_of_a_deleted_ingredient_is_refused(monkeypatch, name):
+    _, _, member = name.partition(".")
+    others = tuple(kind for kind in INGREDIENTS if kind.option != member)
+    monkeypatch.setattr(ingredients, "INGREDIENTS", others)
+    collect = ingredients.ingredients_of.__wrapped__  # without its cache
+    assert collect(GPTConfig()) == ()
+    value = OPTIONS[name].kind(4)
+    with pytest.raises(UserError, match=f"{name}={value} has no effect, because"):
+        collect(GPTConfig(**{member: value}))
 
 
 def steps_of(name, model, tokens):

@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 
 from gpt2.config import GPTConfig
+from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.model.seams import Ingredient
 
@@ -36,7 +37,20 @@ INGREDIENTS = _find_ingredients()
 
 @functools.cache
 def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
-    """Return the ingredients of a model. GPT-2 has no ingredients."""
+    """Return the ingredients of a model. GPT-2 has no ingredients.
+
+    Raise a UserError if the option of an ingredient is set whose file has been deleted.
+    """
+    implemented = {f"model.{kind.option}" for kind in INGREDIENTS}
+    for name, option in OPTIONS.items():
+        if option.is_ingredient and name not in implemented:
+            value = getattr(config, name.removeprefix("model."))
+            if value != option.default:
+                raise UserError(
+                    f"{name}={value} has no effect, because no file in gpt2/model/ingredients "
+                    "implements it",
+                    "Restore the file, or leave out the option",
+                )
     return tuple(kind(config) for kind in INGREDIENTS if kind.is_wanted(config))
 
 
