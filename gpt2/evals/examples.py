@@ -23,8 +23,12 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     spread = mean_loss(scores).exp()
     convention = "the last token, as in the GPT-2 paper"
     return [
-        Figure("lambada", "accuracy, last token", *right, f"greedy: {convention}"),
-        Figure("lambada", "perplexity, last token", *spread, f"of {convention}"),
+        Figure(
+            "lambada", "accuracy, last token", *right, f"greedy choice of {convention}"
+        ),
+        Figure(
+            "lambada", "perplexity, last token", *spread, f"perplexity of {convention}"
+        ),
     ]
 
 
@@ -50,8 +54,10 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     means = sums / scores[..., 1]
     by_sum = mean(sums.argmax(axis=1) == labels)
     by_mean = mean(means.argmax(axis=1) == labels)
-    highest = "ending of the highest"
+    highest = "answer: the ending with the highest"
     return [
-        Figure("hellaswag", "acc", *by_sum, f"{highest} sum"),
-        Figure("hellaswag", "acc_norm, llm.c", *by_mean, f"{highest} mean"),
+        Figure("hellaswag", "acc", *by_sum, f"{highest} sum of log-probabilities"),
+        Figure(
+            "hellaswag", "acc_norm, llm.c", *by_mean, f"{highest} mean log-probability"
+        ),
     ]

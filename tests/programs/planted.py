@@ -14,7 +14,7 @@ if __name__ == "__main__":
 from gpt2.data.loading.token_batches import TokenBatches
 from gpt2.telemetry.reporter import Reporter
 
-SECONDS = 0.1  # the time that a fault adds to each step
+SECONDS = 0.1  # duration of the fault in each step
 
 
 def synchronise():

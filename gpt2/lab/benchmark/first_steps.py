@@ -15,8 +15,8 @@ from gpt2.config import Config
 
 STEPS = 5
 # Largest relative difference of a loss, for each `precision.compute`. At the quickstart's learning
-# rate, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. A GPU multiplies
-# float32 as TF32, which is as precise as float16.
+# rate, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. NVIDIA GPUs
+# multiply float32 as TF32, which is as precise as float16.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 
 

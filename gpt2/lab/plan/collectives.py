@@ -132,7 +132,7 @@ def _iterations(line: str, computations: Computations) -> int:
         if limit:
             count = re.search(rf"{re.escape(limit[1])} = .* constant\((\d+)\)", body)
     if count is None:
-        warn("the length of a loop is unknown, so its collectives are counted once")
+        warn("The length of a loop is unknown, so its collectives are counted once")
         return 1
     return int(count[1])
 
