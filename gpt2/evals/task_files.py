@@ -1,4 +1,4 @@
-"""Read the files of tasks, and report errors in them by file and line."""
+"""Read the files of tasks, and report errors in them with file and line."""
 
 import json
 from collections.abc import Callable

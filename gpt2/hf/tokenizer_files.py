@@ -62,7 +62,7 @@ def save_tokenizer(
 
 def _to_tree(tokenizer: ours.Tokenizer) -> Json:
     """Return the content of tokenizer.json for a tokenizer."""
-    # This is the tokenizer `byte`, which has no merges. For other tokenizers, parts are replaced.
+    # This is the tokenizer `byte`, which has no merges. Other kinds replace parts of it.
     backend = Backend(models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

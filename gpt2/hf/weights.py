@@ -90,7 +90,7 @@ def load_model(
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
-    """Load the options of a run, and its weights on one device (or their average, if there is one).
+    """Load the options of a run and, on one device, its weights or the average of its weights.
 
     `which` is `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the
     latest if none was validated. Options that depend on the devices of the run are set to their

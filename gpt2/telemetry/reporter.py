@@ -179,7 +179,7 @@ class Watchdog(Writer):
     """
 
     EXIT_CODE = 4
-    # Limit of the first step, during which other processes may still compile.
+    # Time limit of the first step in seconds. Other processes may still compile during this step.
     FIRST_SECONDS = 1800.0
 
     def __init__(
