@@ -22,7 +22,7 @@ import jax
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data import Dataset, prepare
+from gpt2.data import Dataset, prepare_dataset
 from gpt2.errors import DivergedError, log, set_on_exit
 from gpt2.evals.run_tasks import RunTasks
 from gpt2.hf.weights import load_initial_params, with_model_of_weights
@@ -92,7 +92,7 @@ def main() -> int:
     folder.check_options(workdir, config)
 
     # Data: tokens are prepared once and stored. A batch of them depends on the seed and step alone.
-    dataset = prepare(config.data)
+    dataset = prepare_dataset(config.data)
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)

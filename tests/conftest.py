@@ -52,11 +52,11 @@ def compiles_fast():
 def make(tmp_path):
     """Return a function that prepares a corpus in the test's directory, and returns its tokens."""
     from gpt2.config import DataConfig
-    from gpt2.data import prepare
+    from gpt2.data import prepare_dataset
 
     def make(corpus, tokenizer="byte", val_fraction=0.1):
         options = dict(tokenizer=tokenizer, data_dir=str(tmp_path / "prepared"))
-        dataset = prepare(
+        dataset = prepare_dataset(
             DataConfig(corpus=corpus, val_fraction=val_fraction, **options)
         )
         (_, tokens) = dataset.parts[""]

@@ -144,6 +144,18 @@ def test_no_module_needs_an_optional_package_to_be_imported():
             assert not packages & OPTIONAL, file
 
 
+def test_a_package_imports_no_name_that_one_of_its_modules_has():
+    """Importing the module would replace the function in the package."""
+    for init in ROOT.glob("gpt2/**/__init__.py"):
+        modules = {path.stem for path in init.parent.iterdir()}
+        package = ".".join(init.parent.relative_to(ROOT).parts)
+        for node in ast.walk(ast.parse(init.read_text("utf-8"))):
+            # `from package import module` imports the module itself.
+            if isinstance(node, ast.ImportFrom) and node.module != package:
+                names = {alias.asname or alias.name for alias in node.names}
+                assert not names & modules, init
+
+
 def pages():
     files = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
     return "\n".join(file.read_text("utf-8") for file in files)

@@ -1,6 +1,6 @@
 """Text -> documents -> tokens on disk -> batches.
 
-datasets.py                 `prepare` turns the options of `data.` into a `Dataset`
+datasets.py                 `prepare_dataset` turns the options of `data.` into a `Dataset`
 interfaces.py               `Corpus`, `Dataset`, `Source`
 readers/                    a reader for each prefix of a corpus, which yields documents or tokens
 preparing/                  documents -> tokens of the training and validation split in a folder
@@ -9,7 +9,7 @@ loading/token_batches.py    rows -> `batch(step)`, a function of the seed and th
 loading/user_batches.py     batches that a user's function returns
 """
 
-from gpt2.data.datasets import prepare
+from gpt2.data.datasets import prepare_dataset
 from gpt2.data.interfaces import Dataset
 
-__all__ = ["Dataset", "prepare"]
+__all__ = ["Dataset", "prepare_dataset"]

@@ -17,7 +17,7 @@ from gpt2.utils import files
 _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # the plus sign before a part of a mixture
 
 
-def prepare(data: DataConfig) -> Dataset:
+def prepare_dataset(data: DataConfig) -> Dataset:
     """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first."""
     weights = read_mixture(data.corpus)
     if weights:
@@ -36,7 +36,7 @@ def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
     tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     parts = dict[str, tuple[Fraction, PreparedTokens]]()
     for corpus, weight in weights.items():
-        dataset = prepare(dataclasses.replace(data, corpus=corpus))
+        dataset = prepare_dataset(dataclasses.replace(data, corpus=corpus))
         if not dataset.parts:
             raise UserError(
                 f"{corpus} returns batches, which cannot be mixed with a text",

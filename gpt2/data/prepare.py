@@ -11,7 +11,7 @@ if __name__ == "__main__":
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data.datasets import prepare
+from gpt2.data.datasets import prepare_dataset
 from gpt2.signals import exit_at_interrupt
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     config = cli.parse_config()
     exit_at_interrupt("the same command continues")
     data = config.data
-    dataset = prepare(data)
+    dataset = prepare_dataset(data)
     for _, part in dataset.parts.values():
         print(f"{part.directory}, {part.dtype}:")
         for name, split in part.splits.items():

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.data.loading.token_batches import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
@@ -17,7 +17,7 @@ from gpt2.evals.task_files import read_text, reading, require
 
 def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
     """Score the validation split of a corpus, and of each part of a mixture, as training does."""
-    dataset = prepare(data)
+    dataset = prepare_dataset(data)
     if not dataset.parts:
         raise UserError(
             f"The corpus {data.corpus} yields batches, but only a text can be scored",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.data.datasets import refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, require_choice
@@ -66,7 +66,7 @@ def validation_data(
                 "trained on",
                 f"Add --corpus={data.corpus}, or --corpus=text:FILE",
             )
-        refuse_other(folder / "data.json", prepare(data))
+        refuse_other(folder / "data.json", prepare_dataset(data))
         return data
     if val_fraction is None:
         val_fraction = data.val_fraction

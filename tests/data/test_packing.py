@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.training import next_token_loss
@@ -154,7 +154,7 @@ def test_a_padded_mixture_trains_and_is_validated_by_part(tmp_path, two_texts):
     loss = 0.25 * last[f"eval/loss_{names[0]}"] + 0.75 * last[f"eval/loss_{names[1]}"]
     assert last["eval/loss"] == pytest.approx(loss)
     bytes_per_target = 0
-    for weight, part in prepare(data).parts.values():
+    for weight, part in prepare_dataset(data).parts.values():
         bytes_per_target += weight * part.bytes_per_target
     bits = last["eval/loss"] / np.log(2) / bytes_per_target
     assert last["eval/bits_per_byte"] == pytest.approx(bits)
@@ -173,7 +173,7 @@ def test_a_padded_mixture_trains_and_is_validated_by_part(tmp_path, two_texts):
 def test_mixtures_that_cannot_be_are_refused(two_texts, option, value, message):
     _, data = two_texts
     with pytest.raises(UserError, match=message):
-        prepare(dataclasses.replace(data, **{option: value}))
+        prepare_dataset(dataclasses.replace(data, **{option: value}))
 
 
 @pytest.fixture(scope="module")

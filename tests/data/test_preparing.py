@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare, tokens
+from gpt2.data import prepare_dataset, tokens
 from gpt2.data.preparing import text_corpus
 from gpt2.errors import UserError
 from tests.forks import run_command
@@ -110,7 +110,7 @@ def prepare_into(tmp_path):
 
     def prepare_into(name, corpus="synthetic", tokenizer="byte"):
         data_dir = str(tmp_path / name)
-        return prepare(
+        return prepare_dataset(
             DataConfig(corpus=corpus, tokenizer=tokenizer, data_dir=data_dir)
         )
 
@@ -203,7 +203,7 @@ def test_statistics_are_counts_of_what_is_stored(tmp_path, monkeypatch):
         data_dir=str(tmp_path / "data"),
     )
     sums = Counter()
-    for split in prepare(data).describe()["splits"].values():
+    for split in prepare_dataset(data).describe()["splits"].values():
         sums.update(split)
     num_bytes = 2 * (sum(sizes) - 5)  # one came before
     assert sums["num_tokens"] == num_bytes + 5

@@ -20,7 +20,7 @@ from tokenizers import (
 )
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare, tokenizer
+from gpt2.data import prepare_dataset, tokenizer
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer_files import save_tokenizer
@@ -353,11 +353,11 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
         data_dir=str(tmp_path / "prepared"),
     )
     with pytest.raises(UserError, match="has no token to put between documents"):
-        prepare(data)
+        prepare_dataset(data)
     data = dataclasses.replace(data, end_of_text="[END]")
     descriptions = []
     for _ in range(2):
-        dataset = prepare(data)
+        dataset = prepare_dataset(data)
         descriptions.append(dataset.describe())
         # DEF and the number.
         assert "40.00% of the bytes of" in capsys.readouterr().err

@@ -250,7 +250,7 @@ def write_run(folder):
 
 
 def test_validation_scores_text_that_the_run_did_not_train_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2.evals.tasks.prepare", lambda data: None)
+    monkeypatch.setattr("gpt2.evals.tasks.prepare_dataset", lambda data: None)
     run = write_run(tmp_path)
     with pytest.raises(UserError, match="do not record the corpus"):
         validation_data(run, None, "", None)

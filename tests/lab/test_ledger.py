@@ -193,7 +193,7 @@ class Ideas:
         self.meanwhile = lambda run: None
         self._set = monkeypatch.setattr
         vocabulary = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=4096))
-        self._set(command, "prepare", lambda _: vocabulary)
+        self._set(command, "prepare_dataset", lambda _: vocabulary)
         self._set(command, "snapshot", lambda: "")
         self._set(command, "_become_judge", lambda root, ledger: None)
         self._set(command, "train_all", self._train)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpt2.config import load_config
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.training import TrainState, next_token_loss
@@ -172,7 +172,7 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(corpus, tmp_path)
     stdout = succeed(workdir, *options, script=patched(tmp_path, COUNTED))
     assert stdout.count("compiles\n") == len(PIECES) + 1  # and the validation
     config = load_config(workdir).with_vocabulary(257)
-    parts = prepare(config.data).parts
+    parts = prepare_dataset(config.data).parts
     rows = open_batches(parts, batch_size=1, context_length=16)
     first = [rows.batch(index) for index in range(1, 23)]
     tokens = np.concatenate([row["tokens"][0] for row in first])

@@ -17,7 +17,7 @@ import pytest
 
 from configs import quickstart
 from gpt2.config import Config, DataConfig, with_options
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
 from gpt2.telemetry.metrics import MetricsFile
@@ -70,7 +70,7 @@ def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
 ):
     workdir = tmp_path / "run"
     monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "data"))
-    prepared = prepare(DataConfig(**data_at(tmp_path / "texts")))
+    prepared = prepare_dataset(DataConfig(**data_at(tmp_path / "texts")))
     monkeypatch.setattr(run_files, "lock", lambda *_: workdir.mkdir(exist_ok=True))
     run_files.begin(workdir, make_config(), prepared, 0)
     (workdir / "checkpoints" / "2").mkdir(parents=True)
@@ -163,12 +163,12 @@ def begun(tmp_path, monkeypatch):
 
     def begin(data):
         config = make_config(**data)
-        run_files.begin(tmp_path / "run", config, prepare(config.data), 0)
+        run_files.begin(tmp_path / "run", config, prepare_dataset(config.data), 0)
 
     def resume(data):
         config = make_config(**data)
         run_files.check_options(tmp_path / "run", config)
-        run_files.check_data(tmp_path / "run", prepare(config.data))
+        run_files.check_data(tmp_path / "run", prepare_dataset(config.data))
 
     return begin, resume
 

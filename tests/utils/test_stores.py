@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from gpt2.config import DataConfig
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.errors import UserError
 from gpt2.utils import mirror as mirror_file
 from gpt2.utils import stores
@@ -308,10 +308,10 @@ def test_texts_give_the_same_tokens_from_every_place(store, tmp_path):
         remote = dataclasses.replace(
             local, corpus=f"{kind}:memory://b/{pattern}", data_dir="memory://data"
         )
-        assert prepare(local).describe() == prepare(remote).describe()
+        assert prepare_dataset(local).describe() == prepare_dataset(remote).describe()
         become(kind)
     with pytest.raises(UserError, match=r"no file matches 'memory://b/\*\.md'"):
-        prepare(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
+        prepare_dataset(DataConfig(corpus="text:memory://b/*.md", tokenizer="byte"))
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
@@ -338,13 +338,13 @@ def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
     data = DataConfig(
         corpus="text:memory://b/one.txt", tokenizer="byte", data_dir="memory://data"
     )
-    prepared = prepare(data).describe()
+    prepared = prepare_dataset(data).describe()
     assert "preparing" in capsys.readouterr().out
     become(2)
-    assert prepare(data).describe() == prepared
+    assert prepare_dataset(data).describe() == prepared
     assert "preparing" not in capsys.readouterr().out
     memory.pipe_file("/b/one.txt", b"other words, and some more " * 40)
-    assert prepare(data).describe() != prepared
+    assert prepare_dataset(data).describe() != prepared
 
 
 class Web(http.server.BaseHTTPRequestHandler):

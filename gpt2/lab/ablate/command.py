@@ -9,7 +9,7 @@ from pathlib import Path
 from absl import flags
 
 from gpt2 import cli
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.errors import UserError
 from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep
 from gpt2.lab.experiments.arms import Arm, read_tuned
@@ -83,7 +83,7 @@ def make_sweep(
     score = choose_score(arms)
     complete = []
     for arm in arms:
-        dataset = prepare(arm.config.data)
+        dataset = prepare_dataset(arm.config.data)
         if score == BITS_PER_BYTE and dataset.targets_per_byte is None:
             raise UserError(
                 f"data.tokenizer={arm.config.data.tokenizer} loses bytes of the text, so its bits"

@@ -30,7 +30,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import with_options
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.errors import UserError, warn
 from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.arms import Arm, differences, refuse_differences
@@ -129,7 +129,7 @@ def _open_ledger(root: Path) -> Ledger:
     if ledger.ideas and not gives_options:
         return ledger
     config = cli.parse_config()
-    config = config.with_vocabulary(prepare(config.data).tokenizer.vocab_size)
+    config = config.with_vocabulary(prepare_dataset(config.data).tokenizer.vocab_size)
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import scipy  # its submodules are imported when they are used
 
-from gpt2.data import prepare
+from gpt2.data import prepare_dataset
 from gpt2.data.interfaces import Batch
 from gpt2.lab.experiments.jobs import find_error
 from gpt2.lab.experiments.run_folder import Run
@@ -36,7 +36,7 @@ class NoAnswerError(Exception):
 def score(run: Run) -> float:
     """Return the validation loss of a finished run, in nats per token."""
     config = run.config
-    parts, _ = prepare(config.data).open(config).validation(ALL_ROWS)
+    parts, _ = prepare_dataset(config.data).open(config).validation(ALL_ROWS)
     limit = _SECONDS + 10 * run.outcome().seconds
     answers = _Answers(run.source, run.folder, config.model.vocab_size, limit)
     loss = 0.0
