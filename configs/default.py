@@ -517,9 +517,10 @@ class Optim:
     )
     cautious: Literal["none", "updates", "decay", "both"] = option(
         "none",
-        "updates: drop elements of the update that differ in sign from the gradient; decay: do not "
-        "decay elements whose update differs in sign from the weight (Liang et al. 2024, arXiv "
-        "2411.16085)",
+        "updates: set elements of the update that oppose the gradient to 0, and scale the others "
+        "up to compensate (Liang et al. 2024, arXiv 2411.16085); decay: skip weight decay for "
+        "weights that the update moves away from 0 (Chen et al. 2025, arXiv 2510.12402); both: "
+        "updates and decay",
     )
     ema: BelowOne = option(
         0.0,
@@ -689,8 +690,9 @@ class Parallel:
         "also splits the stored parameters, and the gradients if fsdp_gather is layer (Rajbhandari "
         "et al. 2020, arXiv 1910.02054); megatron: tensor also splits the sequence between "
         "attention and MLP (Korthikanti et al. 2022, arXiv 2205.05198). zero1, zero3 and megatron "
-        "use all devices for their axis unless its size is set. auto: the sizes of the axes "
-        "determine the strategy, with fsdp as in zero3",
+        "use all devices for their axis unless its size is set. auto: use the sizes set in "
+        "parallel.data, parallel.fsdp and parallel.tensor; fsdp splits arrays as in zero3, and "
+        "tensor does not split the sequence",
     )
     data: Devices = option(
         -1, "number of devices that split the batch; -1: all remaining devices"
@@ -711,8 +713,9 @@ class Parallel:
         "auto",
         "when devices gather parameters; layer: for each layer, which uses the least memory; step: "
         "once per step, which stores all parameters and gradients whole, but sends the least data "
-        "if there are many micro-batches; auto: docs/parallelism.md explains the choice. No effect "
-        "with a single fsdp device",
+        "if there are many micro-batches; auto: layer with one micro-batch in 16 bits, or if all "
+        "parameters and gradients would fill more than half of the device's memory, otherwise "
+        "step. No effect with a single fsdp device",
     )
     rules: Rules = option(Rules(), "sharding of parameters between steps")
 
