@@ -43,7 +43,7 @@ from gpt2.training import (
 )
 from gpt2.training import workdir as folder
 
-# Makes the steps of a config from these parts. Replace a part to train with a different one.
+# `make_program` builds the steps from these parts. Replace a part to train with a different one.
 make_program = partial(
     Program.from_config,
     model=GPT,
@@ -91,7 +91,7 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: tokens are prepared once and stored. A batch of them depends on the seed and step alone.
+    # Data: tokens are prepared once and stored. A batch depends only on the seed and step.
     dataset = prepare_dataset(config.data)
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)

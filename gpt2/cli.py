@@ -177,7 +177,7 @@ def chosen_options() -> set[str]:
     """Return the names of options that the user has set, on the command line or in a file.
 
     A value in a config file counts if it differs from configs/default.py. Values in quickstart.py
-    do not count, because that file is read if the user gives none.
+    do not count, because that file is read if `--config` is not given.
     """
     chosen = set(overrides())
     if config_name() != "quickstart":

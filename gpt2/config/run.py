@@ -111,7 +111,7 @@ class OptimConfig(default.Optim):
         return num_steps - _floor(num_steps * self.tail_average)
 
     def decay_steps(self, num_steps: int) -> int:
-        """Return the steps over which `wsd` decays in a run of `num_steps`, at least 1."""
+        """Return the number of steps in which `wsd` decays, at least 1, of a run of `num_steps`."""
         return max(_floor(num_steps * self.decay_fraction), 1)
 
 
