@@ -26,7 +26,13 @@ from gpt2.hf.directory import load, save
 from gpt2.hf.family import FREE, SCALED_ROPE, canonical
 from gpt2.hf.tokenizer_files import load_tokenizer
 from gpt2.training.checkpoint import Checkpointer
-from gpt2.training.checkpoint_files import ITEMS, WEIGHTS, find_damage, saved_steps
+from gpt2.training.checkpoint_files import (
+    ITEMS,
+    WEIGHTS,
+    find_damage,
+    require_safe_path,
+    saved_steps,
+)
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files, stores
@@ -39,6 +45,7 @@ _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 def import_run(source: str | Path, location: str | Path) -> None:
     """Convert a Hugging Face directory to a run at step 0."""
     with stores.writing(location) as workdir, files.new_directory(workdir) as scratch:
+        require_safe_path(workdir)
         cfg, params, tokenizer = load_model(None, source)
         options = {name: getattr(cfg, name) for name in _MODEL}
         data = DataConfig(tokenizer=f"{location}/tokenizer.json")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt2.errors import UserError
 from gpt2.utils import files, stores
 
 # The parts of a checkpoint. Each has its own folder, and the folder `digests` has their digests.
@@ -11,6 +12,19 @@ ITEMS = ("params", "rest", "guard", "layout", "metrics")
 WEIGHTS = ("params", "layout")  # the parts that evaluation and export read
 
 _STEP = re.compile("0|[1-9][0-9]*")
+
+
+def require_safe_path(workdir: Path) -> None:
+    """Raise a UserError if checkpoints that are saved in `workdir` could not be read again.
+
+    Orbax searches for its files with the path as a pattern, and TensorStore replaces backslashes.
+    """
+    path = workdir.resolve()
+    if match := re.search(r"[*?\[\\]", str(path)):
+        raise UserError(
+            f"Checkpoints cannot be saved in {path}, because the path contains {match[0]}",
+            r"Choose a path without the characters * ? [ \ for --workdir",
+        )
 
 
 def saved_steps(workdir: Path) -> list[int]:

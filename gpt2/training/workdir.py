@@ -37,6 +37,7 @@ from gpt2.training.checkpoint_files import (
     find_damage,
     latest_step,
     newest_whole_step,
+    require_safe_path,
     saved_steps,
 )
 from gpt2.training.program import Program
@@ -71,6 +72,7 @@ def check_options(workdir: Path, config: Config) -> None:
     `model.vocab_size` may be 0 until the data are prepared. `refuse_changes` then checks it later.
     """
     _require_writable(workdir)
+    require_safe_path(workdir)
     # Check this file now, because the run plots it only at its end.
     read_reference(config.logging.reference)
     if config.logging.wandb:

@@ -76,8 +76,9 @@ def sync_tree(directory: Path) -> None:
 def new_directory(directory: Path) -> Iterator[Path]:
     """Yield a temporary directory, and rename it to `directory` on success.
 
-    `directory` must be absent or empty.
+    `directory` must be absent or empty. It may be a symbolic link to such a directory.
     """
+    directory = directory.resolve()
     if directory.is_file() or any(directory.glob("*")):
         remedy = "Give another directory, or remove this one"
         raise UserError(f"{directory} already exists", remedy)

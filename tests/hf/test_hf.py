@@ -254,7 +254,10 @@ def test_a_run_is_made_and_started_from_every_family(name, tmp_path):
     source = peer.write_model(tmp_path / "source", name)
     workdir = tmp_path / "run"
     copy = tmp_path / "copy"
+    workdir.symlink_to(tmp_path / "another disk")
     save_tokenizer(source, peer.characters(peer.CONFIGS[name]["vocab_size"]), 96)
+    with pytest.raises(UserError, match=r"run\[1\], because the path contains \["):
+        import_run(source, tmp_path / "run[1]")
     import_run(source, workdir)
     cfg, params, tokenizer = load_model(workdir, None)
     _, expected = hf.load(source)

@@ -339,3 +339,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_data_are_read(folder)
     workdir = Path(folder) / "nope"
     with pytest.raises(UserError, match=rf"--workdir={workdir} cannot be written"):
         run_files.check_options(workdir, make_config())
+
+
+@pytest.mark.parametrize("mark", "*?[\\")
+def test_a_folder_whose_checkpoints_could_not_be_read_is_refused(tmp_path, mark):
+    workdir = tmp_path / f"{mark}s" / "run"
+    run_files.check_options(tmp_path / "#1 |{50%}", make_config())
+    with pytest.raises(UserError, match=re.escape(f"the path contains {mark}.")):
+        run_files.check_options(workdir, make_config())
