@@ -276,11 +276,29 @@ def test_broken_token_shards_are_refused(tmp_path, make):
     refuse("train.bin is unknown, not uint16")
     _write_array(path, [1, 2, 3], np.int64)
     refuse("is int64, not uint16")
+    path.write_bytes(b"")
+    refuse("it does not contain tokens")
     _write_shard(path, range(1000))
     _write_array(tmp_path / "more.bin", range(1000), np.uint32)
     refuse("matches both uint16 and uint32 files", f"tokens:{tmp_path}/*.bin")
     (tmp_path / "meta.pkl").write_bytes(b"")
     refuse(r"meta.pkl shows .*Use text:.*/input.txt and .*=char")
+
+
+def test_more_tokens_than_16_bits_can_tell_apart_are_refused(tmp_path, make):
+    words = {f"<{number}>": number for number in range(2**16 + 1)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "<0>"}
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps({"version": "1.0", "model": model}))
+    path = tmp_path / "train.bin"
+    ids = range(2**16 - 99, 2**16 + 1)
+    _write_shard(path, ids, dtype=np.uint32)
+    tokens = make(f"tokens:{path}", str(tokenizer), 0.5)
+    np.testing.assert_array_equal(tokens_of(tokens, "train"), ids[:50])
+    # A program that stores these tokens in 16 bits turns the last one into 0.
+    _write_shard(path, np.array(ids).astype(np.uint16))
+    with pytest.raises(UserError, match="65537 tokens, more than uint16"):
+        make(f"tokens:{path}", str(tokenizer), 0.5)
 
 
 def _saved(save, *arrays):

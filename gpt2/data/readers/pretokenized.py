@@ -61,6 +61,13 @@ class TokenCorpus(Corpus):
             )
         shards, dtype = self._find_shards(data)
         tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
+        if dtype == "uint16" and tokenizer.vocab_size > 2**16:
+            raise UserError(
+                f"The tokens of {data.corpus} are stored as uint16, but {tokenizer.name} has "
+                f"{tokenizer.vocab_size} tokens, more than uint16 can distinguish",
+                "Store the tokens as uint32, or set --config.data.tokenizer to the tokenizer that "
+                "made them",
+            )
         tokenizer.save(directory / TOKENIZER)
         sizes = [len(tokenizer.decode_bytes([i])) for i in range(tokenizer.vocab_size)]
         token_bytes = np.array(sizes)
@@ -138,7 +145,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
             offset = 4 * HEADER
         else:
             # A thousand bytes of tokens include bytes of at most 8, which text does not contain.
-            if file.suffix != ".bin" or min(start, default=0) > 8:
+            if file.suffix != ".bin" or min(start, default=255) > 8:
                 raise ValueError("it does not contain tokens")
             dtype = _find_dtype(start, size)
             num_tokens = size // np.dtype(dtype).itemsize
