@@ -15,7 +15,8 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Score the last token of each passage, as in the GPT-2 paper."""
 
     def parse(passage: Any) -> Request:
-        row = tokenizer.encode(passage["text"])
+        # White space at the end of a line of the file is no part of the passage.
+        row = tokenizer.encode(passage["text"].rstrip())
         return continuation(row[:-1], row[-1:], scorer.context_length)
 
     scores = scorer.score(read_jsonl(path, parse), "lambada")

@@ -147,7 +147,7 @@ def save(
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a directory, from one file or from the shards of an index."""
-    remedy = "Save or download the weights again as safetensors"
+    remedy = "Save or download the weights again as safetensors, without quantization"
     paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"
     if index.is_file():

@@ -174,7 +174,7 @@ def figures_by_metric(figures):
 def test_lambada_scores_the_last_token(scorer, tmp_path):
     path = tmp_path / "lambada.jsonl"
     texts = ["the cat sat on the mat", "a dog ran home"]
-    write_rows(path, [{"text": text} for text in texts])
+    write_rows(path, [{"text": f"{text} \n"} for text in texts])
     figures = figures_by_metric(lambada(scorer, BYTES, path))
     rows = [BYTES.encode(text) for text in texts]
     log_probs = [log_prob(scorer, row[:-1], row[-1:]) for row in rows]
