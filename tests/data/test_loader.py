@@ -1,9 +1,7 @@
 """Batches: functions of (seed, step), every window once an epoch, every token once a validation."""
 
-import collections
 import multiprocessing
 import time
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -12,52 +10,10 @@ import pytest
 
 from gpt2.config.shapes import ShapeSchedule, StepShape
 from gpt2.data.loading.prefetch import prefetch
-from gpt2.data.loading.token_batches import TokenDataset, ValidationLoader
-from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
+from gpt2.data.loading.token_batches import ValidationLoader
 from gpt2.errors import UserError
+from tests.data.batches import EOT, join_processes, open_batches, single, stored
 from tests.helpers import SECONDS
-
-EOT = 99_999
-
-
-def stored(directory, train, validation=(1, 2, 3), eot=EOT):
-    """Stores tokens as a prepared corpus."""
-    directory.mkdir(exist_ok=True)
-    splits = {"train": Split(), "validation": Split()}
-    writer = TokenWriter(directory, 100_000, splits)
-    writer.append("train", np.asarray(train))
-    writer.append("validation", np.asarray(validation))
-    writer.flush()
-    tokenizer = SimpleNamespace(eot=eot)
-    return PreparedTokens(directory, tokenizer, splits, writer.dtype.name)
-
-
-def open_batches(
-    parts,
-    *,
-    batch_size,
-    context_length,
-    seed=0,
-    packing="concat",
-    document_mask=False,
-    shapes=None,
-):
-    """Returns the batches of a run on prepared tokens."""
-    shapes = shapes or ShapeSchedule({0: StepShape(batch_size, context_length, 0)})
-    config = SimpleNamespace(
-        seed=seed,
-        data=SimpleNamespace(packing=packing, document_mask=document_mask),
-        model=SimpleNamespace(context_length=context_length),
-        train=SimpleNamespace(eval_batches=0, accumulate_steps=1),
-        micro_batch_size=batch_size,
-        shapes=shapes,
-    )
-    return TokenDataset(None, parts).open(config)
-
-
-def single(tokens):
-    """Returns the parts of a dataset of one corpus."""
-    return TokenDataset.single(tokens).parts
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +61,6 @@ def test_a_schedule_cuts_the_rows_of_the_same_epochs_into_other_batches(counting
         position += size * length
         assert loader.epochs(step)[""] == position // 16 / 311
     assert position > 311 * 16
-
-
-def join_processes(read, batch_size, size):
-    """Returns a batch of which each process reads `size` rows by `read(rows)`."""
-    joined = collections.defaultdict(list)
-    for start in range(0, batch_size, size):
-        for name, rows in read(slice(start, start + size)).items():
-            joined[name].extend(rows)
-    return {name: np.stack(rows) for name, rows in joined.items()}
 
 
 def test_processes_together_validate_the_whole_batch(counting):

@@ -14,7 +14,7 @@ from gpt2.data import prepare_dataset
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig
 from gpt2.training import next_token_loss
-from tests.data.test_loader import EOT, join_processes, open_batches, single, stored
+from tests.data.batches import EOT, join_processes, open_batches, single, stored
 from tests.helpers import TINY, first_params, metrics_of, succeed, write_words
 
 T = 512

@@ -35,11 +35,10 @@ from tests.helpers import (
     random_params,
     thorough,
 )
+from tests.hf.families import LLAMA, NEOX
 
 WEIGHTS = "model.safetensors"
 BIG = pytest.param("124m", marks=pytest.mark.slow)
-LLAMA = "norm=rmsnorm position=rope activation=swiglu bias=False"
-NEOX = "position=rope parallel_block=True tie_embeddings=False"
 SCALED = "rope_scaling=llama3 rope_factor=8.0 rope_context=16"
 # What these show, the others show too.
 RARE = ("untied", "epsilon", "llama_multi_head")

@@ -23,7 +23,7 @@ from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
 from tests.helpers import configured, first_params
-from tests.hf.test_hf import LLAMA, NEOX
+from tests.hf.families import LLAMA, NEOX
 
 INDEX = "model.safetensors.index.json"
 TEXT = "Hello there, world!\n\tdef f(x): return 'é漢字😀'  \n don't"

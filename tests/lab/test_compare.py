@@ -10,7 +10,7 @@ from gpt2.lab.experiments.curve_plot import plot_curves
 from gpt2.lab.experiments.results import Curve
 from gpt2.utils.files import seal, write_json
 from tests.helpers import run, write_rows
-from tests.training.test_workdir import make_config
+from tests.training.workdirs import make_config
 
 SCORED = {"step": 1, "eval/loss": 5.0, "eval/bits_per_byte": 2.5}
 

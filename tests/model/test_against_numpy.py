@@ -22,7 +22,8 @@ from tests.helpers import (
     random_params,
     thorough,
 )
-from tests.model.test_switches import (
+from tests.model.models import at_each_mlp
+from tests.model.switches import (
     ALL,
     COMBINED,
     SWITCHES,
@@ -35,7 +36,6 @@ from tests.model.test_switches import (
     rolled,
     tokens_of,
 )
-from tests.training.test_steps import at_each_mlp
 
 # By default every switch is tested in a combination. Each seed combines others, so that most pairs
 # occur, and a thorough test of the switch by itself names what is wrong.

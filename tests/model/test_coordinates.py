@@ -14,7 +14,7 @@ import pytest
 from gpt2.model import GPT
 from gpt2.training.program import Program
 from tests.helpers import batch_of
-from tests.model.test_switches import config_of
+from tests.model.switches import config_of
 
 BASE = 32
 WIDTHS = (32, 64, 128)

@@ -1,7 +1,6 @@
 """The model: kernels, seams, dropout, scanned layers, segments, and 16-bit types."""
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import re
@@ -36,41 +35,10 @@ from tests.helpers import (
     random_params,
     thorough,
 )
-from tests.model.test_switches import rolled, tokens_of
+from tests.model.models import SMALL, logits_of, loss, mean_loss, replaced, step_of
+from tests.model.switches import rolled, tokens_of
 
-SMALL = GPTConfig(
-    vocab_size=300, context_length=16, num_layers=2, num_heads=2, embed_dim=32
-)
-
-
-def replaced(**changes):
-    return dataclasses.replace(SMALL, **changes)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of(config, params, tokens, segments=None):
-    return GPT(config).apply({"params": params}, tokens, segments=segments)
-
-
-def mean_loss(model, params, tokens, key=None):
-    """Return the mean loss of the next token, with dropout if there is a key."""
-    total, _ = model.apply(
-        {"params": params},
-        rolled(tokens),
-        method="loss",
-        deterministic=key is None,
-        rngs={} if key is None else {"dropout": key},
-    )
-    return total / tokens.size
-
-
-def loss(config, params, tokens, key=None):
-    """Return the mean loss, computed by kernels."""
-    return mean_loss(with_kernels(GPT(config)), params, tokens, key)
-
-
-step_of = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
-# The same, of a model in place of a config.
+# Like `step_of`, but of a model in place of a config.
 model_step = jax.jit(jax.value_and_grad(mean_loss, argnums=1), static_argnums=0)
 
 

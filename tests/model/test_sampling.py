@@ -21,7 +21,7 @@ from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import Rules
 from gpt2.utils.prng import sample_key
 from tests.helpers import first_params
-from tests.model.test_model import logits_of
+from tests.model.models import logits_of
 
 CFG = GPTConfig(
     vocab_size=61, context_length=64, num_layers=2, num_heads=4, embed_dim=32

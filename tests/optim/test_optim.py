@@ -17,7 +17,8 @@ from gpt2.optim import averaged_params, joint_norm, make_optimizer, make_schedul
 from gpt2.optim.transforms import average_parameters, clip_by_global_norm
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.scan import in_layout
-from tests.helpers import by_name, configured, first_params, thorough
+from tests.helpers import configured, first_params, thorough
+from tests.optim.updates import difference, optim_of, unrolled
 
 SMALL = GPTConfig(
     vocab_size=61, context_length=8, num_layers=2, num_heads=2, embed_dim=16
@@ -46,11 +47,6 @@ OPTIMS = {
     "tail average": "tail_average=0.4",
     "before the tail": "tail_average=0.09",
 }
-
-
-def optim_of(text=""):
-    """Return the options of `optim` with those of a text."""
-    return configured(f"learning_rate=1e-2 warmup_steps=2 {text}", "optim.").optim
 
 
 each_optimizer = pytest.mark.parametrize("name", OPTIMS)
@@ -90,12 +86,6 @@ def parameters_of(scanned=False):
     return GPT(dataclasses.replace(SMALL, scan_layers=scanned)).parameters()
 
 
-def unrolled(tree):
-    """Return the leaves of a tree in either layout by name, unrolled, as float64."""
-    leaves = by_name(in_layout(tree, scanned=False))
-    return {name: np.float64(leaf) for name, leaf in leaves.items()}
-
-
 def train(optim, scanned=False, **options):
     """Return the parameters after ten steps, and the parameters that are validated."""
     schedule = make_schedule(optim, NUM_STEPS)
@@ -109,16 +99,6 @@ def train(optim, scanned=False, **options):
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return unrolled(params), unrolled(averaged_params(state, params))
-
-
-def difference(actual, expected):
-    """Return the largest difference of an entry, divided by the largest entry of its array."""
-    assert actual.keys() == expected.keys()
-    differences = []
-    for name, array in expected.items():
-        largest = np.abs(array).max()
-        differences.append(np.abs(actual[name] - array).max() / largest)
-    return max(differences)
 
 
 # The papers' formulas in numpy. A direction is called once a step for each parameter, with its

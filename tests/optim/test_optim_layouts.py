@@ -17,7 +17,7 @@ from gpt2.config import ParallelConfig
 from gpt2.config.options import OPTIONS
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.state_sharding import optimizer_specs
-from tests.optim.test_optim import optim_of
+from tests.optim.updates import optim_of
 from tests.programs.layouts import (
     MODEL,
     TOLERANCE,

@@ -25,7 +25,7 @@ from gpt2.parallel.mesh import make_mesh
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.scan import in_layout
 from tests.helpers import thorough
-from tests.optim.test_optim import difference, unrolled
+from tests.optim.updates import difference, unrolled
 
 RULES = rules.Rules.from_config(ParallelConfig())
 PLAIN = GPTConfig(

@@ -15,7 +15,7 @@ from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.parallel import kernel_check
 from gpt2.parallel.kernel_check import check_attention
 from tests.helpers import TINY, params_of, patched, succeed, thorough
-from tests.parallel.test_processes import Pair
+from tests.parallel.pair import Pair
 
 SMALL = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "context_length": 256}
 WINDOWS = {"window": 64, "window_pattern": "SL"}

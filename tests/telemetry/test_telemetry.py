@@ -30,6 +30,7 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import Writer
 from gpt2.training.workdir import check_options
 from tests.helpers import SECONDS, metrics_of
+from tests.telemetry.event_files import events
 
 
 def metrics_file(workdir, resume_step=0):
@@ -40,18 +41,6 @@ def report_to(*writers, log_every=3, num_steps=100, **options):
     clock = StepClock(lambda step: 10 * step, float)
     config = TrainConfig(log_every=log_every, num_steps=num_steps, **options)
     return Reporter(writers, clock, config)
-
-
-def events(workdir):
-    """Yield the events of all files, parsed as the format is defined, in the order of names."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    for path in sorted((workdir / "tensorboard").iterdir()):
-        data = path.read_bytes()
-        while data:  # length u64, its crc u32, payload, its crc u32
-            size = int.from_bytes(data[:8], "little")
-            yield Event.FromString(data[12 : 12 + size])
-            data = data[16 + size :]
 
 
 # metrics.jsonl

@@ -29,7 +29,7 @@ from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from tests.helpers import first_params, thorough
 from tests.programs.faults.kinds import mounted
-from tests.training.test_workdir import make_config, write_run
+from tests.training.workdirs import make_config, write_run
 
 # The validation loss of each saved step; None: it was not validated.
 LOSSES = {10: 4.0, 20: 2.0, 30: 3.0, 40: None, 50: 2.5, 60: None}

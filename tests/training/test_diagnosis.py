@@ -13,12 +13,11 @@ from gpt2.errors import DivergedError
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.losses import next_token_loss
 from tests.helpers import thorough
-from tests.training.test_guard import (
+from tests.training.programs import (
     LOUD,
     MICRO_BATCHES,
     POISON,
     ROWS,
-    breaking_norms,  # noqa: F401
     compiled,
     make_batch,
     make_program,
@@ -125,7 +124,7 @@ def test_a_weight_is_named_where_bad_steps_are_skipped_too(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scanned", [True, False])
-def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):  # noqa: F811
+def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):
     row = slice(POISON * 16, (POISON + 1) * 16)
     loud = partial(plant, name="wte/embedding", value=LOUD, index=row)
     program = new_program(options=f"memory.scan_layers={scanned}")

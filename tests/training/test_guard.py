@@ -1,69 +1,25 @@
 """Skipped steps leave the same training as if their batches had never existed."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gpt2.parallel import kernels
 from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.guard import Guard
-from gpt2.training.losses import next_token_loss
-from gpt2.training.program import Program
-from tests.helpers import batch_of, configured, thorough
+from tests.helpers import thorough
+from tests.training.programs import (
+    LOUD,
+    POISON,
+    ROWS,
+    compiled,
+    make_batch,
+    make_program,
+    new_program,
+)
 
-T = 8
-ROWS = 32
-MICRO_BATCHES = 4
-POISON = 50
-# A schedule that shows how many updates there were.
-SMALL = f"""
-    model.vocab_size=160 model.context_length={T} model.num_layers=2 model.num_heads=2
-    model.embed_dim=16 model.tie_embeddings=False data.batch_size={ROWS}
-    train.num_steps=10 train.accumulate_steps={MICRO_BATCHES} logging.watch_every=1
-    optim.warmup_steps=2 optim.learning_rate=1e-2"""
-LAYOUTS = {
-    "one device": "",
-    "pmap": "parallel.backend=pmap memory.scan_layers=True",
-    "by layer": """
-        parallel.data=2 parallel.fsdp=4 parallel.fsdp_gather=layer
-        memory.scan_layers=True""",
-}
 FLOAT16 = "precision.compute=float16 model.num_layers=1"
-
-
-def new_program(layout="one device", options="", loss=next_token_loss):
-    """Return a tiny program in a layout, with some options changed."""
-    config = configured(f"{SMALL} {LAYOUTS[layout]} {options}")
-    devices = jax.devices()
-    if layout == "one device":
-        devices = devices[:1]
-    return Program.from_config(config, devices, loss=loss)
-
-
-cached_program = functools.cache(new_program)
-
-
-def make_program(layout="one device", options="", loss=next_token_loss):
-    """Return a program that tests share, so that it is compiled once."""
-    return cached_program(layout, options, loss)
-
-
-@functools.cache
-def compiled(program):
-    return program.backend.compile_train(program.train_step)
-
-
-def make_batch(program, index, row=None):
-    """Put a batch on the devices, with the poisonous token in `row`, if any."""
-    rng = np.random.default_rng(index)
-    tokens = rng.integers(0, POISON, (ROWS, T + 1), dtype=np.int32)
-    if row is not None:
-        tokens[row, 3] = POISON
-    return program.backend.put_batch(batch_of(tokens))
 
 
 def first_state(program, embedding=jnp.nan):
@@ -118,31 +74,6 @@ def test_a_skipped_step_is_as_if_its_batch_had_never_been(layout):
     assert values(history, "skipped_steps") == [0, 0, 1, 2, 2, 2, 3, 3]
     losses = np.array(values(history, "loss"))
     assert np.isnan(losses[poisoned]).all()
-
-
-@jax.custom_vjp
-def break_gradient(x):
-    return x
-
-
-def break_backward(x, dy):
-    is_large = jnp.abs(x).max() > 50
-    return (jnp.where(is_large, jnp.nan, dy),)
-
-
-break_gradient.defvjp(lambda x: (x, x), break_backward)
-LOUD = np.tile([100.0, -100.0], 8)  # an embedding at which only the gradient breaks
-
-
-@pytest.fixture
-def breaking_norms(monkeypatch):
-    """Break the gradient, but no activation, where the residual stream is large."""
-    norm = kernels.norm
-
-    def breaking_norm(x, *rest, **options):
-        return norm(break_gradient(x), *rest, **options)
-
-    monkeypatch.setattr(kernels, "norm", breaking_norm)
 
 
 @pytest.mark.thorough

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import batch_of, by_name
-from tests.training.test_guard import ROWS, T, make_program
+from tests.training.programs import ROWS, T, make_program
 
 
 def initial(program):

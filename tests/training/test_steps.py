@@ -16,7 +16,6 @@ import pytest
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, with_kernels
-from gpt2.model.layers import MLP
 from gpt2.ops import plain
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.training.losses import apply_loss, evaluation_loss, next_token_loss
@@ -30,6 +29,7 @@ from gpt2.training.steps import (
 from gpt2.utils.prng import dropout_key, init_key, sample_key
 from gpt2.utils.scan import report
 from tests.helpers import batch_of, configured, first_params, thorough
+from tests.model.models import at_each_mlp
 
 CONFIG = GPTConfig(
     vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16
@@ -236,18 +236,6 @@ def test_a_loss_without_the_sum_that_divides_the_gradient_is_refused():
     model = GPT(CONFIG)
     with pytest.raises(UserError, match=r"logs \['sum'\], and not 'loss'"):
         apply_loss(model, first_params(CONFIG), make_batch(0), logits_loss)
-
-
-def at_each_mlp(look):
-    """Call `look(module, output)` for the MLP of every layer, in a `with` statement."""
-
-    def intercept(next_method, args, kwargs, context):
-        y = next_method(*args, **kwargs)
-        if isinstance(context.module, MLP) and context.method_name == "__call__":
-            look(context.module, y)
-        return y
-
-    return nn.intercept_methods(intercept)
 
 
 def report_size(mlp, y, weight=0.0):

@@ -20,7 +20,7 @@ from gpt2.training import TrainState, next_token_loss
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.steps import make_train_step, make_update
 from gpt2.utils.prng import init_key
-from tests.data.test_loader import open_batches
+from tests.data.batches import open_batches
 from tests.forks import ROOT, environment
 from tests.helpers import (
     TINY,
@@ -35,7 +35,7 @@ from tests.helpers import (
     thorough,
     write_words,
 )
-from tests.telemetry.test_telemetry import events
+from tests.telemetry.event_files import events
 
 
 @pytest.fixture(scope="session")

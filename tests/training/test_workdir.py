@@ -15,8 +15,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from configs import quickstart
-from gpt2.config import Config, DataConfig, with_options
+from gpt2.config import DataConfig
 from gpt2.data import prepare_dataset
 from gpt2.data.tokenizer import CharTokenizer
 from gpt2.errors import UserError
@@ -24,35 +23,8 @@ from gpt2.telemetry.metrics import MetricsFile
 from gpt2.training import workdir as run_files
 from gpt2.utils import code, files
 from gpt2.utils.code import hash_code, read_starts
-from tests.helpers import (
-    TINY,
-    make_repository,
-    options_of,
-    run,
-    succeed,
-)
-
-TINY_MODEL = """
-    model.vocab_size=50 model.context_length=8 model.num_layers=1 model.num_heads=2
-    model.embed_dim=16"""
-
-
-def make_config(text="", **data):
-    """Return the quickstart's config with a tiny model, the options in `text`, and `data`."""
-    config = Config.from_dict(quickstart.get_config())
-    options = options_of(f"{TINY_MODEL} {text}")
-    for name, value in data.items():
-        options[f"data.{name}"] = value
-    return with_options(config, options)
-
-
-def write_run(workdir, config, checkpoints=()):
-    """Write the files of a run, with empty checkpoints."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(json.dumps(config.to_dict()))
-    for step in checkpoints:
-        (workdir / "checkpoints" / str(step)).mkdir(parents=True)
-    return workdir
+from tests.helpers import TINY, make_repository, run, succeed
+from tests.training.workdirs import make_config, write_run
 
 
 def test_a_finished_run_that_lost_its_checkpoints_keeps_its_metrics(tmp_path):

@@ -12,8 +12,9 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from gpt2.utils.remat import KEPT, compiler_options
 from tests.helpers import first_params, thorough
-from tests.model import test_model
-from tests.model.test_model import loss, step_of, tokens_of
+from tests.model import models
+from tests.model.models import loss, step_of
+from tests.model.switches import tokens_of
 
 # The number of arrays that a policy saves in a layer, by the names of the results: queries, keys,
 # values and the projection; the output and statistics of attention; the first product of the MLP.
@@ -22,7 +23,7 @@ MLP = {"mlp/linear": 1}
 SAVED = {"full": {}, "attention": ATTENTION, "mlp": MLP, "dots": ATTENTION | MLP}
 
 
-replaced = functools.partial(test_model.replaced, attention="blocked")
+replaced = functools.partial(models.replaced, attention="blocked")
 
 
 def init(cfg):
@@ -59,7 +60,7 @@ def test_a_linear_map_that_an_ingredient_adds_is_kept_like_others(capsys):
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("compiles_fully")
-@pytest.mark.parametrize("scan_unroll", [0, 1, test_model.SMALL.num_layers])
+@pytest.mark.parametrize("scan_unroll", [0, 1, models.SMALL.num_layers])
 @pytest.mark.parametrize("policy", KEPT)
 def test_the_compiled_program_computes_the_other_products_again(policy, scan_unroll):
     cfg = replaced(remat=policy)

@@ -30,7 +30,7 @@ from tests.helpers import (
     succeed,
     write_rows,
 )
-from tests.parallel.test_processes import FLAGS, Pair, losses
+from tests.parallel.pair import FLAGS, Pair, losses
 
 DIGESTS = "checkpoints/{}/digests/digests"
 
