@@ -5,6 +5,7 @@ import io
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,12 +88,12 @@ def parse_flags(argv: list[str]) -> list[str]:
                 if value:
                     # Checked here, because absl's error message is harder to understand.
                     read_option(name, value)
-        if "--help" in argv and "config" in flags.FLAGS:
+        if "--help" in argv:
             flags.FLAGS([argument for argument in argv if argument != "--help"])
-            _list_options()
-            argv = [argv[0], "--help"]
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl exits with 1 after --help
+        if "--help" in argv and "debug" in flags.FLAGS:  # train.py
+            _list_options()
         sys.exit(0 if end.code == 1 else end.code)
     except flags.UnrecognizedFlagError as error:
         raise _unknown_flag(error) from None
@@ -101,12 +102,16 @@ def parse_flags(argv: list[str]) -> list[str]:
 
 
 def _list_options() -> None:
-    """Add all options, with their values and meanings, to the help of `--config`."""
-    flag = flags.FLAGS["config"]
-    values = flatten(flag.value)
-    flag.help += " Its options:"
-    for name, option in OPTIONS.items():
-        flag.help += f"\n{name}={values[name]}  {option.help}"
+    """Print all options of `--config`, with their values and meanings."""
+    print("\nOptions of --config:")
+    for name, value in flatten(flags.FLAGS["config"].value).items():
+        print(
+            textwrap.fill(
+                f"  {name}={value}  {OPTIONS[name].help}",
+                80,
+                subsequent_indent="      ",
+            )
+        )
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
@@ -131,7 +136,8 @@ def define_config() -> None:
             "config",
             None,
             "A file of options, such as those in configs/, or a run's config.json; "
-            "configs/quickstart.py by default. --config.group.option=value sets one option.",
+            "configs/quickstart.py by default. --config.group.option=value sets one option. "
+            "`python train.py --help` lists all options.",
             flag_values=flags.FLAGS,
         )
     except (

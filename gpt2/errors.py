@@ -175,9 +175,12 @@ def _discard(stream: TextIO) -> None:
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a UserError that suggests the nearest choice, unless `value` is one of `choices`."""
+    """Raise a UserError that suggests the nearest choice, unless `value` is one of `choices`.
+
+    The suggestion ignores case, and the choices have no capital letters.
+    """
     if value not in choices:
-        near = difflib.get_close_matches(str(value), choices, n=1)
+        near = difflib.get_close_matches(value.lower(), choices, n=1)
         remedy = f"Did you mean {near[0]}?" if near else ""
         allowed = ", ".join(choices).removeprefix(", ")
         raise UserError(f"{name}={value} is not one of {allowed}", remedy)

@@ -18,7 +18,7 @@ from gpt2.utils.text import format_duration
 class StepClock:
     """A clock that measures the speed of steps and the time in each phase of this process.
 
-    Time is counted for the innermost open phase, or for `start and end` if no phase is open.
+    Time is counted for the innermost open phase, or for `setup and finish` if no phase is open.
     Devices run behind the host, so wait for the last step before opening the phase of a validation
     or checkpoint.
 
@@ -40,7 +40,7 @@ class StepClock:
         self.flops = flops
         self._peak = peak_flops
         self._now = now
-        self.current = "start and end"
+        self.current = "setup and finish"
         self._since = since
         self._seconds = defaultdict[str, float](float)
         self._last = 0  # the newest step

@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -252,7 +253,8 @@ def finish(
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    log(f"time: {clock.describe()}", sys.stdout)
+    time_line = f"time: {clock.describe()}"
+    log(textwrap.fill(time_line, 80, subsequent_indent="      "), sys.stdout)
     log(line, sys.stdout)
     log(f"see loss.png and samples.txt in {stores.url_or_path(workdir)}", sys.stdout)
 

@@ -126,12 +126,16 @@ def test_mistakes_in_flags_are_told_with_the_nearest_name(parse, given, told):
     assert told in str(error.value) and "\n" not in str(error.value)
 
 
-def test_help_lists_every_option_with_its_value_and_meaning(parse):
-    given = ["--config=configs/quickstart.py", "--config.optim.beta1=0.5"]
-    flags.DEFINE_bool("help", False, "", flag_values=flags.FLAGS)
-    parse("--help", *given)
-    listed = flags.FLAGS["config"].help.splitlines()
-    assert [line.partition("=")[0] for line in listed[1:]] == [*OPTIONS]
+def test_help_shows_own_flags_first_and_then_every_option_with_value_and_meaning():
+    given = ["--help", "--config=configs/quickstart.py", "--config.optim.beta1=0.5"]
+    command = [sys.executable, "train.py", *given]
+    text = subprocess.check_output(command, cwd=ROOT, text=True)
+    own, listed = text.split("Options of --config:\n")
+    assert "--workdir" in own and "model.num_layers=" not in own
+    assert max(map(len, listed.splitlines())) <= 80
+    listed = listed.replace("\n      ", " ").split("\n  ")
+    listed[0] = listed[0].strip()
+    assert {line.partition("=")[0] for line in listed} == {*OPTIONS}
     values = {line.partition("  ")[0] for line in listed}
     assert {"model.num_layers=4", "optim.beta1=0.5"} <= values
     meaning = "optim.weight_decay=0.1  weight decay of kernels and embeddings"

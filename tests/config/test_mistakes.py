@@ -53,6 +53,7 @@ MISTAKES = """
     train.py SHORT --config.train.num_stps=3 | --config.train.num_steps
     train.py SHORT --workdr=x | mean: workdir
     train.py SHORT --config.optim.name=adamv | adam
+    train.py SHORT --config.optim.name=adamW | Did you mean adamw?
     train.py SHORT --config.parallel.data=3 | parallel
     train.py SHORT --config.model.context_length=100000 | context_length
     train.py SHORT --workdir=in.txt | in.txt

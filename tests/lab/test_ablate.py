@@ -20,14 +20,15 @@ from scipy import stats
 from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from gpt2.lab.ablate.__main__ import describe_runs
-from gpt2.lab.ablate.judge import grow, judge
+from gpt2.lab.ablate.__main__ import describe_runs, with_next_seeds
+from gpt2.lab.ablate.judge import judge
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
 from gpt2.lab.ablate.sweep_tables import (
     amount_to_reach,
     describe_fractions,
     reach_table,
+    tuning_notes,
 )
 from gpt2.lab.experiments import jobs
 from gpt2.lab.experiments.arms import Arm, make_arms, read_tuned
@@ -43,6 +44,7 @@ from gpt2.lab.experiments.terms import (
     with_length,
 )
 from gpt2.optim import make_schedule
+from gpt2.utils.text import format_count
 from tests.forks import run_command
 from tests.helpers import (
     ROOT,
@@ -379,7 +381,7 @@ def test_seeds_of_a_config_alone_are_a_sweep_too(tmp_path):
     sweep = sweep_in(tmp_path)
     for run in sweep.runs():
         write_run(run, 3.8 + 0.01 * run.config.seed)
-    assert grow(sweep) == sweep
+    assert with_next_seeds(sweep) == sweep
     assert "| baseline | 3 | 3.8100 ± 0.0100 |" in report_of(sweep)
     assert len(rows_of(tmp_path)) == 3
 
@@ -476,6 +478,9 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     assert "| optim.learning_rate=0.001 | 3.0000* | 3.6931 |" in text
     assert "| optim.learning_rate=0.002 | 3.6931 | 3.0000* |" in text
     assert "| optim.learning_rate=0.004 | - | 3.6931 |" in text
+    at_edge = "The best optim.learning_rate of baseline, 0.001, is the smallest listed."
+    assert tuning_notes(sweep)[0].startswith(at_edge)
+    assert len(tuning_notes(sweep)) == text.count("is the smallest") == 1
     assert "not tuned" not in text
     for run in choosing:  # another try would choose otherwise, and comes too late
         write_run(run, run.config.optim.learning_rate)
@@ -537,7 +542,7 @@ def train(sweep, losses, rng):
     for run in sweep.runs():
         if run.outcome().state == "waiting":
             write_run(run, losses[run.arm], noise=rng)
-    return grow(sweep)
+    return with_next_seeds(sweep)
 
 
 def test_analyses_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
@@ -545,7 +550,7 @@ def test_analyses_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
     rng = np.random.default_rng(4)
     losses = {"baseline": 3.8, LION: 3.0, MUON: 3.795, ADAM: 3.8}
     sweep = sweep_in(tmp_path, "optim.name=lion,muon,adam", analyses=ANALYSES)
-    assert grow(sweep) == sweep  # nothing has ended
+    assert with_next_seeds(sweep) == sweep  # nothing has ended
     second = train(sweep, losses, rng)
     assert second.seeds == {"baseline": 5, MUON: 5, ADAM: 5}
     verdicts = judge(second, second.results())
@@ -571,7 +576,7 @@ def test_analyses_wait_for_all_runs_and_end_an_arm_that_failed(tmp_path):
     for run in sweep.runs():
         state = states.get(run.arm, "finished")
         write_run(run, losses[run.arm], state, noise=rng)
-    assert grow(sweep).seeds == {"baseline": 5, ADAM: 5}
+    assert with_next_seeds(sweep).seeds == {"baseline": 5, ADAM: 5}
     (sweep.runs()[-1].folder / "outcome.json").unlink()
     assert judge(sweep, sweep.results())[LION].words == "to be decided"
 
@@ -764,12 +769,14 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     for arm in sweep.arms:
         write_measure(tmp_path, arm)
     assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
-    asked, last, total = describe_runs(sweep, slots).splitlines()
+    asked, last, amounts, total = describe_runs([sweep], slots).splitlines()
     text = capsys.readouterr().out
     assert "baseline: 0.1 seconds a step" in text
     assert "seed" not in text
     assert asked == "would train"
-    assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
+    assert last.endswith(": optim.name=muon seed 1  1000 steps  0:02:00")
+    tokens = 1000 * sweep.arms[0].config.tokens_per_step
+    assert amounts.startswith(f"1 run, {format_count(tokens)} tokens and ")
     assert total.startswith("about 0:02:00 in all, ")
 
 
@@ -795,7 +802,8 @@ def test_the_table_on_the_screen_has_at_most_80_columns(capsys):
     name = "optim.learning_rate=0.001," * 8
     interval = "(-0.0400 to -0.0200)"
     row = {"arm": name, "difference": "-0.0300", "interval": interval}
-    print_verdicts(pd.DataFrame([row | {"verdict": "undecided: at most 0.03"}]))
+    row |= {"verdict": "undecided: at most 0.03", "mean ± sd": "4.1"}
+    print_verdicts(pd.DataFrame([row]))
     _, *lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert "".join(line.split()[0] for line in lines) == name

@@ -11,12 +11,13 @@ import pytest
 from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
+from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import make_arms
-from gpt2.lab.ladder.courses import grow, judge
+from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
-from gpt2.lab.ladder.multipliers import Losses, judge_course
+from gpt2.lab.ladder.multipliers import Course, Losses, judge_course
 from tests.helpers import ROOT, thorough, write_run
 from tests.programs.ladder_rates import simulate
 
@@ -229,12 +230,14 @@ def test_a_ladder_reports_a_row_for_each_arm_in_80_columns(tmp_path, capsys):
 
 def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):
     sweeps = sweeps_in(tmp_path, [2, 5], [1, 1, 1], noise=1.0)
-    grown = grow(sweeps)
+    words = {"optim.name=lion": Course("to be decided")}
+    grown = add_seeds(sweeps, words)
     assert [sweep.seeds["optim.name=lion"] for sweep in grown] == [5, 5, 5]
     results = [sweep.results() for sweep in grown]
     assert judge(grown, results)["optim.name=lion"].words == "to be decided"
     train(grown, [1, 1, 1], noise=1.0)
-    assert grow(grown) == grown
+    words = {"optim.name=lion": Course("undecided")}
+    assert add_seeds(grown, words) == grown
 
 
 def test_a_diverged_run_leaves_its_arm_without_a_verdict(tmp_path):

@@ -381,6 +381,22 @@ def test_a_discard_says_whether_more_pairs_would_help(ideas, capsys, loss, reaso
     assert answer["steps"] == answer["best_steps"] == 100
 
 
+def test_a_discard_after_two_pairs_shows_both_differences(ideas, capsys):
+    ideas.noise = 0.0
+    scores = iter([4.0, 4.05, 4.0, 3.99])
+    ideas.loss = lambda config: next(scores)
+    assert ideas("optim.name=lion", json=False) == ("discard", 4)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "it needs 3 pairs. Difference of each pair: +0.0500 -0.0100" in text
+    assert "next try another idea" in text
+
+
+def test_too_few_pairs_name_a_number_that_is_enough(ideas):
+    with pytest.raises(UserError, match=r"--pairs=2 is .*Use --pairs=3 or more"):
+        ideas("optim.name=lion", pairs=2)
+    assert ideas("optim.name=lion", pairs=3)[1]
+
+
 @pytest.mark.parametrize(
     ("idea", "told"),
     [
@@ -552,8 +568,10 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     assert best.text == "code=. (train.py)"
     assert best.arm.name == f"001-code=working-tree-0-g{best.arm.commit[:9]}"
     answer = capsys.readouterr().out
-    assert "clear; level 2.54%; a run of 100 steps takes 0:00:00, and" in answer
-    assert "; ledger 1 idea, 1 kept" in answer
+    assert answer.startswith("keep: the evidence for a gain is strong enough\n")
+    assert "a run of 100 steps takes 0:00:00, and" in answer
+    assert "  ledger      1 idea, 1 kept; " in answer
+    assert max(map(len, answer.splitlines())) <= 80
     # Who goes on in it loses nothing of what was kept, committed or not.
     more = project / "configs" / "modern.py"
     more.write_text("more = 1\n")
@@ -796,7 +814,7 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     make_repository(project, "train.py", f"{train}# only a comment\n")
     lion = start_ledger(project, "optim.name=lion")
     for line in lion.stderr:
-        if line.startswith("2/2"):
+        if line.startswith("2 of 2 runs ended"):
             lion.kill()
             break
     lion.communicate()

@@ -149,7 +149,10 @@ def test_collectives_of_programs_for_chips_are_counted_once():
         f"all-reduce {every}: 16 x 1",
     ]
     rows = describe_collectives(found)
-    assert rows["all-gather"] == "49 with 3.1 KiB in total, 2.7 KiB sent"
+    assert rows["all-gather"] == (
+        "joins the parts of arrays: 49 per step, for arrays of 3.1 KiB in total; a"
+        " device sends 2.7 KiB"
+    )
 
 
 @pytest.mark.parametrize("case", [PMAP, MIXED], ids=str)

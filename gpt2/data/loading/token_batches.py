@@ -149,7 +149,10 @@ class TokenBatches(Source):
             _, part = self._dataset.parts[name]
             num_tokens = format_count(part.splits["train"].num_tokens)
             num_validation = format_count(part.splits["validation"].num_tokens)
-            line = f"{num_tokens} tokens, read {epochs:.2g} times; {num_validation} for validation"
+            line = (
+                f"{epochs:.2g} epochs of {num_tokens} tokens; {num_validation} tokens"
+                " for validation"
+            )
             if note := self.rows[name].note:
                 line += f"; {note}"
             lines.append(f"{name}: {line}" if name else line)

@@ -23,9 +23,13 @@ from absl import flags
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.ablate.command import define_flags, describe_runs, exit_code, make_sweep
-from gpt2.lab.ablate.judge import grow
+from gpt2.lab.ablate.judge import add_seeds, judge
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep, register
-from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
+from gpt2.lab.ablate.sweep_report import (
+    print_tuning_notes,
+    print_verdicts,
+    write_report,
+)
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.run_folder import find_root
@@ -44,8 +48,8 @@ def main() -> int:
     slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots)
     if FLAGS.dry_run:
-        sweep = grow(continued(sweep).with_choices())
-        print(describe_runs(sweep, slots))
+        sweep = with_next_seeds(continued(sweep))
+        print(describe_runs([sweep], slots))
         return 0
 
     sweep = register(sweep)
@@ -56,7 +60,7 @@ def main() -> int:
             f"baseline and {arms}: {counted(len(runs), 'run')}, in {root}", flush=True
         )
         train_all(runs, slots, sweep.score)
-        grown = grow(sweep.with_choices())
+        grown = with_next_seeds(sweep)
         if grown == sweep:
             return _report(sweep)
         sweep = register(grown)
@@ -77,12 +81,19 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     return make_sweep(root, arms, slots, module="gpt2.lab.ablate")
 
 
+def with_next_seeds(sweep: Sweep) -> Sweep:
+    """Return the sweep with its choices so far, and with the seeds of the next analysis."""
+    sweep = sweep.with_choices()
+    return add_seeds([sweep], judge(sweep, sweep.results()))[0]
+
+
 def _report(sweep: Sweep) -> int:
     """Write the report, print the verdicts, and return the exit code."""
     sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
         table = write_report(sweep)
     print_verdicts(table)
+    print_tuning_notes([sweep])
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     return exit_code(sweep.all_runs())
 

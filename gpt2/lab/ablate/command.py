@@ -17,8 +17,8 @@ from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import Slot
 from gpt2.lab.experiments.run_folder import ENDED, Run
 from gpt2.lab.experiments.step_time import equalize, measure
-from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score
-from gpt2.utils.text import format_duration
+from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score, flops
+from gpt2.utils.text import counted, format_count, format_duration
 
 FLAGS = flags.FLAGS
 
@@ -117,24 +117,35 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
     return analyses
 
 
-def describe_runs(sweep: Sweep, slots: Sequence[Slot]) -> str:
-    """List the runs that a sweep would still train, with durations estimated from short runs."""
-    seconds = {}
-    for arm in sweep.arms:
-        step, start = measure(sweep.root, arm, slots)
-        print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
-        seconds[arm.name] = start + arm.config.train.num_steps * step
+def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
+    """List the runs of sweeps, and their tokens, FLOPs and time, for which steps are measured."""
     lines = ["would train"]
-    total = 0.0
-    # The duration of a run does not depend on the values that tuning will choose.
-    chosen = {name: sweep.chosen.get(name, {}) for name in seconds}
-    for run in replace(sweep, chosen=chosen).all_runs():
-        if run.outcome().state not in ENDED:
-            total += seconds[run.arm]
-            duration = format_duration(seconds[run.arm])
-            lines.append(f"{run.label}  {run.config.train.num_steps} steps  {duration}")
-    whole = format_duration(total / len(slots))
-    lines.append(f"about {whole} in all, excluding validations and checkpoints")
+    seconds = 0.0
+    tokens = 0.0
+    num_flops = 0.0
+    for sweep in sweeps:
+        durations = {}
+        for arm in sweep.arms:
+            step, start = measure(sweep.root, arm, slots)
+            print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
+            durations[arm.name] = start + arm.config.train.num_steps * step
+        # The duration of a run does not depend on the values that tuning will choose.
+        chosen = {name: sweep.chosen.get(name, {}) for name in durations}
+        for run in replace(sweep, chosen=chosen).all_runs():
+            if run.outcome().state in ENDED:
+                continue
+            steps = run.config.train.num_steps
+            seconds += durations[run.arm]
+            tokens += run.config.shapes.tokens(steps)
+            num_flops += flops(run.config, steps)
+            duration = format_duration(durations[run.arm])
+            lines.append(f"{sweep.root.name}: {run.label}  {steps} steps  {duration}")
+    lines.append(
+        f"{counted(len(lines) - 1, 'run')}, {format_count(tokens)} tokens and"
+        f" {num_flops:.2g} FLOPs in all\n"
+        f"about {format_duration(seconds / len(slots))} in all, excluding validations and"
+        " checkpoints"
+    )
     return "\n".join(lines)
 
 

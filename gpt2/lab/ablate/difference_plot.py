@@ -7,8 +7,9 @@ import numpy as np
 
 from gpt2.lab.ablate.verdicts import Verdict
 from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, RED, drawing
+from gpt2.lab.experiments.decisions import Decision
 
-_COLORS = {"better": GREEN, "worse": RED}
+_COLORS: dict[str, str] = {Decision.BETTER: GREEN, Decision.WORSE: RED}
 
 
 def plot_differences(

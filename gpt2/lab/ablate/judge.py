@@ -1,8 +1,9 @@
 """Verdicts on the arms of a sweep, and the number of seeds after each interim analysis."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -12,10 +13,10 @@ from gpt2.lab.ablate.power import LEVEL, POWER, Numbers
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.ablate.verdicts import CLEAR, Sample, Verdict, compare
 from gpt2.lab.experiments.arms import Arm
+from gpt2.lab.experiments.decisions import Decision
 from gpt2.utils.text import counted
 
 _FUTILE = 0.2  # an arm stops if its conditional power is below this
-_OPEN = "to be decided"
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
@@ -69,7 +70,9 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
             is_last = analysis == sweep.analyses[-1]
             decides = is_last or futile or not has_test or verdict.words in CLEAR
             if waits or not decides:
-                verdicts[name] = Verdict(verdict.difference, _OPEN, verdict.baseline)
+                verdicts[name] = Verdict(
+                    verdict.difference, Decision.OPEN, verdict.baseline
+                )
                 continue
             ends[name] = analysis
             # p is scaled so that it is below 5 % exactly if the arm differs at the level of this
@@ -81,28 +84,38 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     return verdicts
 
 
-def grow(sweep: Sweep) -> Sweep:
-    """Return the sweep with the seeds of the next analysis for arms that have no verdict yet.
+class HasWords(Protocol):
+    """The verdict of a sweep or a ladder on an arm."""
 
-    If a run has not ended, or tuned values have not been chosen yet, return the sweep unchanged.
+    @property
+    def words(self) -> str:
+        """A Decision, or a sentence that says why there is none."""
+
+
+def add_seeds(sweeps: Sequence[Sweep], verdicts: Mapping[str, HasWords]) -> list[Sweep]:
+    """Return sweeps with the seeds of the next analysis for the baseline and all open arms.
+
+    `verdicts` are by arm. The sweeps have the same arms, for example at several sizes.
+    They do not change while runs have not ended, or if no arm is open.
     """
-    results = sweep.results()
-    if "waiting" in set(results.state) or len(sweep.chosen) < len(sweep.arms):
-        return sweep
-    verdicts = judge(sweep, results)
-    baseline, *arms = sweep.arms
-    open_arms = [arm for arm in arms if verdicts[arm.name].words == _OPEN]
-    if not open_arms:
-        return sweep
+    baseline, *arms = sweeps[0].arms
+    open_arms = [arm for arm in arms if verdicts[arm.name].words == Decision.OPEN]
+    waits = any(len(sweep.chosen) <= len(arms) for sweep in sweeps)
+    for sweep in sweeps:
+        waits |= any(run.outcome().state == "waiting" for run in sweep.all_runs())
+    if waits or not open_arms:
+        return list(sweeps)
     # Open arms may have different numbers of seeds, because an arm may be added later.
-    fewest = min(map(sweep.num_seeds, open_arms))
-    number = min(analysis for analysis in sweep.analyses if analysis > fewest)
-    seeds = dict(sweep.seeds)
-    for arm in (baseline, *open_arms):
-        seeds[arm.name] = max(number, sweep.num_seeds(arm))
-    total = counted(len(arms), "arm")
-    print(f"{len(open_arms)} of {total} continue to {number} seeds")
-    return replace(sweep, seeds=seeds)
+    fewest = min(sweep.num_seeds(arm) for sweep in sweeps for arm in open_arms)
+    number = min(analysis for analysis in sweeps[0].analyses if analysis > fewest)
+    print(f"{len(open_arms)} of {counted(len(arms), 'arm')} continue to {number} seeds")
+    grown = []
+    for sweep in sweeps:
+        seeds = dict(sweep.seeds)
+        for arm in (baseline, *open_arms):
+            seeds[arm.name] = max(number, sweep.num_seeds(arm))
+        grown.append(replace(sweep, seeds=seeds))
+    return grown
 
 
 def level_at(analyses: Sequence[int], analysis: int) -> float:

@@ -1,13 +1,10 @@
 """The report of a sweep: report.md, report.html, verdicts.json, results.csv and plots."""
 
-import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
-from markdown_it import MarkdownIt
-from rich.console import Console
-from rich.table import Table
 
 from gpt2.lab.ablate import sweep_tables
 from gpt2.lab.ablate.difference_plot import plot_differences
@@ -15,8 +12,9 @@ from gpt2.lab.ablate.judge import compared, judge, sample
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.ablate.verdicts import Sample, Verdict
 from gpt2.lab.experiments.arms import differences
+from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
-from gpt2.lab.experiments.pages import render, write_page
+from gpt2.lab.experiments.pages import render, write_markdown
 from gpt2.utils.files import write_text
 
 
@@ -48,25 +46,28 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         metrics=sweep_tables.metrics_table(sweep, results),
         reach=sweep_tables.reach_table(sweep, results),
         tuning=sweep_tables.tuning_table(sweep, results),
+        tuning_notes=sweep_tables.tuning_notes(sweep),
         broken=broken[["run", "state", "steps", "error"]],
         differences=differences,
     )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    write_text(root / "report.md", text)
-    write_page(root, title, MarkdownIt("js-default").render(text), pictures)
+    write_markdown(root, title, text, pictures)
     return table
 
 
 def print_verdicts(table: pd.DataFrame) -> None:
     """Print the most important columns of a table of verdicts, in lines of 80 characters."""
-    screen = Table(box=None, pad_edge=False)
-    for title in ("arm", "difference", "interval", "verdict"):
-        whole = title in ("difference", "interval")
-        screen.add_column(title, no_wrap=whole, overflow="fold")
-    for row in table.to_dict("records"):
-        verdict = row.get("verdict") or f"mean {row['mean ± sd']}"
-        screen.add_row(row["arm"], row.get("difference"), row.get("interval"), verdict)
-    Console(width=80, markup=False, highlight=False).print(screen)
+    titles = ["arm", "difference", "interval", "verdict"]
+    shown = table.reindex(columns=titles, fill_value="")
+    is_empty = shown.verdict == ""
+    shown["verdict"] = shown.verdict.mask(is_empty, "mean " + table["mean ± sd"])
+    print_table(shown, whole=("difference", "interval"))
+
+
+def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
+    """Print which tuned values are the smallest or the largest of their lists."""
+    for sweep in sweeps:
+        for note in sweep_tables.tuning_notes(sweep):
+            print("\n" + textwrap.fill(f"{sweep.root.name}: {note}", 80))
 
 
 def _draw(

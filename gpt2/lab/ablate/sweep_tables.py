@@ -133,3 +133,27 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     for arm in table.columns.intersection(list(sweep.chosen)):
         table.loc[describe(sweep.chosen[arm]), arm] += "*"
     return table.reset_index()
+
+
+def tuning_notes(sweep: Sweep) -> list[str]:
+    """Return a sentence for each chosen value that is the smallest or largest of a list."""
+    notes = []
+    for arm, choice in sweep.chosen.items():
+        for axis in sweep.tune:
+            name = next(iter(axis[0]))
+            values = {value[name] for value in axis}
+            chosen = choice[name]
+            if type(chosen) not in (int, float) or len(values) < 2:
+                continue
+            words = {
+                min(values): ("smallest", "smaller"),
+                max(values): ("largest", "larger"),
+            }
+            if chosen in words:
+                which, further = words[chosen]
+                notes.append(
+                    f"The best {name} of {arm}, {chosen}, is the {which} listed. A {further}"
+                    f" value may be better: start a new sweep whose --tune lists {further}"
+                    " values too."
+                )
+    return notes

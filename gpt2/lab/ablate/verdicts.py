@@ -49,8 +49,9 @@ from gpt2.lab.ablate.power import (
     pool,
     welch,
 )
+from gpt2.lab.experiments.decisions import Decision
 
-CLEAR = ("better", "worse")  # the verdicts on an arm that differs
+CLEAR = (Decision.BETTER, Decision.WORSE)  # the verdicts on an arm that differs
 _ROUNDING = 1e-12  # a standard error below this fraction of the scores is rounding
 
 
@@ -78,7 +79,7 @@ class Verdict:
     """The verdict on one arm. Numbers are NaN if no test applies."""
 
     difference: float  # arm - baseline
-    # "better", "worse", "undecided: at most 0.0123", or why there is no verdict.
+    # A Decision, "undecided: at most 0.0123", or why there is no verdict.
     words: str
     baseline: float  # the mean of the baseline's scores that was subtracted
     # The ends of the interval, which is simultaneous with the intervals of the other arms.
@@ -136,10 +137,10 @@ def _obstacle(baseline: Sample, arm: Sample) -> str:
 def _decide(low: float, high: float) -> str:
     """Return the words of the verdict for an interval of the difference."""
     if high < 0:
-        return "better"
+        return Decision.BETTER
     if low > 0:
-        return "worse"
-    return f"undecided: at most {max(-low, high):.3g}"
+        return Decision.WORSE
+    return f"{Decision.UNDECIDED}: at most {max(-low, high):.3g}"
 
 
 def _test(

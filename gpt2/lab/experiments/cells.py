@@ -1,8 +1,12 @@
-"""Format numbers for the cells of tables."""
+"""Format numbers for the cells of tables, and print tables on the screen."""
 
 import math
 from collections.abc import Collection
 from statistics import mean, stdev
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
 
 
 def spread(values: Collection[float]) -> str:
@@ -41,3 +45,13 @@ def interval(low: float, high: float, form: str) -> str:
 def printable(text: str) -> str:
     """Escape the control characters of a string, because a terminal would obey them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def print_table(table: pd.DataFrame, whole: Collection[str] = ()) -> None:
+    """Print a table of strings in 80 columns. Cells of the columns in `whole` are not split."""
+    screen = Table(box=None, pad_edge=False)
+    for title in table.columns:
+        screen.add_column(title, no_wrap=title in whole, overflow="fold")
+    for row in table.itertuples(index=False):
+        screen.add_row(*row)
+    Console(width=80, markup=False, highlight=False).print(screen)

@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,8 +93,11 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                     free.append(job.slot)
                     result = job.end(code, score)
                     done = sum(map(_has_ended, runs))
-                    line = f"{done}/{len(runs)}  {job.run.label}  {result}"
-                    print(cells.printable(line), flush=True)
+                    line = (
+                        f"{done} of {len(runs)} runs ended: {job.run.label}, {result}"
+                    )
+                    line = cells.printable(line)
+                    print(textwrap.fill(line, 80, subsequent_indent="  "), flush=True)
             time.sleep(0.2)
     finally:
         for job in training:
@@ -162,7 +166,7 @@ class _Training:
         write_json(self.run.folder / "outcome.json", outcome._asdict())
         self._lock.close()
         if outcome.state == "finished":
-            return f"{self.run.read(score)[-1][score]:.4f}"
+            return f"{score} {self.run.read(score)[-1][score]:.4f}"
         return f"{outcome.state}: {outcome.error}"
 
     def _read_outcome(self, code: int) -> Outcome:

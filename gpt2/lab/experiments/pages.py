@@ -1,10 +1,12 @@
 """Report pages: templates, and HTML files that do not need a network."""
 
 import base64
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
+from markdown_it import MarkdownIt
 
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted
@@ -23,6 +25,13 @@ def render(template: str, **context: object) -> str:
     )
     environment.filters["counted"] = counted
     return environment.get_template(template).render(context)
+
+
+def write_markdown(root: Path, title: str, text: str, pictures: Sequence[str]) -> None:
+    """Write a Markdown report to `root`/report.md, and the same report to `root`/report.html."""
+    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    write_text(root / "report.md", text)
+    write_page(root, title, MarkdownIt("js-default").render(text), pictures)
 
 
 def write_page(root: Path, title: str, body: str, pictures: Sequence[str]) -> None:

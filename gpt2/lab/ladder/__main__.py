@@ -24,11 +24,13 @@ from absl import flags
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.ablate import command
+from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep, load_sweep, register
+from gpt2.lab.ablate.sweep_report import print_tuning_notes
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.run_folder import find_root
-from gpt2.lab.ladder.courses import grow
+from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.utils.text import counted
@@ -56,8 +58,7 @@ def main() -> int:
     slots = make_slots(FLAGS.jobs)
     sweeps = _make_sweeps(root, slots)
     if FLAGS.dry_run:
-        for sweep in sweeps:
-            print(f"{sweep.root.name}: {command.describe_runs(sweep, slots)}")
+        print(command.describe_runs(sweeps, slots))
         return 0
     sweeps = [register(sweep) for sweep in sweeps]
     while True:
@@ -65,7 +66,9 @@ def main() -> int:
             runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
             print(f"{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
             train_all(runs, slots, sweep.score)
-        grown = grow([sweep.with_choices() for sweep in sweeps])
+        chosen = [sweep.with_choices() for sweep in sweeps]
+        courses = judge(chosen, [sweep.results() for sweep in chosen])
+        grown = add_seeds(chosen, courses)
         if grown == sweeps:
             return _report(root, sweeps)
         sweeps = [register(sweep) for sweep in grown]
@@ -121,6 +124,7 @@ def _report(root: Path, sweeps: Sequence[Sweep]) -> int:
     for sweep in sweeps:
         sweep.check_runs()
     print_courses(write_report(root, sweeps))
+    print_tuning_notes(sweeps)
     print(f"\nsee report.html, report.md and multipliers.csv in {root}")
     return command.exit_code([run for sweep in sweeps for run in sweep.all_runs()])
 

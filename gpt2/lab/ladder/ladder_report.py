@@ -6,16 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from markdown_it import MarkdownIt
-from rich.console import Console
-from rich.table import Table
 
 from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import differences
-from gpt2.lab.experiments.cells import interval, spread
+from gpt2.lab.experiments.cells import interval, print_table, spread
 from gpt2.lab.experiments.curve_plot import BASELINE, COLORS, drawing, visible
-from gpt2.lab.experiments.pages import render, write_page
+from gpt2.lab.experiments.pages import render, write_markdown
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.multipliers import FARTHEST, STAYS, Course
 from gpt2.utils.files import write_text
@@ -51,21 +48,13 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         has_picture=bool(pictures),
         differences=differences,
     )
-    text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-    write_text(root / "report.md", text)
-    write_page(root, title, MarkdownIt("js-default").render(text), pictures)
+    write_markdown(root, title, text, pictures)
     return table
 
 
 def print_courses(table: pd.DataFrame) -> None:
     """Print a table of courses without its intervals, so that it fits into 80 columns."""
-    screen = Table(box=None, pad_edge=False)
-    for title in table.columns:
-        screen.add_column(title, overflow="fold")
-    for row in table.itertuples(index=False):
-        short = [re.sub(r" \(.*", "", cell) for cell in row]
-        screen.add_row(*short)
-    Console(width=80, markup=False, highlight=False).print(screen)
+    print_table(table.map(lambda cell: re.sub(r" \(.*", "", cell)))
 
 
 def _course_table(

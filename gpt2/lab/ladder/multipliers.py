@@ -34,6 +34,7 @@ import numpy as np
 import scipy  # imports its parts when they are used
 
 from gpt2.lab.ablate.power import LEVEL, Array
+from gpt2.lab.experiments.decisions import Decision
 
 # A constant multiplier changes by less than this factor for ten times the compute.
 STAYS = 1.5
@@ -60,7 +61,7 @@ class Interval(NamedTuple):
 class Course:
     """How one arm's compute multiplier changes with size."""
 
-    words: str  # grows, fades, flips, constant, undecided, or why there is no verdict
+    words: str  # a Decision, or why there is no verdict
     multipliers: Sequence[Interval] = ()  # one for each size, smallest first
     # The factor by which the multiplier changes for ten times the compute.
     slope: Interval | None = None
@@ -89,18 +90,18 @@ def judge_course(
     narrow = ladder.interval(of_slope, 2 * question)  # for two one-sided tests
     first = ladder.interval(at_size[0], question)
     last = ladder.interval(at_size[-1], question)
-    words = "undecided"
+    words = Decision.UNDECIDED
     if slope.low > 0:
-        words = "grows"
+        words = Decision.GROWS
     elif slope.high < 0:
-        words = "fades"
+        words = Decision.FADES
     elif max(-narrow.low, narrow.high) < math.log10(STAYS):
-        words = "constant"
-    if words in ("grows", "fades"):
+        words = Decision.CONSTANT
+    if words in (Decision.GROWS, Decision.FADES):
         rises = first.high < 0 < last.low
         falls = last.high < 0 < first.low
         if rises or falls:
-            words = "flips"
+            words = Decision.FLIPS
 
     multipliers = []
     for weights in at_size:

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import sys
+import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from gpt2.lab.experiments.checkouts import (
     find_commit,
     snapshot,
 )
+from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.experiments.jobs import make_slots, train_all
 from gpt2.lab.experiments.pages import render, write_page
 from gpt2.lab.experiments.results import check_comparable
@@ -57,7 +59,12 @@ from gpt2.utils.code import SOURCE, hash_code
 from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS
-EXIT_CODES = {"keep": 0, "discard": 10, "undecided": 11, "failed": 12}
+EXIT_CODES = {
+    Answer.KEEP: 0,
+    Answer.DISCARD: 10,
+    Answer.UNDECIDED: 11,
+    Answer.FAILED: 12,
+}
 # The largest difference between a run's own validation loss and the referee's, in nats per token,
 # that prints no warning, by dtype. It is 0.01 for other dtypes.
 _TOLERANCES = {"float32": 1e-4}
@@ -78,7 +85,7 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "minutes",
         math.inf,
-        "Time limit in minutes. A pair that would end later is not started.",
+        "Time limit in minutes. After the first pair, no pair starts that would end later.",
         0.0,
     )
     flags.DEFINE_float(
@@ -175,17 +182,20 @@ def _enter_idea(root: Path) -> Idea:
         if idea.same(ledger.best):
             number = ledger.best.number
             return replace(
-                idea, number=number, answer="discard", why=_IS_BEST, level=level
+                idea, number=number, answer=Answer.DISCARD, why=_IS_BEST, level=level
             )
         for other in ledger.ideas:
             # An idea that failed may be tried again, as a new idea with new seeds.
-            is_open = other.answer != "failed"
+            is_open = other.answer != Answer.FAILED
             if is_open and other.best == idea.best and other.same(idea):
                 return other
-        if most_evidence(FLAGS.pairs) < 1 / level:
+        enough = FLAGS.pairs
+        while most_evidence(enough) < 1 / level:
+            enough += 1
+        if enough > FLAGS.pairs:
             raise UserError(
                 f"--pairs={FLAGS.pairs} is too small to keep any idea at the level {level:.2%}",
-                "Use a larger number of --pairs",
+                f"Use --pairs={enough} or more; small gains need more pairs",
             )
         append(root, idea)
         return idea
@@ -195,7 +205,7 @@ def _try_idea(root: Path) -> Idea:
     """Train pairs until there is an answer, and return the idea with its answer."""
     start = time.monotonic()
     pair_seconds = 0.0
-    answer = ""
+    answer = Answer.OPEN
     entered = _enter_idea(root)
     if entered.why == _IS_BEST:
         return entered
@@ -204,15 +214,15 @@ def _try_idea(root: Path) -> Idea:
         with files.locked(root / _LOCK):
             ledger = read_ledger(root)
             idea = ledger.ideas[entered.number]
-            if idea.answer == "keep":  # another process has accepted the idea
+            if idea.answer == Answer.KEEP:  # another process has accepted the idea
                 return idea
             if not answer:
                 answer, why = _decide(ledger, idea)
             if ledger.best.number != idea.best:
-                answer = "undecided"
+                answer = Answer.UNDECIDED
                 why = "another idea was kept meanwhile; repeat the command to compare with that"
             elif not answer and now + pair_seconds > start + 60 * FLAGS.minutes:
-                answer = "undecided"
+                answer = Answer.UNDECIDED
                 why = f"{FLAGS.minutes:g} minutes are used up"
             if answer:
                 idea.level = ledger.level(idea.number)
@@ -229,29 +239,29 @@ def _try_idea(root: Path) -> Idea:
         pair_seconds = time.monotonic() - now
 
 
-def _decide(ledger: Ledger, idea: Idea) -> tuple[str, str]:
+def _decide(ledger: Ledger, idea: Idea) -> tuple[Answer, str]:
     """Return the answer after the pairs so far, and the reason. Without an answer, both are ""."""
     differences = idea.differences + FLAGS.least
     if len(differences) < 2:
-        return "", ""
+        return Answer.OPEN, ""
     if not idea.differences.any():
-        return "discard", "the same score for every seed"
+        return Answer.DISCARD, "the same score for every seed"
     level = ledger.level(idea.number)
     if evidence(differences)[-1] >= 1 / level:
-        return "keep", "clear"
+        return Answer.KEEP, "the evidence for a gain is strong enough"
     more = 2 * FLAGS.pairs
     if len(differences) >= FLAGS.pairs:
         why = f"{FLAGS.pairs} pairs are used up; --pairs={more} continues"
-        return "undecided", why
+        return Answer.UNDECIDED, why
     if is_futile(differences, more, level):
-        return "discard", "worse or no different"
+        return Answer.DISCARD, "worse or no different"
     if is_futile(differences, FLAGS.pairs, level):
         why = f"{FLAGS.pairs} pairs are too few to tell; --pairs={more} continues"
-        return "discard", why
-    return "", ""
+        return Answer.DISCARD, why
+    return Answer.OPEN, ""
 
 
-def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
+def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[Answer, str]:
     """Train the best and the idea with the last seed, and add the pair to the ledger.
 
     If the best diverged, or the idea has no score, return the answer on the idea and the reason.
@@ -265,7 +275,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
     pair = runs[-2:]
     earlier = pair[1].outcome()
     if earlier.state == "failed":  # a run that failed is not repeated
-        return "failed", earlier.error
+        return Answer.FAILED, earlier.error
     train_all(pair, make_slots(1), LOSS)
     check_comparable(runs, LOSS)
     losses = list[float]()
@@ -279,16 +289,16 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
                 end = Outcome("failed", str(error))
         if end.state == "diverged" and run == pair[0]:
             # A repeated command would find the same diverged run, so this answer is final.
-            return "failed", f"the best version's run {run.label} diverged"
+            return Answer.FAILED, f"the best version's run {run.label} diverged"
         if end.state != "finished" and run == pair[0]:
             raise UserError(
                 f"The best version's run {run.label} {end.state}: {end.error}",
                 f"See {run.folder}",
             )
         if end.state == "diverged":
-            return "discard", f"diverged: {end.error}"
+            return Answer.DISCARD, f"diverged: {end.error}"
         if end.state != "finished":
-            return "failed", end.error
+            return Answer.FAILED, end.error
         reported.append(math.nan)
         with contextlib.suppress(Exception):  # the idea's code wrote the file
             reported[-1] = run.read(LOSS)[-1][LOSS]
@@ -307,7 +317,7 @@ def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[str, str]:
             best_seconds, seconds = [run.outcome().seconds for run in pair]
             idea.times.append((best_seconds, seconds))
             append(root, idea)
-    return "", ""
+    return Answer.OPEN, ""
 
 
 def _write_page(root: Path, ledger: Ledger) -> None:
@@ -364,28 +374,42 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
     if FLAGS.json:
         print(pd.Series(facts).to_json())  # pandas writes NaN as null
         return
+    rows = dict[str, str]()
     flags_of_best = [f" --config.{name}={value}" for name, value in options.items()]
-    text = f"{idea.text} is the best, commit {commit or 'none'}{''.join(flags_of_best)}"
-    if FLAGS.idea:
-        text = f"{idea.answer}:"
-        if idea.pairs:
-            text += f" {difference:+.4f}"
-        if interval := cells.interval(low, high, "+.4f"):
-            text += f" {interval}"
-        text += (
-            f" after {counted(len(idea.pairs), 'pair')}, {format_duration(idea.seconds)},"
-            f" {idea.why}; level {idea.level:.2%}"
-        )
-        if idea.times:
-            text += f"; a run of {steps[0]} steps takes {format_duration(seconds)}"
-            text += (
-                f", and {steps[1]} steps of the best {format_duration(best_seconds)}"
-            )
-    text += (
-        f"; ledger {counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept,"
-        f" the next at {facts['next_level']:.2%}"
+    title = (
+        f"{idea.text} is the best, commit {commit or 'none'}{''.join(flags_of_best)}"
     )
-    print(cells.printable(text))
+    if FLAGS.idea:
+        title = f"{idea.answer}: {idea.why}"
+    if FLAGS.idea and idea.pairs:
+        interval = cells.interval(low, high, "+.4f")
+        listed = " ".join(f"{each:+.4f}" for each in idea.differences)
+        rows = {
+            "difference": f"{difference:+.4f} nats per token, idea - best; below 0 is better",
+            "interval": f"{interval}, contains the true difference with 95 % probability"
+            if interval
+            else f"none yet: it needs 3 pairs. Difference of each pair: {listed}",
+            "pairs": f"{len(idea.pairs)}, in {format_duration(idea.seconds)}",
+            "time": f"a run of {steps[0]} steps takes {format_duration(seconds)}, and {steps[1]}"
+            f" steps of the best take {format_duration(best_seconds)}",
+        }
+    rows["ledger"] = (
+        f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept; level"
+        f" {idea.level:.2%}, and {facts['next_level']:.2%} for the next idea"
+    )
+    rows["next"] = _NEXT[idea.answer]
+    for line in (title, *(f"  {name:<11} {text}" for name, text in rows.items())):
+        line = cells.printable(line)
+        print(textwrap.fill(line, 80, subsequent_indent=14 * " "))
+
+
+_NEXT = {
+    Answer.OPEN: "try an idea with --idea",
+    Answer.KEEP: "try another idea; it is compared with this one",
+    Answer.DISCARD: "try another idea",
+    Answer.UNDECIDED: "repeat the command with more --pairs or --minutes, or try another idea",
+    Answer.FAILED: "correct the idea, and repeat the command",
+}
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:

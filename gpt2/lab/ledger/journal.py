@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.lab.experiments.arms import Arm
+from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.ledger.evidence import Array, half_width, level_at
 from gpt2.utils.files import reading
 
@@ -41,7 +42,7 @@ class Idea:
     reported: list[tuple[float, float]] = field(default_factory=list)
     # For each seed, the duration of both runs in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
-    answer: str = ""  # keep, discard, undecided or failed; "" until there is an answer
+    answer: Answer = Answer.OPEN
     why: str = ""  # the reason for the answer
     level: float = 0.0  # the level at which the answer was found
     seconds: float = 0.0  # the duration of all commands that compared this idea
@@ -77,7 +78,7 @@ class Ledger:
     @property
     def kept(self) -> list[Idea]:
         """The kept ideas, oldest first. Each was compared with the previous one."""
-        return [idea for idea in self.ideas if idea.answer == "keep"]
+        return [idea for idea in self.ideas if idea.answer == Answer.KEEP]
 
     @property
     def best(self) -> Idea:
@@ -115,12 +116,13 @@ def read_ledger(root: Path) -> Ledger:
             checksum = _checksum(tree, checksum)
             if checksum != expected:
                 raise ValueError("the line was altered, or an earlier line is missing")
-            idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
+            arm = Arm.from_options(**tree["arm"])
+            idea = Idea(**tree | {"arm": arm, "answer": Answer(tree["answer"])})
             names = f"{idea.arm.name} {idea.arm.commit}"
             if not _NAMES.fullmatch(names) or idea.number not in range(len(ideas) + 1):
                 raise ValueError("the line does not describe an idea")
             ideas[idea.number] = idea
-            if idea.seeds or idea.pairs or idea.answer == "discard":
+            if idea.seeds or idea.pairs or idea.answer == Answer.DISCARD:
                 ledger.tests.setdefault(idea.number)
     ledger.ideas = list(ideas.values())
     return ledger

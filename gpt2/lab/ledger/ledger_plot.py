@@ -7,9 +7,15 @@ import numpy as np
 
 from gpt2.lab.experiments.cells import printable
 from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, ORANGE, RED, drawing
+from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.ledger.journal import Idea
 
-_ANSWERS = {"keep": GREEN, "discard": GREY, "undecided": ORANGE, "failed": RED}
+_ANSWERS = {
+    Answer.KEEP: GREEN,
+    Answer.DISCARD: GREY,
+    Answer.UNDECIDED: ORANGE,
+    Answer.FAILED: RED,
+}
 
 
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:

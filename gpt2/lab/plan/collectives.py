@@ -10,13 +10,14 @@ import numpy as np
 from gpt2.errors import warn
 from gpt2.utils.text import format_bytes
 
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-)
+# The kinds of collectives, and what each kind does.
+KINDS = {
+    "all-reduce": "sums arrays of all devices",
+    "all-gather": "joins the parts of arrays",
+    "reduce-scatter": "sums arrays, and splits the sums",
+    "all-to-all": "exchanges parts of arrays",
+    "collective-permute": "passes arrays on",
+}
 
 
 class Collective(NamedTuple):
@@ -92,7 +93,8 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
         size = sum(each.bytes * each.times for each in members)
         sent = sum(each.bytes_sent for each in members)
         rows[kind] = (
-            f"{number} with {format_bytes(size)} in total, {format_bytes(sent)} sent"
+            f"{KINDS[kind]}: {number} per step, for arrays of {format_bytes(size)} in total;"
+            f" a device sends {format_bytes(sent)}"
         )
     return rows or {"collectives": "none"}
 

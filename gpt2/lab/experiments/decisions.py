@@ -1,0 +1,26 @@
+"""The decisions on arms and ideas. Screens, reports and files show their lower-case names."""
+
+from enum import StrEnum, auto
+
+
+class Decision(StrEnum):
+    """What a sweep or a ladder decides about an arm. Other verdicts are sentences that say why."""
+
+    OPEN = "to be decided"  # runs have not ended, or another analysis follows
+    UNDECIDED = auto()
+    BETTER = auto()  # in a sweep
+    WORSE = auto()
+    GROWS = auto()  # in a ladder
+    FADES = auto()
+    FLIPS = auto()
+    CONSTANT = auto()
+
+
+class Answer(StrEnum):
+    """What a ledger decides about an idea."""
+
+    OPEN = ""
+    KEEP = auto()
+    DISCARD = auto()
+    UNDECIDED = auto()
+    FAILED = auto()
