@@ -17,13 +17,14 @@ _STEP = re.compile("0|[1-9][0-9]*")
 def require_safe_path(workdir: Path) -> None:
     """Raise a UserError if checkpoints that are saved in `workdir` could not be read again.
 
-    Orbax searches for its files with the path as a pattern, and TensorStore replaces backslashes.
+    Orbax searches for its files with the path as a pattern. TensorStore replaces backslashes, and
+    refuses bytes that are not UTF-8, which Python reads as lone surrogates.
     """
     path = workdir.resolve()
-    if match := re.search(r"[*?\[\\]", str(path)):
+    if match := re.search(r"[*?\[\\\udc80-\udcff]", str(path)):
         raise UserError(
             f"Checkpoints cannot be saved in {path}, because the path contains {match[0]}",
-            r"Choose a path without the characters * ? [ \ for --workdir",
+            r"Choose a path of UTF-8 without the characters * ? [ \ for --workdir",
         )
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -313,9 +314,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_data_are_read(folder)
         run_files.check_options(workdir, make_config())
 
 
-@pytest.mark.parametrize("mark", "*?[\\")
+@pytest.mark.parametrize("mark", ["*", "?", "[", "\\", os.fsdecode(b"\xe9")])
 def test_a_folder_whose_checkpoints_could_not_be_read_is_refused(tmp_path, mark):
     workdir = tmp_path / f"{mark}s" / "run"
+    shown = mark.encode("ascii", "backslashreplace").decode()
     run_files.check_options(tmp_path / "#1 |{50%}", make_config())
-    with pytest.raises(UserError, match=re.escape(f"the path contains {mark}.")):
+    with pytest.raises(UserError, match=re.escape(f"the path contains {shown}.")):
         run_files.check_options(workdir, make_config())
