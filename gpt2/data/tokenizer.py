@@ -174,6 +174,14 @@ class HuggingFaceTokenizer(Tokenizer):
         # If a text spells an added token, it is encoded as ordinary text.
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        # The library ignores the ids of added tokens, and numbers the tokens consecutively.
+        for token in tree.get("added_tokens", []):
+            text = token["content"]
+            if vocabulary.get(text) != token["id"]:
+                raise ValueError(
+                    f"its token {text} has the id {token['id']}, but the tokenizers library "
+                    f"assigns {vocabulary.get(text)}, because ids before it are missing"
+                )
         self.vocab_size = max(vocabulary.values()) + 1
         if not end_of_text:
             known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]

@@ -237,6 +237,20 @@ def words(end="</s>"):
     return backend
 
 
+def test_an_added_token_whose_id_the_library_changes_is_refused(tmp_path):
+    backend = words()
+    backend.add_tokens(["<tool>"])
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    assert tokenizer.load(path).encode("def <tool>").tolist() == [2, 4]
+    tree = json.loads(path.read_text())
+    tree["added_tokens"][0]["id"] = 9
+    path.write_text(json.dumps(tree))
+    message = r"<tool> has the id 9, but the tokenizers library assigns 4"
+    with pytest.raises(UserError, match=message):
+        tokenizer.load(path)
+
+
 KINDS = {
     "metaspace": lambda: unigram(metaspace=True),
     "prepending": lambda: unigram(metaspace=False),
