@@ -253,8 +253,10 @@ def finish(
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    time_line = f"time: {clock.describe()}"
-    log(textwrap.fill(time_line, 80, subsequent_indent="      "), sys.stdout)
+    log(
+        textwrap.fill(f"time: {clock.describe()}", 80, subsequent_indent="      "),
+        sys.stdout,
+    )
     log(line, sys.stdout)
     log(f"see loss.png and samples.txt in {stores.url_or_path(workdir)}", sys.stdout)
 

@@ -150,8 +150,7 @@ def test_collectives_of_programs_for_chips_are_counted_once():
     ]
     rows = describe_collectives(found)
     assert rows["all-gather"] == (
-        "joins the parts of arrays: 49 per step, for arrays of 3.1 KiB in total; a"
-        " device sends 2.7 KiB"
+        "calls: 49; arrays: 3.1 KiB in total; a device sends 2.7 KiB"
     )
 
 

@@ -152,11 +152,9 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
 def exit_code(runs: Sequence[Run]) -> int:
     """Return 1 and print the reason if a run failed or has not ended. Otherwise return 0."""
     states = [run.outcome().state for run in runs]
-    failed = states.count("failed")
-    waiting = states.count("waiting")
-    if failed or waiting:
+    number = states.count("failed") + states.count("waiting")
+    if number:
         print(
-            f"{failed} runs failed, and {waiting} have not ended; to train them, repeat the command"
+            f"{counted(number, 'run')} failed or not ended; to train, repeat the command"
         )
-        return 1
-    return 0
+    return int(number > 0)

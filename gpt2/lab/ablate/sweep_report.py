@@ -58,9 +58,9 @@ def print_verdicts(table: pd.DataFrame) -> None:
     """Print the most important columns of a table of verdicts, in lines of 80 characters."""
     titles = ["arm", "difference", "interval", "verdict"]
     shown = table.reindex(columns=titles, fill_value="")
-    is_empty = shown.verdict == ""
-    shown["verdict"] = shown.verdict.mask(is_empty, "mean " + table["mean ± sd"])
-    print_table(shown, whole=("difference", "interval"))
+    means = "mean " + table["mean ± sd"]
+    shown["verdict"] = shown.verdict.mask(shown.verdict == "", means)
+    print_table(shown)
 
 
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:

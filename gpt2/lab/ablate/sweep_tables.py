@@ -143,7 +143,7 @@ def tuning_notes(sweep: Sweep) -> list[str]:
             name = next(iter(axis[0]))
             values = {value[name] for value in axis}
             chosen = choice[name]
-            if type(chosen) not in (int, float) or len(values) < 2:
+            if type(chosen) not in (int, float):
                 continue
             words = {
                 min(values): ("smallest", "smaller"),

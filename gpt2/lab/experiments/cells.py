@@ -47,11 +47,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def print_table(table: pd.DataFrame, whole: Collection[str] = ()) -> None:
-    """Print a table of strings in 80 columns. Cells of the columns in `whole` are not split."""
+_WHOLE = ("difference", "interval")  # columns whose cells are not split
+
+
+def print_table(table: pd.DataFrame) -> None:
+    """Print a table of strings in 80 columns."""
     screen = Table(box=None, pad_edge=False)
     for title in table.columns:
-        screen.add_column(title, no_wrap=title in whole, overflow="fold")
+        screen.add_column(title, no_wrap=title in _WHOLE, overflow="fold")
     for row in table.itertuples(index=False):
         screen.add_row(*row)
     Console(width=80, markup=False, highlight=False).print(screen)

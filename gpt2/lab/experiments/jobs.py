@@ -16,7 +16,6 @@ from typing import TextIO
 import numpy as np
 
 from gpt2.errors import UserError
-from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.processes import Slot, start
 from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
@@ -96,7 +95,6 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                     line = (
                         f"{done} of {len(runs)} runs ended: {job.run.label}, {result}"
                     )
-                    line = cells.printable(line)
                     print(textwrap.fill(line, 80, subsequent_indent="  "), flush=True)
             time.sleep(0.2)
     finally:

@@ -67,8 +67,8 @@ def main() -> int:
             print(f"{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
             train_all(runs, slots, sweep.score)
         chosen = [sweep.with_choices() for sweep in sweeps]
-        courses = judge(chosen, [sweep.results() for sweep in chosen])
-        grown = add_seeds(chosen, courses)
+        results = [sweep.results() for sweep in chosen]
+        grown = add_seeds(chosen, judge(chosen, results))
         if grown == sweeps:
             return _report(root, sweeps)
         sweeps = [register(sweep) for sweep in grown]

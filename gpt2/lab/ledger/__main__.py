@@ -375,10 +375,8 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         print(pd.Series(facts).to_json())  # pandas writes NaN as null
         return
     rows = dict[str, str]()
-    flags_of_best = [f" --config.{name}={value}" for name, value in options.items()]
-    title = (
-        f"{idea.text} is the best, commit {commit or 'none'}{''.join(flags_of_best)}"
-    )
+    settings = "".join(f" --config.{name}={value}" for name, value in options.items())
+    title = f"{idea.text} is the best, commit {commit or 'none'}{settings}"
     if FLAGS.idea:
         title = f"{idea.answer}: {idea.why}"
     if FLAGS.idea and idea.pairs:
@@ -399,8 +397,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
     )
     rows["next"] = _NEXT[idea.answer]
     for line in (title, *(f"  {name:<11} {text}" for name, text in rows.items())):
-        line = cells.printable(line)
-        print(textwrap.fill(line, 80, subsequent_indent=14 * " "))
+        print(textwrap.fill(cells.printable(line), 80, subsequent_indent=14 * " "))
 
 
 _NEXT = {

@@ -116,8 +116,8 @@ def read_ledger(root: Path) -> Ledger:
             checksum = _checksum(tree, checksum)
             if checksum != expected:
                 raise ValueError("the line was altered, or an earlier line is missing")
-            arm = Arm.from_options(**tree["arm"])
-            idea = Idea(**tree | {"arm": arm, "answer": Answer(tree["answer"])})
+            tree["answer"] = Answer(tree["answer"])
+            idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
             names = f"{idea.arm.name} {idea.arm.commit}"
             if not _NAMES.fullmatch(names) or idea.number not in range(len(ideas) + 1):
                 raise ValueError("the line does not describe an idea")

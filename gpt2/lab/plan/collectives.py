@@ -10,14 +10,13 @@ import numpy as np
 from gpt2.errors import warn
 from gpt2.utils.text import format_bytes
 
-# The kinds of collectives, and what each kind does.
-KINDS = {
-    "all-reduce": "sums arrays of all devices",
-    "all-gather": "joins the parts of arrays",
-    "reduce-scatter": "sums arrays, and splits the sums",
-    "all-to-all": "exchanges parts of arrays",
-    "collective-permute": "passes arrays on",
-}
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
 
 
 class Collective(NamedTuple):
@@ -93,8 +92,8 @@ def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
         size = sum(each.bytes * each.times for each in members)
         sent = sum(each.bytes_sent for each in members)
         rows[kind] = (
-            f"{KINDS[kind]}: {number} per step, for arrays of {format_bytes(size)} in total;"
-            f" a device sends {format_bytes(sent)}"
+            f"calls: {number}; arrays: {format_bytes(size)} in total; a device sends"
+            f" {format_bytes(sent)}"
         )
     return rows or {"collectives": "none"}
 
