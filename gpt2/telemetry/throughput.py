@@ -1,6 +1,7 @@
 """Measure the speed of a run: tokens per second, MFU, and the time spent in each phase."""
 
 import contextlib
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -125,7 +126,7 @@ class StepClock:
         return sum(self._seconds.values())
 
     def describe(self) -> str:
-        """Return a log line with the total time and the percentage of each phase.
+        """Return log lines with the total time and the percentage of each phase.
 
         The phase of the training steps is called `goodput`.
         """
@@ -137,7 +138,8 @@ class StepClock:
             label = "goodput" if name == "step" else name
             if fraction >= 0.005:
                 parts.append(f"{label} {fraction:.0%}")
-        return f"{format_duration(total)}; {', '.join(parts)}"
+        line = f"time: {format_duration(total)}; {', '.join(parts)}"
+        return textwrap.fill(line, 80, subsequent_indent="      ")
 
     def _switch(self, name: str) -> None:
         now = self._now()

@@ -11,7 +11,6 @@ import contextlib
 import json
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -253,10 +252,7 @@ def finish(
     line = f"validation loss {scores['eval/loss']:.4f}, perplexity {scores['eval/perplexity']:,.2f}"
     if "eval/bits_per_byte" in scores:
         line += f", {scores['eval/bits_per_byte']:.3f} bits per byte"
-    log(
-        textwrap.fill(f"time: {clock.describe()}", 80, subsequent_indent="      "),
-        sys.stdout,
-    )
+    log(clock.describe(), sys.stdout)
     log(line, sys.stdout)
     log(f"see loss.png and samples.txt in {stores.url_or_path(workdir)}", sys.stdout)
 
