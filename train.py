@@ -83,7 +83,7 @@ def main() -> int:
     exit_at_interrupt("to continue, repeat the command")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     location = args.workdir or f"runs/{cli.config_name()}"
-    folder.require_same_start(config, {"--workdir": location, "--debug": args.debug})
+    folder.require_same_start(config, workdir=location, debug=args.debug)
     devices = find_devices(config)
     distributed.only_first(set_on_exit)(config.logging.on_exit)
     workdir, mirror = folder.open_workdir(location)

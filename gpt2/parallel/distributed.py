@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import jax
-import numpy as np
 from jax._src.distributed import global_state  # its key-value store has no public name
-from jax.experimental import multihost_utils
 
 from gpt2.errors import UserError, describe_exit, exit_process, log
 
@@ -167,9 +165,7 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
 def from_first(number: int) -> int:
     """Return the `number` of process 0 in every process."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+    return int(from_all(f"{number:d}")[0])
 
 
 def from_all(text: str) -> list[str]:

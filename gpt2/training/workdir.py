@@ -57,9 +57,8 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
     return workdir, mirrored(location, workdir)
 
 
-def require_same_start(config: Config, flags: Mapping[str, object]) -> None:
-    """Refuse a run whose processes have different options, flags or code, before devices exist."""
-    facts = dict(flags)
+def require_same_start(config: Config, **facts: object) -> None:
+    """Refuse a run whose processes have different options, facts or code, before devices exist."""
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_differ:
             facts[name] = value
@@ -161,7 +160,7 @@ def deciding_options(config: Config) -> dict[str, Any]:
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
             options[name] = value
-    if config.model.dropout > 0:  # Each micro-batch has its own dropout masks.
+    if config.model.dropout:  # Each micro-batch has its own dropout masks.
         options["train.accumulate_steps"] = config.train.accumulate_steps
     return options
 

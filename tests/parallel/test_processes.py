@@ -63,8 +63,8 @@ def refusal(pair):
         thorough("--config.seed=3", "seed=3, not 0"),
         # The devices of process 1 would form another mesh.
         thorough("--config.parallel.tensor=2", "parallel.tensor=2, not 1"),
-        thorough("--debug", "--debug=True, not False"),
-        thorough("--workdir=elsewhere", "--workdir=elsewhere, not {workdir}"),
+        thorough("--debug", "debug=True, not False"),
+        thorough("--workdir=elsewhere", "workdir=elsewhere, not {workdir}"),
     ],
 )
 def test_processes_with_different_flags_do_not_train(tmp_path, flag, change):
