@@ -185,7 +185,7 @@ def require_same(values: Mapping[str, object]) -> None:
     """Raise a UserError in every process if `values` differ between the processes of the run."""
     first, *others = map(json.loads, from_all(json.dumps(values)))
     for index, other in enumerate(others, 1):
-        changes = list[str]()
+        changes = []
         for name, value in other.items():
             if value != first.get(name):
                 changes.append(f"{name}={value}, not {first.get(name)}")

@@ -292,7 +292,7 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"
-    if start == 0 and read_metrics(
+    if not start and read_metrics(
         logged
     ):  # The checkpoints of an earlier run are gone.
         _move_to_damaged(workdir, logged.name)
