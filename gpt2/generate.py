@@ -52,7 +52,9 @@ def main() -> None:
     args = flags.FLAGS
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
-    prompt = tokenizer.encode(args.prompt).tolist()
+    # In a locale without UTF-8, Python reads the bytes of other characters as lone surrogates.
+    text = args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    prompt = tokenizer.encode(text).tolist()
     start = prompt
     if not prompt and tokenizer.eot is not None:
         # A model needs at least one token. This one is not printed.

@@ -121,10 +121,17 @@ class Words:
         return " ".join(map(str, tokens))
 
 
-def test_a_prompt_and_its_continuation_are_decoded_together(monkeypatch, capsys):
+# A digit that is not ASCII, as Python reads it from the command line in the locale C.
+WIDE = "1 2 \N{FULLWIDTH DIGIT THREE}".encode().decode("ascii", "surrogateescape")
+
+
+@pytest.mark.parametrize("prompt", ["1 2 3", WIDE], ids=["ascii", "surrogates"])
+def test_a_prompt_and_its_continuation_are_decoded_together(
+    monkeypatch, capsys, prompt
+):
     model = (CFG, make_params(), Words())
     monkeypatch.setattr(command, "load_model", lambda *_: model)
-    options = dict(workdir="", hf="", checkpoint="", prompt="1 2 3", seed=0)
+    options = dict(workdir="", hf="", checkpoint="", prompt=prompt, seed=0)
     options |= dict(max_new_tokens=5, num_samples=1)
     options |= dict(temperature=0.0, top_k=0, top_p=1.0)
     monkeypatch.setattr(command.flags, "FLAGS", SimpleNamespace(**options))
