@@ -26,6 +26,7 @@ class StepClock:
     Attributes:
         tokens: a function that returns the tokens of the first n steps.
         flops: a function that returns the FLOPs of the first n steps.
+        since: the time of `now` at which the process began, in seconds.
         current: the name of the innermost open phase.
     """
 
@@ -54,14 +55,8 @@ class StepClock:
         cls,
         config: Config,
         flops_per_token: Callable[[StepShape], float],
-        num_runs: int = 1,
-        since: float = launch.BEGAN,
     ) -> "StepClock":
-        """Return the clock of a run on all devices.
-
-        If `num_runs` runs train together in this process, the clock of each counts its part of the
-        time. `since` is the time of `time.perf_counter` at which the process began.
-        """
+        """Return the clock of a run on all devices."""
 
         @cache
         def cost(shape: StepShape) -> float:
@@ -71,8 +66,6 @@ class StepClock:
             tokens=config.shapes.tokens,
             flops=partial(config.shapes.sum, cost),
             peak_flops=total_peak_flops(config.precision.compute),
-            since=since / num_runs,
-            now=lambda: time.perf_counter() / num_runs,
         )
 
     @contextlib.contextmanager

@@ -35,7 +35,7 @@ SWITCHES = {
     "llama3": f"model.position=rope {LLAMA3}",
     "yarn": """
         model.position=rope model.rope_scaling=yarn model.rope_factor=8.0
-        model.rope_context=4096""",
+        model.rope_context=4096 model.rope_share=0.5""",
     "alibi": "model.position=alibi",
     "none": "model.position=none",
     "grouped": "model.num_kv_heads=2",

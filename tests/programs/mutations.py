@@ -331,6 +331,36 @@ a term that blocks do not know is left out: ops/plain.py, ops -k term_that
 scanned layers drop by one mask: utils/scan.py, model -k mask
     - "dropout": True
     + "dropout": False
+validation reads the raw weights where an average is asked for: train.py, train -k eval_scores
+    - validate(eval_step, state.eval_params, *split)
+    + validate(eval_step, state.params, *split)
+tasks read the raw weights where an average is asked for: train.py, train -k eval_scores
+    - tasks.score(state.eval_params)
+    + tasks.score(state.params)
+samples are drawn with the raw weights: train.py, train -k averaged
+    - gather_whole(state.eval_params, program.backend.mesh)
+    + gather_whole(state.params, program.backend.mesh)
+dropout has one key for all devices: utils/prng.py, steps -k by_device
+    - for index in (step, micro_batch, device):
+    + for index in (step, micro_batch):
+cached decoding leaves out ALiBi and soft caps: ops/plain.py, switches -k cached
+    - return term(scores[None], query, key)[0]
+    + return scores
+a shorter prompt sees the cache of the longest: ops/plain.py, sampling
+    - first = jnp.reshape(length, (-1, 1, 1, 1)) - T
+    + first = jnp.reshape(length.max() + 0 * length, (-1, 1, 1, 1)) - T
+MFU counts every step as the first: telemetry/throughput.py, telemetry -k flops_of
+    - flops=partial(config.shapes.sum, cost),
+    + flops=lambda steps: steps * cost(config.shapes.at(1)),
+validation has the training's rounded logits: losses/next_token.py, against_numpy -k validation
+    - dataclasses.replace(model.config, logits_dtype="float32")
+    + dataclasses.replace(model.config)
+bits per byte are printed after a partial validation: data/loading/token_batches.py, train
+    - targets_per_byte = None
+    + pass
+YaRN stretches a part of a head like the whole: model/attention.py, against_numpy -k yarn
+    - half = len(frequencies)
+    + half = cfg.head_size // 2
 FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and modded'
     - if "table" in box.info.axes:
     + if False:

@@ -29,7 +29,7 @@ from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import Writer
 from gpt2.training.workdir import check_options
-from tests.helpers import SECONDS, metrics_of
+from tests.helpers import SECONDS, configured, metrics_of
 from tests.telemetry.event_files import events
 
 
@@ -352,6 +352,17 @@ def test_flops_per_token_follow_the_published_formula():
     short = expected - 12 * 12 * 768 * 512
     assert model_flops_per_token(cfg, StepShape(8, 512, 600)) == short
     assert model_flops_per_token(cfg, StepShape(9, 1024, 512)) == short
+
+
+def test_flops_of_a_run_are_those_of_each_steps_shape():
+    config = configured(
+        "model.vocab_size=64 model.context_length=32 data.batch_size=4 "
+        "train.batch_schedule=2=8 train.window_schedule=0=8,3=16 train.num_steps=5"
+    )
+    clock = StepClock.for_run(config, lambda shape: 1e3 * shape.window)
+    steps = [4 * 8, 4 * 8, 8 * 8, 8 * 16, 8 * 16]
+    assert clock.flops(5) == 1e3 * 32 * sum(steps)
+    assert clock.flops(3) == 1e3 * 32 * sum(steps[:3])
 
 
 def check_chip(kind, bfloat16, float32, board):

@@ -55,9 +55,9 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options(corpus, task):
-    """Return the options of a run that scores the task."""
+    """Return the options of a run that averages its weights and scores the task."""
     tasks = [f"--config.train.eval_tasks={task}", "--config.train.eval_tasks_every=3"]
-    return [*TINY, *corpus, *tasks]
+    return [*TINY, *corpus, *tasks, "--config.optim.ema=0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +123,16 @@ def test_eval_scores_the_checkpoint_as_training_did(finished, task, tmp_path):
     last = metrics_of(workdir)[-1]
     assert found[0] == pytest.approx(last["eval/loss"], rel=1e-5)
     assert found[-1] == pytest.approx(last["eval/text8/bits_per_byte"], rel=1e-5)
+
+
+def test_samples_are_those_of_the_command_with_the_averaged_weights(finished):
+    workdir, _ = finished
+    flags = ["--num_samples=3", "--max_new_tokens=15", "--temperature=0.8"]
+    flags.append("--top_k=50")
+    output = succeed(workdir, *flags, script="gpt2/generate.py")
+    samples = re.split(r"\n?--- sample \d\n", output)[1:]
+    rule = "\n" + "-" * 80 + "\n"
+    assert (workdir / "samples.txt").read_text() == rule.join(samples)
 
 
 @pytest.mark.parametrize(
