@@ -182,7 +182,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.at(step + 1)]
+                train_step, watch = steps[config.shapes.at(step + 1)]  # for its shape
                 with jax.profiler.StepTraceAnnotation(STEP, step_num=step + 1):
                     norms = watch(step + 1, state, batch)
                     state, metrics = train_step(state, batch)

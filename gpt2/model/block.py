@@ -72,11 +72,11 @@ class Block(nn.Module):
             branch = ingredient.branch(self, branch, context)
         read, x, sublayer, dropout = branch
 
-        if cfg.norm_position == "post":  # Vaswani et al. 2017
+        if cfg.norm_position == "pre":  # GPT-2
+            x = x + dropout(sublayer(norm(read)))
+        elif cfg.norm_position == "post":  # Vaswani et al. 2017
             x = norm(x + dropout(sublayer(read)))
-        elif cfg.norm_position == "sandwich":  # Gemma 2, arXiv 2408.00118
+        else:  # sandwich: Gemma 2, arXiv 2408.00118
             second_norm = Norm(cfg, self.ops, name=f"{name}_post")
             x = x + dropout(second_norm(sublayer(norm(read))))
-        else:
-            x = x + dropout(sublayer(norm(read)))
         return self.ops.constrain(x, "batch", "sequence", "embed")

@@ -207,6 +207,7 @@ class MLP(nn.Module):
         if cfg.is_gated:
             gate = Linear(cfg, ops, (D, F), ("embed", "mlp"), name="c_gate")(x)
             hidden = activation(gate) * hidden
+        # The linear map applies the activation to its input: c_proj(activation(hidden)).
         project = Linear(
             cfg,
             ops,

@@ -129,7 +129,9 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     def scale(path: tuple, update: Array) -> Array:
         factors = [rates[index][1] for index in first_matches(path, update)]
         by_layer = np.array(factors, update.dtype)
-        return update * by_layer.reshape(-1, *[1] * (update.ndim - 1))
+        # One factor for each layer of a stacked parameter, or a single factor.
+        shape = by_layer.shape[: update.ndim] + (1,) * (update.ndim - 1)
+        return update * by_layer.reshape(shape)
 
     def init(params: Tree) -> optax.OptState:
         matches = jax.tree.map_with_path(first_matches, params)

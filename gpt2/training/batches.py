@@ -25,12 +25,17 @@ class Batches:
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
+        self._arguments = (config, dataset, backend)
         self._source = dataset.open(config)
         self._put = backend.put_batch
         self._local_rows = functools.cache(backend.local_rows)
         self._shapes = config.shapes
         self._eval_rows = self._local_rows(config.micro_batch_size)
         self.describe = self._source.describe
+
+    def reopen(self) -> "Batches":
+        """Return the same batches again. Those of a user's function cannot go back themselves."""
+        return Batches(*self._arguments)
 
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()

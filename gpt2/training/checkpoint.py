@@ -7,13 +7,14 @@ weights can be read without the optimizer's state. This is the only file that us
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from os import PathLike
@@ -37,23 +38,28 @@ from gpt2.utils.files import digest_folder
 from gpt2.utils.scan import in_layout, is_scanned
 from gpt2.utils.trees import Tree
 
-# Hide the lines that Orbax logs. It also raises the errors that it logs.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-# A failed write ends the event loop of a save, while the writes of other arrays go on. `_recover`
-# reports the failure once. Without these filters, each of those writes would print a traceback.
-logging.getLogger("asyncio").addFilter(lambda record: "never retr" not in record.msg)
-warnings.filterwarnings("ignore", "coroutine 'async_serialize")
-
-
-def _report(report: Callable[[Any], object], unraisable: Any) -> None:
-    if str(unraisable.exc_value) != "Event loop is closed":
-        report(unraisable)
-
-
-sys.unraisablehook = partial(_report, sys.unraisablehook)
-
 # The best checkpoint has the lowest value of this metric.
 METRIC = "eval/loss"
+
+
+@functools.cache  # once in a process
+def _silence_orbax() -> None:
+    # Orbax also raises the errors that it logs.
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    # A failed write ends the event loop of a save, while the writes of other arrays go on.
+    # `_recover` reports the failure once. Without these filters, each of those writes would print a
+    # traceback.
+    logging.getLogger("asyncio").addFilter(
+        lambda record: "never retr" not in record.msg
+    )
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize")
+    report = sys.unraisablehook
+
+    def report_others(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            report(unraisable)
+
+    sys.unraisablehook = report_others
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -70,6 +76,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         keep_every: int = 0,
         read_only: bool = False,
     ):
+        _silence_orbax()
         self._workdir = Path(workdir).resolve()
         self._directory = self._workdir / "checkpoints"
         self._saving: int | None = None

@@ -31,6 +31,7 @@ from gpt2.utils.prng import dropout_key
 from gpt2.utils.scan import report
 from gpt2.utils.trees import Batch, Sums, Tree
 
+_FINITE = "the same step is finite when repeated"
 _LAYER = re.compile(r"^h_(\d+)")
 
 
@@ -53,11 +54,12 @@ class Diagnosis:
         # Any error ends only the diagnosis, for example a lack of memory.
         except Exception as failure:
             origin = f"the first such tensor was not found ({failure})"
-        return UserError(
-            f"{error}: {origin}",
-            "Lower --config.optim.learning_rate",
-            exit_code=3,
-        )
+        remedy = "Lower --config.optim.learning_rate"
+        if origin == _FINITE:
+            remedy = (
+                "Suspect the hardware, or batches that differ when they are read again"
+            )
+        return UserError(f"{error}: {origin}", remedy, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
         program = self.program
@@ -70,22 +72,27 @@ class Diagnosis:
             return "every parameter is finite, so the validation itself overflows"
         step = error.step - 1
         shapes = program.config.shapes
-        if (
-            state.guard is None
-        ):  # With a guard, the state is still the one before the step.
+        start = find_start(self.workdir)
+        position = self.checkpointer.position(start)
+        if "" in position:
+            return "the batches of a function that saves no state cannot be read again"
+        repeated = self.batches.reopen().train(start, error.step, position)
+        # With a guard, the state is still the one before the step.
+        repeats_steps = state.guard is None
+        if repeats_steps:
             # A device may not have the memory for two states.
             for leaf in jax.tree.leaves(state):
                 leaf.delete()
-            start = find_start(self.workdir)
             if start:
                 state = self.checkpointer.restore(start, program)
             else:
                 state = self.first_state()
-            repeated = self.batches.train(start, step)
-            for count, batch in enumerate(repeated, start + 1):
+        for count in range(start + 1, error.step):
+            batch = next(repeated)
+            if repeats_steps:
                 train_step, _ = self.steps[shapes.at(count)]
                 state, _ = train_step(state, batch)
-        (batch,) = self.batches.train(step, error.step)
+        batch = next(repeated)
         names = list[str]()
         probe = _make_probe(program.at(shapes.at(error.step)), step, names)
         compiled = program.backend.compile_eval(probe)
@@ -93,7 +100,7 @@ class Diagnosis:
         is_bad = jax.device_get(flags) > 0
         if is_bad.any():
             return f"{names[is_bad.argmax()]} was the first"
-        return "the same step is finite when repeated, so suspect the hardware"
+        return _FINITE
 
 
 def _make_probe(program: Program, step: int, names: list[str]) -> Callable:

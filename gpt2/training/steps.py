@@ -41,9 +41,13 @@ def on_one_device(function: Callable) -> Callable:
 def means(sums: Sums, prefix: str) -> Metrics:
     """Return `{prefix + name: sum / count}`, or the sum itself if the count is 0."""
     return {
-        prefix + name: total / jnp.where(count > 0, count, 1.0)
-        for name, (total, count) in sums.items()
+        prefix + name: total / _divisor(count) for name, (total, count) in sums.items()
     }
+
+
+def _divisor(count: Array) -> Array:
+    # A count may be a sum of weights, and below 1.
+    return jnp.where(count > 0, count, 1.0)
 
 
 class Update(NamedTuple):
@@ -96,7 +100,7 @@ def make_update(
         sums, grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
             # XLA:CPU would store quotients, but not products: docs/performance.md, note 1.
-            inverse = 1.0 / (scale * jnp.maximum(sums["loss"][1], 1.0))
+            inverse = 1.0 / (scale * _divisor(sums["loss"][1]))
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")
             grad_norm = norm(grads)

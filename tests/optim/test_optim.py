@@ -277,6 +277,18 @@ def test_layer_rates_multiply_what_the_first_pattern_matches(scanned):
         np.testing.assert_allclose(scaled[name], factor * move, atol=1e-7)
 
 
+def test_layer_rates_multiply_a_scalar():
+    optim = optim_of("name=sgd momentum=0.0 weight_decay=0.0 layer_rates=gain=0.5")
+    params = {"gain": jnp.ones(()), "bias": jnp.ones(3)}
+    parameters = jax.tree.map(lambda leaf: ParamInfo(("mix",) * leaf.ndim), params)
+    schedule = optax.constant_schedule(1.0)
+    optimizer = make_optimizer(optim, schedule, parameters, num_steps=1)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    expected = {"gain": jnp.full((), -0.5), "bias": jnp.full(3, -1.0)}
+    chex.assert_trees_all_equal_shapes(updates, expected)
+    assert updates["gain"] == updates["bias"][0] / 2
+
+
 def test_a_pattern_that_no_parameter_needs_is_refused():
     def init(layer_rates):
         optim = dataclasses.replace(optim_of(), layer_rates=layer_rates)

@@ -51,13 +51,18 @@ def compiled(program):
     return program.backend.compile_train(program.train_step)
 
 
-def make_batch(program, index, row=None):
-    """Put a batch on the devices, with the poisonous token in `row`, if any."""
+def draw_batch(index, row=None):
+    """Draw a batch, with the poisonous token in `row`, if any."""
     rng = np.random.default_rng(index)
     tokens = rng.integers(0, POISON, (ROWS, T + 1), dtype=np.int32)
     if row is not None:
         tokens[row, 3] = POISON
-    return program.backend.put_batch(batch_of(tokens))
+    return batch_of(tokens)
+
+
+def make_batch(program, index, row=None):
+    """Draw a batch and put it on the devices."""
+    return program.backend.put_batch(draw_batch(index, row))
 
 
 @jax.custom_vjp

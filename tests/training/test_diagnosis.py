@@ -1,5 +1,6 @@
 """A diagnosis names the first tensor that is not finite: a parameter, an activation, a gradient."""
 
+import itertools
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gpt2.data.loading.user_batches import BatchFunction, UserDataset
 from gpt2.errors import DivergedError
+from gpt2.training.batches import Batches
 from gpt2.training.diagnosis import Diagnosis
 from gpt2.training.losses import next_token_loss
 from tests.helpers import thorough
@@ -19,31 +22,28 @@ from tests.training.programs import (
     POISON,
     ROWS,
     compiled,
-    make_batch,
+    draw_batch,
     make_program,
     new_program,
 )
 
-CHECKPOINTER = SimpleNamespace(wait=lambda: None)
+CHECKPOINTER = SimpleNamespace(wait=lambda: None, position=lambda step: [])
 
 
-class StubBatches:
-    """Batches with the interface of a run; `poison` is the index of a batch and a micro-batch."""
+def poisoned_batches(program, poison=(None, None)):
+    """Return a user's batches; `poison` is the index of a batch and of a micro-batch."""
+    poisoned, micro_batch = poison
 
-    def __init__(self, program, poison=(None, None)):
-        self.program = program
-        self.poison = poison
+    def function(split):
+        for index in itertools.count():
+            row = None
+            if index == poisoned:  # on the last device
+                rows = ROWS // program.backend.num_shards
+                row = ROWS - rows + micro_batch * (rows // MICRO_BATCHES)
+            yield draw_batch(index, row)
 
-    def batch(self, index):
-        poisoned, micro_batch = self.poison
-        row = None
-        if index == poisoned:  # on the last device
-            rows = ROWS // self.program.backend.num_shards
-            row = ROWS - rows + micro_batch * (rows // MICRO_BATCHES)
-        return make_batch(self.program, index, row)
-
-    def train(self, start, stop):
-        return map(self.batch, range(start, stop))
+    dataset = UserDataset(None, BatchFunction("python:a:b", function))
+    return Batches(program.config, dataset, program.backend)
 
 
 def plant(state, name, value=np.nan, index=-1, layer=None):
@@ -63,7 +63,7 @@ def plant(state, name, value=np.nan, index=-1, layer=None):
 
 def diagnose(tmp_path, program, planted, poison=(None, None)):
     """Train until a step is not finite, and return the error message of a run."""
-    batches = StubBatches(program, poison)
+    batches = poisoned_batches(program, poison)
     step = compiled(program)
     steps = {program.config.shapes.at(1): (step, None)}
 
@@ -72,8 +72,10 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
 
     diagnosis = Diagnosis(program, batches, tmp_path, CHECKPOINTER, steps, first_state)
     state = first_state()
-    for number in range(1, 7):
-        state, metrics = step(state, batches.batch(number - 1))
+    number = 0
+    for batch in batches.train(0, 6):
+        number += 1
+        state, metrics = step(state, batch)
         has_loss = np.isfinite(metrics["train/loss"])
         is_good = has_loss and np.isfinite(metrics["train/grad_norm"])
         in_a_row = metrics.get("train/bad_in_a_row", not is_good)
@@ -154,7 +156,7 @@ def test_a_loss_that_was_swapped_is_the_one_that_is_run_again(tmp_path):
 @pytest.mark.thorough
 def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     program = make_program()
-    batches = StubBatches(program, (1, 0))
+    batches = poisoned_batches(program, (1, 0))
     diagnosis = Diagnosis(program, batches, tmp_path, CHECKPOINTER, None, None)
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     error = DivergedError(3, "the validation loss is", before=False)
@@ -165,3 +167,15 @@ def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     assert "every parameter is finite" in str(explained)
     explained = diagnosis.explain(error, None)  # which breaks the diagnosis
     assert "the first such tensor was not found" in str(explained)
+
+
+@pytest.mark.thorough
+def test_batches_that_cannot_be_read_again_are_not_blamed_on_the_hardware(tmp_path):
+    program = make_program()
+    checkpointer = SimpleNamespace(wait=lambda: None, position=lambda step: [""])
+    batches = poisoned_batches(program)
+    diagnosis = Diagnosis(program, batches, tmp_path, checkpointer, None, None)
+    error = DivergedError(3, "the loss is", before=True)
+    explained = str(diagnosis.explain(error, program.init_state()))
+    assert "a function that saves no state cannot be read again" in explained
+    assert "hardware" not in explained

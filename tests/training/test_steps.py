@@ -389,6 +389,16 @@ def test_arrays_of_ones_own_batches_reach_ones_own_loss(layout):
         np.testing.assert_allclose(spread[name], value, rtol=1e-5, err_msg=name)
 
 
+def test_weights_that_sum_to_less_than_one_are_divided_out_like_others():
+    batch = weighted_batch()
+    state, step = setup(loss=weighted_loss)
+    after, metrics = step(state, batch)
+    small = batch | {"weights": batch["weights"] * 2.0**-10}
+    after_small, metrics_small = step(state, small)
+    chex.assert_trees_all_close(after_small.params, after.params, rtol=1e-6)
+    chex.assert_trees_all_close(metrics_small, metrics, rtol=1e-6)
+
+
 def test_validation_keeps_the_names_of_ones_own_loss_and_plain_cross_entropy():
     model = GPT(CONFIG)
     params = first_params(CONFIG)

@@ -219,15 +219,20 @@ class UserBatches(Source):
         """Return an array as int32, or as float32 if it has floats and a user-defined name."""
         array = np.asarray(values)
         is_float = name not in self._ranges and array.dtype.kind == "f"
-        lowest, highest = self._ranges.get(name, (INT32.min, INT32.max))
-        is_right = (lowest <= array) & (array <= highest) & (array % 1 == 0)
+        if is_float:
+            allowed = "finite numbers"
+            is_right = np.isfinite(array)
+        else:
+            lowest, highest = self._ranges.get(name, (INT32.min, INT32.max))
+            allowed = f"whole numbers from {lowest} to {highest}"
+            is_right = (lowest <= array) & (array <= highest) & (array % 1 == 0)
         if name == "targets":
             is_right |= array == -100  # PyTorch's index of ignored targets
         # A masked array would lose its mask.
-        if np.ma.is_masked(values) or not (is_float or is_right.all()):
+        if np.ma.is_masked(values) or not is_right.all():
             raise UserError(
                 f"{self._name} returns {name} of {array.dtype} with values that are masked, or "
-                f"are not whole numbers from {lowest} to {highest}",
-                "Return an unmasked array of whole numbers in this range",
+                f"are not {allowed}",
+                f"Return an unmasked array of {allowed}",
             )
         return array.astype(np.float32 if is_float else np.int32)
