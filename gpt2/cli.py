@@ -88,8 +88,8 @@ def parse_flags(argv: list[str]) -> list[str]:
                 if value:
                     # Checked here, because absl's error message is harder to understand.
                     read_option(name, value)
-        if "--help" in argv:
-            flags.FLAGS([argument for argument in argv if argument != "--help"])
+        # absl prints the help where it finds --help, so the other flags come first.
+        argv.sort(key=lambda argument: argument == "--help")
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl exits with 1 after --help
         if "--help" in argv and "debug" in flags.FLAGS:  # train.py
