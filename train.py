@@ -1,6 +1,6 @@
 """Train GPT-2. This file shows a whole run in order, from its options to its loss curve.
 
-    python train.py --config=configs/gpt2_124m.py --workdir=runs/first --config.train.num_steps=1000
+    python train.py --config=configs/gpt2_124m.py --config.train.num_steps=1000
 
 If the workdir has a checkpoint, the run continues from it.
 """

@@ -45,6 +45,8 @@ def run(
         # The encoding of the terminal may lack some characters.
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
+    program = sys.modules["__main__"]
+    program.__doc__ = _wrap(program.__doc__ or "")  # --help begins with it
     known = set(flags.FLAGS)
     define_flags()
     for name in set(flags.FLAGS) - known:  # --help lists the key flags of a module
@@ -69,6 +71,15 @@ def run(
     exit_at_interrupt()
     run_on_exit(code, "stopped by a signal" if code else "finished")
     sys.exit(code)
+
+
+def _wrap(text: str) -> str:
+    """Wrap the paragraphs of a text at 80 columns, except commands, which are indented."""
+    paragraphs = text.split("\n\n")
+    for index, paragraph in enumerate(paragraphs):
+        if not paragraph.startswith(" "):
+            paragraphs[index] = textwrap.fill(paragraph, 80)
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def parse_flags(argv: list[str]) -> list[str]:

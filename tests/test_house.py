@@ -24,7 +24,7 @@ ROOMS = {
     "training": 11.3,
     "data": 15.3,
     "telemetry": 5.1,
-    "config cli errors signals": 7.0,
+    "config cli errors signals": 7.1,
     "utils": 7.0,
     "evals": 5.5,
     "hf": 6.0,

@@ -1,7 +1,8 @@
 r"""Measure the time of a training step, alone or together with PyTorch's.
 
-    python -m gpt2.lab.benchmark train --config=configs/gpt2_124m.py --config.data.batch_size=2 \
-        --peers=torch,torch_compile --vary=model.position=rope
+    python -m gpt2.lab.benchmark train --config=configs/gpt2_124m.py \
+        --config.data.batch_size=2 --peers=torch,torch_compile \
+        --vary=model.position=rope
 
 This command measures a step of the config, a step of PyTorch, and a step with one option changed,
 in turn. The time includes clipping and the optimizer, but not warm-up, compilation or data. With

@@ -1,7 +1,7 @@
 r"""Train arms at several sizes, and report how each arm's compute multiplier changes with size.
 
-    python -m gpt2.lab.ladder --config=configs/quickstart.py --depths=2,3,4,6 --seeds=3 \
-        --vary=optim.name=muon --one_at_a_time --workdir=ladders/muon
+    python -m gpt2.lab.ladder --config=configs/quickstart.py --depths=2,3,4,6 \
+        --seeds=3 --vary=optim.name=muon --one_at_a_time --workdir=ladders/muon
 
 The config sets the options for its own depth. The rules of gpt2/lab/ladder/dial.py determine the
 options for the other depths. Each size is a sweep in a folder of its own, such as `d4` for depth 4.
