@@ -487,6 +487,35 @@ def test_each_arm_is_tuned_on_seeds_that_are_not_used_again(tmp_path):
     assert sweep.with_choices() == sweep
 
 
+def test_values_are_chosen_by_the_mean_over_the_tuning_seeds(tmp_path):
+    tune = {"optim.learning_rate": [1e-3, 2e-3]}
+    sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune, tune_seeds=2)
+    # The first value has the best single run.
+    scores = {1e-3: (2.0, 4.0), 2e-3: (2.5, 3.0)}
+    runs = sweep.tuning_runs()
+    assert len(runs) == 8
+    for run in runs:
+        by_seed = scores[run.config.optim.learning_rate]
+        write_run(run, by_seed[run.config.seed % 2])
+    sweep = sweep.with_choices()
+    chosen = {"optim.learning_rate": 2e-3}
+    assert sweep.chosen == {"baseline": chosen, "optim.name=lion": chosen}
+    text = report_of(sweep)
+    assert "| optim.learning_rate=0.001 | 3.0000 | 3.0000 |" in text
+    assert "| optim.learning_rate=0.002 | 2.7500* | 2.7500* |" in text
+    assert "A choice by\n2 seeds can favour an arm by chance" in text
+
+
+@pytest.mark.parametrize("value", ["1e-3,0.001", "1e-3,2e-3,1e-3"])
+def test_a_value_that_is_listed_twice_is_refused(value):
+    text = f"optim.learning_rate={value}"
+    message = r"contains optim\.learning_rate=0\.001 more than once"
+    with pytest.raises(UserError, match=message):
+        read_tuned([text], [])
+    with pytest.raises(UserError, match=message):
+        arms(text)
+
+
 def test_an_arm_whose_every_choice_diverged_trains_with_the_first(tmp_path):
     tune = {"optim.learning_rate": [1e-3, 2e-3]}
     sweep = sweep_in(tmp_path, "optim.name=lion", tune=tune)

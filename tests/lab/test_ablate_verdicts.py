@@ -56,7 +56,7 @@ def assert_rate_at_most(count, num, rate):
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_at_most_five_percent_of_sweeps_have_a_false_verdict(setting):
+def test_false_verdicts_are_as_rare_as_stated(setting):
     num_baseline, num, deviation, deviations = setting
     sizes = (num_baseline, *[num] * NUM_ARMS)
     num_sweeps = verdict_rates.CHUNK

@@ -143,9 +143,15 @@ def test_a_dry_run_tells_what_is_found():
     sizes = findable(12, 1e-3, 0.8)
     assert math.isnan(sizes[0])  # one pair says nothing
     assert all(np.diff(sizes[4:]) <= 0)
-    noise = np.random.default_rng(1).standard_normal((4000, 12))
-    share = (evidence(noise - sizes[-1]) >= 1e3).any(1).mean()
-    assert 0.78 < share < 0.9  # sizes are 12 % apart
+    differences = np.random.default_rng(1).standard_normal((4000, 12)) - sizes[-1]
+    clear = evidence(differences) >= 1e3
+    kept = np.zeros(4000, bool)
+    futile = np.zeros(4000, bool)
+    for num in range(2, 13):
+        kept |= clear[:, num - 1] & ~futile
+        futile |= is_futile(differences[:, :num], 12, 1e-3)
+    assert 0.78 < kept.mean() < 0.87  # sizes are 6 % apart
+    assert clear.any(1).mean() > kept.mean() + 0.03
 
 
 def test_streams_of_ideas_keep_few_that_are_none():

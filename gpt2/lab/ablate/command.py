@@ -58,6 +58,12 @@ def define_flags() -> None:
         [],
         "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one.",
     )
+    flags.DEFINE_integer(
+        "tune_seeds",
+        1,
+        "Number of seeds whose mean loss chooses the values of --tune.",
+        1,
+    )
     flags.DEFINE_bool(
         "dry_run",
         False,
@@ -101,6 +107,7 @@ def make_sweep(
         equal=FLAGS.equal,
         analyses=analyses,
         tune=tune,
+        tune_seeds=FLAGS.tune_seeds,
     )
 
 

@@ -15,8 +15,8 @@ from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings
 from gpt2.lab.experiments.terms import LOSS, choose_score
 from gpt2.utils.files import locked, reading, write_json
 
-# Tuning runs use the config's seed plus this number. No compared run uses that seed, because an arm
-# has at most this number of seeds.
+# The seeds of tuning runs begin at the config's seed plus this number. No compared run uses them,
+# because an arm has at most this number of seeds.
 CHOOSING_SEED = 1000
 
 
@@ -32,12 +32,13 @@ class Sweep:
     # number of seeds of an arm.
     analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
+    tune_seeds: int = 1  # the number of tuning runs of each combination of values
     # The number of seeds of each arm that has more than the first number in `analyses`.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # The earlier number of seeds, if a command increased it after runs had ended; otherwise 0.
     raised_from: int = 0
-    # The tuned values of each arm whose tuning runs have all ended: the values with the best score
-    # or, if all diverged, the first values. A later command does not choose again.
+    # The tuned values of each arm whose tuning runs have all ended: the values with the best mean
+    # score or, if all diverged, the first values. A later command does not choose again.
     chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property
@@ -51,7 +52,7 @@ class Sweep:
         return "nats per token" if self.score == LOSS else "bits per byte"
 
     def tuning_runs(self) -> list[Run]:
-        """Return the tuning runs, one for each arm and combination of the tuned values."""
+        """Return the tuning runs, `tune_seeds` for each arm and combination of tuned values."""
         runs = list[Run]()
         if not self.tune:
             return runs
@@ -60,8 +61,9 @@ class Sweep:
                 choice = dict[str, Setting]()
                 for value in values:
                     choice |= value
-                run = arm.make_run(self.root, CHOOSING_SEED, choice, chooses=True)
-                runs.append(run)
+                for i in range(self.tune_seeds):
+                    number = CHOOSING_SEED + i
+                    runs.append(arm.make_run(self.root, number, choice, chooses=True))
         return runs
 
     def pending_tuning_runs(self) -> list[Run]:
@@ -100,7 +102,9 @@ class Sweep:
         for arm in dict.fromkeys(run.arm for run in runs):
             rows = scores[scores.arm == arm]
             if rows.state.isin(ENDED).all():
-                best = rows.score.fillna(np.inf).idxmin()
+                by_values = rows.score.fillna(np.inf).to_numpy()
+                means = by_values.reshape(-1, self.tune_seeds).mean(1)
+                best = rows.index[means.argmin() * self.tune_seeds]
                 chosen[arm] = runs[best].tuned
         return dataclasses.replace(self, chosen=chosen)
 
@@ -155,6 +159,7 @@ def continued(sweep: Sweep) -> Sweep:
         changed |= differences(known, arm)
     changed["equal"] = (before.equal, sweep.equal)
     changed["tune"] = (before.tune, sweep.tune)
+    changed["tune_seeds"] = (before.tune_seeds, sweep.tune_seeds)
     # Seeds may be added to a sweep only if neither command has interim analyses.
     if max(len(before.analyses), len(sweep.analyses)) > 1:
         changed["seeds"] = (before.analyses, sweep.analyses)

@@ -16,6 +16,7 @@ from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
 from gpt2.lab.experiments.pages import render, write_markdown
 from gpt2.utils.files import write_text
+from gpt2.utils.text import counted
 
 
 def write_report(sweep: Sweep) -> pd.DataFrame:
@@ -64,10 +65,17 @@ def print_verdicts(table: pd.DataFrame) -> None:
 
 
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
-    """Print which tuned values are the smallest or the largest of their lists."""
+    """Print which tuned values are at an end of their lists, and what tuning leaves uncertain."""
     for sweep in sweeps:
         for note in sweep_tables.tuning_notes(sweep):
             print("\n" + textwrap.fill(f"{sweep.root.name}: {note}", 80))
+    if sweeps[0].tune:
+        note = (
+            "The verdicts hold for the tuned values. A choice by"
+            f" {counted(sweeps[0].tune_seeds, 'seed')} can favour an arm by chance; more"
+            " --tune_seeds make this rarer."
+        )
+        print("\n" + textwrap.fill(note, 80))
 
 
 def _draw(

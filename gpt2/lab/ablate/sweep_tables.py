@@ -122,14 +122,15 @@ def describe_fractions(fractions: np.ndarray) -> str:
 
 
 def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the tuning runs' scores.
+    """Return a table of the tuning runs' mean scores.
 
     There is a row for each combination of values and a column for each arm. A * marks the chosen
     values of an arm.
     """
     runs = results[results.purpose == "choose"]
-    table = runs.pivot(index="values", columns="arm", values="score")
-    table = table.map(number, form=".4f")
+    scores = runs.groupby(["values", "arm"]).score
+    means = scores.agg(lambda values: values.mean(skipna=False))
+    table = means.unstack().map(number, form=".4f")
     for arm in table.columns.intersection(list(sweep.chosen)):
         table.loc[describe(sweep.chosen[arm]), arm] += "*"
     return table.reset_index()

@@ -1,9 +1,10 @@
 """Verdicts: which arms differ from the baseline, by how much, and with what uncertainty.
 
 The runs of an arm differ only in their seed. Differences are arm - baseline, in the unit of the
-scores. Scores are losses, so negative differences are better. The family-wise level (5 %) bounds
-the probability of one or more false verdicts among all arms. With a probability of 95 %, all
-intervals contain the true differences.
+scores. Scores are losses, so negative differences are better. The family-wise level is the
+probability of one or more false verdicts among all arms. It is nominally 5 %, and measured up to
+8.4 % (see the table). With the same nominal probability of 95 %, all intervals contain the true
+differences.
 
 An arm differs if both of the tests below find a difference. The interval of its difference is the
 wider one of the intervals of the two tests. Both tests are unpaired:

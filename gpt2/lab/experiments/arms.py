@@ -197,7 +197,16 @@ def _read_axis(text: str) -> list[Settings]:
     values = next(csv.reader([rest]), [])
     if not values or not all(values):
         raise UserError(f"{text} has an option without a value", "Use OPTION=VALUE")
-    return [_read_value(f"{name}={value}") for value in values]
+    axis = list[Settings]()
+    for value in values:
+        settings = _read_value(f"{name}={value}")
+        if settings in axis:
+            raise UserError(
+                f"{text} contains {describe(settings)} more than once",
+                "Remove one of the values",
+            )
+        axis.append(settings)
+    return axis
 
 
 def _read_value(text: str) -> Settings:

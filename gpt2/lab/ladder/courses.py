@@ -52,9 +52,10 @@ def _analyse(
             if len(runs) < analysis or not states <= {*ENDED}:
                 return Course(Decision.OPEN)
             amount = "seconds" if sweep.equal == "seconds" else "flops"
-            at_sizes.append(Losses(runs[amount].mean(), runs.score.to_numpy()))
+            compute = runs[amount].to_numpy()
+            at_sizes.append(Losses(compute, runs.score.to_numpy()))
             # The FLOPs of another version of the code are NaN.
-            if not at_sizes[-1].compute > 0:
+            if not (compute > 0).all():
                 raise UserError(
                     f"The FLOPs of {arm.name} are unknown, because it runs another version of the"
                     " code",

@@ -5,22 +5,23 @@ The multiplier of an arm at a size is the compute at which this curve reaches th
 divided by the arm's compute. Below, m is the vector of the decimal logarithms of the multipliers,
 one for each size, and x is the vector of the decimal logarithms of the baseline's compute.
 
+If the loss has an irreducible part, the true curve flattens, but the last line continues beyond the
+largest size. The multiplier at the largest size is then too small, and a constant multiplier seems
+to fall slightly. Verdicts are therefore about changes beyond a factor of 1.5 per decade.
+
 Runs with the same seed share their data and their initial weights, so runs are paired by seed. Each
-statistic, such as the slope of m against x, is a weighted sum of m, and a smooth function of the
-mean losses. The delta method yields the variance of a statistic, as a sum over sizes: each size
-contributes the variance over seeds of `g_b L_b + g_a L_a`, divided by the number of seeds. L_b and
-L_a are the losses of baseline and arm, and g_b and g_a are the derivatives of the statistic with
-respect to their means. The degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2).
-The variance is correct for any correlation between the runs of a pair.
+statistic, such as the slope of m against x, is a weighted sum of m, and a smooth function of mean
+losses and mean log computes. The delta method yields the variance of a statistic, as a sum over
+sizes: each size contributes the variance over seeds of `g . v`, divided by the number of seeds. v
+contains the losses and the log computes of a pair of runs, and g the derivatives of the statistic
+with respect to the means of v. FLOPs are the same for all seeds, but seconds are not. The degrees
+of freedom are Satterthwaite's (1946, Biometrics Bulletin 2). The variance is correct for any
+correlation between the runs of a pair.
 
-Each arm has the level alpha / (number of arms). Two questions about the arm have half of this level
-each:
-
-1. Does the multiplier change? `grows` and `fades` mean that the two-sided interval of the slope
-   excludes 0. `flips` means that, in addition, the intervals of the first and the last m exclude 0
-   on opposite sides.
-2. Does the multiplier stay the same? `constant` means that, by two one-sided tests (Schuirmann
-   1987), the multiplier changes by less than a factor of 1.5 for ten times the compute.
+The two-sided intervals of an arm have the level alpha / (number of arms). `constant` means that the
+interval of the slope lies within a factor of 1.5 for ten times the compute (two one-sided tests,
+Schuirmann 1987), `grows` that it lies above this band, and `fades` that it lies below. `flips`
+means that the intervals of the first and the last m exclude 0 on opposite sides.
 
 `python -m tests.programs.ladder_rates` simulates how often such verdicts are wrong.
 """
@@ -33,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy  # imports its parts when they are used
 
-from gpt2.lab.ablate.power import LEVEL, Array
+from gpt2.lab.ablate.power import LEVEL, Array, Numbers
 from gpt2.lab.experiments.decisions import Decision
 
 # A constant multiplier changes by less than this factor for ten times the compute.
@@ -43,9 +44,9 @@ FARTHEST = 10.0
 
 
 class Losses(NamedTuple):
-    """The final losses of one arm at one size, one for each seed, and the compute of one run."""
+    """The final losses of one arm at one size, one for each seed, and the compute of each run."""
 
-    compute: float
+    compute: Numbers  # one number if it is the same for each seed
     scores: Array
 
 
@@ -83,35 +84,29 @@ def judge_course(
         return Course("no verdict: the baseline does not improve with its size")
     ladder = _Ladder(baseline, arm)
     x = ladder.x
-    question = level / num_arms / 2
-    at_size = np.eye(len(x))
-    of_slope = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-    slope = ladder.interval(of_slope, question)
-    narrow = ladder.interval(of_slope, 2 * question)  # for two one-sided tests
-    first = ladder.interval(at_size[0], question)
-    last = ladder.interval(at_size[-1], question)
+    level_of_arm = level / num_arms
+    slope_weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
+    slope = ladder.interval(slope_weights, level_of_arm)
+    at_sizes = [ladder.interval(weights, level_of_arm) for weights in np.eye(len(x))]
+    first = at_sizes[0]
+    last = at_sizes[-1]
+    band = math.log10(STAYS)
     words = Decision.UNDECIDED
-    if slope.low > 0:
+    if first.high < 0 < last.low or last.high < 0 < first.low:
+        words = Decision.FLIPS
+    elif slope.low > band:
         words = Decision.GROWS
-    elif slope.high < 0:
+    elif slope.high < -band:
         words = Decision.FADES
-    elif max(-narrow.low, narrow.high) < math.log10(STAYS):
+    elif -band < slope.low and slope.high < band:
         words = Decision.CONSTANT
-    if words in (Decision.GROWS, Decision.FADES):
-        rises = first.high < 0 < last.low
-        falls = last.high < 0 < first.low
-        if rises or falls:
-            words = Decision.FLIPS
 
-    multipliers = []
-    for weights in at_size:
-        multipliers.append(_exp10(ladder.interval(weights, level / num_arms)))
     forecasts = []
     for weights in _forecast_weights(x):
-        forecasts.append(_exp10(ladder.interval(weights, level / num_arms)))
+        forecasts.append(_exp10(ladder.interval(weights, level_of_arm)))
     return Course(
         words=words,
-        multipliers=multipliers,
+        multipliers=[_exp10(multiplier) for multiplier in at_sizes],
         slope=_exp10(slope),
         forecast=(
             min(forecast.low for forecast in forecasts),
@@ -141,22 +136,26 @@ class _Ladder:
     """Intervals of weighted sums of m, for the losses of a baseline and an arm."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
-        self.x = np.log10([losses.compute for losses in baseline])
-        self._arm_x = np.log10([losses.compute for losses in arm])
-        # An array [baseline and arm, seeds] for each size.
-        self._scores = [
-            np.stack([ours.scores, theirs.scores])
-            for ours, theirs in zip(baseline, arm, strict=True)
-        ]
-        means = np.array([scores.mean(1) for scores in self._scores])
-        self._m = self._logs(means)
-        # The derivatives of m with respect to each mean, [sizes, baseline and arm, len(m)].
+        # An array [losses and log computes of baseline and arm, seeds] for each size.
+        self._values = []
+        for ours, theirs in zip(baseline, arm, strict=True):
+            rows = [
+                ours.scores,
+                theirs.scores,
+                np.log10(ours.compute),
+                np.log10(theirs.compute),
+            ]
+            self._values.append(np.stack(np.broadcast_arrays(*rows)))
+        means = np.array([values.mean(1) for values in self._values])
+        self.x = means[:, 2]
+        self._m = _log_multipliers(means)
+        # The derivatives of m with respect to each mean, [sizes, 4, len(m)].
         self._derivatives = np.empty((*means.shape, len(means)))
         for index in np.ndindex(means.shape):
             step = np.zeros_like(means)
-            step[index] = 1e-6 * means[index]
-            change = self._logs(means + step) - self._logs(means - step)
-            self._derivatives[index] = change / (2 * step[index])
+            step[index] = 1e-6
+            change = _log_multipliers(means + step) - _log_multipliers(means - step)
+            self._derivatives[index] = change / 2e-6
 
     def interval(self, weights: Array, level: float) -> Interval:
         """Return `weights @ m` with its two-sided interval at the error rate `level`."""
@@ -164,8 +163,8 @@ class _Ladder:
         gradients = self._derivatives @ weights
         parts = []
         dfs = []
-        for gradient, scores in zip(gradients, self._scores, strict=True):
-            by_seed = gradient @ scores
+        for gradient, values in zip(gradients, self._values, strict=True):
+            by_seed = gradient @ values
             parts.append(by_seed.var(ddof=1) / by_seed.size)
             dfs.append(by_seed.size - 1)
         variances = np.maximum(parts, 1e-30)  # avoids 0 / 0
@@ -175,10 +174,12 @@ class _Ladder:
         half_width = quantile * math.sqrt(variance)
         return Interval(value, value - half_width, value + half_width)
 
-    def _logs(self, means: Array) -> Array:
-        """Return m for mean losses `[sizes, 2]` of baseline and arm."""
-        curve, arm = np.log10(means).T
-        return _reach(curve, self.x, arm) - self._arm_x
+
+def _log_multipliers(means: Array) -> Array:
+    """Return m for means `[sizes, 4]` of the losses and log computes of baseline and arm."""
+    curve, arm = np.log10(means[:, :2]).T
+    x, arm_x = means[:, 2:].T
+    return _reach(curve, x, arm) - arm_x
 
 
 def _reach(curve: Array, x: Array, targets: Array) -> Array:

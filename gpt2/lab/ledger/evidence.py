@@ -113,16 +113,23 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
 
 
 def findable(pairs: int, level: float, power: float) -> Array:
-    """Return the smallest gains `[pairs]` that 1, 2, ... pairs find with probability `power`.
+    """Return the smallest gains that 1, 2, ..., `pairs` pairs find with probability `power`.
 
-    Gains are in standard deviations of a difference, and NaN where no gain is found.
+    Gains are in standard deviations of a difference, and NaN where no gain is found. `pairs` is the
+    ledger's --pairs. As in a ledger, an idea ends once it is futile.
     """
     noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
-    sizes = np.geomspace(0.25, 64, 49)
+    sizes = np.geomspace(0.25, 64, 97)
     rates = []
     for size in sizes:
-        most = np.maximum.accumulate(evidence(noise - size), axis=1)
-        rates.append((most >= 1 / level).mean(0))
+        differences = noise - size
+        clear = evidence(differences) >= 1 / level
+        ended = np.zeros(_NUM_DRAWN, bool)
+        for num in range(2, pairs):
+            clear[:, num - 1] &= ~ended
+            ended |= is_futile(differences[:, :num], pairs, level)
+        clear[:, -1] &= ~ended
+        rates.append(np.logical_or.accumulate(clear, axis=1).mean(0))
     enough = np.array(rates) >= power
     smallest = sizes[enough.argmax(0)]
     return np.where(enough.any(0), smallest, math.nan)
