@@ -25,7 +25,7 @@ from gpt2.config.options import (
     read_items,
 )
 from gpt2.config.shapes import ShapeSchedule, StepShape, read_steps
-from gpt2.errors import UserError
+from gpt2.errors import UserError, first_line
 
 # Options of `train.` that change the shape of a step, and the fields of `StepShape` they change.
 _SHAPE_SCHEDULES = {
@@ -346,12 +346,8 @@ def read_options(name: str) -> Options:
         return complete(get_config(argument) if argument else get_config())
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    except (
-        Exception
-    ) as error:  # a config file is arbitrary code, which may raise anything
-        raise UserError(
-            f"{name} cannot be read ({type(error).__name__}: {error})"
-        ) from error
+    except Exception as error:  # a config file is arbitrary code
+        raise UserError(f"{name} cannot be read ({first_line(error)})") from error
 
 
 def load_config(workdir: Path) -> Config:
