@@ -1,4 +1,4 @@
-"""The table of tasks, and the options of the text that the task `validation` scores.
+"""The table of tasks, and the data options of the corpus that the task `validation` scores.
 
 docs/evaluation.md lists the files of the tasks.
 """

@@ -35,7 +35,8 @@ class Context(struct.PyTreeNode):
         shared: arrays that the seam `layers` stores for all layers; the keys name ingredients.
         carried: arrays that are passed from layer to layer; the keys name ingredients. The seam
             `layers` stores the first arrays, and every layer may replace them with arrays of the
-            same shapes and dtypes.
+            same shapes and dtypes. All copies of the context in a block share the dictionaries
+            `shared` and `carried`, so write into the dictionaries.
         deterministic: whether dropout is off.
     """
 

@@ -95,7 +95,8 @@ class _Head(NamedTuple):
 
     def cast(self, table: Array) -> Array:
         """Return the table in the dtype of the products' operands."""
-        # Without the barrier, XLA:TPU would repeat the cast in each product (v5e 5 %).
+        # Without the barrier, XLA:TPU would repeat the cast in each product, and a 124M step on a
+        # v5e would take an estimated 5 % longer.
         return jax.lax.optimization_barrier(table.astype(self.dtype))
 
     @property

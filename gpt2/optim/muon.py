@@ -36,7 +36,7 @@ UPDATE_RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    """The state of `scale_by_muon`. Trees have the paths of the parameters."""
+    """The state of `scale_by_muon`. Each tree has the same paths as the parameters."""
 
     count: Array  # type: ignore[assignment]  # int32, number of updates so far
     momentum: Tree  # running means of gradients, with the parameters' shapes and dtypes

@@ -104,11 +104,11 @@ class Program:
             width_ratio=gpt.config.width_ratio,
             matrices=backend.matrices,
         )
-        own_loss = gpt.ops.isolate(loss(gpt, config.loss))
+        train_loss = gpt.ops.isolate(loss(gpt, config.loss))
         platform = platform_of(devices[0])
         is_one_gpu = backend.mesh.size == 1 and platform == "gpu"
         update = make_update(
-            own_loss,
+            train_loss,
             chain,
             rates,
             seed=config.seed,
@@ -117,11 +117,11 @@ class Program:
             choose=jax.lax.cond if platform == "cpu" else select_both,
         )
         # Validation computes cross-entropy, and reports the other sums of a user's loss next to it.
-        others = None if loss is next_token_loss else own_loss
+        others = None if loss is next_token_loss else train_loss
         return cls(
             config=config,
             model=gpt,
-            loss=own_loss,
+            loss=train_loss,
             optimizer=chain,
             backend=backend,
             train_step=make_train_step(update),
@@ -214,10 +214,11 @@ class Program:
         sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
+        devices = f"{self.backend.mesh.size} x {self._device.device_kind}"
         rows = {
             "model": f"{format_count(self.num_params)} parameters, attention {self.attention}",
             "data": batches.describe(num_steps),
-            "devices": f"{jax.device_count()} x {self._device.device_kind}, {self.backend.layout}",
+            "devices": f"{devices}, {self.backend.layout}",
             "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
             f"compiled in {seconds:.0f} s",
         }

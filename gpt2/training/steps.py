@@ -5,9 +5,10 @@ backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
 `function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up the
 results once, across all devices. Both results are trees of arrays.
 
-The loss returns the sums `{name: (sum, count)}`. At the end, each sum is divided
-once by its count, and becomes the metric `train/NAME` or `eval/NAME`. The gradient of the
-objective is divided once by the count of `sums["loss"]`.
+gpt2/training/losses/next_token.py explains how a batch becomes a loss. The loss returns the sums
+`{name: (sum, count)}`. At the end, each sum is divided once by its count, and becomes the metric
+`train/NAME` or `eval/NAME`. The gradient of the objective is divided once by the count of
+`sums["loss"]`.
 """
 
 from collections.abc import Callable

@@ -63,7 +63,8 @@ class Documents:
             )
         self.many = len(first) > 1
         self._first = first[0].document
-        self._validation = set[float]()  # positions of its documents
+        # `Measured.position` of each document in the validation split.
+        self._validation = set[float]()
         if self.many and weighs:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
 

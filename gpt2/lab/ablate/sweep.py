@@ -33,7 +33,8 @@ class Sweep:
     analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
     tune_seeds: int = 1  # the number of tuning runs of each combination of values
-    # The number of seeds of each arm that has more than the first number in `analyses`.
+    # Arm -> its number of seeds, for arms that continued after the first analysis. The other arms
+    # have `analyses[0]` seeds.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
     # The earlier number of seeds, if a command increased it after runs had ended; otherwise 0.
     raised_from: int = 0

@@ -47,7 +47,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-_WHOLE = ("difference", "interval")  # columns whose cells are not split
+_WHOLE = ("difference", "interval")  # columns whose cells are not wrapped
 
 
 def print_table(table: pd.DataFrame) -> None:

@@ -49,8 +49,8 @@ def changed_files(old: str, new: str) -> dict[str, bool]:
 def contains(commit: str, other: str) -> bool:
     """Return whether `commit` has all changes of `other`, so that a merge changes nothing.
 
-    The history is not sufficient to find this out, because it does not contain snapshots, and a
-    later commit may undo a change.
+    The history is not sufficient to find this out, because it does not contain the commits of
+    `snapshot`, and a later commit may undo a change.
     """
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")

@@ -137,9 +137,10 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
 def _causes(
     trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Return the seconds from `start` to `end`, in which devices are idle, by cause.
+    """Split the idle time from `start` to `end` by cause, in seconds.
 
-    `number` is the index of the step's next run. The devices have been idle since `idle_since`.
+    `number` is the index of the next execution of the train step. The devices have been idle since
+    `idle_since`.
     """
     next_steps = trace.steps[number:]
     if next_steps and next_steps[0].start <= idle_since:

@@ -23,7 +23,10 @@ def shift(x: Array, first: Array, context: Context, *, missing: int) -> Array:
 
 
 def first_previous(context: Context) -> Array:
-    """Return the int32 tokens `[B, 1]` before the first inputs, or any tokens if there are none."""
+    """Return the token before each row's first input, int32 `[B, 1]`.
+
+    If there is no such token, return arbitrary tokens, which `shift` replaces with `missing`.
+    """
     if context.last_token is None:
         return context.tokens[:, :1]
     return context.last_token[:, None]
