@@ -727,9 +727,9 @@ class Memory:
     remat: Remat = option(
         "none",
         "parts of a layer that are recomputed in the backward pass instead of being stored; none: "
-        "nothing; full: everything but the layer's input; attention: everything but the matrix "
-        "products of attention; mlp: everything but the matrix products of the MLP; dots: "
-        "everything but all matrix products",
+        "nothing; full: everything but the layer's input; attention: everything but the linear "
+        "maps of attention; mlp: everything but the linear maps of the MLP; dots: everything but "
+        "all linear maps",
     )
     scan_layers: bool = option(
         False, "run the layers as a loop, whose body is compiled once"

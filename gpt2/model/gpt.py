@@ -229,6 +229,7 @@ class GPT(nn.Module):
         if self.config.logit_softcap:
             logits = SoftCap(self.config.logit_softcap)(logits)
         if self._changes_logits:
+            logits = logits[..., : self.config.vocab_size]  # without padding
             logits = self.logits_seam(logits, context)
         return logits
 
@@ -282,7 +283,7 @@ class LogitsSeam(nn.Module):
 
     @nn.compact
     def __call__(self, logits: Array, context: Context) -> Array:
-        """Change the float32 logits `[B, T, V or more]`."""
+        """Change the float32 logits `[B, T, V]`."""
         for ingredient in ingredients_of(self.config):
             logits = ingredient.logits(self, logits, context)
         return logits

@@ -133,7 +133,7 @@ class Ingredient:
         return y
 
     def logits(self, seam: nn.Module, logits: Array, context: Context) -> Array:
-        """Change the float32 logits `[B, T, V or more]`, whose last columns may be padding.
+        """Change the float32 logits `[B, T, V]`.
 
         `context.tokens` and `context.has_target` have the same positions as the logits. If an
         ingredient changes the logits, training computes all positions together, not in chunks.

@@ -55,7 +55,7 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     optim = arm.config.optim
     before = arm.config.train.num_steps
     changes_shape = len(arm.config.shapes.pieces) > 1
-    named = changes_shape or optim.schedule.startswith("piecewise")
+    named = changes_shape or ":" in optim.schedule
     if named and num_steps != before:
         raise UserError(
             f"A schedule of {arm.name} is for a run of {before} steps,"
