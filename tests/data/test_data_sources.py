@@ -17,6 +17,7 @@ import pytest
 from tensorboardX.record_writer import masked_crc32c
 
 from configs import fineweb_124m
+from gpt2.data.preparing import documents
 from gpt2.data.readers import open_corpus
 from gpt2.data.readers.downloads import read_tfrecords
 from gpt2.data.tokenizer import build
@@ -109,15 +110,18 @@ def user_module(tmp_path, monkeypatch):
     sys.modules.pop("own_documents", None)
 
 
-def test_documents_of_a_users_function(make, user_module):
+def test_documents_of_a_users_function(make, user_module, capsys):
     texts = [f"{number} roses" * 9 for number in range(50)]
     user_module("return (f'{i} roses' * 9 for i in range(50))")
     dataset = make("python:own_documents:poems")
     assert sorted(documents_of(dataset)) == sorted(texts)
     user_module("return [f'{i} half \\ud800' for i in range(99)]")
+    documents._warn_of_halves.cache_clear()
     changed = make("python:own_documents:poems")
     assert changed.directory != dataset.directory
     assert changed.splits["train"].num_documents > 50
+    assert "0 half ?" in documents_of(changed)
+    assert capsys.readouterr().err.count("half a surrogate pair") == 1
 
 
 @pytest.mark.parametrize("returned", ["'one text'", "[1, 2]"])
@@ -352,6 +356,14 @@ def test_the_validation_shards_are_those_with_the_word_in_their_name(
     tokens = make(f"tokens:{tmp_path}/*.bin", "gpt2", val_fraction=0.2)
     validation = [1, 2, 3] if is_validation else [2, 3]
     np.testing.assert_array_equal(tokens_of(tokens, "validation"), validation)
+
+
+def test_the_shard_of_a_test_split_is_refused(tmp_path, make):
+    for name in ("train.bin", "latest.bin", "fineweb_test_0.bin"):
+        np.arange(9, dtype=np.uint16).tofile(tmp_path / name)
+    make(f"tokens:{tmp_path}/latest.bin", "gpt2", val_fraction=0.2)
+    with pytest.raises(UserError, match="the test split fineweb_test_0"):
+        make(f"tokens:{tmp_path}/*.bin", "gpt2", val_fraction=0.2)
 
 
 def test_few_tokens_of_32_bits_are_read(tmp_path, make):

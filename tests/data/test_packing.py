@@ -61,6 +61,18 @@ def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
             chex.assert_trees_all_equal(joined, whole[step])
 
 
+def test_concat_says_how_much_of_a_small_text_an_epoch_leaves_out(corpus):
+    size = SIZES.sum()
+    for length, is_much in ((size // 4, True), (size // 1000, False)):
+        windows = dict(batch_size=1, context_length=int(length), packing="concat")
+        rows = open_batches(single(corpus), **windows).rows[""]
+        left_out = 1 - rows.num_rows * length / size
+        assert (left_out > 0.01) == is_much
+        assert rows.note == (
+            f"{left_out:.1%} left out of each epoch" if is_much else ""
+        )
+
+
 def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
     loader = open_batches(single(corpus), batch_size=B, context_length=T, packing="bos")
     source = loader.rows[""]

@@ -25,7 +25,7 @@ class Rows:
     num_rows: int  # rows in an epoch
     # Returns the tokens of a row, at most the context length + 1.
     read: Callable[[int], np.ndarray]
-    note: str = ""  # a message about tokens that are cropped or padded
+    note: str = ""  # a message about tokens that are cropped, padded or left out
 
 
 def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
@@ -37,6 +37,10 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     # One window is left out, so that there is room for the offset.
     num_rows = max(len(stream) // length - 1, 0)
     order = shuffled(num_rows, seed)
+    unread = 1 - num_rows * length / max(len(stream), 1)
+    note = ""
+    if unread > 0.01:
+        note = f"{unread:.1%} left out of each epoch"
 
     @functools.lru_cache(8)
     def offset(epoch: int) -> int:
@@ -47,7 +51,7 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
         start = offset(row // num_rows) + length * order(row)
         return stream.read(start, length + 1)
 
-    return Rows(num_rows, read)
+    return Rows(num_rows, read, note)
 
 
 def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:

@@ -1,5 +1,6 @@
 """Divide documents into parts of the training and validation splits, one part at a time."""
 
+import functools
 import hashlib
 import io
 import itertools
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from gpt2.config import DataConfig
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote, local_path
 
@@ -177,5 +178,15 @@ def _open_text(document: Document) -> TextIO:
     if isinstance(document, str):
         # JSON and Python strings may contain half a surrogate pair, which UTF-8 cannot encode.
         text = document.encode("utf-8", "replace").decode("utf-8")
+        if text != document:
+            _warn_of_halves()
         return io.StringIO(text, newline="")
     return open(local_path(document), encoding="utf-8-sig", newline="")
+
+
+@functools.cache  # one warning for all documents
+def _warn_of_halves() -> None:
+    warn(
+        "some documents contain half a surrogate pair, which UTF-8 cannot encode;"
+        " each half is replaced with ?"
+    )

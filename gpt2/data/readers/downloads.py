@@ -73,7 +73,7 @@ def _open_tfds(argument: str) -> TextCorpus:
                 builder.download_and_prepare()
             num_read = 0
             for record in _read_tfds_records(builder):
-                yield record[feature].decode("utf-8", "replace")
+                yield record[feature].decode("utf-8")
                 num_read += 1
             num_records = builder.info.splits["train"].num_examples
             if num_read != num_records:

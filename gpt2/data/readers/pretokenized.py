@@ -27,6 +27,7 @@ HEADER = 256  # length of llm.c's header in int32 numbers (dev/data/data_common.
 # The dtype of tokens by magic number and version, for GPT-2's tokens and for Llama 3's tokens.
 FORMATS = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 VALIDATION = re.compile(r"(?<![a-z])val(idation)?(?![a-z])", re.IGNORECASE)
+TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
 Shards = list[Shard]
 
 
@@ -102,6 +103,11 @@ class TokenCorpus(Corpus):
         for path in self.paths:
             shard, dtype = _open_shard(path)
             dtypes.add(dtype)
+            if TEST.search(path.name):
+                raise UserError(
+                    f"data.corpus={data.corpus} matches the test split {path.name}",
+                    "Give a pattern that matches only files of training and validation",
+                )
             is_validation = VALIDATION.search(path.name)
             shards["validation" if is_validation else "train"].append(shard)
         if len(dtypes) > 1:
