@@ -56,4 +56,4 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         axes.set_ylim(bottom=low - 0.5 * (high - low))  # leaves space for names
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("idea")
-        axes.set_ylabel("difference from the start (nats per token)")
+        axes.set_ylabel("difference from the start (nats per token)\nbars: intervals")
