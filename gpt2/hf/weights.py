@@ -75,7 +75,11 @@ def define_source() -> None:
     flags.DEFINE_string(
         "checkpoint", "best", "Checkpoint of the run: best, latest or a step."
     )
-    flags.mark_flags_as_mutual_exclusive(["workdir", "hf"], required=True)
+    flags.register_multi_flags_validator(
+        ["workdir", "hf"],
+        lambda given: bool(given["workdir"]) != bool(given["hf"]),
+        "Give either --workdir or --hf",
+    )
 
 
 def load_model(
