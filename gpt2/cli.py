@@ -88,8 +88,8 @@ def parse_flags(argv: list[str]) -> list[str]:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
         is_given = any(re.match("--?config(=|$)", text) for text in arguments)
         if "config" in flags.FLAGS and not is_given:
-            # The path of this installation's file: the current directory may have a file of the
-            # same name.
+            # Take the default config from this installation, because the current directory may have
+            # a configs/quickstart.py of its own.
             path = Path(__file__).parents[1] / "configs/quickstart.py"
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:

@@ -80,7 +80,7 @@ class ModelConfig(default.Model):
             raise UserError(
                 "model.parallel_block=True adds to the residual stream only once, which is not "
                 "possible with model.norm_position=post or model.hyper_connections",
-                "Leave out one of the two",
+                "Set model.parallel_block=False",
             )
 
     @cached_property
@@ -110,7 +110,10 @@ class ModelConfig(default.Model):
 
     @cached_property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate (a third linear map): if the activation name ends in `glu`."""
+        """Whether the MLP has a gate, which is a third linear map.
+
+        The names of gated activations end in `glu`.
+        """
         return self.activation.endswith("glu")
 
     @cached_property
