@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # Thousands of tokens of Python in a package: names, numbers, strings and signs, without comments,
 # docstrings and layout. A line costs nothing, so squeezing lines gains nothing.
 ROOMS = {
-    "model": 12.1,
+    "model": 12.3,
     "ops": 11.0,
     "optim": 6.3,
     "parallel": 8.6,

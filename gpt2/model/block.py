@@ -39,7 +39,9 @@ class Block(nn.Module):
         def dropout(y: Array) -> Array:
             """Apply dropout, and CompleteP's factor, to what a branch adds to the stream."""
             y = drop(y)
-            if cfg.mup_base_depth:  # CompleteP, arXiv 2505.01618: the sum has 2 L terms
+            if (
+                cfg.mup_base_depth
+            ):  # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms
                 y = y / cfg.depth_ratio
             return y
 

@@ -85,7 +85,7 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
         if is_too_large or is_on_cpu or distributed.is_lost_peer(error):
             raise
         raise UserError(
-            f"A program failed in its first run ({first_line(error)})",
+            f"A compiled function failed when it first ran ({first_line(error)})",
             "Repeat the command with --config.model.attention=plain, which uses no library kernel",
             exit_code=1,
         ) from error

@@ -255,7 +255,10 @@ class Program:
         return self.compile(self.backend.compile_train(self.train_step), state, batch)
 
     def compile(self, step: Tree, state: Tree, batch: Tree) -> CompiledStep:
-        """Compile a jitted or pmapped step of two arguments with the options of the model."""
+        """Compile a jitted or pmapped `step(state, batch)`.
+
+        XLA's compiler options are those that suit the model and the device.
+        """
         cfg = self.model.config
         options = compiler_options(
             cfg.remat,

@@ -90,7 +90,10 @@ def local_path(file: Path | Remote) -> Path:
 
 
 def fetch_file(path: str | Path) -> Path:
-    """Return the local path of a file. If it is at a URL, fetch the JSON files of its folder."""
+    """Return the local path of a JSON file.
+
+    If the file is at a URL, fetch it first, with the other JSON files of its folder.
+    """
     folder, name = os.path.split(path)
     return fetch(folder, r"[^/]+\.json$") / name
 

@@ -631,7 +631,9 @@ def test_code_may_change_only_python_text_that_trains(ideas, project, path, cont
     else:
         (project / path).write_text(content)
     git(project, "add -A", "commit -q -m cheat", "checkout -q -")
-    with pytest.raises(UserError, match=rf"The code changes {re.escape(path)}\."):
+    with pytest.raises(
+        UserError, match=rf"The idea's code changes the file {re.escape(path)}\."
+    ):
         ideas("code=cheat")
     assert ideas.trained == []
 

@@ -141,8 +141,8 @@ def fail_in_sampling():
 jax.default_backend = lambda: "gpu"
 """
 MESSAGE = (
-    "A program failed in its first run (INTERNAL: cuda_graph_end_capture(...) failed with "
-    "capturing stream has unjoined work)"
+    "A compiled function failed when it first ran (INTERNAL: cuda_graph_end_capture(...) failed "
+    "with capturing stream has unjoined work)"
 )
 
 

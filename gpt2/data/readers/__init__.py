@@ -15,7 +15,7 @@ from gpt2.data.readers import (
 )
 from gpt2.errors import UserError
 
-# The usage of each prefix, and the function that opens what follows the prefix.
+# How each prefix is written, and the function that opens what follows the prefix.
 READERS: dict[str, Callable[[str], Corpus]] = {
     **packaged_texts.READERS,
     **text_files.READERS,

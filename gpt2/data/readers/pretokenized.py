@@ -85,7 +85,8 @@ class TokenCorpus(Corpus):
                         "Set --config.data.tokenizer to the tokenizer that made the tokens",
                     )
                 text = tokens[tokens != tokenizer.eot]
-                # The sum of the tokens' bytes is not exact if tokens depend on their neighbours.
+                # The bytes of a token may depend on its neighbours, so only decoding gives the
+                # exact number, which bits per byte of the validation split need.
                 if name == "validation":
                     split.num_bytes += len(tokenizer.decode_bytes(text))
                 else:

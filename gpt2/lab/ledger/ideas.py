@@ -92,9 +92,9 @@ def _changed_code(old: str, new: str) -> list[str]:
     for path, is_text in changed.items():
         if not is_text or not _PATCHABLE.fullmatch(path):
             raise UserError(
-                f"The code changes {path}",
-                "Change only text files that end in .py, in gpt2/ (but not in gpt2/lab/), in "
-                "configs/, or train.py",
+                f"The idea's code changes the file {path}",
+                "An idea may change only train.py, and .py text files in configs/ and in gpt2/, "
+                "except gpt2/lab/",
             )
     return list(changed)
 
@@ -108,7 +108,7 @@ def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> N
     for path in changed:
         if path.startswith("configs/") and path in cli.config_file():
             raise UserError(
-                f"The code changes {path}, but runs take their options from the ledger",
+                f"The idea's code changes {path}, but runs take their options from the ledger",
                 remedy,
             )
     before = defaults_of(best.source(root))
@@ -116,7 +116,7 @@ def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> N
     for name, value in defaults_of(arm.source(root)).items():
         if value not in (before.get(name, value), options.get(name)):
             raise UserError(
-                f"The code changes the default of {name}, but runs take their options from the "
-                "ledger",
+                f"The idea's code changes the default of {name}, but runs take their options from "
+                "the ledger",
                 remedy,
             )

@@ -57,10 +57,10 @@ def score(run: Run) -> float:
 
 
 def split_documents(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield tokens and targets `[B, T]`, in which each row is one document.
+    """Yield tokens and targets `[B, T]`, with one document per row.
 
-    A row of a batch with segments contains several documents, and tokens of one document do not
-    attend to other documents.
+    In the given batch, a row with segments packs several documents, which do not attend to each
+    other. A batch without segments is yielded unchanged.
     """
     tokens = batch["tokens"]
     targets = batch["targets"]
