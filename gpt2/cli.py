@@ -46,7 +46,7 @@ def run(
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
     program = sys.modules["__main__"]
-    program.__doc__ = _wrap(program.__doc__ or "")  # --help begins with it
+    program.__doc__ = _wrap(program.__doc__ or "")  # the beginning of --help
     known = set(flags.FLAGS)
     define_flags()
     for name in set(flags.FLAGS) - known:  # --help lists the key flags of a module
@@ -134,7 +134,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
             f"There is no flag --{error.flagname}",
             "A run continues by itself: give the same --workdir again",
         )
-    message = str(error)  # suggests the nearest flag, if there is one
+    message = str(error)  # absl may suggest the nearest flag in it
     if "config" in flags.FLAGS and "Did you mean" not in message:
         return no_option(error.flagname, "--config.")
     return UserError(message)
@@ -151,9 +151,7 @@ def define_config() -> None:
             "`python train.py --help` lists all options.",
             flag_values=flags.FLAGS,
         )
-    except (
-        flags.CantOpenFlagFileError
-    ) as error:  # from --flagfile=FILE, which absl reads here
+    except flags.CantOpenFlagFileError as error:
         raise UserError(str(error).removeprefix("ERROR:: ")) from None
     flag = flags.FLAGS["config"]
     flag.parser = _ConfigFileParser()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
-_on_exit = ""  # the shell command of `logging.on_exit`; empty: none
+_on_exit = ""  # the shell command of `logging.on_exit`, or empty
 
 
 class UserError(Exception):

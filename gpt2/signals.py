@@ -146,7 +146,7 @@ class StopSignal:
         self.requested = signal.Signals(number)
         self.deadline = time.monotonic() + _GRACE
         if self.has_peers:
-            os.kill(os.getpid(), signal.SIGTERM)  # notifies JAX's runtime
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's runtime notifies all processes
 
 
 def _watch(reader: int) -> None:
@@ -164,7 +164,7 @@ def _watch(reader: int) -> None:
             _exit_by_interrupt(signum, None)
         if not first:
             first = time.monotonic()
-            if _next_command:  # this is a run, whose step may take long
+            if _next_command:  # a run, which first finishes its step
                 log(
                     f"{signum.name}: finishing the step, then saving; a second signal exits "
                     "immediately"

@@ -133,7 +133,7 @@ class ModelConfig(default.Model):
 class GPTConfig(ModelConfig):
     """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
 
-    vocab_size: default.Positive = 50257  # GPT-2's; a run sets its tokenizer's size
+    vocab_size: default.Positive = 50257  # GPT-2's size; a run sets another
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"
     remat: default.Remat = "none"

@@ -14,7 +14,7 @@ from configs import default
 from gpt2.errors import UserError, require_choice, warn
 
 Value = bool | int | float | str
-Options = dict[str, Any]  # by dotted name, or nested by group
+Options = dict[str, Any]  # keys are dotted names, or groups that hold such dictionaries
 
 Item = TypeVar("Item")
 

@@ -43,7 +43,7 @@ class OptimConfig(default.Optim):
     """The `optim.` options, checked together."""
 
     def __post_init__(self) -> None:
-        _ = self.rates, self.pieces  # raise an error if they cannot be read
+        _ = self.rates, self.pieces  # reading them raises errors
         is_free = self.name == "schedule_free"
         if is_free and self.schedule != "constant":
             raise UserError(
@@ -217,7 +217,7 @@ class Config(default.Options):
                 )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for shape in pieces.values():
-                self.at(shape)  # raises an error if the options are not allowed
+                self.at(shape)  # checks the options of this shape
 
     @cached_property
     def shapes(self) -> ShapeSchedule:
@@ -279,7 +279,8 @@ class Config(default.Options):
         tokenizer = f"data.tokenizer={self.data.tokenizer}"
         if not size:
             raise UserError(
-                f"The size of {tokenizer} is not known", "Set --config.model.vocab_size"
+                f"The number of tokens of {tokenizer} is not known",
+                "Set --config.model.vocab_size",
             )
         if size < tokens:
             raise UserError(
