@@ -37,7 +37,7 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         pictures.append("multipliers.png")
     table = _course_table(sweeps, courses)
     text = render(
-        "ladder/report.md.j2",
+        "ladder/ladder.md.j2",
         title=title,
         sweeps=sweeps,
         seeds=sorted({sweep.num_seeds(arm) for sweep in sweeps for arm in sweep.arms}),
