@@ -352,7 +352,7 @@ a shorter prompt sees the cache of the longest: ops/plain.py, sampling
 MFU counts every step as the first: telemetry/throughput.py, telemetry -k flops_of
     - flops=partial(config.shapes.sum, cost),
     + flops=lambda steps: steps * cost(config.shapes.at(1)),
-validation has the training's rounded logits: losses/next_token.py, against_numpy -k validation
+validation has the training's rounded logits: losses/next_token.py, steps -k validation
     - dataclasses.replace(model.config, logits_dtype="float32")
     + dataclasses.replace(model.config)
 bits per byte are printed after a partial validation: data/loading/token_batches.py, train

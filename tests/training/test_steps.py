@@ -30,6 +30,7 @@ from gpt2.utils.prng import dropout_key, init_key, sample_key
 from gpt2.utils.scan import report
 from tests.helpers import batch_of, configured, first_params, thorough
 from tests.model.models import at_each_mlp
+from tests.training.programs import draw_batch, make_program
 
 CONFIG = GPTConfig(
     vocab_size=100, context_length=8, num_layers=1, num_heads=2, embed_dim=16
@@ -409,6 +410,20 @@ def test_validation_keeps_the_names_of_ones_own_loss_and_plain_cross_entropy():
     assert sums["marked"][1] == batch["marks"].sum()
     with pytest.raises(UserError, match=r"\['marks', 'weights'\]"):
         make_eval_step(evaluation_loss(model))(params, batch)
+
+
+def test_validation_has_float32_logits_whatever_training_stores():
+    losses = {}
+    validations = {}
+    for dtype in ("float32", "bfloat16"):
+        options = f"precision.compute=bfloat16 precision.logits={dtype}"
+        program = make_program(options=options)
+        params = program.init_state().params
+        batch = draw_batch(0)
+        losses[dtype] = program.loss(params, batch)[1]["loss"][0]
+        validations[dtype] = program.eval_step(params, batch)["loss"][0]
+    assert abs(losses["bfloat16"] - losses["float32"]) > 1e-4
+    assert validations["bfloat16"] == validations["float32"]
 
 
 @pytest.mark.parametrize("scan_layers", [True, thorough(False)])
