@@ -51,7 +51,7 @@ def run(
     define_flags()
     for name in set(flags.FLAGS) - known:  # --help lists the key flags of a module
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-    _, *arguments = parse_flags(sys.argv)
+    _, *arguments = parse_flags(sys.argv, lists_options=define_flags is define_run)
     if commands and not arguments:
         raise UserError(
             "The command is missing", f"Choose one of {', '.join(commands)}"
@@ -82,8 +82,11 @@ def _wrap(text: str) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-    """Parse flags. Return the program's name and the arguments that are not flags."""
+def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
+    """Parse flags. Return the program's name and the arguments that are not flags.
+
+    With `lists_options`, --help also lists the options of `--config`.
+    """
     try:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
         is_given = any(re.match("--?config(=|$)", text) for text in arguments)
@@ -103,7 +106,7 @@ def parse_flags(argv: list[str]) -> list[str]:
         argv.sort(key=lambda argument: argument == "--help")
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl exits with 1 after --help
-        if "--help" in argv and "debug" in flags.FLAGS:  # train.py
+        if "--help" in argv and lists_options:
             _list_options()
         sys.exit(0 if end.code == 1 else end.code)
     except flags.UnrecognizedFlagError as error:

@@ -128,9 +128,8 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         if error.filename:
             message += f" ({os.fsdecode(error.filename)})"
         error = UserError(message)
-    if str(error).startswith(
-        "Unable to initialize backend"
-    ):  # JAX_PLATFORMS has a wrong value
+    # JAX_PLATFORMS has a wrong value.
+    if str(error).startswith("Unable to initialize backend"):
         error = UserError(str(error))
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code

@@ -111,7 +111,7 @@ class OptimConfig(default.Optim):
         return num_steps - _floor(num_steps * self.tail_average)
 
     def decay_steps(self, num_steps: int) -> int:
-        """Return the number of steps in which `wsd` decays, at least 1, of a run of `num_steps`."""
+        """Return the number of steps, at least 1, over which `wsd` decays in `num_steps` steps."""
         return max(_floor(num_steps * self.decay_fraction), 1)
 
 

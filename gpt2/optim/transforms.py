@@ -92,9 +92,9 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Decay only entries whose update does not oppose the decay (Chen et al. 2025).
+    """Decay only entries whose update does not oppose the decay.
 
-    The paper is arXiv 2510.12402.
+    See Chen et al. 2025, arXiv 2510.12402.
     """
 
     def choose(update: Array, decayed: Array, param: Array) -> Array:

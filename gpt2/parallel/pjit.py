@@ -220,15 +220,14 @@ class PjitBackend:
         if self._tensor == 1:
             return sum_all(grads)
         specs = jax.tree.map(_Leaf.separated_spec, leaves, self._compute)
-        sum_separated = (
-            jax.shard_map(  # a device sums only its slice, as split over `tensor`
-                sum_all,
-                mesh=jax.sharding.get_abstract_mesh(),
-                in_specs=(specs,),
-                out_specs=specs,
-                axis_names={"tensor"},
-                check_vma=False,
-            )
+        # `tensor` splits the gradients, and each device sums only its own slice.
+        sum_separated = jax.shard_map(
+            sum_all,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(specs,),
+            out_specs=specs,
+            axis_names={"tensor"},
+            check_vma=False,
         )
         separated = jax.tree.map(_Leaf.separate_tensor, leaves, grads)
         return sum_separated(separated)

@@ -34,7 +34,7 @@ class Batches:
         self.describe = self._source.describe
 
     def reopen(self) -> "Batches":
-        """Return the same batches again. Those of a user's function cannot go back themselves."""
+        """Return new batches of the same data. Batches of a user's function cannot go back."""
         return Batches(*self._arguments)
 
     def train(

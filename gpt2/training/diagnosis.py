@@ -56,9 +56,7 @@ class Diagnosis:
             origin = f"the first such tensor was not found ({failure})"
         remedy = "Lower --config.optim.learning_rate"
         if origin == _FINITE:
-            remedy = (
-                "Suspect the hardware, or batches that differ when they are read again"
-            )
+            remedy = "Suspect the hardware, or batches that change when read again"
         return UserError(f"{error}: {origin}", remedy, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:

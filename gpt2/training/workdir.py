@@ -292,9 +292,8 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"
-    if not start and read_metrics(
-        logged
-    ):  # The checkpoints of an earlier run are gone.
+    # The metrics are those of an earlier run, whose checkpoints are gone.
+    if start == 0 and read_metrics(logged):
         _move_to_damaged(workdir, logged.name)
     MetricsFile(logged, start).close()  # removes the lines of steps after `start`
 

@@ -31,7 +31,7 @@ def define_flags() -> None:
         "vary",
         [],
         "OPTION=VALUE,..., recipe=FILE,... or code=BRANCH,...: the arms. Several --vary flags make "
-        "a grid.",
+        "a grid",
     )
     flags.DEFINE_bool(
         "one_at_a_time",
@@ -56,7 +56,7 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "tune",
         [],
-        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one.",
+        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one",
     )
     flags.DEFINE_integer(
         "tune_seeds",
@@ -162,6 +162,6 @@ def exit_code(runs: Sequence[Run]) -> int:
     number = states.count("failed") + states.count("waiting")
     if number:
         print(
-            f"{counted(number, 'run')} failed or not ended; to train, repeat the command"
+            f"{counted(number, 'run')} failed or have not ended; to train them, repeat the command"
         )
     return int(number > 0)

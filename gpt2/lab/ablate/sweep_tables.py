@@ -146,15 +146,16 @@ def tuning_notes(sweep: Sweep) -> list[str]:
             chosen = choice[name]
             if type(chosen) not in (int, float):
                 continue
-            words = {
-                min(values): ("smallest", "smaller"),
-                max(values): ("largest", "larger"),
-            }
-            if chosen in words:
-                which, further = words[chosen]
-                notes.append(
-                    f"The best {name} of {arm}, {chosen}, is the {which} listed. A {further}"
-                    f" value may be better: start a new sweep whose --tune lists {further}"
-                    " values too."
-                )
+            if chosen == min(values):
+                which = "smallest"
+                further = "smaller"
+            elif chosen == max(values):
+                which = "largest"
+                further = "larger"
+            else:
+                continue
+            notes.append(
+                f"The best {name} of {arm}, {chosen}, is the {which} listed. A {further} value may"
+                f" be better: start a new sweep whose --tune lists {further} values too."
+            )
     return notes
