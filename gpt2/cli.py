@@ -77,7 +77,7 @@ def _wrap(text: str) -> str:
     """Wrap the paragraphs of a text at 80 columns, except commands, which are indented."""
     paragraphs = text.split("\n\n")
     for index, paragraph in enumerate(paragraphs):
-        if not paragraph.startswith((" ", "python ")):
+        if not paragraph.startswith(" "):
             paragraphs[index] = textwrap.fill(paragraph, 80)
     return "\n\n".join(paragraphs) + "\n"
 

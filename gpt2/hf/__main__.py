@@ -1,7 +1,9 @@
 """Convert Hugging Face directories to runs, and runs to Hugging Face directories.
 
-python -m gpt2.hf import --from=DIR --workdir=DIR
-python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
+    python -m gpt2.hf import --from=DIR --workdir=DIR
+    python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
+
+eval.py and gpt2.generate read an imported run like any other run.
 """
 
 from gpt2.utils import launch

@@ -802,7 +802,7 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "baseline: 0.1 seconds a step" in text
     assert "seed" not in text
-    assert asked == "would train"
+    assert asked == "would train (times include start-up and compilation)"
     assert last.endswith(": optim.name=muon seed 1  1000 steps  0:02:00")
     tokens = 1000 * sweep.arms[0].config.tokens_per_step
     assert amounts.startswith(f"1 run, {format_count(tokens)} tokens and ")

@@ -126,7 +126,7 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
     """List the runs of sweeps, and their tokens, FLOPs and time, for which steps are measured."""
-    lines = ["would train"]
+    lines = ["would train (times include start-up and compilation)"]
     seconds = 0.0
     tokens = 0.0
     num_flops = 0.0
@@ -150,7 +150,7 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
     lines.append(
         f"{counted(len(lines) - 1, 'run')}, {format_count(tokens)} tokens and"
         f" {num_flops:.2g} FLOPs in all\n"
-        f"about {format_duration(seconds / len(slots))} in all, excluding validations and"
+        f"about {format_duration(seconds / len(slots))} in all, without validations and"
         " checkpoints"
     )
     return "\n".join(lines)

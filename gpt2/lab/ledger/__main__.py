@@ -376,8 +376,10 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         return
     rows = dict[str, str]()
     settings = "".join(f" --config.{name}={value}" for name, value in options.items())
-    title = f"{idea.text} is the best, commit {commit or 'none'}{settings}"
+    title = f"best version: {idea.text}, commit {commit or 'none'}{settings}"
+    level = "level"
     if FLAGS.idea:
+        level = f"level {idea.level:.2%}, and"
         title = f"{idea.answer}: {idea.why}"
     if FLAGS.idea and idea.pairs:
         interval = cells.interval(low, high, "+.4f")
@@ -386,14 +388,14 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
             "difference": f"{difference:+.4f} nats per token, idea - best; below 0 is better",
             "interval": f"{interval}, contains the true difference with 95 % probability"
             if interval
-            else f"none yet: it needs 3 pairs. Difference of each pair: {listed}",
+            else f"none, because it needs 3 pairs. Difference of each pair: {listed}",
             "pairs": f"{len(idea.pairs)}, in {format_duration(idea.seconds)}",
             "time": f"a run of {steps[0]} steps takes {format_duration(seconds)}, and {steps[1]}"
             f" steps of the best take {format_duration(best_seconds)}",
         }
     rows["ledger"] = (
-        f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept; level"
-        f" {idea.level:.2%}, and {facts['next_level']:.2%} for the next idea"
+        f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept;"
+        f" {level} {facts['next_level']:.2%} for the next idea"
     )
     rows["next"] = _NEXT[idea.answer]
     for line in (title, *(f"  {name:<11} {text}" for name, text in rows.items())):

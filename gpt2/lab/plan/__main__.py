@@ -59,9 +59,7 @@ def main() -> int:
     args = flags.FLAGS
     devices = _find_devices(config)
     kind = "simulated" if args.devices else devices[0].device_kind
-    log(
-        f"compiling for {len(devices)} devices ({kind}); compiling for TPUs takes minutes"
-    )
+    log(f"compiling for {len(devices)} devices ({kind})")
     if args.search:
         board = board_name(kind) or "H100"  # simulated devices stand for H100s
         return search(config, devices, board, cli.overrides())
