@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from gpt2.errors import log
+from gpt2.errors import log, warn
 from gpt2.telemetry.writers import Metrics, Writer
 from gpt2.utils.text import format_count, format_duration
 
@@ -42,7 +42,8 @@ class Progress(Writer):
         self._start = start
         self._began = time.perf_counter()
         self._work = work
-        self._names = set(names)
+        self._names = set(names) - {""}
+        self._missing = set(self._names)
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Print the metrics of a step, which have the names of metrics.jsonl."""
@@ -55,6 +56,7 @@ class Progress(Writer):
         is_tasks = is_validation and not shown
         for name, value in metrics.items():
             short = name.partition("/")[2] or name
+            self._missing -= {name, short}
             if is_tasks or self._names & {name, short}:
                 shown.append(f"{short} {value:.4g}")
         if not shown:
@@ -67,3 +69,8 @@ class Progress(Writer):
             shown.append(f"{format_duration(seconds / done * remaining)} left")
         number = f"{step:>{len(str(self._total))}}"
         log("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)
+
+    def close(self) -> None:
+        """Warn about names for which no metric was written."""
+        for name in sorted(self._missing):
+            warn(f"logging.screen={name}: the run has written no metric of this name")

@@ -371,7 +371,7 @@ def test_a_run_that_failed_is_not_repeated_after_a_kill(ideas):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (4.05, "worse or no different"),
+        (4.05, "even 16 pairs are unlikely to show a gain"),
         (3.9935, "8 pairs are too few to tell; --pairs=16 continues"),
     ],
 )
@@ -730,10 +730,15 @@ def train_tiny(folder, *options, script="train.py"):
     return Run("arm", load_config(folder / "run"), folder)
 
 
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """A run without other options, which no test may change."""
+    return train_tiny(tmp_path_factory.mktemp("tiny"))
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        "",
         thorough("model.position=rope model.qk_norm=True"),
         "data.document_mask=True memory.scan_layers=True optim.ema=0.5",
         thorough(
@@ -748,9 +753,12 @@ def test_the_referee_finds_the_loss_that_the_run_reports(tmp_path, options):
     assert score(run) == pytest.approx(reported, abs=1e-5)
 
 
-def test_what_a_run_writes_about_itself_does_not_move_its_score(tmp_path):
-    run = train_tiny(tmp_path)
-    before = score(run)
+def test_what_a_run_writes_about_itself_does_not_move_its_score(tiny_run, tmp_path):
+    before = score(tiny_run)
+    reported = metrics_of(tiny_run.workdir)[-1]["eval/loss"]
+    assert before == pytest.approx(reported, abs=1e-5)
+    run = replace(tiny_run, folder=tmp_path / "copy")
+    shutil.copytree(tiny_run.folder, run.folder)
     path = run.workdir / "metrics.jsonl"
     path.write_text(
         re.sub(r'"eval/loss": [0-9.]+', '"eval/loss": 1.0', path.read_text())
@@ -762,7 +770,7 @@ def test_what_a_run_writes_about_itself_does_not_move_its_score(tmp_path):
 ANSWER = "            answers.write(np.asarray(logits, np.float32).tobytes())\n"
 
 
-def test_a_model_that_peeks_at_later_tokens_gains_nothing(tmp_path):
+def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_run, tmp_path):
     """In training, its logits are nearly those of the next token, which it copies."""
     project = tmp_path / "project"
     copy_project(project)
@@ -775,11 +783,10 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tmp_path):
     )
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
-    honest = train_tiny(tmp_path / "honest")
     run = train_tiny(tmp_path / "peek", script=project / "train.py")
     run = replace(run, source=project)
     assert metrics_of(run.workdir)[-1]["eval/loss"] < 5
-    assert score(run) > score(honest) - 0.01
+    assert score(run) > score(tiny_run) - 0.01
 
 
 @pytest.mark.parametrize(
@@ -791,14 +798,14 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tmp_path):
         thorough("            import time; time.sleep(99)\n", "took too long"),
     ],
 )
-def test_answers_that_are_none_are_named(tmp_path, monkeypatch, new, message):
+def test_answers_that_are_none_are_named(tiny_run, tmp_path, monkeypatch, new, message):
     project = tmp_path / "project"
     copy_project(project)
     path = project / "gpt2/lab/ledger/answer.py"
     text = path.read_text()
     assert text.count(ANSWER) == 1
     path.write_text(text.replace(ANSWER, new))
-    run = replace(train_tiny(tmp_path / "runs"), source=project)
+    run = replace(tiny_run, source=project)
     monkeypatch.setattr(referee, "_SECONDS", 30.0)
     with pytest.raises(referee.NoAnswerError, match=message):
         score(run)

@@ -206,5 +206,9 @@ def test_a_process_of_several_ends_with_the_code_of_its_error(error, code, messa
     done = end(error, subprocess.PIPE)
     assert done.returncode == code
     assert done.stderr.startswith(message)
-    with open("/dev/full", "w") as full:  # it ends also if it can print nothing
-        assert end(error, full).returncode == code
+
+
+@pytest.mark.thorough
+def test_a_process_of_several_ends_although_it_cannot_print_its_error():
+    with open("/dev/full", "w") as full:
+        assert end("UserError('a', 'b', exit_code=5)", full).returncode == 5

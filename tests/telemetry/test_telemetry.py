@@ -342,6 +342,14 @@ def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys)
     assert validation == "step   4/500  val loss 2.0000  b 2"
 
 
+def test_a_name_without_a_metric_is_reported_at_the_end(capsys):
+    progress = Progress(500, 0, float, ["balance", "losss", ""])
+    progress.write(1, {"train/loss": 2.0, "train/balance": 1.0})
+    progress.close()
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "logging.screen=losss: the run has written no metric" in warning
+
+
 # Speed
 
 
