@@ -410,6 +410,7 @@ _ADAM = "optim.name=adamw|adam|ademamix|schedule_free|muon|normuon|soap"
 _BETAS = f"{_ADAM}|lion"
 _MATRIX = "optim.name=muon|normuon|soap"
 _MUON = "optim.name=muon|normuon"
+_DECOUPLED = "optim.name=adamw|lion|ademamix|schedule_free|muon|normuon|soap"
 
 
 @dataclass(frozen=True)
@@ -509,6 +510,12 @@ class Optim:
         0.1,
         "weight decay of kernels and embeddings, not of biases and norms",
         aliases="wd",
+    )
+    decay_timescale: float = option(
+        0.0,
+        "AdamW's timescale, 1 / (learning_rate * weight decay), as a fraction of the run's steps; "
+        "it replaces weight_decay (Wang and Aitchison 2024, arXiv 2405.13698); 0: off",
+        needs=_DECOUPLED,
     )
     scheduled_weight_decay: bool = option(
         False,
@@ -762,6 +769,12 @@ class Logging:
         "",
         "additional metrics to print, separated by commas; NAME means train/NAME and eval/NAME",
         may_differ=True,
+    )
+    noise_scale: bool = option(
+        False,
+        "log the gradient noise scale in tokens, estimated from the gradients of micro-batches and "
+        "devices (McCandlish et al. 2018, arXiv 1812.06162)",
+        may_change=True,
     )
     reference: str = option(
         "",

@@ -63,7 +63,8 @@ class OptimConfig(default.Optim):
                 "optim.name=schedule_free does not have. Choose none or decay"
             )
         # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
-        decays_apart = self.weight_decay and self.name not in ("adam", "sgd")
+        has_decay = self.weight_decay or self.decay_timescale
+        decays_apart = has_decay and self.name not in ("adam", "sgd")
         changes_decay = self.scheduled_weight_decay or self.cautious in (
             "decay",
             "both",
@@ -105,6 +106,11 @@ class OptimConfig(default.Optim):
     def end_rate(self) -> float:
         """The learning rate at the end of a schedule that decays."""
         return self.learning_rate * self.end_fraction
+
+    def decay(self, num_steps: int) -> float:
+        """Return the weight decay of a run of `num_steps`."""
+        product = self.learning_rate * self.decay_timescale * num_steps
+        return 1 / product if product else self.weight_decay
 
     def tail_start(self, num_steps: int) -> int:
         """Return the step after which `tail_average` begins in a run of `num_steps`."""

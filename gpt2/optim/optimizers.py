@@ -4,6 +4,7 @@ A direction is an optax transformation from gradients to updates that are neithe
 multiplied by the learning rate, such as `optax.scale_by_adam`.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -50,6 +51,7 @@ def make_optimizer(
             microsoft/mup, the product of the rate and `weight_decay` is the same in a wider model.
         matrices: the assignment of whole matrices to devices.
     """
+    optim = dataclasses.replace(optim, weight_decay=optim.decay(num_steps))
     direction = OPTIMIZERS[optim.name].direction(optim, num_steps, parameters, matrices)
     if optim.cautious in ("updates", "both"):
         direction = cautious(direction, parameters)

@@ -8,6 +8,8 @@ The interface of a backend:
     put_batch(host_batch) -> batch         device arrays that hold this process's rows
     batch_shape(size, length)              the shape of these arrays
     batch_sharding                         the sharding of these arrays
+    num_shards -> int                      the number of devices that split the batch
+    gather_by -> str                       when devices gather parameters: `step` or `layer`
     make_ops(cfg, terms) -> Ops            the operations that a model calls in a step
     matrices -> Matrices                   the assignment of an optimizer's matrices to devices
     layout -> str                          the mesh, and when parameters are gathered, for the log

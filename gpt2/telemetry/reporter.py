@@ -109,6 +109,9 @@ class Reporter(AbstractContextManager):
             for name in values.keys() - _SINGLE_STEP:
                 values[name] = statistics.fmean(metrics[name] for metrics in steps)
             self._unlogged.clear()
+            # The ratio of the means, because the estimates of one step vary too much.
+            if (signal := values.get("train/gradient_signal", 0.0)) > 0:
+                values["train/noise_scale"] = values["train/gradient_noise"] / signal
             values["tokens"] = self._clock.tokens(step)
             values |= self._clock.read() | _peak_memory()
             self.write(step, values)

@@ -16,6 +16,7 @@ from jax import Array
 
 from gpt2.config import Config
 from gpt2.config.shapes import StepShape
+from gpt2.errors import UserError
 from gpt2.model import GPT, num_params
 from gpt2.model.flops import model_flops_per_token
 from gpt2.model.ingredients import score_term_options
@@ -93,6 +94,8 @@ class Program:
             list(devices),
             gather_by=choose_gather(config, devices, num_params(shapes)),
         )
+        if config.logging.noise_scale:
+            _check_micro_batches(config, backend)
         gpt = gpt.clone(ops=backend.make_ops(gpt.config, terms))
         num_steps = config.train.num_steps
         rates = schedule(config.optim, num_steps)
@@ -113,6 +116,7 @@ class Program:
             rates,
             seed=config.seed,
             accumulate_steps=config.train.accumulate_steps,
+            measures_noise=config.logging.noise_scale,
             norm=joint_norm if is_one_gpu else optax.tree.norm,
             choose=jax.lax.cond if platform == "cpu" else select_both,
         )
@@ -205,6 +209,16 @@ class Program:
             return f"by {name} (with dropout, by the reference implementation)"
         return "by the reference implementation" if name == "plain" else f"by {name}"
 
+    def _describe_optimizer(self) -> str:
+        optim = self.config.optim
+        num_steps = self.config.train.num_steps
+        per_step = optim.learning_rate * optim.decay(num_steps)
+        if not per_step or optim.name in ("adam", "sgd"):
+            return optim.name
+        steps = 1 / per_step
+        runs = f"{steps / num_steps:.3g} times the run"
+        return f"{optim.name}, decay timescale {steps:,.0f} steps, {runs}"
+
     def describe(self, batches: Batches, steps: CompiledSteps, start: int) -> str:
         """Return the first lines that the run prints: facts about its options, data and devices."""
         num_steps = self.config.train.num_steps
@@ -218,6 +232,7 @@ class Program:
         rows = {
             "model": f"{format_count(self.num_params)} parameters, attention {self.attention}",
             "data": batches.describe(num_steps),
+            "optim": self._describe_optimizer(),
             "devices": f"{devices}, {self.backend.layout}",
             "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
             f"compiled in {seconds:.0f} s",
@@ -290,6 +305,22 @@ class Program:
 def draw_params(model: GPT, key: Array) -> Tree:
     """Return parameters drawn from a key."""
     return model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+def _check_micro_batches(config: Config, backend: Backend) -> None:
+    """Raise a UserError if a step does not compute whole gradients of several micro-batches."""
+    if backend.num_shards * config.train.accumulate_steps == 1:
+        raise UserError(
+            "logging.noise_scale=True compares the gradients of micro-batches, but a step has only "
+            "one",
+            "Set train.accumulate_steps to 2 or more, or use several devices",
+        )
+    if backend.gather_by == "layer":
+        raise UserError(
+            "logging.noise_scale=True needs the whole gradient of each micro-batch, but devices "
+            "gather parameters by layer",
+            "Set parallel.fsdp_gather=step",
+        )
 
 
 def choose_gather(

@@ -24,6 +24,7 @@ from jax import Array
 from gpt2.model.gpt import Params
 from gpt2.optim import num_updates
 from gpt2.training.losses import LossFn
+from gpt2.training.noise_scale import with_noise, with_squares
 from gpt2.training.state import TrainState
 from gpt2.utils.accumulate import accumulate
 from gpt2.utils.prng import dropout_key
@@ -70,6 +71,7 @@ def make_update(
     *,
     seed: int,
     accumulate_steps: int = 1,
+    measures_noise: bool = False,
     norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
 ) -> UpdateFn:
@@ -77,6 +79,7 @@ def make_update(
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
+    `measures_noise` adds the gradient's noise to the metrics, and needs several micro-batches.
     `norm(grads)` is the global norm. `choose(condition, f, g)` returns the result of `f` or `g`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
@@ -94,7 +97,9 @@ def make_update(
                 objective, sums = loss(params, micro_batch, key, state.step)
                 return objective * scale, sums
 
-            gradients = partial(jax.grad(scaled_loss, has_aux=True), params)
+            gradients: Callable = partial(jax.grad(scaled_loss, has_aux=True), params)
+            if measures_noise:
+                gradients = with_squares(gradients)
             grads, sums = accumulate(gradients, rows, accumulate_steps)
             return sums, grads
 
@@ -105,6 +110,8 @@ def make_update(
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")
             grad_norm = norm(grads)
+            if measures_noise:
+                metrics = with_noise(metrics, grad_norm, sums["loss"][1], scale)
             accepts, guarded, skip_metrics = _judge(
                 state, metrics["train/loss"], grad_norm
             )

@@ -66,6 +66,16 @@ def test_a_size_has_its_width_batch_and_tokens(depth, width, batch, steps):
     assert decay == pytest.approx(6e-3 * 0.1 * 500)
 
 
+def test_a_timescale_is_the_same_fraction_of_the_run_at_every_size():
+    config = with_options(QUICKSTART, {"optim.decay_timescale": 0.25})
+    (arm,) = make_arms(config, [], one_at_a_time=False)
+    for depth in (2, 8):
+        config = at_depth(arm, Fraction(depth, 4)).config
+        num_steps = config.train.num_steps
+        per_run = config.optim.learning_rate * config.optim.decay(num_steps) * num_steps
+        assert per_run == pytest.approx(4.0)
+
+
 def test_a_size_without_whole_heads_is_refused():
     config = with_options(QUICKSTART, {"model.num_heads": 2})
     (arm,) = make_arms(config, [], one_at_a_time=False)

@@ -339,6 +339,22 @@ def test_a_wider_model_decays_its_hidden_kernels_alike():
             np.testing.assert_allclose(decayed[name], kept * param, atol=1e-7)
 
 
+@pytest.mark.parametrize("options", ["", thorough("name=muon cautious=decay")])
+def test_a_timescale_sets_the_weight_decay(options):
+    plain = optim_of(options)
+    share = 0.25
+    product = plain.learning_rate * share * NUM_STEPS
+    same = optim_of(f"{options} weight_decay={1 / product}")
+    by_share = optim_of(f"{options} decay_timescale={share}")
+    expected, _ = train(same)
+    trained, _ = train(by_share)
+    without, _ = train(plain)
+    assert by_share.decay(NUM_STEPS) == same.weight_decay
+    chex.assert_trees_all_equal(trained, expected)
+    for name in unrolled(initial_params()):
+        assert (trained[name] != without[name]).any() == is_decayed(name)
+
+
 def test_the_declared_role_of_a_parameter_decides_and_not_its_name():
     optim = optim_of(f"name=muon weight_decay=0.5 clip_norm=0.0 {CONSTANT}")
     own = ParamInfo(("embed", "mlp"), inputs=(-2,), decays=True)

@@ -223,6 +223,16 @@ def test_a_line_has_the_mean_loss_since_the_last_line_and_all_that_a_step_gives(
     assert lines[3]["train/grad_norm"] == 5.0  # of its step
 
 
+def test_the_noise_scale_is_the_ratio_of_two_means():
+    steps = losses(1.0, 1.0, 1.0, 1.0)
+    for step, signal in zip(steps, (-1.0, 1.0, 6.0, 0.0), strict=True):
+        step["train/gradient_signal"] = signal
+        step["train/gradient_noise"] = 10.0
+    lines, _ = report(steps)
+    scales = {step: line.get("train/noise_scale") for step, line in lines.items()}
+    assert scales == {1: None, 3: 10.0 / 3.5, 4: None}
+
+
 def skipping(*values):
     """Return the metrics of steps that are skipped if their loss is NaN or above 100."""
     steps = losses(*values)

@@ -92,11 +92,12 @@ class Training(Side):
         self._model = GPT(config.model).to(self._kind)
         self._weights = list(self._model.parameters())
         optim = config.optim
+        decay = optim.decay(config.train.num_steps)
         matrices = [weight for weight in self._weights if weight.ndim > 1]
         others = [weight for weight in self._weights if weight.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": optim.weight_decay},
+                {"params": matrices, "weight_decay": decay},
                 {"params": others, "weight_decay": 0.0},
             ],
             optim.learning_rate,

@@ -95,7 +95,7 @@ def _size_table(
             "batch": str(config.data.batch_size),
             "steps": str(config.train.num_steps),
             "rate": f"{config.optim.learning_rate:.3g}",
-            "weight decay": f"{config.optim.weight_decay:.3g}",
+            "weight decay": f"{config.optim.decay(config.train.num_steps):.3g}",
             "FLOPs": format_count(runs.flops.mean()) if len(runs) else "",
             f"loss ({sweep.unit})": spread(runs.score),
         }
