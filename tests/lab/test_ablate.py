@@ -31,7 +31,7 @@ from gpt2.lab.ablate.sweep_tables import (
     tuning_notes,
 )
 from gpt2.lab.experiments import jobs
-from gpt2.lab.experiments.arms import Arm, make_arms, read_tuned
+from gpt2.lab.experiments.arms import Arm, draw_trials, make_arms, read_tuned
 from gpt2.lab.experiments.checkouts import check_out, snapshot
 from gpt2.lab.experiments.jobs import _Training, make_slots
 from gpt2.lab.experiments.results import read_curve
@@ -217,6 +217,35 @@ def test_what_changes_terms_or_is_varied_cannot_be_tuned(tune):
     assert tuned == [[{"optim.beta2": 0.9}, last]]
     with pytest.raises(UserError):
         read_tuned([tune], ["optim.name=lion"])
+
+
+def test_trials_are_points_of_a_halton_sequence_in_the_ranges():
+    tune = ["optim.learning_rate=1e-3..1e-1", "optim.beta2=0..0.9", "optim.ema=0..0.9"]
+    (trials,) = read_tuned([draw_trials(tune, 3)], [])
+    # The digits of 1, 2 and 3 in the bases 2, 3 and 5, reversed behind the point.
+    fractions = [(1 / 2, 1 / 3, 1 / 5), (1 / 4, 2 / 3, 2 / 5), (3 / 4, 1 / 9, 3 / 5)]
+    for trial, (rate, beta2, ema) in zip(trials, fractions, strict=True):
+        expected = {
+            "optim.learning_rate": float(f"{1e-3 * 100**rate:.3g}"),
+            "optim.beta2": float(f"{0.9 * beta2:.3g}"),
+            "optim.ema": float(f"{0.9 * ema:.3g}"),
+        }
+        assert trial == expected
+    (whole,) = read_tuned([draw_trials(["optim.warmup_steps=10..1000"], 1)], [])
+    assert whole == [{"optim.warmup_steps": 100}]
+
+
+@pytest.mark.parametrize(
+    ("tune", "message"),
+    [
+        ([], "tunes nothing"),
+        (["optim.learning_rate=1e-3,1e-2"], "not a range of numbers"),
+        (["optim.learning_rat=1e-3..1e-2"], "Did you mean optim.learning_rate"),
+    ],
+)
+def test_trials_without_ranges_are_refused(tune, message):
+    with pytest.raises(UserError, match=message):
+        draw_trials(tune, 4)
 
 
 # Equal terms

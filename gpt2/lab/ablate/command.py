@@ -12,7 +12,7 @@ from gpt2 import cli
 from gpt2.data import prepare_dataset
 from gpt2.errors import UserError
 from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep
-from gpt2.lab.experiments.arms import Arm, read_tuned
+from gpt2.lab.experiments.arms import Arm, draw_trials, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import Slot
 from gpt2.lab.experiments.run_folder import ENDED, Run
@@ -56,7 +56,15 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "tune",
         [],
-        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one",
+        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one. "
+        "With --trials, OPTION=LOW..HIGH",
+    )
+    flags.DEFINE_integer(
+        "trials",
+        0,
+        "Number of points in the ranges of --tune that each arm tries. The points are the same for "
+        "all arms. 0: all combinations of the values in --tune",
+        0,
     )
     flags.DEFINE_integer(
         "tune_seeds",
@@ -85,7 +93,10 @@ def make_sweep(
     report prints the command, which is `python -m` with `module` and the arguments.
     """
     analyses = _read_analyses(FLAGS.seeds)
-    tune = read_tuned(FLAGS.tune, FLAGS.vary)
+    tuned = FLAGS.tune
+    if FLAGS.trials:
+        tuned = [draw_trials(tuned, FLAGS.trials)]
+    tune = read_tuned(tuned, FLAGS.vary)
     score = choose_score(arms)
     complete = []
     for arm in arms:

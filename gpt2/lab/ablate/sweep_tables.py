@@ -1,6 +1,7 @@
 """The tables in a sweep's report. All cells are strings."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -140,11 +141,14 @@ def tuning_notes(sweep: Sweep) -> list[str]:
     """Return a sentence for each chosen value that is the smallest or largest of a list."""
     notes = []
     for arm, choice in sweep.chosen.items():
+        listed = defaultdict[str, set](set)
         for axis in sweep.tune:
-            name = next(iter(axis[0]))
-            values = {value[name] for value in axis}
-            chosen = choice[name]
-            if type(chosen) not in (int, float):
+            for settings in axis:
+                for name, value in settings.items():
+                    listed[name].add(value)
+        for name, values in listed.items():
+            chosen = choice.get(name)
+            if type(chosen) not in (int, float) or len(values) == 1:
                 continue
             if chosen == min(values):
                 which = "smallest"
@@ -156,6 +160,6 @@ def tuning_notes(sweep: Sweep) -> list[str]:
                 continue
             notes.append(
                 f"The best {name} of {arm}, {chosen}, is the {which} listed. A {further} value may"
-                f" be better: start a new sweep whose --tune lists {further} values too."
+                f" be better: start a new sweep with {further} values in --tune."
             )
     return notes

@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import scipy  # its submodules are imported when they are used
+
 from gpt2 import cli
 from gpt2.config import (
     Config,
@@ -18,7 +20,7 @@ from gpt2.config import (
     read_option,
     with_options,
 )
-from gpt2.config.options import OPTIONS
+from gpt2.config.options import OPTIONS, require_option
 from gpt2.errors import UserError
 from gpt2.lab.experiments.checkouts import WORKING_TREE, find_commit, source_folder
 from gpt2.lab.experiments.run_folder import (
@@ -164,6 +166,43 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
                 f"Two arms have the name {name}", "Rename one of the recipes"
             )
     return list(arms.values())
+
+
+def draw_trials(tune: Sequence[str], number: int) -> str:
+    """Return a `--tune` with quasi-random points in the ranges of all `OPTION=LOW..HIGH` in `tune`.
+
+    Values have three digits. If LOW is above 0, they are spread over a logarithmic scale.
+    """
+    ranges = []
+    for text in tune:
+        name, _, ends = text.partition("=")
+        require_option(name)
+        try:
+            low, high = map(float, ends.split(".."))
+        except ValueError:
+            raise UserError(
+                f"--tune={text} is not a range of numbers, which --trials needs",
+                "Use for example --tune=optim.learning_rate=1e-3..1e-2",
+            ) from None
+        ranges.append((name, low, high))
+    if not ranges:
+        raise UserError(
+            f"--trials={number} tunes nothing",
+            "Add for example --tune=optim.learning_rate=1e-3..1e-2",
+        )
+    trials = []
+    halton = scipy.stats.qmc.Halton(len(ranges), scramble=False)
+    for point in halton.random(number + 1)[1:]:  # the first point has all lower ends
+        settings = []
+        for fraction, (name, low, high) in zip(point, ranges, strict=True):
+            value = low + fraction * (high - low)
+            if low > 0:
+                value = low * (high / low) ** fraction
+            digits = ".0f" if OPTIONS[name].kind is int else ".3g"
+            settings.append(f"{name}={value:{digits}}")
+        trials.append("+".join(settings))
+    first = f"{ranges[0][0]}="
+    return first + ",".join(trial.removeprefix(first) for trial in trials)
 
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
