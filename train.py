@@ -192,11 +192,12 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 stops = stop.reached(step)
                 validates = options.is_due(step, options.eval_every)
                 saves = stops or options.is_due(step, options.checkpoint_every)
-                if validates or saves:
-                    scores = score(0 if validates else 1)
                 if validates:
+                    scores = score()
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
+                elif saves:
+                    score(num_batches=1)  # a state that has diverged is not saved
                 for hook in hooks:
                     if options.is_due(step, hook.every):
                         hook.run(step, state)

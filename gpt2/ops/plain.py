@@ -366,7 +366,7 @@ def compute_logits(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
 def look_up(table: Array, indices: Array, dtype: DTypeLike) -> Array:
     """Return the rows `[B, T, D]` of a table `[V, D]` at int32 indices `[B, T]`.
 
-    An index outside of the table yields NaN.
+    An index of V or more yields NaN. As in Python, -1 is the last row.
     """
     return jnp.take(table, indices, axis=0).astype(dtype)
 

@@ -31,7 +31,22 @@ class Batches:
         self._local_rows = functools.cache(backend.local_rows)
         self._shapes = config.shapes
         self._eval_rows = self._local_rows(config.micro_batch_size)
-        self.describe = self._source.describe
+        self._refuse_shared_rows(config.micro_batch_size)
+
+    def _refuse_shared_rows(self, micro_batch_size: int) -> None:
+        """Raise a UserError if processes have the same rows, but different batches of a user."""
+        rows = self._eval_rows
+        num_rows = (rows.stop - rows.start) * jax.process_count()
+        if num_rows > micro_batch_size and not self.dataset.parts:
+            raise UserError(
+                "Several processes hold the same rows of a batch, because parallel.tensor divides "
+                "the model between processes, but each process calls your batch function itself",
+                "Set parallel.tensor to at most the number of devices of a process",
+            )
+
+    def describe(self, num_steps: int) -> str:
+        """Return a description of the data that `num_steps` steps read."""
+        return self._source.describe(num_steps)
 
     def reopen(self) -> "Batches":
         """Return new batches of the same data. Batches of a user's function cannot go back."""

@@ -47,6 +47,11 @@ def hash_code(source: Path = SOURCE) -> str:
     return digest.hexdigest()[:12]
 
 
+def hash_file(path: Path) -> str:
+    """Return a hash of one Python file, which ignores comments and formatting."""
+    return hashlib.sha256(_bare(path.read_bytes()).encode()).hexdigest()[:12]
+
+
 @functools.cache  # a sweep hashes the code before each run
 def _bare(text: bytes) -> str:
     """Return a file's syntax tree as text, without comments and line numbers."""

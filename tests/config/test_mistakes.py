@@ -33,6 +33,7 @@ def pristine(tmp_path_factory):
         "def get_config():\n    return {'optim': {'lr': 1.0}}\n"
     )
     (folder / "fails.py").write_text("import no_such_module\n")
+    (folder / "ready.py").write_text("def batches(split):\n    return []\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
     (folder / "points.csv").write_text("steps,loss\n1,2\n")
     tree = json.loads((folder / "run" / "config.json").read_text())
@@ -96,6 +97,7 @@ MISTAKES = """
     gpt2.lab.ablate SHORT --vary=optim.nme=adam --workdir=sweep | optim.name
     gpt2.lab.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | only the baseline
     gpt2.lab.ledger SHORT --ledger=s3://bucket/ideas | --ledger
+    gpt2.lab.ledger SHORT --ledger=ideas --config.data.corpus=python:ready:batches | returns batches
 """
 
 

@@ -4,13 +4,16 @@ import shutil
 from types import SimpleNamespace
 
 import chex
+import jax
 import numpy as np
 import pytest
 
-from gpt2.config import Config
+from gpt2.config import Config, DataConfig
 from gpt2.data.loading.user_batches import BatchFunction, UserBatches, UserDataset
+from gpt2.data.readers import open_corpus
 from gpt2.errors import UserError
-from tests.helpers import TINY, params_of, succeed
+from gpt2.training import Batches
+from tests.helpers import TINY, configured, params_of, succeed
 
 ALL = slice(0, 4)
 HALF = slice(0, 2)
@@ -138,6 +141,13 @@ def test_other_arrays_pass_unchanged_and_are_in_every_batch():
         source.batch(3, ALL)
 
 
+def test_a_mask_is_in_every_batch_or_in_none():
+    source = user_batches([batch_of(mask=ROWS > 20), batch_of()])
+    source.batch(1, ALL)
+    with pytest.raises(UserError, match="a batch without mask"):
+        source.batch(2, ALL)
+
+
 @pytest.mark.parametrize("name", ["tokens", "targets"])
 def test_a_batch_that_lacks_an_array_is_refused_by_the_name_of_the_array(name):
     batch = batch_of()
@@ -174,7 +184,7 @@ def test_a_function_that_gives_no_batches_is_refused():
     ],
 )
 def test_options_that_finished_batches_would_ignore_are_refused(group, name, value):
-    dataset = UserDataset(None, BatchFunction("python:a:b", lambda split: []))
+    dataset = UserDataset(None, BatchFunction("python:a:b", lambda split: [], ""))
     config = Config.from_dict({group: {name: value}})
     with pytest.raises(UserError, match=rf"finished batches, which {group}\.{name}"):
         dataset.open(config)
@@ -187,6 +197,38 @@ def test_batches_without_a_state_begin_anew_with_a_warning(capsys):
     assert (
         "step 7 starts again at the function's first batch" in capsys.readouterr().err
     )
+
+
+def test_a_state_that_is_no_longer_loaded_is_reported(capsys):
+    source = user_batches(lambda split: Stateful())
+    source.batch(1, ALL)
+    again = user_batches([batch_of()])
+    again.restore(source.position(1))
+    again.batch(2, ALL)
+    assert "starts again at the function's first batch" in capsys.readouterr().err
+
+
+def test_processes_with_the_same_rows_do_not_read_batches_of_their_own(monkeypatch):
+    dataset = UserDataset(None, BatchFunction("python:a:b", lambda split: [], ""))
+    config = configured("data.batch_size=8 parallel.tensor=2")
+    backend = SimpleNamespace(put_batch=None, local_rows=lambda size: slice(0, size))
+    Batches(config, dataset, backend)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"the same rows .* parallel\.tensor"):
+        Batches(config, dataset, backend)
+
+
+def test_the_code_of_a_function_is_part_of_what_a_run_records(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "def batches(split):\n    return []\n"
+    codes = []
+    for index, changed in enumerate(
+        [text, f"# mine\n{text}", text.replace("[]", "()")]
+    ):
+        (tmp_path / f"mine{index}.py").write_text(changed)
+        corpus = open_corpus(f"python:mine{index}:batches")
+        codes.append(corpus.prepare(DataConfig(tokenizer="byte")).describe()["code"])
+    assert codes[0] == codes[1] != codes[2]
 
 
 @pytest.mark.parametrize("seed", [3, 5])

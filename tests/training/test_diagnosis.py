@@ -42,7 +42,7 @@ def poisoned_batches(program, poison=(None, None)):
                 row = ROWS - rows + micro_batch * (rows // MICRO_BATCHES)
             yield draw_batch(index, row)
 
-    dataset = UserDataset(None, BatchFunction("python:a:b", function))
+    dataset = UserDataset(None, BatchFunction("python:a:b", function, "code"))
     return Batches(program.config, dataset, program.backend)
 
 

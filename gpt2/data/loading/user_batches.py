@@ -36,6 +36,7 @@ class BatchFunction(Corpus):
 
     name: str  # python:MODULE:FUNCTION
     function: MakeBatches
+    code: str  # hash of the module's code
 
     def prepare(self, data: DataConfig) -> "UserDataset":
         """Return the dataset of the function's batches."""
@@ -52,8 +53,9 @@ class UserDataset(Dataset):
     parts: Parts = field(default_factory=dict)  # empty, because nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Return the tokenizer, the only thing known in advance."""
+        """Return the tokenizer and the function's code, the only things known in advance."""
         return {
+            "code": self.made_by.code,
             "tokenizer": self.tokenizer.name,
             "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
         }
@@ -162,11 +164,17 @@ class UserBatches(Source):
         """Yield the user's batches of a split once, from a state if there is one."""
         iterable: Any = self._function(split=split)
         saved = pickle.loads(base64.b64decode(state)) if state else None
-        if state and hasattr(iterable, "load_state_dict"):
+        loads_state = hasattr(iterable, "load_state_dict")
+        if state and loads_state:
             iterable.load_state_dict(saved)
         iterator: Any = iter(iterable)
         if state and hasattr(iterator, "set_state"):
             iterator.set_state(saved)
+        elif state and not loads_state:
+            warn(
+                f"{self._name} no longer loads the state that the checkpoint stores, so the run "
+                "starts again at the function's first batch"
+            )
         if split == "train":
             state_dict = getattr(iterable, "state_dict", None)
             self._get_state = getattr(iterator, "get_state", state_dict)
@@ -207,7 +215,7 @@ class UserBatches(Source):
         targets[targets < 0] = IGNORED
         if "mask" in arrays:
             targets[arrays.pop("mask") == 0] = IGNORED
-        self._required |= arrays.keys()
+        self._required |= batch.keys()
         if np.all(targets == IGNORED):
             raise UserError(
                 f"{self._name} returns a batch whose targets and mask leave nothing to predict",

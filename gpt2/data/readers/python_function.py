@@ -12,13 +12,15 @@ from gpt2.data.loading.user_batches import BatchFunction
 from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.source_files import SourceFiles
 from gpt2.errors import UserError
+from gpt2.utils.code import hash_file
 from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
     """Open a user's function: one with a parameter `split` returns batches, others documents.
 
-    If the module's file changes, the documents are prepared again.
+    If the module's file changes, the documents are prepared again, and runs on batches do not
+    continue.
     """
     module, _, name = argument.partition(":")
     if os.getcwd() not in sys.path:
@@ -26,9 +28,9 @@ def _open_function(argument: str) -> Corpus:
     remedy = "Give python:MODULE:FUNCTION of a module in this folder or on PYTHONPATH"
     with reading(f"data.corpus=python:{argument}", remedy, "cannot be imported"):
         function = getattr(importlib.import_module(module), name)
-    if "split" in inspect.signature(function).parameters:
-        return BatchFunction(f"python:{argument}", function)
     path = Path(sys.modules[module].__file__ or "")
+    if "split" in inspect.signature(function).parameters:
+        return BatchFunction(f"python:{argument}", function, hash_file(path))
     source = SourceFiles(lambda: [path], "python", argument)
 
     def documents() -> Iterator[str]:

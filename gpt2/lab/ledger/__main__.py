@@ -136,7 +136,14 @@ def _open_ledger(root: Path) -> Ledger:
     if ledger.ideas and not gives_options:
         return ledger
     config = cli.parse_config()
-    config = config.with_vocabulary(prepare_dataset(config.data).tokenizer.vocab_size)
+    dataset = prepare_dataset(config.data)
+    if not dataset.parts:
+        raise UserError(
+            f"data.corpus={config.data.corpus} returns batches, but a ledger needs a text, whose "
+            "validation split it does not show to the ideas",
+            "Choose a corpus of documents",
+        )
+    config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     with files.locked(root / _LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:

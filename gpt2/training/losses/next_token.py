@@ -4,8 +4,14 @@
 the scalars to log. Steps add up both results over micro-batches and devices, and then divide once:
 the gradient by the count of `sums["loss"]`, and each sum by its own count.
 
-`update` (training/steps.py) calls `loss`, which calls `GPT.loss` through `apply_loss`. The model's
-head then calls `logits_loss` with the logits of a part of the positions at a time.
+Each of these functions calls the next one:
+
+    make_update            training/steps.py    once per micro-batch, through jax.grad
+    loss                   next_token_loss below, or a function of your own
+    apply_loss             below                also adds what modules report
+    GPT.loss               model/gpt.py         computes the final hidden states
+    head_loss              ops/                 computes the logits of a part of the positions
+    logits_loss            next_token_loss below, or a function of your own
 """
 
 import dataclasses
