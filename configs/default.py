@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 # Ranges of numbers. A parenthesis excludes the bound.
 Positive = Annotated[int, "[1, inf)"]
+Layers = Annotated[int, "[1, 10000]"]
 Steps = Annotated[int, "[1, 2147483647]"]  # the state counts steps in int32
 Seed = Annotated[int, "[0, 4294967295]"]  # random keys use 32 bits of a seed
 Devices = Annotated[int, "[-1, inf)"]
@@ -94,7 +95,7 @@ class Model:
     context_length: Positive = option(
         1024, "context length in tokens", aliases="block_size seq_len"
     )
-    num_layers: Positive = option(12, "number of transformer blocks", aliases="n_layer")
+    num_layers: Layers = option(12, "number of transformer blocks", aliases="n_layer")
     num_heads: Positive = option(12, "number of query heads", aliases="n_head")
     num_kv_heads: int = option(
         0,

@@ -105,6 +105,7 @@ def run_on_exit(code: int, reason: str) -> None:
 
 # Errors of the operating system that concern a disk or a path that the user chose.
 _CAUSED_BY_USER = (
+    errno.ENOENT,
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EACCES,
@@ -125,8 +126,9 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
     """
     if isinstance(error, OSError) and error.errno in _CAUSED_BY_USER:
         message = str(error.strerror)
-        if error.filename:
-            message += f" ({os.fsdecode(error.filename)})"
+        # Where a file is renamed, the second name is the one that the user knows.
+        if path := error.filename2 or error.filename:
+            message += f" ({os.fsdecode(path)})"
         error = UserError(message)
     # JAX_PLATFORMS has a wrong value.
     if str(error).startswith("Unable to initialize backend"):

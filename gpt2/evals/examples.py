@@ -8,7 +8,7 @@ import numpy as np
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.evals.figures import Figure, mean, mean_loss
 from gpt2.evals.scoring import Request, Scorer, continuation
-from gpt2.evals.task_files import read_jsonl
+from gpt2.evals.task_files import read_jsonl, require
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
@@ -39,6 +39,8 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     def parse(example: Any) -> tuple[int, list[Request]]:
         context = tokenizer.encode(example["ctx"])
         endings = []
+        # A text would pass as a list of letters.
+        require(isinstance(example["endings"], list), "endings is not a list")
         for text in example["endings"]:
             # The ending is encoded together with the context, because a tokenizer.json may encode
             # the start of a text differently.
@@ -46,7 +48,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
             tokens = row[len(context) :]
             endings.append(continuation(context, tokens, scorer.context_length))
         # This raises an error for the test split, which has no labels.
-        label = range(len(endings)).index(int(example["label"]))
+        label = range(len(endings)).index(int(str(example["label"])))
         return label, endings
 
     labels, examples = zip(*read_jsonl(path, parse), strict=True)

@@ -130,17 +130,17 @@ def _load_params(
             "Wait until the run saves one, or train for more steps",
         )
     remedy = "Restore it from a copy, or choose another --checkpoint"
+    if which == "best":
+        for candidate in saved:
+            if damage := find_damage(workdir, candidate, ("metrics",)):
+                raise UserError(damage, remedy)
     program = Program.from_config(config, jax.local_devices()[:1])
     with Checkpointer(workdir, read_only=True) as checkpointer:
         steps = {str(step): step for step in saved}
         steps["latest"] = saved[-1]
         steps["best"] = saved[-1]
-        if which == "best":
-            for candidate in saved:
-                if damage := find_damage(workdir, candidate, ("metrics",)):
-                    raise UserError(damage, remedy)
-            if best := checkpointer.best():
-                steps["best"] = best[0]
+        if which == "best" and (best := checkpointer.best()):
+            steps["best"] = best[0]
         require_choice(f"{workdir}: checkpoint", str(which), tuple(steps))
         step = steps[str(which)]
         # The average is a part of the optimizer's state, which can only be read as a whole.

@@ -117,9 +117,11 @@ class Checkpointer(contextlib.AbstractContextManager):
             metrics=ocp.JsonCheckpointHandler("metrics"),
         )
         handlers.add("digests", ocp.args.JsonSave, _DigestHandler("digests"))
-        self._manager = ocp.CheckpointManager(
-            self._directory, options=self._options, handler_registry=handlers
-        )
+        # Orbax reads the scores of all checkpoints, one of which may be damaged.
+        with files.reading(self._directory, "", failed="cannot be opened"):
+            self._manager = ocp.CheckpointManager(
+                self._directory, options=self._options, handler_registry=handlers
+            )
 
     def _wait_for_others(self, **options: Any) -> None:
         # After a failure, the thread that saves would reach this barrier and wait forever.

@@ -288,7 +288,9 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
 
     line = json.dumps(describe_start(start))
     path = workdir / "environment.jsonl"
-    text = path.read_text("utf-8") if path.exists() else ""
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    if text and not text.endswith("\n"):  # the end of the file is missing
+        text += "\n"
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"

@@ -329,7 +329,10 @@ def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Rec
 
 def _read_record(folder: Path) -> _Record:
     path = folder / RECORD
-    return _Record(**json.loads(path.read_text())) if path.exists() else _Record()
+    if not path.exists():
+        return _Record()
+    with files.reading(path, "Move the folder, and fetch the run again"):
+        return _Record(**json.loads(path.read_bytes()))
 
 
 def _version(info: Mapping[str, object]) -> str:

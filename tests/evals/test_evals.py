@@ -499,6 +499,8 @@ def test_bytes_that_are_not_utf_8_are_refused(task, tmp_path):
         ("lambada", '{"text": 5}'),
         ("lambada", '{"text": "a'),
         ("hellaswag", '{"ctx": "a", "endings": ["a", null], "label": 0}'),
+        ("hellaswag", '{"ctx": "a", "endings": "defg", "label": 0}'),
+        ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": 0.5}'),
         ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": ""}'),
         ("hellaswag", '{"ctx": "a", "endings": ["d", "e", "f", "g"], "label": "4"}'),
         ("core", "icl_tasks: 5"),

@@ -686,6 +686,14 @@ def end_early(metrics):
     replace_text(metrics, '{"step": 1000', "")
 
 
+def put_list(path):
+    path.write_text("[]")
+
+
+def put_text(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"analyses": "two"}))
+
+
 def swap_arms(runs):
     (runs / "baseline").rename(runs / "aside")
     (runs / "optim.name=lion").rename(runs / "baseline")
@@ -706,6 +714,8 @@ DAMAGES = [  # a path, what happens to it, and the error
     (f"{SEED}/outcome.json", cut, r"seed-0/outcome\.json cannot be read"),
     (f"{SEED}/run/config.json", Path.unlink, "seed-0 cannot be read"),
     ("sweep.json", cut, r"sweep\.json cannot be read .*or remove the file"),
+    ("sweep.json", put_text, r"sweep\.json cannot be read .*or remove the file"),
+    (f"{SEED}/run/environment.jsonl", put_list, "seed-0 cannot be read"),
 ]
 
 

@@ -68,6 +68,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
 
     check_refused("bits per byte", "first", "other", "--reference=points.csv")
     check_refused("No run has a validation", "young")
+    check_refused("'txt' is not supported", "first", "--output=picture.txt")
+    check_refused("Is a directory", "first", f"--output={tmp_path}")
     (tmp_path / "first" / "config.json").write_text("{")
     check_refused("error: first cannot be read (", "other", "first")
 

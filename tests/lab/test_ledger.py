@@ -483,6 +483,9 @@ def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
         append(ideas.root, before.ideas[0])
         assert path.read_bytes().startswith(whole)
         assert read_ledger(ideas.root) == before
+    path.write_bytes(text[:-1])  # an editor has removed the last line break
+    append(ideas.root, read_ledger(ideas.root).ideas[0])
+    assert path.read_bytes().startswith(text)
     path.write_bytes(b"".join(lines[:7]) + lines[7][:9])
     assert ideas("optim.name=lion") == ("keep", 0)  # runs that have ended are not lost
     assert read_ledger(ideas.root).ideas[1].pairs == pairs
@@ -495,6 +498,7 @@ def edited(line):
 
 DAMAGES = {  # the lines of a ledger of an idea -> damaged ones, and the first that is
     "the start is lost": (lambda lines: lines[1:], 1),
+    "after a power loss": (lambda lines: [bytes(99)], 1),
     "a line is lost": (lambda lines: [*lines[:2], *lines[3:]], 3),
     "an answer is edited": (lambda lines: [*lines[:-1], edited(lines[-1])], 9),
 }

@@ -94,6 +94,11 @@ def test_scores_that_are_damaged_matter_to_the_best_alone(saved, tmp_path):
     with pytest.raises(UserError, match=r"50 is damaged \(metrics/metrics"):
         load_params(workdir)
     assert steps_in(load_params(workdir, "latest")[1]) == {60}
+    (workdir / "checkpoints/50/metrics/metrics").write_text("")
+    with pytest.raises(UserError, match=r"50 is damaged \(metrics/metrics"):
+        load_params(workdir)
+    with pytest.raises(UserError, match="checkpoints cannot be opened"):
+        load_params(workdir, "latest")
 
 
 def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(

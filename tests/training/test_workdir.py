@@ -212,8 +212,10 @@ def test_a_start_has_its_line_and_a_continued_run_another(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["train.py", "--config.seed=3"])
     monkeypatch.setattr(code, "SOURCE", tmp_path)  # which is no checkout of git
     monkeypatch.setattr(run_files, "lock", lambda *_: None)
-    for step in (0, 20):
-        run_files.begin(tmp_path, make_config(), DATA, step)
+    run_files.begin(tmp_path, make_config(), DATA, 0)
+    path = tmp_path / "environment.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])  # an editor has removed the line break
+    run_files.begin(tmp_path, make_config(), DATA, 20)
     new, continued = read_starts(tmp_path)
     assert new["step"] == 0
     assert continued["step"] == 20

@@ -107,6 +107,7 @@ READERS = [
     (COLUMN, "a.parquet"),
     (["gpt2.lab.profile", "a.xplane.pb"], "a.xplane.pb"),
 ]
+LAYERS = json.dumps({"model_type": "gpt2", "n_layer": 10**9}).encode()
 WEIGHTS = "hf/model.safetensors"
 INDEX = "hf/model.safetensors.index.json"
 FILES = {
@@ -117,6 +118,8 @@ FILES = {
     "tensor in the header": (IMPORT, WEIGHTS, tensor(5, -20, 0)),
     "index outside": (IMPORT, INDEX, index("../../../../etc/passwd")),
     "index, absolute": (IMPORT, INDEX, index("/etc/passwd")),
+    "layers of 10**9": (IMPORT, "hf/config.json", LAYERS),
+    "record of a store": (GENERATE, "run/.store.json", b"[]"),
     "nested": (NAMED, "named.json", b"[" * 10**6),
 }
 for reader, path in READERS:

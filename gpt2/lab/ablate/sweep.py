@@ -130,7 +130,9 @@ def load_sweep(root: Path) -> Sweep:
     with reading(path, "Use the --workdir of a sweep, or remove the file"):
         tree = json.loads(path.read_bytes())
         arms = tuple(Arm.from_options(**arm) for arm in tree["arms"])
-        return Sweep(**tree | {"root": root, "arms": arms})
+        sweep = Sweep(**tree | {"root": root, "arms": arms})
+        sweep.all_runs()  # raises an error if a value has the wrong type
+        return sweep
 
 
 def register(sweep: Sweep) -> Sweep:

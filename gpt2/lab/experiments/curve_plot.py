@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpt2.errors import UserError
 from gpt2.lab.experiments.results import AMOUNTS, Curve
 
 if TYPE_CHECKING:
@@ -93,7 +94,11 @@ def drawing(
             figure.legend(
                 handles, labels, fontsize=9, loc="outside lower left", ncols=1 + columns
             )
-        figure.savefig(png)
+        try:  # without a format, a path without a suffix would get the suffix .png
+            figure.savefig(png, format=png.suffix[1:] or "png")
+        except ValueError as error:  # the suffix is not the name of a format
+            remedy = "Give a path that ends in .png"
+            raise UserError(f"{png} cannot be written ({error})", remedy) from error
 
 
 def visible(name: str) -> str:

@@ -133,7 +133,8 @@ class Run:
         If the run has not ended, return no hashes or, with `to_come`, the hashes of the code that
         trained its checkpoint and of the code that would train it now.
         """
-        starts = read_starts(self.workdir)
+        with reading(self.workdir, f"Remove {self.folder}, and repeat the command"):
+            starts = read_starts(self.workdir)
         if self.outcome().state in ENDED:
             return {start["code"] for start in starts}
         if not to_come:

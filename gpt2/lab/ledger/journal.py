@@ -138,6 +138,8 @@ def append(root: Path, idea: Idea) -> None:
         lines = _whole_lines(file.read())
         # If a process was killed, the last line may be incomplete. It is removed.
         file.truncate(sum(map(len, lines)))
+        if lines and not lines[-1].endswith(b"\n"):  # an editor has removed it
+            file.write(b"\n")
         before = json.loads(lines[-1])["crc32"] if lines else 0
         tree = vars(idea) | {"arm": idea.arm.to_tree()}
         line = tree | {"crc32": _checksum(tree, before)}
@@ -152,5 +154,11 @@ def _checksum(tree: dict, before: int) -> int:
 
 
 def _whole_lines(text: bytes) -> list[bytes]:
-    """Return the lines that end with a line break."""
-    return text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+    """Return the lines, without a last line that is incomplete because a process was killed."""
+    lines = text.splitlines(keepends=True)
+    if lines and lines[-1].startswith(b"{") and not lines[-1].endswith(b"\n"):
+        try:
+            json.loads(lines[-1])
+        except ValueError:
+            lines.pop()
+    return lines
