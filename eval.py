@@ -72,7 +72,7 @@ def main() -> None:
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
     scorer = Scorer(GPT(cfg), params, stride=args.stride)
     began = time.perf_counter()
-    figures = validation(scorer, tokenizer, data) if data else []
+    figures = validation(scorer, tokenizer, *data) if data else []
     for score, path in tasks:
         figures += score(scorer, tokenizer, path)
     print_table(figures)

@@ -92,7 +92,7 @@ def main() -> int:
     folder.check_options(workdir, config)
 
     # Data: tokens are prepared once and stored. A batch depends only on the seed and step.
-    dataset = prepare_dataset(config.data)
+    dataset = prepare_dataset(config.data, folder.read_data(workdir))
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     folder.refuse_changes(workdir, config)

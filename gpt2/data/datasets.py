@@ -2,28 +2,42 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from gpt2.config import DataConfig
 from gpt2.data.interfaces import Dataset
 from gpt2.data.loading.token_batches import TokenDataset
 from gpt2.data.readers import open_corpus
+from gpt2.data.readers.downloads import with_revision
 from gpt2.data.tokenizer import build
 from gpt2.data.tokens import PreparedTokens
 from gpt2.errors import UserError
 from gpt2.utils import files
 
 _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # the plus sign before a part of a mixture
+# The description in the data.json of a run, or None if there is none.
+Recorded = Mapping[str, Any] | None
 
 
-def prepare_dataset(data: DataConfig) -> Dataset:
-    """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first."""
+def prepare_dataset(data: DataConfig, recorded: Recorded = None) -> Dataset:
+    """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first.
+
+    `recorded` is the description of a run's data. Data sets of the hub are read at its revisions,
+    so that the run continues with the same text.
+    """
+    recorded = recorded or {}
     weights = read_mixture(data.corpus)
     if weights:
-        return _prepare_mixture(data, weights)
+        parts = recorded.get("parts") or [{}] * len(weights)
+        return _prepare_mixture(data, weights, parts)
+    corpus = data.corpus
+    if "revision" in recorded:
+        corpus = with_revision(corpus, recorded["revision"])
     try:
-        return open_corpus(data.corpus).prepare(data)
+        return open_corpus(corpus).prepare(data)
     except ModuleNotFoundError as error:
         raise UserError(
             f"data.corpus={data.corpus} needs the package {error.name}",
@@ -31,12 +45,16 @@ def prepare_dataset(data: DataConfig) -> Dataset:
         ) from error
 
 
-def _prepare_mixture(data: DataConfig, weights: dict[str, Fraction]) -> Dataset:
+def _prepare_mixture(
+    data: DataConfig,
+    weights: dict[str, Fraction],
+    recorded: Sequence[Recorded],
+) -> Dataset:
     # All parts share one tokenizer, so `build` refuses a tokenizer that is trained on its corpus.
     tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     parts = dict[str, tuple[Fraction, PreparedTokens]]()
-    for corpus, weight in weights.items():
-        dataset = prepare_dataset(dataclasses.replace(data, corpus=corpus))
+    for (corpus, weight), part in zip(weights.items(), recorded, strict=True):
+        dataset = prepare_dataset(dataclasses.replace(data, corpus=corpus), part)
         if not dataset.parts:
             raise UserError(
                 f"{corpus} returns batches, which cannot be mixed with a text",

@@ -20,9 +20,16 @@ File = Path | Remote
 
 
 class SourceFiles:
-    """Files in a fixed order. `labels` identify how they are read, or a source without files."""
+    """Files in a fixed order. `labels` identify how they are read, or a source without files.
 
-    def __init__(self, find: Callable[[], Sequence[File]], *labels: str):
+    `revision` is the commit of a data set of the hub, whose files are not listed here.
+    """
+
+    def __init__(
+        self, find: Callable[[], Sequence[File]], *labels: str, revision: str = ""
+    ):
+        self.revision = revision
+        self.bytes_read = 0  # by the newest iteration over the records of the files
         self._find = find
         self._labels = labels
         self.paths = find()

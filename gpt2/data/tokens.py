@@ -120,6 +120,9 @@ class PreparedTokens:
     tokenizer: tokenizers.Tokenizer
     splits: dict[str, Split]  # `train` and `validation`
     dtype: str  # dtype of the stored tokens
+    # Further facts about the text: `revision`, its commit on the hub, and `num_skipped`, the number
+    # of documents without text. A fact that does not apply is left out.
+    details: dict[str, str | int] = field(default_factory=dict)
 
     def stream(self, split: str) -> TokenStream:
         """Return the tokens of `train` or `validation`."""
@@ -149,4 +152,5 @@ class PreparedTokens:
             "tokenizer_sha256": tokenizers.fingerprint(self.tokenizer),
             "splits": counts,
             "token_crc32": crc32,
+            **self.details,
         }

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare_dataset
+from gpt2.data.datasets import Recorded
 from gpt2.data.loading.token_batches import ValidationLoader
 from gpt2.data.tokenizer import Tokenizer, fingerprint
 from gpt2.errors import UserError
@@ -15,9 +16,14 @@ from gpt2.evals.scoring import Request, Score, Scorer, windows
 from gpt2.evals.task_files import read_text, reading, require
 
 
-def validation(scorer: Scorer, tokenizer: Tokenizer, data: DataConfig) -> list[Figure]:
-    """Score the validation split of a corpus, and of each part of a mixture, as training does."""
-    dataset = prepare_dataset(data)
+def validation(
+    scorer: Scorer, tokenizer: Tokenizer, data: DataConfig, recorded: Recorded
+) -> list[Figure]:
+    """Score the validation split of a corpus, and of each part of a mixture, as training does.
+
+    `data` and `recorded` are the result of `validation_data`.
+    """
+    dataset = prepare_dataset(data, recorded)
     if not dataset.parts:
         raise UserError(
             f"The corpus {data.corpus} yields batches, but only a text can be scored",

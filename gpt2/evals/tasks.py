@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpt2.config import DataConfig, load_config
 from gpt2.data import prepare_dataset
-from gpt2.data.datasets import refuse_other
+from gpt2.data.datasets import Recorded, refuse_other
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import UserError, require_choice
 from gpt2.evals.core import core
@@ -17,7 +17,7 @@ from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.figures import Figure
 from gpt2.evals.perplexity import compression, wikitext
 from gpt2.evals.scoring import Scorer
-from gpt2.utils import stores
+from gpt2.utils import files, stores
 
 Score = Callable[[Scorer, Tokenizer, Path], list[Figure]]
 # Name of a task -> its file, and the function that scores it.
@@ -47,10 +47,11 @@ def find_task(spec: str) -> tuple[Score, Path]:
 
 def validation_data(
     workdir: str | None, hf: str | None, corpus: str, val_fraction: float | None
-) -> DataConfig:
+) -> tuple[DataConfig, Recorded]:
     """Return the options of the corpus whose validation split is scored.
 
-    A corpus that is not the run's corpus is split and prepared with the run's options.
+    If it is the run's corpus, also return the description of the run's data. Any other corpus is
+    split and prepared with the run's options.
     """
     if workdir:
         folder = stores.fetch(workdir)
@@ -58,7 +59,8 @@ def validation_data(
     else:
         folder = stores.fetch(hf or "", stores.HUGGING_FACE)
         data = DataConfig()
-    has_corpus = (folder / "data.json").exists()
+    path = folder / "data.json"
+    has_corpus = path.exists()
     if not corpus:
         if not has_corpus:
             raise UserError(
@@ -66,8 +68,9 @@ def validation_data(
                 "trained on",
                 f"Add --corpus={data.corpus}, or --corpus=text:FILE",
             )
-        refuse_other(folder / "data.json", prepare_dataset(data))
-        return data
+        recorded = files.read_sealed(path)
+        refuse_other(path, prepare_dataset(data, recorded))
+        return data, recorded
     if val_fraction is None:
         val_fraction = data.val_fraction
     # A different fraction would select other documents, some of which the run was trained on.
@@ -77,6 +80,7 @@ def validation_data(
             f"Leave it out, or use the run's fraction, {data.val_fraction}",
         )
     tokenizer = str(folder / "tokenizer.json")
-    return dataclasses.replace(
+    data = dataclasses.replace(
         data, corpus=corpus, tokenizer=tokenizer, val_fraction=val_fraction
     )
+    return data, None

@@ -165,6 +165,11 @@ def deciding_options(config: Config) -> dict[str, Any]:
     return options
 
 
+def read_data(workdir: Path) -> dict[str, Any] | None:
+    """Return the description of the data of the run in a directory, or None if there is none."""
+    return files.read_sealed(workdir / _DATA)
+
+
 def check_data(workdir: Path, dataset: Dataset) -> None:
     """Refuse to continue a run with another text or tokenizer.
 

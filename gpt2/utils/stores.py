@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +75,20 @@ def find(pattern: str) -> list[Remote]:
                 url = store.unstrip_protocol(name)
                 remotes.append(Remote(url, info.get("size") or 0, _version(info)))
     return sorted(remotes)
+
+
+def find_folders(prefix: str, mark: str) -> list[str]:
+    """Return the names of the folders that begin with a path or URL, and contain the file `mark`.
+
+    The folder whose `mark` was written last is at the end.
+    """
+    with _connect(prefix) as (store, root):
+        times = dict[str, datetime]()
+        for folder in store.glob(root.replace("[", "[[]") + "*"):
+            if store.exists(f"{folder}/{mark}"):
+                name = folder.rpartition("/")[2]
+                times[name] = store.modified(f"{folder}/{mark}")
+    return sorted(times, key=times.__getitem__)
 
 
 def local_path(file: Path | Remote) -> Path:

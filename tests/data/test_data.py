@@ -1,6 +1,8 @@
 """Corpora, preparing and storing: what goes in comes out, once, whole and split apart."""
 
 import gzip
+import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from gpt2.data import tokens
 from gpt2.data.preparing import documents as documents_module
+from gpt2.data.preparing import text_corpus
 from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.readers import open_corpus
 from gpt2.data.tokenizer import build
@@ -106,7 +109,7 @@ def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monke
     assert few == validation(150) & {_document(i) for i in range(100)}
 
 
-def test_file_formats_agree(tmp_path, make, capsys):
+def test_file_formats_agree(tmp_path, make):
     documents = [_document(i) for i in range(60)]
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -137,10 +140,6 @@ def test_file_formats_agree(tmp_path, make, capsys):
         dataset = make(corpus, "gpt2")
         train = tokens_of(dataset, "train")
         streams.append([*train, *tokens_of(dataset, "validation")])
-    warning = (
-        f"1 of 61 rows of {tmp_path}/d.parquet are null in 'text' and are left out\n"
-    )
-    assert capsys.readouterr().err.count(warning) == 1
     order = documents_of(dataset, "train", "validation")
     assert sorted(order) == sorted(documents)
     encoding = dataset.tokenizer._encoding  # tiktoken's
@@ -148,6 +147,67 @@ def test_file_formats_agree(tmp_path, make, capsys):
     expected = encoding.encode(joined, allowed_special="all")
     for stream in streams:
         assert stream == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_skipped"), [("jsonl", 3), ("parquet", 3), ("txt", 2)]
+)
+def test_documents_without_text_are_skipped_and_counted(
+    tmp_path, make, capsys, kind, num_skipped
+):
+    texts = ["", "some words", " \n", "", "more words"]
+    records = [*texts, None]
+    path = tmp_path / f"records.{kind}"
+    corpus = f"{kind}:{path}"
+    if kind == "jsonl":
+        write_rows(path, [{"text": text} for text in records])
+        path.write_text(path.read_text() + "\n \n")  # blank lines are not records
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": records}), path)
+    else:
+        for number, text in enumerate(texts):
+            (tmp_path / f"{number}.txt").write_text(text)
+        corpus = f"text:{tmp_path}/*.txt"
+    dataset = make(corpus, val_fraction=0.5)
+    kept = documents_of(dataset, "train", "validation")
+    assert sorted(kept) == [" \n", "more words", "some words"]
+    line = f"skipped {num_skipped} of {num_skipped + 3} documents, because they contain no text\n"
+    assert capsys.readouterr().out.count(line) == 1
+    again = make(corpus, val_fraction=0.5)
+    assert again.describe() == dataset.describe()
+    assert again.describe()["num_skipped"] == num_skipped
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet", "jsonl"])
+def test_progress_is_the_fraction_of_the_files_that_was_read(
+    tmp_path, make, capsys, monkeypatch, kind
+):
+    monkeypatch.setattr(text_corpus, "SECONDS", -1)
+    monkeypatch.setattr(text_corpus, "AHEAD", 0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    for number in range(4):
+        # Compressed, these documents are a tenth as large.
+        texts = [f"{number} {i} " + "the same words " * 200 for i in range(20)]
+        path = tmp_path / f"{number}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+            continue
+        write_rows(path, [{"text": text} for text in texts])
+        if kind != "jsonl":
+            codec = {"gz": "gzip", "zst": "zstd"}[kind]
+            content = pyarrow.compress(path.read_bytes(), codec).to_pybytes()
+            path.with_suffix(f".jsonl.{kind}").write_bytes(content)
+    prefix = "parquet" if kind == "parquet" else "jsonl"
+    pattern = f"*.{kind}" if kind in ("parquet", "jsonl") else f"*.jsonl.{kind}"
+    make(f"{prefix}:{tmp_path}/{pattern}")
+    shown = re.findall(r"tokens, (\d+)% of the text", capsys.readouterr().out)
+    percents = [int(number) for number in shown]
+    assert percents == sorted(percents)
+    assert percents[0] < 30
+    assert len({*percents}) == 4  # each file is read in one step
+    # A Parquet file ends with metadata.
+    assert 85 < percents[-1] <= 100
 
 
 @pytest.mark.parametrize(
@@ -389,6 +449,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
             "no token to predict in the train split of data.corpus=text:TINY",
         ),
         ("jsonl:LINES#body", "LINES:1 cannot be read .*it lacks 'body'"),
+        ("jsonl:LINES#number", "LINES:1 cannot be read .*'number' is not a string"),
         ("parquet:TABLE#body", "TABLE cannot be read .*Column body does not exist"),
         ("parquet:TABLE#number", "'number' does not contain strings"),
     ],
@@ -400,7 +461,7 @@ def test_corpora_that_cannot_be_used_are_refused(
     Path("EMPTY").touch()
     Path("TINY").write_text("a")
     Path("CUT.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 99)[:-9])
-    Path("LINES").write_text('{"text": "a"}\n')
+    Path("LINES").write_text('{"text": "a", "number": 1}\n')
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "number": [1]}), "TABLE")
     with pytest.raises(UserError, match=message):
         make(corpus)

@@ -11,17 +11,18 @@ from functools import partial
 
 import fsspec
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from tensorboardX.record_writer import masked_crc32c
 
 from configs import fineweb_124m
+from gpt2.config import DataConfig
+from gpt2.data import prepare_dataset
 from gpt2.data.preparing import documents
 from gpt2.data.readers import open_corpus
 from gpt2.data.readers.downloads import read_tfrecords
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
+from tests.data.hub import FIRST, SECOND, Hub, write_hub
 from tests.helpers import documents_of, tokens_of
 
 TEXTS = [
@@ -32,30 +33,20 @@ TEXTS = [
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """The hub's file system is a folder with Parquet copies of data sets."""
-    path = str(tmp_path / "hub")
-    folder = fsspec.filesystem("dir", path=path, target_protocol="file")
-    monkeypatch.setattr("huggingface_hub.HfFileSystem", lambda: folder)
-
-
-def write_hub(root, folders, texts):
-    """Writes Parquet files of a few texts into folders of the hub's copy of a data set."""
-    for folder in folders:
-        (root / folder).mkdir(parents=True)
-        middle = len(texts) // 2
-        for number, part in enumerate((texts[:middle], texts[middle:])):
-            table = pyarrow.table({"text": part})
-            pyarrow.parquet.write_table(table, root / folder / f"{number}.parquet")
-    (root / ".gitattributes").touch()
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr("huggingface_hub.HfFileSystem", hub.open)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    return hub
 
 
 @pytest.mark.parametrize("folder", ["default/train", "plain_text/train"])
-def test_hub_data_set_is_read_from_its_parquet_files(hub, make, tmp_path, folder):
-    root = tmp_path / "hub/datasets/someone/texts@refs/convert/parquet"
+def test_hub_data_set_is_read_from_its_parquet_files(hub, make, folder):
+    root = hub.root("someone/texts")
     write_hub(root, [folder], TEXTS)
     (root / folder).with_name("test").mkdir()
     dataset = make("hf:someone/texts#text")
     assert sorted(documents_of(dataset)) == sorted(TEXTS)
-    with pytest.raises(UserError, match="hf:someone/else cannot be read"):
+    with pytest.raises(UserError, match=r"hf:someone/else@1+ cannot be read"):
         make("hf:someone/else#text")
 
 
@@ -67,13 +58,11 @@ def test_hub_data_set_is_read_from_its_parquet_files(hub, make, tmp_path, folder
         ("a/b/20231101.en", ["20231101.ab/train", "20231101.en/train"], "20231101.en"),
     ],
 )
-def test_a_subset_of_the_hub_is_named_unless_there_is_one(
-    hub, tmp_path, spec, folders, subset
-):
-    root = tmp_path / "hub/datasets/a/b@refs/convert/parquet"
+def test_a_subset_of_the_hub_is_named_unless_there_is_one(hub, spec, folders, subset):
     for folder in folders:
-        write_hub(root, [folder], [folder, "more"])
-    assert list(open_corpus(f"hf:{spec}").documents()) == [f"{subset}/train", "more"]
+        write_hub(hub.root("a/b"), [folder], [folder, "more"])
+    texts = list(open_corpus(f"hf:{spec}").documents(FIRST))
+    assert texts == [f"{subset}/train", "more"]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +76,107 @@ def test_a_subset_of_the_hub_is_named_unless_there_is_one(
     ],
 )
 def test_what_is_no_whole_training_split_of_the_hub_is_refused(
-    hub, tmp_path, spec, folders, message
+    hub, spec, folders, message
 ):
-    write_hub(tmp_path / "hub/datasets/a/b@refs/convert/parquet", folders, TEXTS)
+    write_hub(hub.root("a/b"), folders, TEXTS)
     remedy = r"hf:a/b/SUBSET#text, .* parquet:hf://datasets/a/b/PATH/\*\.parquet#text"
     with pytest.raises(UserError, match=f"no complete .* {message}.*{remedy}"):
-        list(open_corpus(f"hf:{spec}").documents())
+        list(open_corpus(f"hf:{spec}").documents(FIRST))
+
+
+@pytest.fixture
+def revisions(hub):
+    """Two revisions of a data set of the hub, which differ in each text."""
+    write_hub(hub.root("o/n"), ["default/train"], TEXTS)
+    changed = [text.upper() for text in TEXTS]
+    write_hub(hub.root("o/n", SECOND), ["default/train"], changed)
+    return {FIRST: sorted(TEXTS), SECOND: sorted(changed)}
+
+
+def test_a_new_revision_of_the_hub_is_prepared_in_a_folder_of_its_own(
+    hub, make, revisions, capsys
+):
+    first = make("hf:o/n#text")
+    assert first.describe()["revision"] == FIRST
+    assert capsys.readouterr().out.count(FIRST) == 1
+    hub.newest = SECOND
+    second = make("hf:o/n")
+    assert second.directory != first.directory
+    assert sorted(documents_of(second)) == revisions[SECOND]
+    output = capsys.readouterr().out
+    assert (
+        f"new revision on the hub; to use the prepared revision, give hf:o/n@{FIRST}#text"
+        in output
+    )
+    assert f"preparing hf:o/n#text (revision {SECOND})" in output
+    # Both are prepared now.
+    assert make("hf:o/n#text").directory == second.directory
+    hub.newest = FIRST
+    assert make("hf:o/n#text").directory == first.directory
+    assert capsys.readouterr().out == ""
+    assert sorted(documents_of(first)) == revisions[FIRST]
+
+
+def test_a_pinned_revision_is_read_without_asking_for_the_newest(hub, make, revisions):
+    hub.newest = SECOND
+    pinned = make(f"hf:o/n@{FIRST}#text")
+    assert sorted(documents_of(pinned)) == revisions[FIRST]
+    assert make(f"hf:o/n@{FIRST}").directory == pinned.directory
+    assert hub.num_asked == 0
+    hub.newest = FIRST
+    assert make("hf:o/n#text").directory == pinned.directory
+    subset = make(f"hf:o/n@{FIRST}/default#text")
+    assert sorted(documents_of(subset)) == revisions[FIRST]
+
+
+@pytest.mark.parametrize("revision", ["main", "1234567", ""])
+def test_a_revision_that_may_move_is_refused(hub, make, revisions, revision):
+    with pytest.raises(
+        UserError, match=f"revision '{revision}', .* not a commit.*40 digits"
+    ):
+        make(f"hf:o/n@{revision}#text")
+
+
+def test_without_the_hub_the_revision_prepared_last_is_used(
+    hub, make, revisions, capsys, monkeypatch
+):
+    hub.is_offline = True
+    with pytest.raises(UserError, match=r"hf:o/n#text cannot be read \(offline mode"):
+        make("hf:o/n#text")
+    hub.is_offline = False
+    for revision in (SECOND, FIRST):
+        hub.newest = revision
+        last = make("hf:o/n#text")
+    make("hf:o/n#text", val_fraction=0.2)
+    hub.is_offline = True
+    capsys.readouterr()
+    assert make("hf:o/n#text").directory == last.directory
+    line = f"using the prepared revision {FIRST} of hf:o/n#text, because the newest revision on"
+    assert capsys.readouterr().out.startswith(line)
+    # The same holds on a machine that lacks the optional package.
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert make("hf:o/n#text").directory == last.directory
+    with pytest.raises(UserError, match="needs the package huggingface_hub"):
+        make("hf:o/n#text", val_fraction=0.3)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_what_is_recorded_of_a_run_is_read_again_whatever_the_hub_has(
+    hub, revisions, tmp_path, mixture
+):
+    corpus = "hf:o/n#text"
+    if mixture:
+        corpus = f"0.5*synthetic+0.5*{corpus}"
+    data = DataConfig(
+        corpus=corpus, tokenizer="byte", val_fraction=0.1, data_dir=str(tmp_path)
+    )
+    recorded = prepare_dataset(data).describe()
+    hub.newest = SECOND
+    assert prepare_dataset(data).describe() != recorded
+    again = prepare_dataset(data, recorded)
+    assert again.describe() == recorded
+    assert hub.num_asked == 2
+    assert corpus.endswith(list(again.parts)[-1])
 
 
 @pytest.fixture
@@ -216,7 +300,7 @@ def test_token_shards_are_read_in_place(tmp_path, make, write):
     assert len(whole.stream("train")) == 0
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Server(http.server.BaseHTTPRequestHandler):
     """Answers as huggingface.co does for one data set, of `server.files` by name."""
 
     def do_GET(self):
@@ -246,7 +330,7 @@ def test_ready_shards_are_read_from_the_hub(tmp_path, make, monkeypatch):
         _write_shard(tmp_path / name, range(start, start + 50), **GPT2)
         shards[name] = (tmp_path / name).read_bytes()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         server.files = shards
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"http://127.0.0.1:{server.server_port}"

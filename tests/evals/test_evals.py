@@ -250,25 +250,27 @@ def write_run(folder):
 
 
 def test_validation_scores_text_that_the_run_did_not_train_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2.evals.tasks.prepare_dataset", lambda data: None)
+    monkeypatch.setattr("gpt2.evals.tasks.prepare_dataset", lambda *_: None)
     run = write_run(tmp_path)
     with pytest.raises(UserError, match="do not record the corpus"):
         validation_data(run, None, "", None)
     (tmp_path / "data.json").touch()  # Every run that was trained has one.
-    assert validation_data(run, None, "", None).corpus == "pystdlib"
+    data, _ = validation_data(run, None, "", None)
+    assert data.corpus == "pystdlib"
     # Other fractions select other documents, not fewer of the same ones.
     for fraction in (0.3, 0.001):
         with pytest.raises(UserError, match="the run was trained on"):
             validation_data(run, None, "pystdlib", fraction)
-    assert validation_data(run, None, "pystdlib", 0.25).val_fraction == 0.25
-    assert validation_data(run, None, "synthetic", 0.1).val_fraction == 0.1
+    for corpus, fraction in (("pystdlib", 0.25), ("synthetic", 0.1)):
+        data, _ = validation_data(run, None, corpus, fraction)
+        assert data.val_fraction == fraction
 
 
 def test_another_corpus_is_divided_and_read_as_the_runs(tmp_path):
     folder = write_run(tmp_path)
     BYTES.save(tmp_path / "tokenizer.json")
-    of_run = validation_data(folder, None, "synthetic", None)
-    of_import = validation_data(None, folder, "synthetic", None)
+    of_run, _ = validation_data(folder, None, "synthetic", None)
+    of_import, _ = validation_data(None, folder, "synthetic", None)
     for data in (of_run, of_import):
         assert data.tokenizer == str(tmp_path / "tokenizer.json")
     assert of_run.val_fraction == 0.25

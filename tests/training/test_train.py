@@ -14,6 +14,7 @@ import pytest
 
 from gpt2.config import load_config
 from gpt2.data import prepare_dataset
+from gpt2.evals.tasks import validation_data
 from gpt2.model import GPT
 from gpt2.optim import make_optimizer, make_schedule
 from gpt2.training import TrainState, next_token_loss
@@ -21,6 +22,7 @@ from gpt2.training.checkpoint_files import latest_step
 from gpt2.training.steps import make_train_step, make_update
 from gpt2.utils.prng import init_key
 from tests.data.batches import open_batches
+from tests.data.hub import FIRST, SECOND, Hub, write_hub
 from tests.forks import ROOT, environment
 from tests.helpers import (
     TINY,
@@ -169,6 +171,46 @@ PIECES = ((2, 2, 8, 4), (4, 4, 16, 4), (2, 2, 16, 0))
 SCHEDULES = """
     --config.train.batch_schedule=0=2,2=4,6=2 --config.train.context_schedule=0=8,2=16
     --config.train.window_schedule=0=4,6=0"""
+ON_HUB = """
+import huggingface_hub
+from pathlib import Path
+from tests.data.hub import Hub
+
+hub = Hub(Path("{hub}"))
+hub.newest = "{newest}"
+huggingface_hub.HfApi = lambda: hub
+huggingface_hub.HfFileSystem = hub.open
+"""
+
+
+def test_a_run_continues_on_the_revision_of_the_hub_with_which_it_began(
+    tmp_path, monkeypatch
+):
+    hub = Hub(tmp_path / "hub")
+    for revision in (FIRST, SECOND):
+        texts = [f"{revision[0]} {i} " + "words " * 40 for i in range(50)]
+        write_hub(hub.root("o/n", revision), ["default/train"], texts)
+    options = [*TINY, "--config.data.corpus=hf:o/n", "--config.data.val_fraction=0.1"]
+    options.append(f"--config.data.data_dir={tmp_path / 'data'}")
+
+    def train(name, newest, num_steps):
+        script = patched(tmp_path, ON_HUB.format(hub=hub.path, newest=newest))
+        steps = f"--config.train.num_steps={num_steps}"
+        succeed(tmp_path / name, *options, steps, script=script)
+        return json.loads((tmp_path / name / "data.json").read_text())["revision"]
+
+    assert train("run", FIRST, 4) == FIRST
+    assert train("run", SECOND, 6) == FIRST
+    assert train("new", SECOND, 4) == SECOND
+    # eval.py reads the text of the run.
+    hub.newest = SECOND
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
+    for name, revision in (("run", FIRST), ("new", SECOND)):
+        _, recorded = validation_data(str(tmp_path / name), None, "", None)
+        assert recorded["revision"] == revision
+    assert hub.num_asked == 0
+
+
 COUNTED = """
 from gpt2.training import program
 compile_once = program.compile_once

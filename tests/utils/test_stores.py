@@ -342,6 +342,19 @@ def test_a_cached_file_that_was_cut_is_fetched_again(store):
     assert stores.local_path(file).read_text() == "all of it"
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_complete_folders_are_found_in_the_order_of_their_age(
+    store, tmp_path, is_remote
+):
+    url = "memory://[a] data" if is_remote else f"{tmp_path}/[a] data"
+    assert stores.find_folders(f"{url}/text-", "mark") == []
+    for name in ("text-b/mark", "text-a/mark", "text-c/other", "other-d/mark"):
+        with stores.writing(f"{url}/{name}") as path:
+            path.write_text("")
+        time.sleep(0.02)
+    assert stores.find_folders(f"{url}/text-", "mark") == ["text-b", "text-a"]
+
+
 def test_a_corpus_is_prepared_once_for_all_machines(store, capsys):
     memory, become = store
     memory.pipe_file("/b/one.txt", b"some words, and some more " * 40)

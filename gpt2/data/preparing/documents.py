@@ -57,6 +57,9 @@ class Documents:
     def __init__(self, read: ReadDocuments, data: DataConfig, *, weighs: bool):
         self._read_documents = read
         self._data = data
+        # The numbers of documents, and of documents without text, in the newest iteration.
+        self.num_documents = 0
+        self.num_empty = 0
         first = list(itertools.islice(self._read(), 2))
         if not first:
             raise UserError(
@@ -93,6 +96,8 @@ class Documents:
 
     def _read(self) -> Iterator[Measured]:
         seen = set[bytes]()  # needs a hundred bytes for each document
+        self.num_documents = 0
+        self.num_empty = 0
         for document in self._read_documents():
             content_hash = hashlib.sha256()
             num_bytes = 0
@@ -101,6 +106,8 @@ class Documents:
                 content_hash.update(content)
                 num_bytes += len(content)
             digest = content_hash.digest()
+            self.num_documents += 1
+            self.num_empty += not num_bytes
             if not num_bytes or digest in seen:
                 continue
             if self._data.unique:

@@ -4,6 +4,7 @@ The folder's name contains a hash of everything that the tokens depend on. One p
 writes the folder under a temporary name, and renames it when it is complete.
 """
 
+import dataclasses
 import os
 import re
 import shutil
@@ -41,7 +42,7 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
         source: the files from which the corpus is read.
         write: the function that writes the folder.
     """
-    url = prepared_url(data, source.fingerprint)
+    url = prepared_url(data, source)
     directory = stores.local_folder(url).absolute()
     tokens = _read(directory)
     if tokens is None:
@@ -68,14 +69,27 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
     return TokenDataset.single(tokens)
 
 
-def prepared_url(data: DataConfig, fingerprint: str) -> str:
+def prepared_revisions(data: DataConfig, source: SourceFiles) -> list[str]:
+    """Return the revisions of a data set that are prepared, the one prepared last at the end.
+
+    `source` has no revision.
+    """
+    names = stores.find_folders(f"{prepared_url(data, source)}-", FACTS)
+    return [name.rpartition("-")[2] for name in names]
+
+
+def prepared_url(data: DataConfig, source: SourceFiles) -> str:
     """Return the path or URL of the folder for the tokens of a corpus."""
     tokenizer = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     label = f"{data.corpus}-{Path(data.tokenizer).name}"
     label = re.sub(r"[^\w.-]+", "-", label)
     label = label[-60:].strip("-")
-    key = hash_tree([FORMAT, fingerprint, tokenizer, data.val_fraction, data.unique])
-    return f"{data_folder(data.data_dir)}/{label}-{key[:16]}"
+    options = [tokenizer, data.val_fraction, data.unique]
+    key = hash_tree([FORMAT, source.fingerprint, *options])
+    name = f"{label}-{key[:16]}"
+    if source.revision:
+        name += f"-{source.revision}"
+    return f"{data_folder(data.data_dir)}/{name}"
 
 
 def data_folder(data_dir: str) -> str:
@@ -94,7 +108,8 @@ def _read(directory: Path) -> PreparedTokens | None:
         return None
     tokenizer = tokenizers.load(directory / TOKENIZER)
     splits = {name: Split(**split) for name, split in facts["splits"].items()}
-    return PreparedTokens(directory, tokenizer, splits, facts["dtype"])
+    details = facts.get("details", {})
+    return PreparedTokens(directory, tokenizer, splits, facts["dtype"], details)
 
 
 def _write(
@@ -103,7 +118,10 @@ def _write(
     """Write a corpus to a temporary folder, or complete an interrupted attempt, and rename it."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, so it is prepared again")
-    log(f"preparing {data.corpus} with the tokenizer {data.tokenizer}", sys.stdout)
+    corpus = data.corpus
+    if source.revision:
+        corpus += f" (revision {source.revision})"
+    log(f"preparing {corpus} with the tokenizer {data.tokenizer}", sys.stdout)
     partial = directory.with_name(f".{directory.name}.partial")
     partial.mkdir(exist_ok=True)
     try:
@@ -130,6 +148,7 @@ def _write(
             "dtype": tokens.dtype,
             "splits": {name: vars(split) for name, split in tokens.splits.items()},
             "files": files.digest_files(partial, names),
+            "details": tokens.details,
         }
         files.write_json(partial / FACTS, files.seal(facts))
         files.sync_tree(partial)
@@ -140,4 +159,4 @@ def _write(
         if not (partial / PROGRESS).exists():
             shutil.rmtree(partial, ignore_errors=True)
     (directory / PROGRESS).unlink(missing_ok=True)
-    return PreparedTokens(directory, tokens.tokenizer, tokens.splits, tokens.dtype)
+    return dataclasses.replace(tokens, directory=directory)

@@ -77,11 +77,21 @@ class TextCorpus(Corpus):
                 reported = time.monotonic()
                 line = f"{format_count(progress.sum('num_tokens'))} tokens"
                 if self.num_bytes:
-                    fraction = progress.sum("num_bytes") / self.num_bytes
+                    # Compressed files are smaller than their text.
+                    done = self.source.bytes_read or progress.sum("num_bytes")
+                    fraction = min(done / self.num_bytes, 1)
                     line += f", {fraction:.0%} of the text"
                 log(line, sys.stdout)
         writer.flush()
-        return PreparedTokens(directory, tokenizer, progress.splits, writer.dtype.name)
+        details = dict[str, str | int]()
+        if self.source.revision:
+            details["revision"] = self.source.revision
+        if documents.num_empty:
+            details["num_skipped"] = documents.num_empty
+            counts = f"{documents.num_empty:,} of {documents.num_documents:,} documents"
+            log(f"skipped {counts}, because they contain no text", sys.stdout)
+        dtype = writer.dtype.name
+        return PreparedTokens(directory, tokenizer, progress.splits, dtype, details)
 
 
 def encode_in_parallel(

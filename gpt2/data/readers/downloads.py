@@ -1,14 +1,21 @@
 """Data sets by name, from the Hugging Face hub and from TensorFlow Datasets."""
 
+import dataclasses
+import re
 import socket
 import struct
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
+from gpt2.config import DataConfig
+from gpt2.data.interfaces import Corpus, Dataset
+from gpt2.data.preparing.prepared_folder import prepared_revisions
 from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.readers.text_files import read_parquet, split_field
 from gpt2.data.source_files import SourceFiles
-from gpt2.errors import UserError
+from gpt2.errors import UserError, first_line, log
 from gpt2.utils.files import reading
 
 if TYPE_CHECKING:
@@ -16,44 +23,110 @@ if TYPE_CHECKING:
     from tensorflow_datasets.core import DatasetBuilder
 
 _OFFLINE = "Check the name and the network, or use --config.data.corpus=pystdlib"
+# The branch on which the hub stores its Parquet copy of a data set.
+_PARQUET = "refs/convert/parquet"
+_HUB_SECONDS = 10  # time limit for the hub's answer
+# OWNER/NAME@REVISION/SUBSET. Some old data sets have no owner.
+_HUB_NAME = re.compile(r"([^@/]+(?:/[^@/]+)?)(?:@([^/]*))?(?:/(.+))?")
 
 
-def _open_hugging_face(argument: str) -> TextCorpus:
-    """Open the training split of a data set, which is streamed from the hub's Parquet copy."""
-    name, column = split_field(argument)
+@dataclasses.dataclass(frozen=True)
+class HubCorpus(Corpus):
+    """The training split of a data set of the hub, streamed from the hub's Parquet copy."""
 
-    def documents() -> Iterator[str]:
+    repository: str  # OWNER/NAME
+    revision: str  # a commit of the Parquet copy, or empty: the newest commit
+    subset: str  # may be empty
+    column: str
+
+    def prepare(self, data: DataConfig) -> Dataset:
+        """Return the tokens of the revision."""
+        name = f"{self.repository}/{self.subset}".rstrip("/")
+        # The folder's name has the same beginning for all revisions.
+        data = dataclasses.replace(data, corpus=f"hf:{name}#{self.column}")
+        open_source = partial(SourceFiles, list, "hf", name, self.column)
+        revision = self.revision or self._find_revision(data, open_source())
+        source = open_source(revision=revision)
+        return TextCorpus(source, partial(self.documents, revision)).prepare(data)
+
+    def _find_revision(self, data: DataConfig, source: SourceFiles) -> str:
+        """Return the newest revision or, if the hub does not answer, a prepared one."""
+        prepared = prepared_revisions(data, source)
+        try:
+            from huggingface_hub import HfApi
+
+            with reading(data.corpus, _OFFLINE):
+                info = HfApi().dataset_info(
+                    self.repository, revision=_PARQUET, timeout=_HUB_SECONDS
+                )
+        except (UserError, ModuleNotFoundError) as error:
+            if not prepared:
+                raise
+            reason = first_line(error.__cause__ or error)
+            log(
+                f"using the prepared revision {prepared[-1]} of {data.corpus}, because the newest "
+                f"revision on the hub is unknown ({reason})",
+                sys.stdout,
+            )
+            return prepared[-1]
+        revision = str(info.sha)
+        if prepared and revision not in prepared:
+            log(
+                f"{data.corpus} has a new revision on the hub; to use the prepared revision, give "
+                + with_revision(data.corpus, prepared[-1]),
+                sys.stdout,
+            )
+        return revision
+
+    def documents(self, revision: str) -> Iterator[str]:
+        """Yield the texts of a revision."""
         from huggingface_hub import HfFileSystem
 
-        with reading(f"hf:{name}", _OFFLINE):
+        with reading(f"hf:{self.repository}@{revision}", _OFFLINE):
             hub = HfFileSystem()
-            folder = _find_hub_folder(hub, name, column)
+            folder = self._find_folder(hub, revision)
             for path in sorted(map(str, hub.ls(folder, detail=False))):
-                yield from read_parquet(path, hub.open(path), column)
+                yield from read_parquet(path, hub.open(path), self.column)
 
-    return TextCorpus(SourceFiles(list, "hf", name, column), documents)
+    def _find_folder(self, hub: "HfFileSystem", revision: str) -> str:
+        """Return the folder of the training split of the subset."""
+        repository = self.repository
+        subset = self.subset
+        root = f"datasets/{repository}@{revision}"
+        names = [str(path).rpartition("/")[2] for path in hub.ls(root, detail=False)]
+        subsets = sorted(name for name in names if not name.startswith("."))
+        if not subset:
+            subset = subsets[0] if len(subsets) == 1 else "default"
+        folder = f"{root}/{subset}/train"
+        # For a large data set, the hub's copy may contain only the first 5 GB, in `partial-train`.
+        if not hub.exists(folder):
+            raise UserError(
+                f"The hub's Parquet copy of {repository} (revision {revision}) has no complete "
+                f"training split in {subset!r}; its subsets are {', '.join(subsets[:20])}",
+                f"Choose a subset with hf:{repository}/SUBSET#{self.column}, or the data set's own"
+                f" files with parquet:hf://datasets/{repository}/PATH/*.parquet#{self.column}",
+            )
+        return folder
 
 
-def _find_hub_folder(hub: "HfFileSystem", name: str, column: str) -> str:
-    """Return the folder of the training split of OWNER/NAME or OWNER/NAME/SUBSET."""
-    parts = name.split("/")
-    repository = "/".join(parts[:2])
-    subset = "/".join(parts[2:])
-    root = f"datasets/{repository}@refs/convert/parquet"
-    names = [str(path).rpartition("/")[2] for path in hub.ls(root, detail=False)]
-    subsets = sorted(name for name in names if not name.startswith("."))
-    if not subset:
-        subset = subsets[0] if len(subsets) == 1 else "default"
-    folder = f"{root}/{subset}/train"
-    # For a large data set, the hub's copy may contain only the first 5 GB, in `partial-train`.
-    if not hub.exists(folder):
+def with_revision(corpus: str, revision: str) -> str:
+    """Return a corpus of the hub, or a part of a mixture, with another revision."""
+    return re.sub(
+        "(hf:[^@/#]+(?:/[^@/#]+)?)(?:@[^/#]+)?", rf"\g<1>@{revision}", corpus, count=1
+    )
+
+
+def _open_hugging_face(argument: str) -> HubCorpus:
+    """Open the training split of a data set."""
+    name, column = split_field(argument)
+    match = _HUB_NAME.fullmatch(name)
+    repository, revision, subset = match.groups() if match else (name, None, None)
+    if revision is not None and not re.fullmatch("[0-9a-f]{40}", revision):
         raise UserError(
-            f"The hub's Parquet copy of {repository} has no complete training split in "
-            f"{subset!r}; its subsets are {', '.join(subsets[:20])}",
-            f"Choose a subset with hf:{repository}/SUBSET#{column}, or the data set's own files "
-            f"with parquet:hf://datasets/{repository}/PATH/*.parquet#{column}",
+            f"data.corpus=hf:{argument} has the revision {revision!r}, which is not a commit",
+            f"Give the 40 digits of a commit of the branch {_PARQUET}, or no revision",
         )
-    return folder
+    return HubCorpus(repository, revision or "", subset or "", column)
 
 
 def _open_tfds(argument: str) -> TextCorpus:
@@ -112,6 +185,6 @@ def read_tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 READERS = {
-    "hf:OWNER/NAME[/SUBSET]#COLUMN": _open_hugging_face,
+    "hf:OWNER/NAME[@REVISION][/SUBSET]#COLUMN": _open_hugging_face,
     "tfds:NAME#FEATURE": _open_tfds,
 }

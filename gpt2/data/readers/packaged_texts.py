@@ -28,9 +28,12 @@ def _open_pystdlib(_: str) -> TextCorpus:
 
     def documents() -> Iterator[str]:
         for file in source.paths:
-            # A few modules have other encodings, and are left out.
+            text = ""
+            # A few modules have other encodings. They are left out, as empty modules are.
             with reading(file), contextlib.suppress(UnicodeDecodeError):
-                yield Path(str(file)).read_bytes().decode("utf-8-sig")
+                text = Path(str(file)).read_bytes().decode("utf-8-sig")
+            if text:
+                yield text
 
     return TextCorpus(source, documents, source.num_bytes)
 

@@ -1,6 +1,5 @@
 """Documents in local files or at a URL: plain text, JSON Lines, or Parquet."""
 
-import functools
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -10,11 +9,11 @@ from typing import IO
 
 from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.source_files import SourceFiles, find_paths, match_files
-from gpt2.errors import warn
 from gpt2.utils.files import reading
 from gpt2.utils.stores import local_path
 
-_warn_once = functools.cache(warn)  # a corpus is read several times
+# The end of a JSON Lines file's name -> pyarrow's name of the compression.
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 
 
 def split_field(argument: str) -> tuple[str, str]:
@@ -35,55 +34,60 @@ def _open_text(pattern: str) -> TextCorpus:
 
 
 def _open_records(
-    argument: str, kind: str, read: Callable[[str, Path, str], Iterator[str]]
+    argument: str, kind: str, read: Callable[[str, IO[bytes], str], Iterator[str]]
 ) -> TextCorpus:
     """Open a corpus of `GLOB#FIELD`, in which each record that `read` yields is a document."""
     pattern, field = split_field(argument)
     source = SourceFiles(partial(match_files, pattern), kind, field)
 
     def documents() -> Iterator[str]:
+        num_before = 0
         for file in source.paths:
-            yield from read(str(file), local_path(file), field)
+            path = local_path(file)
+            with reading(file):
+                stream = path.open("rb")
+            with stream:
+                for text in read(str(file), stream, field):
+                    source.bytes_read = num_before + stream.tell()
+                    yield text
+            num_before += path.stat().st_size
 
     return TextCorpus(source, documents, source.num_bytes)
 
 
-def _read_json_lines(name: str, path: Path, field: str) -> Iterator[str]:
-    """Yield the field of each line of a JSON Lines file, which may be compressed (.gz or .zst)."""
+def _read_json_lines(name: str, file: IO[bytes], field: str) -> Iterator[str]:
+    """Yield the field of each line of a JSON Lines file, which may be compressed (.gz or .zst).
+
+    Null becomes an empty string. Blank lines are not records.
+    """
     import pyarrow
 
-    remedy = "Give jsonl:GLOB#FIELD, where FIELD of every line is a string"
+    remedy = "Give jsonl:GLOB#FIELD, where FIELD of every line is a string or null"
     with reading(name):
-        # pyarrow decompresses a file if its name ends with .gz or .zst.
-        stream = pyarrow.input_stream(str(path))
+        compression = _COMPRESSIONS.get(Path(file.name).suffix)
+        stream = pyarrow.input_stream(file, compression)
         for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
             if not line.strip():
                 continue
             with reading(f"{name}:{number}", remedy):
                 text = json.loads(line)[field]
-                if not isinstance(text, str):
+                if not isinstance(text, str | None):
                     raise TypeError(f"{field!r} is not a string")
-            yield text
+            yield text or ""
 
 
-def read_parquet(name: str, file: Path | IO[bytes], column: str) -> Iterator[str]:
+def read_parquet(name: str, file: IO[bytes], column: str) -> Iterator[str]:
     """Yield a column of a Parquet file, row by row. Null becomes an empty string."""
     import pyarrow.parquet
 
     with reading(name, "Give Parquet files, and one of their columns after #"):
         table = pyarrow.parquet.ParquetFile(file)
         table.schema_arrow.field(column)  # raises an error if the column does not exist
-        num_missing = 0
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
-            texts = batch.column(0)
-            num_missing += texts.null_count
-            for text in texts.to_pylist():
+            for text in batch.column(0).to_pylist():
                 if not isinstance(text, str | None):
                     raise TypeError(f"column {column!r} does not contain strings")
                 yield text or ""
-        if num_missing:
-            rows = f"{num_missing:,} of {table.metadata.num_rows:,} rows of {name}"
-            _warn_once(f"{rows} are null in {column!r} and are left out")
 
 
 READERS: dict[str, Callable[[str], TextCorpus]] = {
