@@ -280,6 +280,21 @@ an analysis sees what was trained after it: lab/ablate/judge.py, ablate_verdicts
 a tokenizer.json cuts and pads texts: data/tokenizer.py, tokenizer -k no_others
     - tree |= {"truncation": None, "padding": None}
     + pass
+a run goes on with a newer revision of the hub: train.py, train -k revision_of
+    - config.data, folder.read_data(workdir))
+    + config.data)
+eval.py reads a newer revision than its run: evals/tasks.py, train -k revision_of
+    - prepare_dataset(data, recorded)
+    + prepare_dataset(data)
+revisions of the hub share a folder: data/preparing/prepared_folder.py, data_sources -k revision
+    - name += f"-{source.revision}"
+    + name += ""
+documents without text are not counted: data/preparing/documents.py, data -k are_skipped
+    - self.num_empty += not num_bytes
+    + self.num_empty += 0
+progress divides text by compressed bytes: data/preparing/text_corpus.py, data -k progress
+    - done = self.source.bytes_read or progress
+    + done = progress
 a preparation goes on with another text: data/preparing/text_corpus.py, preparing -k another_one
     - == progress.text_crc32
     + or True
