@@ -856,3 +856,40 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     starts = [read_rows(path) for path in root.rglob("environment.jsonl")]
     # The pairs of one idea, and one pair of the other; no run begins twice.
     assert [len(rows) for rows in starts] == [1] * (2 * pairs + 2)
+
+
+TRACE = """
+import os, sys
+
+def hook(event, arguments):
+    file = getattr(arguments[0], "co_filename", "") if event == "exec" else ""
+    if file.endswith(".py"):
+        with open(os.environ["TRACE"], "a") as trace:
+            print(os.getpid(), file, file=trace)
+
+sys.addaudithook(hook)
+"""
+
+
+@pytest.mark.thorough
+def test_no_code_of_a_judged_commit_runs_in_the_judge(tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    copy_project(project)
+    (project / "sitecustomize.py").write_text(TRACE)  # of every process
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
+    train = (ROOT / "train.py").read_text()
+    make_repository(project, "train.py", f"{train}EDITED = True\n")
+    judge = start_ledger(project, "code=my/idea")
+    code, stdout, _ = finish(judge, 10 * SECONDS)
+    assert code == 10
+    assert json.loads(stdout)["why"] == "the same score for every seed"
+    start, idea = read_ledger(tmp_path / "ideas").ideas
+    ran = {start.arm.commit: set(), idea.arm.commit: set()}
+    for line in (tmp_path / "trace").read_text().splitlines():
+        pid, file = line.split(" ", 1)
+        for commit, pids in ran.items():
+            if f"/code/{commit}/" in file:
+                pids.add(int(pid))
+    assert judge.pid in ran[start.arm.commit]
+    assert ran[idea.arm.commit]  # the runs and the processes that answer the referee
+    assert judge.pid not in ran[idea.arm.commit]
