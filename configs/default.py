@@ -637,8 +637,8 @@ class Train:
     )
     hang_seconds: float = option(
         60.0,
-        "end the run if no step was completed for this time in seconds, and for ten times the "
-        "duration of a step; 0: never",
+        "end the run if a step takes longer than this time in seconds and longer than ten usual "
+        "steps; 0: never",
         may_change=True,
     )
     init_from: str = option(
@@ -694,13 +694,12 @@ class Parallel:
     )
     strategy: Literal["auto", "ddp", "zero1", "zero3", "megatron"] = option(
         "auto",
-        "ddp: only data parallelism; zero1: fsdp splits only the optimizer's state; zero3: fsdp "
-        "also splits the stored parameters, and the gradients if fsdp_gather is layer (Rajbhandari "
-        "et al. 2020, arXiv 1910.02054); megatron: tensor also splits the sequence between "
-        "attention and MLP (Korthikanti et al. 2022, arXiv 2205.05198). zero1, zero3 and megatron "
-        "use all devices for their axis unless its size is set. auto: use the sizes set in "
-        "parallel.data, parallel.fsdp and parallel.tensor; fsdp splits arrays as in zero3, and "
-        "tensor does not split the sequence",
+        "auto: the sizes in parallel.data, fsdp and tensor determine the layout. ddp: only data "
+        "parallelism. zero1: fsdp splits only the optimizer's state. zero3: fsdp also splits the "
+        "stored parameters (Rajbhandari et al. 2020, arXiv 1910.02054). megatron: tensor also "
+        "splits the sequence between attention and MLP (Korthikanti et al. 2022, arXiv "
+        "2205.05198). zero1, zero3 and megatron use all devices for their axis unless its size is "
+        "set",
     )
     data: Devices = option(
         -1, "number of devices that split the batch; -1: all remaining devices"
@@ -719,11 +718,10 @@ class Parallel:
     )
     fsdp_gather: Literal["auto", "layer", "step"] = option(
         "auto",
-        "when devices gather parameters; layer: for each layer, which uses the least memory; step: "
-        "once per step, which stores all parameters and gradients whole, but sends the least data "
-        "if there are many micro-batches; auto: layer with one micro-batch in 16 bits, or if all "
-        "parameters and gradients would fill more than half of the device's memory, otherwise "
-        "step. No effect with a single fsdp device",
+        "when devices gather the parameters that fsdp splits. layer: at each layer, which needs "
+        "the least memory. step: once per step, which sends the least data if there are several "
+        "micro-batches. auto: layer with one micro-batch in 16 bits, or if whole parameters and "
+        "gradients would fill more than half of the memory; otherwise step",
     )
     rules: Rules = option(Rules(), "sharding of parameters between steps")
 

@@ -40,8 +40,9 @@ def make_mesh(
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Return the axes of a mesh and their sizes: `data 1 x fsdp 8 x tensor 1`."""
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    """Return the axes of a mesh and their sizes: `mesh data=1 fsdp=8 tensor=1`."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    return f"mesh {sizes}"
 
 
 def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:

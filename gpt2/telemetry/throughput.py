@@ -121,14 +121,14 @@ class StepClock:
     def describe(self) -> str:
         """Return log lines with the total time and the percentage of each phase.
 
-        The phase of the training steps is called `goodput`.
+        The phase of the training steps is called `steps`.
         """
         total = self.total_seconds
         longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])
         parts = list[str]()
         for name, seconds in longest_first:
             fraction = seconds / total
-            label = "goodput" if name == "step" else name
+            label = "steps" if name == "step" else name
             if fraction >= 0.005:
                 parts.append(f"{label} {fraction:.0%}")
         line = f"time: {format_duration(total)}; {', '.join(parts)}"

@@ -215,9 +215,8 @@ class Program:
         per_step = optim.learning_rate * optim.decay(num_steps)
         if not per_step or optim.name in ("adam", "sgd"):
             return optim.name
-        steps = 1 / per_step
-        runs = f"{steps / num_steps:.3g} times the run"
-        return f"{optim.name}, decay timescale {steps:,.0f} steps, {runs}"
+        decay = f"with weight decay {optim.decay(num_steps):.3g}"
+        return f"{optim.name}; {decay}, weights average {1 / per_step:,.0f} steps"
 
     def describe(self, batches: Batches, steps: CompiledSteps, start: int) -> str:
         """Return the first lines that the run prints: facts about its options, data and devices."""
@@ -228,13 +227,13 @@ class Program:
         sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         peak = format_bytes(max(each.peak_bytes for each in compiled))
         seconds = max(each.compile_seconds for each in compiled)
-        devices = f"{self.backend.mesh.size} x {self._device.device_kind}"
+        devices = f"{self.backend.mesh.size} ({self._device.device_kind})"
         rows = {
             "model": f"{format_count(self.num_params)} parameters, attention {self.attention}",
             "data": batches.describe(num_steps),
             "optim": self._describe_optimizer(),
             "devices": f"{devices}, {self.backend.layout}",
-            "steps": f"{start + 1} to {num_steps} of {sizes} tokens, {peak} a device, "
+            "steps": f"{start + 1} to {num_steps}, each of {sizes} tokens; {peak} per device; "
             f"compiled in {seconds:.0f} s",
         }
         if self.config.optim.warmup_steps >= num_steps:

@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from gpt2 import __version__
 
 SOURCE = Path(__file__).parents[2]  # the folder of train.py, gpt2/ and configs/
@@ -90,6 +88,8 @@ def describe_start(step: int) -> dict[str, Any]:
     The record contains neither host name nor environment variables. `code` comes from `hash_code`.
     `clean` is True if no Python file differs from `commit`. Both are None outside a git checkout.
     """
+    import jax  # only runs need it, not what else hashes code
+
     # If gpt2 is installed inside another project, git would report the commit of that project.
     commit = None
     changed = None

@@ -215,7 +215,7 @@ WRONG = """
     optim.end_fraction=1.5 | [0, 1]
     loss.ahead_fade=10 | loss.ahead
     parallel.fsdp=-2 | [-1, inf)
-    model.num_layers=0 | [1, inf)
+    model.num_layers=0 | [1, 10000]
     parallel.strategy=ddp parallel.fsdp=8 | ddp
     parallel.strategy=zero3 parallel.backend=pmap | pmap
     parallel.rules.embed=fsp | fsp

@@ -92,7 +92,7 @@ def drawn(tmp_path, monkeypatch):
     write_rows(tmp_path / "metrics.jsonl", lines)
     figures = []
     monkeypatch.setattr(
-        matplotlib.figure.Figure, "savefig", lambda self, _: figures.append(self)
+        matplotlib.figure.Figure, "savefig", lambda self, *_, **__: figures.append(self)
     )
     return figures
 
@@ -127,7 +127,7 @@ def test_a_single_validation_is_a_dot(tmp_path, drawn):
     curve = read_curve(
         tmp_path, "eval/loss", lambda step: 64 * step, lambda step: 1e6 * step
     )
-    plot_curves("", {"baseline": [curve]}, "nats per token")
+    plot_curves(tmp_path / "c.png", {"baseline": [curve]}, "nats per token")
     for axes in drawn[0].axes:
         assert [len(line.get_xdata()) for line in axes.lines] == [1]
 

@@ -116,7 +116,9 @@ def test_a_run_of_other_code_is_compared_and_its_differences_are_printed_whole(
 def test_names_are_plotted_as_they_are(tmp_path, monkeypatch):
     """Matplotlib hides labels that begin with `_`, and reads text between two `$` as a formula."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: figures.append(figure)
+    )
     names = ["_first", "a$b_{c$", "$5 and $6"]
     amounts = np.arange(2.0)
     curve = Curve(amounts, amounts, amounts, scores=amounts)

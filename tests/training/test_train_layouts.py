@@ -71,7 +71,7 @@ def spread(tmp_path_factory):
 def test_a_run_that_changes_its_layout_half_way_equals_one_device(reference, spread):
     workdir, began, ended = spread
     assert "pmap, data 4\n" in began
-    assert "pjit, data 2 x fsdp 2 x tensor 2" in ended
+    assert "pjit, mesh data=2 fsdp=2 tensor=2" in ended
     for name in ("step", "train/loss", "train/grad_norm", "eval/loss"):
         found = column(workdir, name)
         np.testing.assert_allclose(found, column(reference, name), rtol=1e-5)

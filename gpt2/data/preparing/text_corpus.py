@@ -90,6 +90,13 @@ class TextCorpus(Corpus):
             details["num_skipped"] = documents.num_empty
             counts = f"{documents.num_empty:,} of {documents.num_documents:,} documents"
             log(f"skipped {counts}, because they contain no text", sys.stdout)
+        fraction = progress.splits["validation"].num_bytes / progress.sum("num_bytes")
+        if fraction > 2 * data.val_fraction:
+            warn(
+                f"the validation split has {fraction:.0%} of the text instead of"
+                f" {data.val_fraction:.1%}, because documents are not divided. With more or"
+                " shorter documents, it would be smaller"
+            )
         dtype = writer.dtype.name
         return PreparedTokens(directory, tokenizer, progress.splits, dtype, details)
 

@@ -145,7 +145,7 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
         durations = {}
         for arm in sweep.arms:
             step, start = measure(sweep.root, arm, slots)
-            print(f"{arm.name}: {step:.4g} seconds a step", flush=True)
+            print(f"{sweep.root.name}: {step:.4g} seconds per step", flush=True)
             durations[arm.name] = start + arm.config.train.num_steps * step
         # The duration of a run does not depend on the values that tuning will choose.
         chosen = {name: sweep.chosen.get(name, {}) for name in durations}

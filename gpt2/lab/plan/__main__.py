@@ -48,7 +48,7 @@ def define_flags() -> None:
     flags.DEFINE_string("chips", None, about)
     about = "Write the compiled step to this file, as HLO text."
     flags.DEFINE_string("text", None, about)
-    about = "Compare a dozen layouts. Options that you set with --config.NAME=VALUE do not change."
+    about = "Compare a dozen layouts. Each has the options that you set with --config.NAME=VALUE."
     flags.DEFINE_bool("search", False, about)
 
 
@@ -110,7 +110,9 @@ def _print(plan: Plan, kind: str) -> None:
         for name, value in rows.items():
             row = f"  {name:<18} {value}"
             print(textwrap.fill(row, 80, subsequent_indent=21 * " "))
-    print(f"time at {ATTAINABLE:.0%} of the peak FLOP/s, if no collective overlaps")
+    print(
+        f"time, if a device reaches {ATTAINABLE:.0%} of its peak FLOP/s and then sends its data"
+    )
     print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "memory"))
     here = board_name(kind)
     for board in [here] if here else BOARDS:
@@ -130,7 +132,7 @@ def _forecast(plan: Plan, board: str) -> list[str]:
         memory += "!"
     seconds = plan.step_seconds(board)
     if math.isinf(seconds):  # the speed of links between its devices is unknown
-        return ["unknown", "unknown", "", "", memory]
+        return ["unknown", "unknown", "", "link speed unknown", memory]
     config = plan.program.config
     rate = config.tokens_per_step / seconds
     return [
