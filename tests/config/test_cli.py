@@ -287,6 +287,19 @@ print(os.environ.get("XLA_FLAGS"))
     assert "--xla_gpu_enable_triton_gemm=false" in flags and told() == f"{flag}=mine"
 
 
+def test_programs_are_not_cached_for_a_user_without_a_home(monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    program = """
+import pwd
+pwd.getpwuid = lambda number: {}[number]
+os.environ[launch._STARTED_AGAIN] = "1"
+launch.prepare_process()
+print(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+"""
+    assert run_early(program) == (0, "None\n", "")
+
+
 def test_cpu_settings_are_asked_for_once_beside_others(monkeypatch):
     monkeypatch.setattr(launch, "has_old_xla", lambda: True)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)

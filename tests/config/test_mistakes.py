@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from tests.forks import run_command
 from tests.helpers import TINY, metrics_of
@@ -35,6 +36,8 @@ def pristine(tmp_path_factory):
     (folder / "fails.py").write_text("import no_such_module\n")
     (folder / "ready.py").write_text("def batches(split):\n    return []\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
+    lossy = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    lossy.save(str(folder / "lossy.json"))
     (folder / "points.csv").write_text("steps,loss\n1,2\n")
     tree = json.loads((folder / "run" / "config.json").read_text())
     (folder / "older").mkdir()
@@ -96,6 +99,8 @@ MISTAKES = """
     gpt2.lab.profile in.txt | in.txt
     gpt2.lab.ablate SHORT --vary=optim.nme=adam --workdir=sweep | optim.name
     gpt2.lab.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | only the baseline
+    gpt2.lab.ablate SHORT --config.train.eval_batches=0 --vary=data.tokenizer=lossy.json \
+        --workdir=sweep | loses bytes
     gpt2.lab.ledger SHORT --ledger=s3://bucket/ideas | --ledger
     gpt2.lab.ledger SHORT --ledger=ideas --config.data.corpus=python:ready:batches | returns batches
 """

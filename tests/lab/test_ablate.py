@@ -117,6 +117,7 @@ def test_a_value_may_set_more_options_and_hold_a_quoted_comma():
         ("seed=1,2", "--seeds"),
         ("recipe=missing.py", r"missing\.py"),
         ("code=nothing", "nothing is not a branch"),
+        ("logging.on_exit=true", r"would ignore logging\.on_exit=true"),
     ],
 )
 def test_what_cannot_be_an_arm_is_told(vary, message):
@@ -131,6 +132,18 @@ def test_two_axes_of_a_grid_do_not_set_the_same_option():
     ):
         arms(*vary)
     assert len(arms(*vary, one_at_a_time=True)) == 3
+
+
+def test_arms_of_many_options_have_short_names_that_differ():
+    value = "lion"
+    for name in ("qk_norm", "value_residual", "embedding_skip", "attention_gate"):
+        value += f"+model.{name}=True"
+    for name in ("attention_sink", "zero_init_projections", "exclusive_attention"):
+        value += f"+model.{name}=True"
+    found = arms(f"optim.name={value}+optim.beta2=0.8,{value}+optim.beta2=0.9")
+    _, first, second = names(found)
+    assert first != second
+    assert max(len(first), len(second)) < 255  # the most that file systems allow
 
 
 def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
@@ -897,6 +910,16 @@ def test_each_process_tries_a_failed_run_once_whatever_the_clock(tmp_path, monke
     os.utime(failing.folder / "outcome.json", (0, 0))  # a file server's clock is behind
     jobs.train_all([failing], make_slots(1), LOSS)
     assert tries.read_text() == "xx"
+
+
+def test_a_run_that_fails_does_not_keep_others_from_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs.signal, "signal", lambda *_: None)
+    source = tmp_path / "project"
+    shutil.copytree(ROOT / "configs", source / "configs")
+    (source / "train.py").write_text("raise SystemExit('error: broken')")
+    runs = [Run(name, BASE, tmp_path / name, source=source) for name in ("a", "b")]
+    jobs.train_all(runs, make_slots(1), LOSS)
+    assert [run.outcome().state for run in runs] == ["failed", "failed"]
 
 
 # Real runs

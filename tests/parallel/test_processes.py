@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 from jax._src.clusters import ClusterEnv
 
 from gpt2.config import Config, with_options
+from gpt2.errors import UserError
 from gpt2.parallel import distributed
 from tests.helpers import ROOT, SECONDS, TINY, metrics_of, succeed, thorough
 from tests.parallel.pair import FLAGS, Pair, losses
@@ -136,6 +138,14 @@ def test_hosts_of_a_tpu_pod_are_several_processes(find_launcher):
     assert find_launcher(**one_host, MEGASCALE_NUM_SLICES="2") == "gketpu"
     assert find_launcher(TPU_PROCESS_ADDRESSES="local") is None  # Kaggle
     assert find_launcher(TPU_SKIP_MDS_QUERY="1") is None
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as server:
+        _, port = server.getsockname()
+        coordinator = f"localhost:{port}"
+        with pytest.raises(UserError, match=rf"--coordinator={coordinator} cannot"):
+            distributed.initialize(coordinator, num_processes=2, process_index=0)
 
 
 def test_slurm_and_open_mpi_start_several_processes(find_launcher):

@@ -29,6 +29,7 @@ from gpt2.telemetry.reporter import Reporter, Watchdog
 from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import Writer
 from gpt2.training.workdir import check_options
+from gpt2.utils.text import format_duration
 from tests.helpers import SECONDS, configured, metrics_of
 from tests.telemetry.event_files import events
 
@@ -173,6 +174,25 @@ def test_wandb_has_to_be_installed(tmp_path, monkeypatch):
     config = Config(logging=LoggingConfig(wandb=True))
     with pytest.raises(UserError, match="pip install wandb"):
         check_options(tmp_path, config)
+
+
+def test_wandb_has_to_be_logged_in_or_offline(tmp_path, monkeypatch):
+    def login():
+        raise LookupError("No API key configured")
+
+    settings = types.SimpleNamespace(mode="online")
+    fake = types.SimpleNamespace(
+        __spec__="a module",
+        Error=LookupError,
+        login=login,
+        setup=lambda: types.SimpleNamespace(settings=settings),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = Config(logging=LoggingConfig(wandb=True))
+    with pytest.raises(UserError, match=r"No API key configured.*`wandb login`"):
+        check_options(tmp_path, config)
+    settings.mode = "offline"
+    check_options(tmp_path, config)
 
 
 # Reporter and watchdog
@@ -329,6 +349,13 @@ def test_a_watchdog_prints_the_stacks_of_all_threads(capfd):
 
 
 # The screen
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(83.4, "0:01:23"), (1e14, "?"), (math.nan, "?")]
+)
+def test_a_duration_that_is_unknown_or_endless_is_a_question_mark(seconds, text):
+    assert format_duration(seconds) == text
 
 
 def test_a_line_fits_80_columns_and_shows_the_metrics_that_are_asked_for(capsys):
