@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.forks import run_command
 from tests.helpers import TINY, metrics_of
@@ -37,6 +37,7 @@ def pristine(tmp_path_factory):
     (folder / "ready.py").write_text("def batches(split):\n    return []\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
     lossy = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    lossy.pre_tokenizer = pre_tokenizers.Whitespace()
     lossy.save(str(folder / "lossy.json"))
     (folder / "points.csv").write_text("steps,loss\n1,2\n")
     tree = json.loads((folder / "run" / "config.json").read_text())

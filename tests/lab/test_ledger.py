@@ -199,8 +199,8 @@ class Ideas:
         self.meanwhile = lambda run: None
         self._set = monkeypatch.setattr
         tokenizer = SimpleNamespace(vocab_size=4096)
-        self.dataset = SimpleNamespace(tokenizer=tokenizer, parts={"": None})
-        self._set(command, "prepare_dataset", lambda _: self.dataset)
+        dataset = SimpleNamespace(tokenizer=tokenizer, parts={"": None})
+        self._set(command, "prepare_dataset", lambda _: dataset)
         self._set(command, "snapshot", lambda: "")
         self._set(command, "_become_judge", lambda root, ledger: None)
         self._set(command, "train_all", self._train)
@@ -426,12 +426,6 @@ def test_what_does_not_compare_is_refused_and_leaves_no_line(ideas, idea, told):
         ideas(idea)
     assert len(read_ledger(ideas.root).ideas) == 1
     assert ideas.trained == []
-
-
-def test_a_ledger_needs_a_text(ideas):
-    ideas.dataset.parts = {}  # as of a function that returns batches
-    with pytest.raises(UserError, match="a ledger needs a text"):
-        ideas("optim.name=lion")
 
 
 def test_a_ledger_goes_on_with_the_options_that_it_began_with(ideas, monkeypatch):

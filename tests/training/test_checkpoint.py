@@ -279,7 +279,8 @@ def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatc
         assert checkpointer.best() == (4, 6.0)
 
 
-def test_a_save_on_a_full_disk_prints_one_line_with_its_cause(tmp_path, capfd):
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_save_on_a_full_disk_prints_one_line_with_its_cause(tmp_path, capfd, caplog):
     params = {str(i): np.random.default_rng(i).normal(size=10**6) for i in range(9)}
     with contextlib.ExitStack() as stack:
         try:
@@ -292,6 +293,7 @@ def test_a_save_on_a_full_disk_prints_one_line_with_its_cause(tmp_path, capfd):
         gc.collect()  # Tasks that nobody has awaited report when they are deleted.
         assert "(No space left on device)" in checkpointer.failure
     assert capfd.readouterr().err.count("\n") == 1
+    assert caplog.messages == []
 
 
 def test_a_save_that_fails_prints_a_warning_and_the_next_is_tried(
