@@ -20,7 +20,8 @@ from scipy import stats
 from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from gpt2.lab.ablate.__main__ import describe_runs, with_next_seeds
+from gpt2.lab.ablate.__main__ import with_next_seeds
+from gpt2.lab.ablate.command import describe_runs
 from gpt2.lab.ablate.judge import judge
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
@@ -393,7 +394,7 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     sweep = filled(tmp_path / "a<b", num_seeds=5)
     text = report_of(sweep)
     row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
-    words = dict(row.findall(text.split("## Curves")[0]))
+    words = dict(row.findall(text.split("## Pairs")[0]))
     assert words["optim.name=lion"] == "better"
     assert words["optim.name=muon"].startswith("undecided: at most 0.0")
     assert "| optim.name=lion | optim.name | lion | adamw |" in text
@@ -477,13 +478,62 @@ def test_runs_that_break_are_named_and_an_arm_that_diverged_is_not_better(tmp_pa
     write_run(runs["optim.name=muon seed 1"], 3.7, "failed", "error: no file a|b.")
     # As if the disk had been full.
     (runs["optim.name=muon seed 2"].folder / "outcome.json").unlink()
-    words = list(write_report(sweep).verdict)
+    words = list(write_report(sweep)[0].verdict)
     text = (tmp_path / "report.md").read_text()
     assert "diverged in 1 of 3 runs" in words
     assert "better" not in words
     assert "| optim.name=lion seed 0 | diverged | 1000 | NaN at step 7 |" in text
     assert r"| optim.name=muon seed 1 | failed | 1000 | error: no file a\|b. |" in text
     assert "Compared runs: 1 diverged, 1 failed, 6 finished, 1 to come." in text
+
+
+def write_pairs(sweep):
+    """End all runs of arms that differ by 0.002, and whose seeds differ by 0.03."""
+    losses = {"baseline": 3.8, "optim.name=lion": 3.802, "optim.name=muon": 3.8}
+    for run in sweep.runs():
+        loss = losses[run.arm] + 0.03 * run.config.seed
+        write_run(run, loss + 1e-5 * (len(run.label) * run.config.seed % 3))
+
+
+def test_a_paired_sweep_is_judged_by_seeds_and_others_say_what_pairs_would_decide(
+    tmp_path, capsys
+):
+    tables = {}
+    notes = {}
+    for paired in (False, True):
+        sweep = sweep_in(tmp_path / f"{paired}", "optim.name=lion,muon")
+        sweep = dataclasses.replace(sweep, paired=paired)
+        write_pairs(sweep)
+        table, notes[paired] = write_report(sweep)
+        tables[paired] = table.set_index("arm")
+    lion = "optim.name=lion"
+    verdicts = {paired: table.verdict[lion] for paired, table in tables.items()}
+    assert verdicts[False].startswith("undecided")
+    assert verdicts[True] == "worse"
+    assert tables[True].pairs[lion] == "3"
+    assert notes[True] == ""
+    assert "## Pairs" not in (tmp_path / "True/report.md").read_text()
+    text = (tmp_path / "False/report.md").read_text()
+    row = tables[True].loc[lion]
+    assert f"| {lion} | 3 | {row.difference} | {row.interval} | {row.p} |" in text
+    assert notes[False] in text
+    decided = f"Pairs of runs with the same seed would have decided {lion}, but"
+    assert notes[False].startswith(decided)
+    print_verdicts(tables[False].reset_index(), notes[False])
+    lines = capsys.readouterr().out.splitlines()
+    assert "--paired" in "".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_pair_needs_both_runs(tmp_path):
+    sweep = dataclasses.replace(sweep_in(tmp_path, "optim.name=lion"), paired=True)
+    write_pairs(sweep)
+    broken = sweep.runs()[2]
+    assert broken.label == "baseline seed 1"
+    write_run(broken, 3.8, "failed")
+    text = report_of(sweep)
+    assert "| optim.name=lion | 3 |" in text
+    assert re.search(r"^\| optim.name=lion .*\| 2 \| [\d.]+ \| worse \|$", text, re.M)
 
 
 # What a sweep remembers
@@ -591,6 +641,25 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     told = r"batch_size=\d+, not 8; .*num_steps=1000, not 900; train\.eval_batches"
     with pytest.raises(UserError, match=told):
         continued(dataclasses.replace(before, arms=tuple(other)))
+
+
+def test_whether_a_sweep_is_paired_does_not_change_once_it_began(tmp_path):
+    sweep = filled(tmp_path)
+    paired = dataclasses.replace(sweep, paired=True)
+    with pytest.raises(UserError, match=r"began without --paired.* gives new seeds"):
+        continued(paired)
+    options = ["--report", "--paired", f"--workdir={tmp_path}"]
+    done = run_command("gpt2.lab.ablate", *options, cwd=ROOT)
+    assert done.code == 2
+    assert "began without --paired" in done.stderr
+    assert not (tmp_path / "report.md").exists()
+    paired.save()
+    assert continued(paired).paired
+    with pytest.raises(UserError, match="began with --paired"):
+        continued(sweep)
+    done = run_command("gpt2.lab.ablate", *options[::2], cwd=ROOT)
+    assert done.code == 0, done.stderr
+    assert "Each arm is compared" in (tmp_path / "report.md").read_text()
 
 
 def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
@@ -944,6 +1013,18 @@ def test_nothing_to_compare_is_refused(tmp_path):
     assert done.code == 2
     assert done.stderr.startswith("error: --vary is missing")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_arms_of_a_paired_sweep_have_the_same_seeds(tmp_path):
+    recipe = tmp_path / "other.py"
+    text = (ROOT / "configs" / "quickstart.py").read_text()
+    recipe.write_text(
+        text.replace("return config", "config.seed = 7\n    return config")
+    )
+    options = [f"--vary=recipe={recipe}", "--paired", f"--workdir={tmp_path}/sweep"]
+    done = run_command("gpt2.lab.ablate", *options, cwd=ROOT)
+    assert done.code == 2
+    assert "recipes set different seeds. Add --config.seed=0" in done.stderr
 
 
 def rows_of(root):

@@ -35,12 +35,12 @@ BLOOD = (
 
 
 def sample(values, **counts):
-    return Sample(np.array(values), **counts)
+    return Sample(pd.Series(values, dtype=float), **counts)
 
 
-def judge(values, arms):
+def judge(values, arms, paired=False):
     samples = {name: sample(scores) for name, scores in arms.items()}
-    return compare(sample(values), samples)
+    return compare(sample(values), samples, paired=paired)
 
 
 def is_found(verdict):
@@ -81,6 +81,52 @@ def test_the_simulated_rule_is_the_one_of_compare(monkeypatch):
         assert list(map(is_found, verdicts.values())) == list(row)
 
 
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize("arms", [1, 5])
+def test_paired_sweeps_keep_the_level_and_find_more_where_runs_are_correlated(
+    arms, seeds
+):
+    num = verdict_rates.CHUNK
+    powers = []
+    for correlation in (0.0, 0.5, 0.9):
+        for deviation in (1.0, 3.0):
+            scores = verdict_rates.draw_pairs(
+                seeds, arms, correlation, deviation, num=num
+            )
+            false = verdict_rates.paired(scores).any(1)
+            assert_rate_at_most(false.sum(), num, 0.05)
+        scores = verdict_rates.draw_pairs(seeds, arms, correlation, shift=3.0, num=num)
+        found = verdict_rates.paired(scores)[:, 0].mean()
+        powers.append(found - verdict_rates.unpaired(scores)[:, 0].mean())
+    assert powers == sorted(powers)
+    assert powers[0] < -0.05
+    assert powers[-1] > 0.1
+
+
+def test_the_simulated_paired_rule_is_the_one_of_compare():
+    scores = verdict_rates.draw_pairs(3, NUM_ARMS, 0.9, shift=3.0, num=60)
+    expected = verdict_rates.paired(scores)
+    assert 20 < expected.sum() < 60
+    for found, drawn in zip(expected, scores, strict=True):
+        baseline, *arms = drawn.T
+        samples = dict(zip(NAMES, arms, strict=True))
+        verdicts = judge(baseline, samples, paired=True)
+        assert list(map(is_found, verdicts.values())) == list(found)
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+def test_outliers_are_no_warning_of_a_false_verdict(seeds):
+    """Scores that are not normal make false verdicts more likely, as docs/ablations.md states."""
+    drawn = verdict_rates.draw_skewed(seeds, num=verdict_rates.CHUNK)
+    border = np.quantile(verdict_rates.largest_outliers(drawn.pop("normal")), 0.95)
+    for scores in drawn.values():
+        warned = verdict_rates.largest_outliers(scores) > border
+        for rule in (verdict_rates.unpaired, verdict_rates.paired):
+            false = rule(scores).any(1)
+            assert 0.07 < false.mean() < 0.18
+            assert warned[false].mean() < 0.08
+
+
 # Looks.
 
 
@@ -109,7 +155,8 @@ def test_the_simulated_analyses_are_those_of_sweeps(tmp_path):
     assert 40 < expected.sum() < 90
     for found, drawn in zip(expected, scores, strict=True):
         results = pd.DataFrame(drawn, columns=["baseline", *NAMES])
-        results = results.melt(var_name="arm", value_name="score")
+        results = results.melt(ignore_index=False, var_name="arm", value_name="score")
+        results = results.rename_axis("seed").reset_index()
         results = results.assign(purpose="compare", state="finished")
         verdicts = judge_sweep(sweep, results)
         assert list(map(is_found, verdicts.values())) == list(found)
@@ -181,6 +228,38 @@ def test_one_arm_has_the_wider_of_students_and_welchs_intervals():
         assert verdict.high == pytest.approx(max(high, other_high))
 
 
+def test_differences_by_seed_may_vary_less_than_scores():
+    """Three seeds of a weight decay; the difference of means has an interval of 0.1."""
+    baseline = np.array([3.85, 3.78, 3.81])
+    arm = baseline - np.array([0.00219, 0.00211, 0.00217])
+    assert judge(baseline, {"arm": arm})["arm"].words.startswith("undecided")
+    verdict = judge(baseline, {"arm": arm}, paired=True)["arm"]
+    assert verdict.words == "better"
+    assert verdict.difference == pytest.approx(-0.00216, abs=5e-6)
+    assert verdict.high - verdict.difference == pytest.approx(0.0001, abs=5e-6)
+
+
+def test_paired_verdicts_are_those_of_t_tests_of_the_seeds_of_both_arms():
+    baseline = sample([3.8, 3.7, 3.9, 3.6])
+    first = sample([3.7, 3.65, 3.75, 3.6])
+    second = Sample(pd.Series([3.5, 3.65, 3.9], index=[9, 1, 2]), failed=1)
+    verdicts = compare(baseline, {"first": first, "second": second}, paired=True)
+    pairs = {
+        "first": ([3.7, 3.65, 3.75, 3.6], [3.8, 3.7, 3.9, 3.6]),
+        "second": ([3.65, 3.9], [3.7, 3.9]),
+    }
+    for name, (scores, baselines) in pairs.items():
+        verdict = verdicts[name]
+        test = stats.ttest_rel(scores, baselines)
+        ends = test.confidence_interval(0.975)  # of two arms
+        assert verdict.pairs == len(scores)
+        assert verdict.baseline == pytest.approx(np.mean(baselines))
+        assert verdict.p_value == pytest.approx(min(2 * test.pvalue, 1))
+        assert verdict.low == pytest.approx(ends.low)
+        assert verdict.high == pytest.approx(ends.high)
+        assert verdict.difference == pytest.approx(test.statistic * verdict.error)
+
+
 # Sweeps that allow no verdict, or hardly one.
 
 FINE = sample([3.0, 3.1, 3.2])
@@ -211,6 +290,21 @@ def test_words_say_why_there_is_no_verdict(baseline, arm, words):
     for value in (verdict.low, verdict.high, verdict.p_value, verdict.detectable()):
         assert math.isnan(value)
     assert verdict.difference == pytest.approx(arm.mean - baseline.mean, nan_ok=True)
+
+
+def test_pairs_need_two_seeds_and_differences_that_vary():
+    arms = {
+        "one pair": Sample(pd.Series([2.0, 2.1, 2.2], index=[2, 3, 4])),
+        "the same": sample([3.0, 3.1, 3.2]),
+        "diverged": sample([2.0, 2.1], diverged=1),
+    }
+    verdicts = compare(FINE, arms, paired=True)
+    words = [verdict.words for verdict in verdicts.values()]
+    assert words == [
+        "fewer than two pairs finished: no verdict",
+        "the same difference for every seed: no verdict",
+        "diverged in 1 of 3 runs",
+    ]
 
 
 def test_a_noisy_arm_does_not_blind_the_others():
@@ -246,3 +340,16 @@ def test_detectable_is_found_in_four_of_five_sweeps_of_unequal_deviations():
         by_arm = np.moveaxis(drawn, -1, 0)
         found = verdict_rates.both(*verdict_rates.moments(by_arm), (3, 3, 3))
         assert found[:, i].mean() == pytest.approx(0.8, abs=0.02)
+
+
+def test_detectable_is_found_in_four_of_five_paired_sweeps():
+    baseline = np.zeros(4)
+    differences = {"arm": [-0.1, 0.0, 0.1, 0.2], "other": [0.1, 0.3, 0.2, 0.1]}
+    verdict = judge(baseline, differences, paired=True)["arm"]
+    scores = np.zeros((10_000, 4, 3))
+    drawn = np.random.default_rng(0).standard_normal((10_000, 4))
+    deviation = np.std(differences["arm"], ddof=1)
+    scores[..., 1] = deviation * drawn + verdict.detectable()
+    scores[..., 2] = drawn
+    found = verdict_rates.paired(scores)[:, 0].mean()
+    assert found == pytest.approx(0.8, abs=0.02)

@@ -49,12 +49,13 @@ RULES = {
 }
 
 
-def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
+def simulate(rule, share, noisy=0.0, disaster=0.0, num=NUM_STREAMS, seed=0):
     """Return the fraction of false ideas among the kept ideas, and the number of runs, `[num]`.
 
     The second of the three results is the fraction of the ideas with each of `GAINS` that is kept.
     A fraction `share` of all ideas are gains. A fraction `noisy` of all ideas have three times the
-    standard deviation.
+    standard deviation. With `disaster`, each idea is worse by this number at a tenth of the seeds,
+    and better at the others, so that its mean does not change.
     """
     rng = np.random.default_rng(seed)
     best = rng.standard_normal((num, PAIRS))
@@ -75,6 +76,9 @@ def simulate(rule, share, noisy=0.0, num=NUM_STREAMS, seed=0):
             trained[:] = 0
         # Scores are differences from the true mean of the best.
         idea = deviation * rng.standard_normal((num, PAIRS)) - gain[:, None]
+        if disaster:
+            is_bad = rng.random((num, PAIRS)) < 0.1
+            idea += np.where(is_bad, disaster, -disaster / 9)
         keep, pairs = rule(best, idea, number, kept)
         runs += pairs + np.maximum(pairs - trained, 0)
         trained = np.where(keep, pairs, np.maximum(trained, pairs))
@@ -100,11 +104,12 @@ def main():
         "10 % gains": (0.1, 0.0),
         "10 % gains, 10 % noisy": (0.1, 0.1),
         "30 % gains": (0.3, 0.0),
+        "no gains, disasters": (0.0, 0.0, 9.0),
     }
     print("| | rule | false | 1 | 2 | 4 | 8 | runs |\n|" + " --- |" * 8)
-    for told, (share, noisy) in cases.items():
+    for told, (share, *others) in cases.items():
         for name, rule in RULES.items():
-            false, found, runs = simulate(rule, share, noisy)
+            false, found, runs = simulate(rule, share, *others)
             error = 100 * false.std() / np.sqrt(len(false))
             cells = [f"{100 * false.mean():.1f} ± {error:.1f} %"]
             cells += [f"{100 * each:.0f} %" if share else "" for each in found]

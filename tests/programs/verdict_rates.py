@@ -90,6 +90,21 @@ def both(means, variances, sizes, level=0.05):
     return alone & together
 
 
+def paired(scores, level=0.05):
+    """Return which arms of a paired sweep differ. `scores` are `[num, seeds, 1 + arms]`."""
+    differences = scores[..., 1:] - scores[..., :1]
+    _, num_seeds, num_arms = differences.shape
+    error = differences.std(1, ddof=1) / math.sqrt(num_seeds)
+    bound = stats.t.isf(level / num_arms / 2, num_seeds - 1) * error
+    return np.abs(differences.mean(1)) > bound
+
+
+def unpaired(scores):
+    """Return which arms of an unpaired sweep differ. `scores` are `[num, seeds, 1 + arms]`."""
+    _, num_seeds, groups = scores.shape
+    return both(scores.mean(1), scores.var(1, ddof=1), (num_seeds,) * groups)
+
+
 RULES = {"Dunnett alone": dunnett, "Welch alone, Šidák's level": sidak, "both": both}
 
 
@@ -170,6 +185,80 @@ def print_looks():
                 print(f"    arm {i + 1} {describe(found[:, i])}")
 
 
+def draw_pairs(seeds, arms, correlation, deviation=1.0, shift=0.0, num=NUM_SWEEPS):
+    """Return scores `[num, seeds, 1 + arms]`. Runs with the same seed are correlated.
+
+    `deviation` is the baseline's. `shift` the first arm by this number of standard errors of an
+    unpaired difference.
+    """
+    rng = np.random.default_rng(0)
+    common = rng.standard_normal((num, seeds, 1))
+    own = rng.standard_normal((num, seeds, 1 + arms))
+    scores = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own
+    scores[..., 0] *= deviation
+    scores[..., 1] += shift * math.sqrt(2 / seeds)
+    return scores
+
+
+def print_pairs():
+    """Print how often unpaired and paired sweeps find differences, false and true."""
+    rows = {}
+    cases = {"false": (1.0, 0.0), "false, noisy baseline": (3.0, 0.0)}
+    cases |= {"found 3": (1.0, 3.0), "found 5": (1.0, 5.0)}
+    sizes = itertools.product((1, 5), (3, 5))
+    for (arms, seeds), case in itertools.product(sizes, cases):
+        row = {}
+        for correlation in (0.0, 0.5, 0.9):
+            scores = draw_pairs(seeds, arms, correlation, *cases[case])
+            for rule in (unpaired, paired):
+                found = rule(scores)[:, : 1 if cases[case][1] else arms]
+                row[f"{rule.__name__}, {correlation}"] = 100 * found.any(1).mean()
+        rows[f"arms {arms}, seeds {seeds}: {case}"] = row
+    print(pd.DataFrame(rows).T.round(1).to_string())
+
+
+def draw_skewed(seeds, num=NUM_SWEEPS):
+    """Return scores of sweeps without a true difference, `[num, seeds, 6]`, by kind of baseline.
+
+    A skewed baseline is an exponential variable with a standard deviation of 3. A baseline with
+    rare disasters is better by 1 than the arms at nine of ten seeds, and worse by 9 at the others.
+    """
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal((num, seeds, 1 + NUM_ARMS))
+    skewed = normal.copy()
+    skewed[..., 0] = 3 * (rng.exponential(size=(num, seeds)) - 1)
+    disasters = normal.copy()
+    disasters[..., 0] += np.where(rng.random((num, seeds)) < 0.1, 9.0, -1.0)
+    return {"normal": normal, "skewed": skewed, "disasters": disasters}
+
+
+def largest_outliers(scores):
+    """Return Grubbs's statistic of a sweep: its largest distance of a run from its arm's mean.
+
+    Distances are in standard deviations of the arm. The result is `[num]`.
+    """
+    distances = np.abs(scores - scores.mean(1, keepdims=True))
+    return (distances / scores.std(1, ddof=1, keepdims=True)).max((1, 2))
+
+
+def print_skewed():
+    """Print the rates of false verdicts for skewed scores, and how often a warning precedes them.
+
+    The warning is about a run that is so far from its arm that 5 % of normal sweeps have such a
+    run.
+    """
+    for seeds in (3, 5, 40):
+        drawn = draw_skewed(seeds)
+        border = np.quantile(largest_outliers(drawn["normal"]), 0.95)
+        for name, scores in drawn.items():
+            warned = largest_outliers(scores) > border
+            print(f"{seeds} seeds, {name}: a warning in {warned.mean():.1%}")
+            for rule in (unpaired, paired):
+                false = rule(scores).any(1)
+                print(f"    {rule.__name__}: false {describe(false)}")
+                print(f"    a warning in {warned[false].mean():.1%} of these")
+
+
 def worst_rates():
     """Return the highest rates of false verdicts of each rule.
 
@@ -197,6 +286,8 @@ def main():
     columns |= worst_rates()
     print(pd.DataFrame(columns).T.round(1).to_string())
     print_looks()
+    print_pairs()
+    print_skewed()
 
 
 if __name__ == "__main__":

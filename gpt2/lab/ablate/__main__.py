@@ -16,15 +16,22 @@ if __name__ == "__main__":
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from absl import flags
 
 from gpt2 import cli
 from gpt2.errors import UserError
-from gpt2.lab.ablate.command import define_flags, describe_runs, exit_code, make_sweep
+from gpt2.lab.ablate import command
 from gpt2.lab.ablate.judge import add_seeds, judge
-from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep, register
+from gpt2.lab.ablate.sweep import (
+    Sweep,
+    check_paired,
+    continued,
+    load_sweep,
+    register,
+)
 from gpt2.lab.ablate.sweep_report import (
     print_tuning_notes,
     print_verdicts,
@@ -39,17 +46,30 @@ from gpt2.utils.text import counted
 FLAGS = flags.FLAGS
 
 
+def define_flags() -> None:
+    """Define the flags of a comparison of arms, and how a sweep judges."""
+    command.define_flags()
+    flags.DEFINE_bool(
+        "paired",
+        False,
+        "Judge arms by the differences between runs with the same seed. This cannot change after "
+        "the first command.",
+    )
+
+
 def main() -> int:
     """Train a sweep, write its report, and return the exit code."""
     root = find_root("workdir", FLAGS.workdir)
     if FLAGS.report:
-        return _report(load_sweep(root).with_choices())
+        sweep = load_sweep(root).with_choices()
+        check_paired(sweep, FLAGS.paired or sweep.paired)
+        return _report(sweep)
     os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
     slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots)
     if FLAGS.dry_run:
         sweep = with_next_seeds(continued(sweep))
-        print(describe_runs([sweep], slots))
+        print(command.describe_runs([sweep], slots))
         return 0
 
     sweep = register(sweep)
@@ -78,7 +98,13 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
         raise UserError(
             f"--vary={FLAGS.vary[0]} names only the baseline", "Add another value"
         )
-    return make_sweep(root, arms, slots, module="gpt2.lab.ablate")
+    if FLAGS.paired and len({arm.config.seed for arm in arms}) > 1:
+        raise UserError(
+            "--paired compares runs with the same seed, but the recipes set different seeds",
+            "Add --config.seed=0",
+        )
+    sweep = command.make_sweep(root, arms, slots, module="gpt2.lab.ablate")
+    return replace(sweep, paired=FLAGS.paired)
 
 
 def with_next_seeds(sweep: Sweep) -> Sweep:
@@ -91,11 +117,11 @@ def _report(sweep: Sweep) -> int:
     """Write the report, print the verdicts, and return the exit code."""
     sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
-        table = write_report(sweep)
-    print_verdicts(table)
+        table, note = write_report(sweep)
+    print_verdicts(table, note)
     print_tuning_notes([sweep])
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
-    return exit_code(sweep.all_runs())
+    return command.exit_code(sweep.all_runs())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from gpt2.lab.ablate.verdicts import Verdict
 from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, RED, drawing
@@ -15,12 +16,13 @@ _COLORS: dict[str, str] = {Decision.BETTER: GREEN, Decision.WORSE: RED}
 def plot_differences(
     png: Path,
     verdicts: Mapping[str, Verdict],
-    scores: Mapping[str, np.ndarray],
+    scores: Mapping[str, pd.Series],
     unit: str,
 ) -> None:
     """Plot each arm's difference from the baseline, with its interval and its runs.
 
-    `scores` are final scores minus the baseline's mean. The baseline's difference is 0.
+    `scores` are final scores minus the baseline's mean or, in a paired sweep, minus the baseline's
+    score of the same seed. The baseline's difference is 0.
     """
     names = sorted(verdicts, key=lambda name: verdicts[name].difference, reverse=True)
     with drawing(png, height=1.4 + 0.42 * len(names)) as (axes,):

@@ -33,7 +33,7 @@ def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
     return Sample(
-        scores=runs.score.dropna().to_numpy(),
+        scores=runs.set_index("seed").score.dropna(),
         diverged=states.count("diverged"),
         failed=states.count("failed"),
     )
@@ -60,7 +60,7 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
                 waits = True
         baseline = samples.pop(sweep.arms[0].name)
         level = level_at(sweep.analyses, analysis)
-        judged = compare(baseline, samples, level=level)
+        judged = compare(baseline, samples, level=level, paired=sweep.paired)
         for name, verdict in judged.items():
             if name in ends:
                 continue

@@ -134,6 +134,20 @@ def group_difference(design: Design, variances: Array) -> float:
     return scipy.optimize.brentq(lack, 0, highest)
 
 
+def paired_difference(error: float, df: int, level: float) -> float:
+    """Return the smallest true difference that a paired t-test finds with probability `POWER`.
+
+    The standard error of the mean difference is assumed to be truly `error`.
+    """
+    quantile = scipy.stats.t.isf(level / 2, df)
+
+    def lack(errors: float) -> float:
+        return POWER - scipy.stats.nct.sf(quantile, df, errors)
+
+    highest = 2 * quantile + 10  # in standard errors
+    return error * scipy.optimize.brentq(lack, 0, highest)
+
+
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
     """Return nodes and weights for integrals over an estimated standard deviation.

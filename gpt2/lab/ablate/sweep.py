@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm, Differences, differences, refuse_differences
 from gpt2.lab.experiments.results import check_comparable, read_results
 from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings
@@ -33,6 +34,7 @@ class Sweep:
     analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
     tune_seeds: int = 1  # the number of tuning runs of each combination of values
+    paired: bool = False  # whether arms are judged by pairs of runs with the same seed
     # Arm -> its number of seeds, for arms that continued after the first analysis. The other arms
     # have `analyses[0]` seeds.
     seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -146,6 +148,18 @@ def register(sweep: Sweep) -> Sweep:
     return merged
 
 
+def check_paired(sweep: Sweep, paired: bool) -> None:
+    """Raise a UserError if a command changes whether the sweep is paired."""
+    if paired != sweep.paired:
+        began = "with" if sweep.paired else "without"
+        raise UserError(
+            f"The sweep in {sweep.root} began {began} --paired, which cannot change, because the"
+            " choice must not depend on the losses",
+            "Repeat the command as before, or start a new sweep with another --workdir and a"
+            " --config.seed that gives new seeds",
+        )
+
+
 def continued(sweep: Sweep) -> Sweep:
     """Return the sweep with the arms, seeds and choices that its folder already has.
 
@@ -155,6 +169,7 @@ def continued(sweep: Sweep) -> Sweep:
     if not (sweep.root / "sweep.json").exists():
         return sweep
     before = load_sweep(sweep.root)
+    check_paired(before, sweep.paired)
     arms = {arm.name: arm for arm in before.arms}
     changed = Differences()
     for arm in sweep.arms:

@@ -10,7 +10,7 @@ from gpt2.lab.ablate import sweep_tables
 from gpt2.lab.ablate.difference_plot import plot_differences
 from gpt2.lab.ablate.judge import compared, judge, sample
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import Sample, Verdict
+from gpt2.lab.ablate.verdicts import CLEAR, Sample, Verdict, compare
 from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
@@ -19,14 +19,20 @@ from gpt2.utils.files import write_text
 from gpt2.utils.text import counted
 
 
-def write_report(sweep: Sweep) -> pd.DataFrame:
-    """Write all files of the report, and return the table of verdicts."""
+def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
+    """Write all files of the report. Return the table of verdicts and a note about pairs."""
     root = sweep.root
     title = root.resolve().name
     results = sweep.results()
     verdicts = judge(sweep, results)
     samples = {arm.name: sample(results, arm) for arm in sweep.arms}
     table = sweep_tables.verdict_table(samples, verdicts)
+    by_pairs = {}
+    if not sweep.paired:
+        arms = {name: samples[name] for name in verdicts}
+        baseline = samples[sweep.arms[0].name]
+        by_pairs = compare(baseline, arms, paired=True)
+    note = _pairs_note(verdicts, by_pairs)
     rows = results.drop(columns=["run", "curve", "score"])
     rows["folder"] = [folder.relative_to(root) for folder in results.folder]
     write_text(root / "results.csv", rows.to_csv(index=False))
@@ -44,6 +50,8 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         states=states.value_counts().sort_index(),
         pictures=pictures,
         verdicts=table,
+        by_pairs=sweep_tables.verdict_table(samples, by_pairs),
+        pairs_note=note,
         metrics=sweep_tables.metrics_table(sweep, results),
         reach=sweep_tables.reach_table(sweep, results),
         tuning=sweep_tables.tuning_table(sweep, results),
@@ -52,16 +60,35 @@ def write_report(sweep: Sweep) -> pd.DataFrame:
         differences=differences,
     )
     write_markdown(root, title, text, pictures)
-    return table
+    return table, note
 
 
-def print_verdicts(table: pd.DataFrame) -> None:
+def _pairs_note(
+    verdicts: Mapping[str, Verdict], by_pairs: Mapping[str, Verdict]
+) -> str:
+    """Name the arms of an unpaired sweep that only pairs would have decided, if there are any."""
+    names = []
+    for name, verdict in by_pairs.items():
+        if verdict.words in CLEAR and verdicts[name].words not in CLEAR:
+            names.append(name)
+    if not names:
+        return ""
+    return (
+        f"Pairs of runs with the same seed would have decided {', '.join(names)}, but this sweep"
+        " began without --paired. For a verdict, start a new sweep with --paired and with a"
+        " --config.seed that gives new seeds."
+    )
+
+
+def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
     """Print the most important columns of a table of verdicts, in lines of 80 characters."""
     titles = ["arm", "difference", "interval", "verdict"]
     shown = table.reindex(columns=titles, fill_value="")
     means = "mean " + table["mean ± sd"]
     shown["verdict"] = shown.verdict.mask(shown.verdict == "", means)
     print_table(shown)
+    if note:
+        print("\n" + textwrap.fill(note, 80))
 
 
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
@@ -92,10 +119,11 @@ def _draw(
     baseline = sweep.arms[0].name
     mean = samples[baseline].mean
     shown = {baseline: Verdict(0.0, "baseline", mean), **verdicts}
+    zero = samples[baseline].scores if sweep.paired else mean
     dots = {}
     curves = {}
     for arm in sweep.arms:
-        dots[arm.name] = samples[arm.name].scores - mean
+        dots[arm.name] = (samples[arm.name].scores - zero).dropna()
         validated = [
             curve for curve in compared(results, arm).curve if len(curve.scores)
         ]

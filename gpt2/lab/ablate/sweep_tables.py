@@ -34,6 +34,7 @@ def verdict_table(
                 "difference": number(verdict.difference, "+.4f"),
                 "interval": interval(verdict.low, verdict.high, "+.4f"),
                 "p": number(verdict.p_value, ".2g"),
+                "pairs": str(verdict.pairs),
                 "could find": number(verdict.detectable(), ".4f"),
                 "verdict": verdict.words,
             }

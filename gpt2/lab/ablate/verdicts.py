@@ -7,7 +7,7 @@ probability of one or more false verdicts among all arms. It is nominally 5 %, a
 differences.
 
 An arm differs if both of the tests below find a difference. The interval of its difference is the
-wider one of the intervals of the two tests. Both tests are unpaired:
+wider one of the intervals of the two tests. Both tests are unpaired, and assume normal scores:
 
 1. Dunnett's test (Dunnett 1955, JASA 50) of all arms together. It pools the variances, which gives
    the test more power if there are few seeds. But it underestimates the error of the mean of a
@@ -30,6 +30,11 @@ another number of seeds, from 3 to 10, the worst rate of both tests together is 
     Dunnett alone                   4.9  4.8     17.4 17.2     10.3  9.8     96.9 98.4     25.1
     Welch alone, Šidák's level      2.4  3.4      2.8  2.6      3.1  4.0     45.0 87.2      6.6
     both, as here                   2.0  3.0      4.5  4.7      3.3  4.0     68.5 95.1      5.4
+
+A paired sweep uses another test: for each arm, Student's t-test of the differences between runs
+with the same seed, at level / (number of arms), which is Bonferroni's level. The test assumes that
+the differences are normal. Their variances may differ between arms. A variance that is pooled over
+arms would hide the arms that are strongly correlated with the baseline behind the other arms.
 """
 
 import math
@@ -38,15 +43,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import scipy  # its submodules are imported when they are used
 
 from gpt2.lab.ablate.power import (
     LEVEL,
-    Array,
     Design,
     dunnett_probability,
     group_difference,
     group_half_width,
+    paired_difference,
     pool,
     welch,
 )
@@ -60,7 +66,7 @@ _ROUNDING = 1e-12  # a standard error below this fraction of the scores is round
 class Sample:
     """The results of the runs of one arm, or of the baseline."""
 
-    scores: Array  # [n], the final losses of the finished runs; all are finite
+    scores: pd.Series  # the final losses of the finished runs, by seed; all are finite
     diverged: int = 0  # number of runs whose loss became NaN or Inf
     failed: int = 0  # number of runs that ended early without diverging
 
@@ -89,6 +95,7 @@ class Verdict:
     p_value: float = math.nan  # adjusted for the number of arms
     # The standard error of the difference, estimated only from the arm and the baseline.
     error: float = math.nan
+    pairs: int = 0  # the number of pairs of runs, if the test is paired
     # A function that returns the smallest true difference that sweeps with these variances and
     # numbers of runs find with probability 0.8.
     detectable: Callable[[], float] = field(
@@ -101,6 +108,7 @@ def compare(
     arms: Mapping[str, Sample],
     *,
     level: float = LEVEL,
+    paired: bool = False,
 ) -> dict[str, Verdict]:
     """Return the verdict on each arm, with the tests that the module's docstring describes.
 
@@ -110,19 +118,21 @@ def compare(
     """
     verdicts = {}
     judged = {}
+    test = _test_pairs if paired else _test
+    constant = "difference" if paired else "score"
     for name, arm in arms.items():
-        words = _obstacle(baseline, arm)
+        words = _obstacle(baseline, arm, paired)
         if not words:
             judged[name] = arm
-            # If the scores differ, `_test` below replaces these words.
-            words = "the same score for every seed: no verdict"
+            # If the scores differ, `test` below replaces these words.
+            words = f"the same {constant} for every seed: no verdict"
         verdicts[name] = Verdict(arm.mean - baseline.mean, words, baseline.mean)
     if judged:
-        verdicts |= _test(baseline, judged, level)
+        verdicts |= test(baseline, judged, level)
     return verdicts
 
 
-def _obstacle(baseline: Sample, arm: Sample) -> str:
+def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
     """Return why no test applies to an arm, or "" if a test applies."""
     if arm.diverged:
         return f"diverged in {arm.diverged} of {arm.num_runs} runs"
@@ -132,6 +142,8 @@ def _obstacle(baseline: Sample, arm: Sample) -> str:
     for sample, whose in ((arm, ""), (baseline, " of the baseline")):
         if len(sample.scores) < 2:
             return f"fewer than two runs{whose} finished: no verdict"
+    if paired and arm.scores.index.isin(baseline.scores.index).sum() < 2:
+        return "fewer than two pairs finished: no verdict"
     return ""
 
 
@@ -148,8 +160,8 @@ def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
     """Return the verdicts of Dunnett's and Welch's tests on arms whose pooled variance is not 0."""
-    first = baseline.scores
-    groups = [first, *(arm.scores for arm in arms.values())]
+    first = baseline.scores.to_numpy()
+    groups = [first, *(arm.scores.to_numpy() for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])
     sizes = tuple(map(len, groups))
     strictness = math.sqrt(len(arms))  # divides the level of Welch's test
@@ -178,5 +190,33 @@ def _test(
             p_value=float(np.clip(p_value, 0, 1)),
             error=float(welch_error),
             detectable=partial(group_difference, design, variances),
+        )
+    return verdicts
+
+
+def _test_pairs(
+    baseline: Sample, arms: Mapping[str, Sample], level: float
+) -> dict[str, Verdict]:
+    """Return the verdicts of paired t-tests on arms whose differences are not all the same."""
+    level_of_arm = level / len(arms)
+    verdicts = {}
+    for name, arm in arms.items():
+        scores, baselines = arm.scores.align(baseline.scores, join="inner")
+        differences = scores - baselines
+        error = differences.sem()
+        if error <= _ROUNDING * baselines.abs().max():
+            continue
+        test = scipy.stats.ttest_rel(scores, baselines)
+        low, high = test.confidence_interval(1 - level_of_arm)
+        verdicts[name] = Verdict(
+            difference=differences.mean(),
+            words=_decide(low, high),
+            baseline=baselines.mean(),
+            low=low,
+            high=high,
+            p_value=min(test.pvalue * len(arms), 1.0),
+            error=error,
+            pairs=len(differences),
+            detectable=partial(paired_difference, error, test.df, level_of_arm),
         )
     return verdicts
