@@ -396,7 +396,7 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
     words = dict(row.findall(text.split("## Pairs")[0]))
     assert words["optim.name=lion"] == "better"
-    assert words["optim.name=muon"].startswith("undecided: at most 0.0")
+    assert words["optim.name=muon"].startswith("undecided: at most ±0.0")
     assert "| optim.name=lion | optim.name | lion | adamw |" in text
     page = (sweep.root / "report.html").read_text()
     assert "<title>a&lt;b</title>" in page
@@ -923,7 +923,8 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     assert measure(tmp_path, arm, slots) == pytest.approx((0.1, 20))
     asked, last, amounts, total = describe_runs([sweep], slots).splitlines()
     text = capsys.readouterr().out
-    assert "baseline: 0.1 seconds a step" in text
+    assert "measuring the steps of baseline" in text
+    assert ": 0.1 seconds per step" in text
     assert "seed" not in text
     assert asked == "would train (times include start-up and compilation)"
     assert last.endswith(": optim.name=muon seed 1  1000 steps  0:02:00")
@@ -954,9 +955,11 @@ def test_the_table_on_the_screen_has_at_most_80_columns(capsys):
     name = "optim.learning_rate=0.001," * 8
     interval = "(-0.0400 to -0.0200)"
     row = {"arm": name, "difference": "-0.0300", "interval": interval}
-    row |= {"verdict": "undecided: at most 0.03", "mean ± sd": "4.1"}
-    print_verdicts(pd.DataFrame([row]))
-    _, *lines = capsys.readouterr().out.splitlines()
+    row |= {"verdict": "undecided: at most ±0.03", "mean ± sd": "4.1"}
+    baseline = {"arm": "baseline", "runs": "3", "mean ± sd": "4.1 ± 0.1"}
+    print_verdicts(pd.DataFrame([baseline, row]))
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first == "baseline: 4.1 ± 0.1 (3 runs, mean ± standard deviation)"
     assert max(map(len, lines)) <= 80
     assert "".join(line.split()[0] for line in lines) == name
     assert interval in "".join(lines)

@@ -81,12 +81,17 @@ def _pairs_note(
 
 
 def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
-    """Print the most important columns of a table of verdicts, in lines of 80 characters."""
-    titles = ["arm", "difference", "interval", "verdict"]
-    shown = table.reindex(columns=titles, fill_value="")
-    means = "mean " + table["mean ± sd"]
-    shown["verdict"] = shown.verdict.mask(shown.verdict == "", means)
-    print_table(shown)
+    """Print the baseline's mean, and the most important columns of a table of verdicts.
+
+    Lines have 80 characters.
+    """
+    baseline = table.iloc[0]
+    deviation = ", mean ± standard deviation" if "±" in baseline["mean ± sd"] else ""
+    runs = counted(int(baseline.runs), "run")
+    print(f"{baseline.arm}: {baseline['mean ± sd']} ({runs}{deviation})")
+    if len(table) > 1:
+        titles = ["arm", "difference", "interval", "verdict"]
+        print_table(table[1:].reindex(columns=titles, fill_value=""))
     if note:
         print("\n" + textwrap.fill(note, 80))
 

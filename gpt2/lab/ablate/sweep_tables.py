@@ -35,7 +35,7 @@ def verdict_table(
                 "interval": interval(verdict.low, verdict.high, "+.4f"),
                 "p": number(verdict.p_value, ".2g"),
                 "pairs": str(verdict.pairs),
-                "could find": number(verdict.detectable(), ".4f"),
+                "detectable": number(verdict.detectable(), ".4f"),
                 "verdict": verdict.words,
             }
         rows.append(row)

@@ -86,7 +86,7 @@ class Verdict:
     """The verdict on one arm. Numbers are NaN if no test applies."""
 
     difference: float  # arm - baseline
-    # A Decision, "undecided: at most 0.0123", or why there is no verdict.
+    # A Decision, "undecided: at most ±0.0123", or why there is no verdict.
     words: str
     baseline: float  # the mean of the baseline's scores that was subtracted
     # The ends of the interval, which is simultaneous with the intervals of the other arms.
@@ -153,7 +153,7 @@ def _decide(low: float, high: float) -> str:
         return Decision.BETTER
     if low > 0:
         return Decision.WORSE
-    return f"{Decision.UNDECIDED}: at most {max(-low, high):.3g}"
+    return f"{Decision.UNDECIDED}: at most ±{max(-low, high):.3g}"
 
 
 def _test(
