@@ -216,9 +216,8 @@ def train(run: Run, state: TrainState, start: int) -> int:
             checkpointer.wait()
     checkpointer.raise_failure()
     if stop.requested and stop.is_agreed:
-        by = stop.requested.name
-        message = f"stopped by {by} at step {step}; to continue, repeat the command"
-        log(message, sys.stdout)
+        reason = f"stopped by {stop.requested.name} at step {step}"
+        log(f"{reason}; to continue, repeat the command", sys.stdout)
         return 128 + stop.requested
 
     # Finish: loss.png, samples.txt and the summary on the screen.

@@ -139,9 +139,8 @@ def _open_ledger(root: Path) -> Ledger:
     dataset = prepare_dataset(config.data)
     if not dataset.parts:
         raise UserError(
-            f"data.corpus={config.data.corpus} returns batches, but a ledger needs a text, whose "
-            "validation split it does not show to the ideas",
-            "Choose a corpus of documents",
+            f"data.corpus={config.data.corpus} returns batches, but a ledger needs documents",
+            "Choose another corpus",
         )
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
     with files.locked(root / _LOCK):
