@@ -12,11 +12,13 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import sys
 import time
 
 from absl import flags
 
 from gpt2 import cli
+from gpt2.errors import log
 from gpt2.evals.figures import print_table, write_json
 from gpt2.evals.perplexity import validation
 from gpt2.evals.scoring import Scorer
@@ -76,7 +78,8 @@ def main() -> None:
     for score, path in tasks:
         figures += score(scorer, tokenizer, path)
     print_table(figures)
-    print(f"read {scorer.num_tokens:,} tokens in {time.perf_counter() - began:.1f} s")
+    seconds = time.perf_counter() - began
+    log(f"read {scorer.num_tokens:,} tokens in {seconds:.1f} s", sys.stdout)
     if args.output:
         with writing(args.output) as path:
             write_json(figures, path)

@@ -25,7 +25,7 @@ ROOMS = {
     "data": 16.1,
     "telemetry": 5.1,
     "config cli errors signals": 7.3,
-    "utils": 7.1,
+    "utils": 7.2,
     "evals": 5.5,
     "hf": 6.0,
     "generate": 0.6,
@@ -34,7 +34,7 @@ ROOMS = {
     "lab/benchmark": 5.7,
     "lab": 38.8,
 }
-TOKENS = 136_700  # under gpt2/
+TOKENS = 136_800  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
 TESTS = 141_800
 TESTS_DENSITY = 12.8

@@ -1,6 +1,7 @@
 """The scores of an evaluation with their conventions, as a table and as JSON."""
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, log
 from gpt2.evals.scoring import Score
 from gpt2.utils import files
 
@@ -103,11 +104,13 @@ def print_table(figures: Sequence[Figure]) -> None:
             f"{figure.num_examples:,}",
         )
     console = Console(markup=False, highlight=False)
-    console.print(table)
     # The scores of a task often share a convention, which is then printed once.
     conventions = [f"{figure.task}: {figure.convention}" for figure in figures]
-    for line in dict.fromkeys(conventions):
-        console.print(line)
+    with console.capture() as text:
+        for part in (table, *dict.fromkeys(conventions)):
+            console.print(part)
+    # If the output is a pipe to `head`, the scores must still be written to `--output`.
+    log(text.get().rstrip("\n"), sys.stdout)
 
 
 def write_json(figures: Sequence[Figure], path: Path) -> None:

@@ -71,6 +71,9 @@ def initialize(
                 f"--coordinator={coordinator} cannot be used ({error.strerror})",
                 "Choose another port",
             ) from error
+    # If the processes do not fit together, or if another process ends, the runtime prints a message
+    # and aborts. Python's stack traces would hide that message.
+    faulthandler.disable()
     # The runtime waits silently, and ends this process if the other processes do not connect.
     log("waiting for the other processes")
     jax.distributed.initialize(
@@ -82,9 +85,6 @@ def initialize(
         # Process 0 may still be uploading the run's last files to a bucket.
         shutdown_timeout_seconds=3600,
     )
-    # If another process has ended, the runtime prints a message and aborts. Python's stack traces
-    # would hide that message.
-    faulthandler.disable()
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _find_launcher() -> str | None:
     if ALONE in variables:
         return None
     counts = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
-    several = {name for name in counts if int(variables.get(name, 1)) > 1}
+    several = {name for name in counts if int(variables.get(name) or 1) > 1}
     if "OMPI_COMM_WORLD_SIZE" in several:
         if "OMPI_MCA_orte_hnp_uri" in variables:
             return "ompi"

@@ -37,6 +37,7 @@ def prepare_process() -> None:
 
     The C library reads its settings when a process starts, so a CPU run restarts itself once.
     """
+    _open_standard_streams()
     signals.begin_process()
     is_second = _STARTED_AGAIN in os.environ  # also if the restart lost the settings
     if is_second:
@@ -68,6 +69,20 @@ def prepare_process() -> None:
         cache = home.expanduser() / "gpt2-jax" / "xla"
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def _open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed, as they are in some daemons.
+
+    Otherwise a file of the run could get the number of such a stream, and messages of libraries
+    would be written into this file.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # returns `number`, the lowest free one
+            os.set_inheritable(number, True)
+            stream = open(number, "w" if number else "r")  # noqa: SIM115  it stays open
+            setattr(sys, name, stream)
 
 
 def _is_installed(package: str) -> bool:

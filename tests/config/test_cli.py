@@ -205,6 +205,15 @@ def test_a_screen_that_takes_no_line_ends_no_program():
     assert done.returncode == 5
 
 
+def test_standard_streams_that_are_closed_are_opened_before_other_files():
+    program = "from gpt2.utils import launch\nlaunch.prepare_process()\nimport sys\n"
+    program += "print('x'); print('x', file=sys.stderr)\n"
+    program += "sys.exit(open('train.py').fileno() + len(sys.stdin.read()))"
+    shell = 'exec "$0" "$@" <&- >&- 2>&-'
+    command = ["sh", "-c", shell, sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT).returncode == 3
+
+
 def run_early(program):
     """Runs a program whose Ctrl-C is not ignored, as that of jobs in the background is."""
     start = (

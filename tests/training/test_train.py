@@ -31,6 +31,7 @@ from tests.helpers import (
     params_of,
     patched,
     run,
+    start,
     starts_of,
     struck,
     succeed,
@@ -120,7 +121,10 @@ def test_eval_scores_the_checkpoint_as_training_did(finished, task, tmp_path):
     workdir, _ = finished
     output = tmp_path / "scores.json"
     arguments = [f"--tasks=validation,{task}", f"--output={output}", "--checkpoint=8"]
-    succeed(workdir, *arguments, script="eval.py")
+    process = start(workdir, *arguments, script="eval.py")
+    process.stdout.close()  # as `| head` does
+    process.communicate()
+    assert process.returncode == 0
     found = [figure["value"] for figure in json.loads(output.read_text())]
     last = metrics_of(workdir)[-1]
     assert found[0] == pytest.approx(last["eval/loss"], rel=1e-5)

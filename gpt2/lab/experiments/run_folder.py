@@ -135,13 +135,13 @@ class Run:
         """
         with reading(self.workdir, f"Remove {self.folder}, and repeat the command"):
             starts = read_starts(self.workdir)
-        if self.outcome().state in ENDED:
-            return {start["code"] for start in starts}
-        if not to_come:
-            return set()
-        saved = latest_step(self.workdir) or 0
-        trained = {start["code"] for start in starts if start["step"] < saved}
-        return trained | {hash_code(self.source)}
+            if self.outcome().state in ENDED:
+                return {start["code"] for start in starts}
+            if not to_come:
+                return set()
+            saved = latest_step(self.workdir) or 0
+            trained = {start["code"] for start in starts if start["step"] < saved}
+            return trained | {hash_code(self.source)}
 
     def parameters(self) -> str:
         """Return the number of parameters from the run's log, such as `1.3M`."""

@@ -6,6 +6,11 @@ The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. I
 result is printed but not written. For rooflines and single operations open the trace with xprof.
 """
 
+from gpt2.utils import launch
+
+if __name__ == "__main__":
+    launch.prepare_process()
+
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.profile.breakdown import break_down, describe
