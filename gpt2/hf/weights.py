@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import time
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from gpt2.utils import files, stores
 from gpt2.utils.scan import in_layout
 from gpt2.utils.trees import Tree
 
+_SECONDS_TO_REMOVE = 5.0  # seconds within which a run removes the files of a checkpoint
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
@@ -112,7 +114,10 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     try:
         return _load_params(workdir, saved, which)
     except (UserError, OSError):
-        # A run that is still training may have removed this checkpoint and saved another one.
+        # A run that is still training may have saved another checkpoint, and may be removing this
+        # one file by file.
+        if files.is_locked(workdir / ".lock"):
+            time.sleep(_SECONDS_TO_REMOVE)
         if {*saved} <= {*saved_steps(workdir)}:
             raise
     return load_params(workdir, which)

@@ -27,6 +27,7 @@ from gpt2.training.checkpoint import Checkpointer
 from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
+from gpt2.utils import files
 from tests.helpers import first_params, thorough
 from tests.programs.faults.kinds import mounted
 from tests.training.workdirs import make_config, write_run
@@ -113,6 +114,20 @@ def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(
 
     monkeypatch.setattr(weights, "find_damage", remove_first)
     assert steps_in(load_params(workdir)[1]) == {20}
+
+
+def test_a_checkpoint_that_a_run_is_removing_is_not_called_damaged(
+    saved, tmp_path, monkeypatch
+):
+    workdir = shutil.copytree(saved[0], tmp_path / "run")
+    assert files.lock_for_good(workdir / ".lock")
+    shutil.rmtree(workdir / "checkpoints/20/digests")
+
+    def remove_rest(seconds):
+        shutil.rmtree(workdir / "checkpoints/20")
+
+    monkeypatch.setattr(weights.time, "sleep", remove_rest)
+    assert steps_in(load_params(workdir)[1]) == {50}
 
 
 def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path):
