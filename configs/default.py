@@ -720,8 +720,8 @@ class Parallel:
         "auto",
         "when devices gather the parameters that fsdp splits. layer: at each layer, which needs "
         "the least memory. step: once per step, which sends the least data if there are several "
-        "micro-batches. auto: layer with one micro-batch in 16 bits, or if whole parameters and "
-        "gradients would fill more than half of the memory; otherwise step",
+        "micro-batches. auto: layer with one micro-batch and 16-bit compute, or if whole "
+        "parameters and gradients would fill more than half of the memory; otherwise step",
     )
     rules: Rules = option(Rules(), "sharding of parameters between steps")
 

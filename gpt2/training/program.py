@@ -215,8 +215,8 @@ class Program:
         per_step = optim.learning_rate * optim.decay(num_steps)
         if not per_step or optim.name in ("adam", "sgd"):
             return optim.name
-        decay = f"with weight decay {optim.decay(num_steps):.3g}"
-        return f"{optim.name}; {decay}, weights average {1 / per_step:,.0f} steps"
+        decay = f"weight decay {optim.decay(num_steps):.3g}"
+        return f"{optim.name}, {decay} (timescale {1 / per_step:,.0f} steps)"
 
     def describe(self, batches: Batches, steps: CompiledSteps, start: int) -> str:
         """Return the first lines that the run prints: facts about its options, data and devices."""

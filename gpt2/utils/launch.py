@@ -42,6 +42,8 @@ def prepare_process() -> None:
     is_second = _STARTED_AGAIN in os.environ  # also if the restart lost the settings
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Plots are only written to files. Matplotlib would fail with a backend that it does not have.
+    os.environ["MPLBACKEND"] = "agg"
     if "JPY_PARENT_PID" in os.environ:
         # Otherwise a notebook would show each update of a progress bar.
         os.environ.setdefault("TTY_INTERACTIVE", "0")  # rich reads this variable

@@ -372,7 +372,7 @@ def test_a_run_that_failed_is_not_repeated_after_a_kill(ideas):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (4.05, "even 16 pairs are unlikely to show a gain"),
+        (4.05, "even 16 pairs, twice --pairs, are unlikely to show a gain"),
         (3.9935, "8 pairs are too few to tell; --pairs=16 continues"),
     ],
 )

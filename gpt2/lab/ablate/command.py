@@ -10,7 +10,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.data import prepare_dataset
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep
 from gpt2.lab.experiments.arms import Arm, draw_trials, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
@@ -106,6 +106,12 @@ def make_sweep(
                 f"data.tokenizer={arm.config.data.tokenizer} loses bytes of the text, so its bits"
                 " per byte cannot be compared with those of other tokenizers",
                 "Use tokenizers that encode the whole text",
+            )
+        num_steps = arm.config.train.num_steps
+        if arm.config.optim.warmup_steps >= num_steps:
+            warn(
+                f"{arm.name}: the learning rate only rises, because all {num_steps} steps are"
+                " warm-up"
             )
         config = arm.config.with_vocabulary(dataset.tokenizer.vocab_size)
         complete.append(replace(arm, config=config))

@@ -14,6 +14,7 @@ from gpt2.lab.ablate.verdicts import CLEAR, Sample, Verdict, compare
 from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
+from gpt2.lab.experiments.decisions import Decision
 from gpt2.lab.experiments.pages import render, write_markdown
 from gpt2.utils.files import write_text
 from gpt2.utils.text import counted
@@ -91,7 +92,11 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
     print(f"{baseline.arm}: {baseline['mean ± sd']} ({runs}{deviation})")
     if len(table) > 1:
         titles = ["arm", "difference", "interval", "verdict"]
-        print_table(table[1:].reindex(columns=titles, fill_value=""))
+        shown = table[1:].reindex(columns=titles, fill_value="")
+        # The interval shows how large the difference may be.
+        undecided = f"{Decision.UNDECIDED}: .*"
+        shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
+        print_table(shown)
     if note:
         print("\n" + textwrap.fill(note, 80))
 

@@ -260,7 +260,10 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[Answer, str]:
         why = f"{FLAGS.pairs} pairs are used up; --pairs={more} continues"
         return Answer.UNDECIDED, why
     if is_futile(differences, more, level):
-        return Answer.DISCARD, f"even {more} pairs are unlikely to show a gain"
+        return (
+            Answer.DISCARD,
+            f"even {more} pairs, twice --pairs, are unlikely to show a gain",
+        )
     if is_futile(differences, FLAGS.pairs, level):
         why = f"{FLAGS.pairs} pairs are too few to tell; --pairs={more} continues"
         return Answer.DISCARD, why

@@ -90,7 +90,8 @@ def apply_loss(
             and the arrays in `reads`.
         logits_loss: a function that returns `(objective, sums)` for float32 logits `[B, T, V]` and
             the batch. The head calls it with a part of the positions at a time and adds up the
-            results. One of the sums is "loss". Logits of padding are -1e9.
+            results. One of the sums is "loss". Columns that pad the
+            vocabulary have logits of -1e9.
         key: the random key of dropout; None: no dropout.
         reads: names of the batch's arrays that `logits_loss` reads in addition to `targets`.
     """
