@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gpt2.config import ParallelConfig, RulesConfig
+from gpt2.errors import UserError
 from gpt2.ops.fsdp import Shards, torus_sides
 from gpt2.utils.parameters import STACKING
 from gpt2.utils.trees import Tree
@@ -85,12 +86,16 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     """Return the mesh axes that split an array whose logical axes are `names`.
 
     As in Flax, a mesh axis splits only the first logical axis that is mapped to it: for example the
-    experts, but not the hidden units of each expert. If this raises KeyError for a name that you
-    have added, add the name to `parallel.rules` or to `WHOLE` as well.
+    experts, but not the hidden units of each expert.
     """
     taken = set[str]()
     entries = []
     for name in names:
+        if name not in table:
+            raise UserError(
+                f"A parameter has the axis {name!r}, for which there is no rule",
+                "Use another name, or add it to parallel.rules or to WHOLE in parallel/rules.py",
+            )
         axes = tuple(axis for axis in table[name] if axis not in taken)
         taken.update(axes)
         entries.append(axes)

@@ -120,7 +120,7 @@ def test_a_parameter_that_no_rule_names_is_an_error():
     axes = GPT(SMALL).logical_axes()
     attention = axes["h_0"]["attn"]["c_attn"]
     attention["kernel"] = PartitionSpec("embed", "qkv", "hats", "head_size")
-    with pytest.raises(KeyError, match="hats"):
+    with pytest.raises(UserError, match="hats"):
         make_backend(MIXED, axes)
 
 
