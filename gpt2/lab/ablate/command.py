@@ -36,13 +36,13 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "one_at_a_time",
         False,
-        "Give each arm one value of one --vary, instead of training a grid.",
+        "Give each arm one value of one --vary, instead of all combinations of values.",
     )
     flags.DEFINE_list(
         "seeds",
         ["3"],
         "Number of seeds of each arm. 3,5,8 also analyses the results after 3 and 5 seeds, and "
-        "then stops arms that have a verdict or are futile.",
+        "then stops arms that have a verdict or are unlikely to get one.",
     )
     flags.DEFINE_integer(
         "jobs",
@@ -62,8 +62,8 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "trials",
         0,
-        "Number of points in the ranges of --tune that each arm tries. The points are the same for "
-        "all arms. 0: all combinations of the values in --tune",
+        "Number of settings that each arm tries, drawn from the ranges in --tune. They are the "
+        "same for all arms. 0: all combinations of the values in --tune",
         0,
     )
     flags.DEFINE_integer(
@@ -148,10 +148,11 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
     tokens = 0.0
     num_flops = 0.0
     for sweep in sweeps:
+        size = f"{sweep.root.name}: " if len(sweeps) > 1 else ""
         durations = {}
         for arm in sweep.arms:
             step, start = measure(sweep.root, arm, slots)
-            print(f"{sweep.root.name}: {step:.4g} seconds per step", flush=True)
+            print(f"{size}{step:.4g} seconds per step", flush=True)
             durations[arm.name] = start + arm.config.train.num_steps * step
         # The duration of a run does not depend on the values that tuning will choose.
         chosen = {name: sweep.chosen.get(name, {}) for name in durations}
@@ -163,7 +164,7 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
             tokens += run.config.shapes.tokens(steps)
             num_flops += flops(run.config, steps)
             duration = format_duration(durations[run.arm])
-            lines.append(f"{sweep.root.name}: {run.label}  {steps} steps  {duration}")
+            lines.append(f"{size}{run.label}  {steps} steps  {duration}")
     lines.append(
         f"{counted(len(lines) - 1, 'run')}, {format_count(tokens)} tokens and"
         f" {num_flops:.2g} FLOPs in all\n"

@@ -87,9 +87,9 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
     Lines have 80 characters.
     """
     baseline = table.iloc[0]
-    deviation = ", mean ± standard deviation" if "±" in baseline["mean ± sd"] else ""
+    deviation = ", ± standard deviation" if "±" in baseline["mean ± sd"] else ""
     runs = counted(int(baseline.runs), "run")
-    print(f"{baseline.arm}: {baseline['mean ± sd']} ({runs}{deviation})")
+    print(f"{baseline.arm}: mean {baseline['mean ± sd']} ({runs}{deviation})")
     if len(table) > 1:
         titles = ["arm", "difference", "interval", "verdict"]
         shown = table[1:].reindex(columns=titles, fill_value="")
@@ -97,6 +97,7 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
         undecided = f"{Decision.UNDECIDED}: .*"
         shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
         print_table(shown)
+        print("differences: arm minus baseline; below 0, the arm is better")
     if note:
         print("\n" + textwrap.fill(note, 80))
 

@@ -48,7 +48,7 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     Both are measured by a short run, which is trained only once and stored in `root`.
     """
     run = make_measuring_run(root, arm)
-    print(f"{root.resolve().name}: measuring the steps of {arm.name}", flush=True)
+    print(f"measuring the steps of {arm.name}", flush=True)
     # A score after few steps is meaningless, so it is not printed.
     with contextlib.redirect_stdout(None):
         train_all([run], slots[:1], LOSS)
