@@ -260,10 +260,8 @@ def _decide(ledger: Ledger, idea: Idea) -> tuple[Answer, str]:
         why = f"{FLAGS.pairs} pairs are used up; --pairs={more} continues"
         return Answer.UNDECIDED, why
     if is_futile(differences, more, level):
-        return (
-            Answer.DISCARD,
-            f"even {more} pairs, twice --pairs, are unlikely to show a gain",
-        )
+        why = f"even {more} pairs, twice --pairs, are unlikely to show a gain"
+        return Answer.DISCARD, why
     if is_futile(differences, FLAGS.pairs, level):
         why = f"{FLAGS.pairs} pairs are too few to tell; --pairs={more} continues"
         return Answer.DISCARD, why
@@ -433,10 +431,7 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     )
     if not noise > 0:  # NaN before an idea has two pairs
         noise = 1.0
-        unit = (
-            "standard deviations of a difference, which are known once an idea has two"
-            " pairs"
-        )
+        unit = "standard deviations of a difference, known once an idea has two pairs"
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
     table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
     for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
