@@ -203,7 +203,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                         hook.run(step, state)
                 if saves:
                     save(scores if validates else None)
-            if not scores:  # the run was killed between its last checkpoint and its end
+            if not scores and not stops:  # killed after the last checkpoint
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None

@@ -94,7 +94,6 @@ def noise_and_signal():
     [
         ("one device", f"train.accumulate_steps={ROWS}"),
         ("pmap", "train.accumulate_steps=4"),
-        thorough("one device", f"train.accumulate_steps={ROWS} memory.remat=full"),
         thorough("by layer", "parallel.fsdp_gather=step train.accumulate_steps=4"),
         thorough(
             "one device",

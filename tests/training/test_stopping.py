@@ -14,6 +14,7 @@ from tests.helpers import (
     SECONDS,
     TINY,
     metrics_of,
+    patched,
     run,
     struck,
     thorough,
@@ -210,3 +211,28 @@ def test_a_command_runs_once_at_every_end_and_changes_no_exit_code(tmp_path, rea
     assert done.code == code
     assert done.stdout == f"{code} {reason}\n"
     assert "returned non-zero exit status 7" in done.stderr
+
+
+STOPPED = """
+import os, signal
+validate = train.validate
+report = train.Reporter.step
+
+def count(*args):
+    print("validates")
+    return validate(*args)
+
+def report_and_stop(reporter, step, *args):
+    report(reporter, step, *args)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+train.validate = count
+train.Reporter.step = report_and_stop
+"""
+
+
+def test_a_run_that_is_stopped_validates_one_batch_and_not_again(tmp_path):
+    script = patched(tmp_path, STOPPED)
+    code, stdout, stderr = run(tmp_path / "run", *TINY, script=script)
+    assert code == 143, stderr
+    assert stdout.count("validates\n") == 1
