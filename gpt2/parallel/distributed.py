@@ -85,6 +85,8 @@ def initialize(
         # Process 0 may still be uploading the run's last files to a bucket.
         shutdown_timeout_seconds=3600,
     )
+    # The runtime only compares process 0's number with the processes that connect.
+    require_same({"--num_processes": num_processes})
 
 
 @contextlib.contextmanager

@@ -480,25 +480,38 @@ def test_every_altered_byte_of_a_tfrecord_file_is_noticed():
 def test_tfds_sets_of_tfrecord_files_need_no_tensorflow(tmp_path, make):
     import tensorflow_datasets as tfds
 
-    folder = tmp_path / "sets" / "poems" / "1.0.0"
-    folder.mkdir(parents=True)
     features = tfds.features.FeaturesDict({"body": tfds.features.Text()})
-    for shard in range(2):
-        records = [
-            features.serialize_example({"body": text}) for text in TEXTS[shard::2]
-        ]
-        framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
-        path = folder / f"poems-train.tfrecord-0000{shard}-of-00002"
-        path.write_bytes(b"".join(framed))
-    split = tfds.core.SplitInfo(
-        name="train", shard_lengths=[40, 40], num_bytes=0, filename_template=None
-    )
-    tfds.folder_dataset.write_metadata(
-        data_dir=str(folder), features=features, split_infos=[split], check_data=False
-    )
+
+    def write(version, texts):
+        folder = tmp_path / "sets" / "poems" / version
+        folder.mkdir(parents=True)
+        for shard in range(2):
+            records = [
+                features.serialize_example({"body": text}) for text in texts[shard::2]
+            ]
+            framed = [frame(len(r).to_bytes(8, "little")) + frame(r) for r in records]
+            path = folder / f"poems-train.tfrecord-0000{shard}-of-00002"
+            path.write_bytes(b"".join(framed))
+        split = tfds.core.SplitInfo(
+            name="train",
+            shard_lengths=[len(texts) // 2] * 2,
+            num_bytes=0,
+            filename_template=None,
+        )
+        tfds.folder_dataset.write_metadata(
+            data_dir=str(folder),
+            features=features,
+            split_infos=[split],
+            check_data=False,
+        )
+        return path
+
     tfds.core.add_data_dir(str(tmp_path / "sets"))
-    dataset = make("tfds:poems#body")
-    assert sorted(documents_of(dataset)) == sorted(TEXTS)
+    write("1.0.0", TEXTS)
+    assert sorted(documents_of(make("tfds:poems#body"))) == sorted(TEXTS)
+    # A name without a version means the newest one.
+    path = write("1.1.0", TEXTS[:40])
+    assert sorted(documents_of(make("tfds:poems#body"))) == sorted(TEXTS[:40])
     altered = bytearray(path.read_bytes())
     altered[60] ^= 1
     path.write_bytes(altered)

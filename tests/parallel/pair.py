@@ -62,15 +62,15 @@ class Pair:
 
     def start(self, index):
         flags = [f"--config={self.config.format(index)}", *self.flags]
-        if index == 1:
-            flags += self.second
         variables = environment(4)
         variables["JAX_COORDINATOR_PORT"] = str(self.port)
         settings = self.variables
         if self.launcher:
             settings += " " + LAUNCHERS[self.launcher]
         else:
-            flags = flags + COORDINATOR.format(self.port, index).split()
+            flags += COORDINATOR.format(self.port, index).split()
+        if index == 1:
+            flags += self.second
         for setting in settings.format(index, 1 - index).split():
             name, _, value = setting.partition("=")
             variables[name] = value

@@ -66,6 +66,7 @@ def refusal(pair):
         # The devices of process 1 would form another mesh.
         thorough("--config.parallel.tensor=2", "parallel.tensor=2, not 1"),
         thorough("--debug", "debug=True, not False"),
+        thorough("--num_processes=3", "--num_processes=3, not 2"),
         thorough("--workdir=elsewhere", "workdir=elsewhere, not {workdir}"),
     ],
 )

@@ -131,28 +131,32 @@ def _open_hugging_face(argument: str) -> HubCorpus:
 
 def _open_tfds(argument: str) -> TextCorpus:
     """Open the training split of a data set from the TensorFlow Datasets catalogue."""
+    import tensorflow_datasets as tfds
+
     name, feature = split_field(argument)
+    with reading(f"tfds:{argument}", _OFFLINE):
+        builder = tfds.builder(name)
 
     def documents() -> Iterator[str]:
-        import tensorflow_datasets as tfds
-
         with reading(f"tfds:{argument}", _OFFLINE):
-            builder = tfds.builder(name)
+            source = builder
             if not builder.is_prepared():
-                builder = tfds.builder(name, file_format="array_record")
+                source = tfds.builder(name, file_format="array_record")
                 # Without a network, TFDS would retry for minutes.
                 server = ("storage.googleapis.com", 443)
                 socket.create_connection(server, timeout=5).close()
-                builder.download_and_prepare()
+                source.download_and_prepare()
             num_read = 0
-            for record in _read_tfds_records(builder):
+            for record in _read_tfds_records(source):
                 yield record[feature].decode("utf-8")
                 num_read += 1
-            num_records = builder.info.splits["train"].num_examples
+            num_records = source.info.splits["train"].num_examples
             if num_read != num_records:
                 raise EOFError(f"only {num_read:,} of {num_records:,} records exist")
 
-    return TextCorpus(SourceFiles(list, "tfds", name, feature), documents)
+    # The full name contains the version, which the argument may omit.
+    source_files = SourceFiles(list, "tfds", builder.info.full_name, feature)
+    return TextCorpus(source_files, documents)
 
 
 def _read_tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:

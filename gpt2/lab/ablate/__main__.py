@@ -15,6 +15,7 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from gpt2.lab.ablate.sweep_report import (
     print_verdicts,
     write_report,
 )
-from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.experiments.arms import differences, make_arms
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.run_folder import find_root
 from gpt2.utils import files
@@ -79,6 +80,8 @@ def main() -> int:
         print(
             f"baseline and {arms}: {counted(len(runs), 'run')}, in {root}", flush=True
         )
+        if values := _varied_values(sweep):
+            print(textwrap.fill(f"the baseline has {values}", 80), flush=True)
         train_all(runs, slots, sweep.score)
         grown = with_next_seeds(sweep)
         if grown == sweep:
@@ -105,6 +108,16 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
         )
     sweep = command.make_sweep(root, arms, slots, module="gpt2.lab.ablate")
     return replace(sweep, paired=FLAGS.paired)
+
+
+def _varied_values(sweep: Sweep) -> str:
+    """Return the baseline's values of the options that differ in some arm."""
+    baseline, *others = sweep.arms
+    values = {}
+    for arm in others:
+        for name, (value, _) in differences(baseline, arm).items():
+            values[name] = value
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def with_next_seeds(sweep: Sweep) -> Sweep:

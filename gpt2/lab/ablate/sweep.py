@@ -12,7 +12,7 @@ import pandas as pd
 from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm, Differences, differences, refuse_differences
 from gpt2.lab.experiments.results import check_comparable, read_results
-from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings
+from gpt2.lab.experiments.run_folder import ENDED, Run, Setting, Settings, describe
 from gpt2.lab.experiments.terms import LOSS, choose_score
 from gpt2.utils.files import locked, reading, write_json
 
@@ -160,6 +160,11 @@ def check_paired(sweep: Sweep, paired: bool) -> None:
         )
 
 
+def _describe_tune(tune: Sequence[Sequence[Settings]]) -> str:
+    """Return the values of each `--tune` as one string."""
+    return " and ".join(",".join(map(describe, axis)) for axis in tune) or "nothing"
+
+
 def continued(sweep: Sweep) -> Sweep:
     """Return the sweep with the arms, seeds and choices that its folder already has.
 
@@ -175,12 +180,15 @@ def continued(sweep: Sweep) -> Sweep:
     for arm in sweep.arms:
         known = arms.setdefault(arm.name, arm)
         changed |= differences(known, arm)
-    changed["equal"] = (before.equal, sweep.equal)
-    changed["tune"] = (before.tune, sweep.tune)
-    changed["tune_seeds"] = (before.tune_seeds, sweep.tune_seeds)
+    changed["--equal"] = (before.equal, sweep.equal)
+    changed["--tune"] = (_describe_tune(before.tune), _describe_tune(sweep.tune))
+    changed["--tune_seeds"] = (before.tune_seeds, sweep.tune_seeds)
     # Seeds may be added to a sweep only if neither command has interim analyses.
     if max(len(before.analyses), len(sweep.analyses)) > 1:
-        changed["seeds"] = (before.analyses, sweep.analyses)
+        changed["--seeds"] = (
+            ",".join(map(str, before.analyses)),
+            ",".join(map(str, sweep.analyses)),
+        )
     refuse_differences(
         f"{sweep.root} already contains a sweep",
         changed,

@@ -62,8 +62,10 @@ class Run:
     @property
     def label(self) -> str:
         """The run's name on the screen, such as `optim.name=muon seed 2`."""
-        values = f" {describe(self.tuned)}" if self.chooses else ""
-        return f"{self.arm}{values} seed {self.config.seed}"
+        name = self.arm
+        if self.chooses:
+            name = f"tuning run of {name} with {describe(self.tuned)},"
+        return f"{name} seed {self.config.seed}"
 
     def options(self) -> dict[str, Setting]:
         """Return the options that the run's code has, by name, as they are in config.json."""
@@ -83,9 +85,12 @@ class Run:
         path = self.folder / "outcome.json"
         with reading(path, f"Remove {path}, and repeat the command"):
             try:
-                return Outcome(**json.loads(path.read_bytes()))
+                outcome = Outcome(**json.loads(path.read_bytes()))
             except FileNotFoundError:
                 return Outcome("waiting")
+            if outcome.state not in (*ENDED, "failed"):
+                raise ValueError(f"the state is {outcome.state!r}")
+            return outcome
 
     def read(self, score: str) -> list[dict]:
         """Return the records of metrics.jsonl.
