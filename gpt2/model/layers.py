@@ -91,7 +91,7 @@ class Linear(nn.Module):
     @property
     def _result(self) -> str:
         """The checkpoint name of the result, which gpt2/utils/remat.py uses."""
-        return ATTENTION_LINEAR if "attn" in self.path else MLP_LINEAR
+        return ATTENTION_LINEAR if "heads" in self.axes else MLP_LINEAR
 
     @nn.nowrap
     def _draw(self, key: Array, shape: Shape, dtype: str) -> Array:
