@@ -129,7 +129,10 @@ def _list_options() -> None:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
-    """Return the error for an unknown flag, which may be an option or a flag of nanoGPT."""
+    """Return the error for an unknown flag.
+
+    It may be a flag of nanoGPT, or an option without `--config.`.
+    """
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
     if error.flagvalue.endswith("=resume"):  # --init_from=resume

@@ -63,15 +63,16 @@ class ModelConfig(default.Model):
                 "letters S and L, such as SL"
             )
         if self.window >= self.context_length:
-            cause = f"model.context_length={self.context_length}"
-        elif self.window and "S" not in self.window_pattern:
-            cause = f"model.window_pattern={self.window_pattern}"
-        else:
-            cause = ""
-        if cause:
             raise UserError(
-                f"model.window={self.window} has no effect with {cause}",
-                "Choose a smaller window, or a pattern with S",
+                f"model.window={self.window} has no effect with"
+                f" model.context_length={self.context_length}",
+                "Choose a smaller window",
+            )
+        if self.window and "S" not in self.window_pattern:
+            raise UserError(
+                f"model.window={self.window} has no effect with"
+                f" model.window_pattern={self.window_pattern}",
+                "Choose a pattern with S",
             )
         has_two_sums = self.norm_position == "post" or vars(self).get(
             "hyper_connections"
@@ -133,7 +134,7 @@ class ModelConfig(default.Model):
 class GPTConfig(ModelConfig):
     """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
 
-    vocab_size: default.Positive = 50257  # GPT-2's size; a run sets another
+    vocab_size: default.Positive = 50257  # GPT-2's size; a run sets its tokenizer's
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"
     remat: default.Remat = "none"

@@ -101,7 +101,7 @@ class _Head(NamedTuple):
 
     @property
     def gradient_scale(self) -> float:
-        """Factor of the gradients of logits, so that they do not underflow in float16."""
+        """The factor of the gradients of logits, with which float16 can represent them."""
         return 1024.0 if self.dtype == jnp.float16 else 1.0
 
     def logits(self, hidden: Array, table: Array) -> Array:

@@ -75,9 +75,9 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
     """
     variants = VARIANTS.get(platform, Variants())
     if several:
-        # To compute a single sum of the squares of all small gradients, XLA would gather their
-        # shards. It would also fuse sums with the operations that read them, and thus send the
-        # sums to other devices late.
+        # With this variant, XLA would gather the shards of all small gradients, to compute a single
+        # sum of their squares. It would also fuse the second stage of a sum with the operation that
+        # reads the sum, and would therefore send the sum to other devices late.
         variants = dataclasses.replace(variants, two_stage_sums=False)
     if splits_axes:
         # The partitioner cannot split an axis that was merged with other axes, and it would sum the

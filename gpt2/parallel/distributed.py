@@ -192,7 +192,7 @@ def require_same(values: Mapping[str, object]) -> None:
             if value != first.get(name):
                 changes.append(f"{name}={value}, not {first.get(name)}")
         if changes:
-            # A process that ended while it is connected would abort the other processes.
+            # A process that exits while it is connected aborts the other processes.
             jax.distributed.shutdown()
             raise UserError(
                 f"Unlike process 0, process {index} has {'; '.join(changes)}",

@@ -26,7 +26,8 @@ class StepClock:
     Attributes:
         tokens: a function that returns the tokens of the first n steps.
         flops: a function that returns the FLOPs of the first n steps.
-        since: the time of `now` at which the process began, in seconds.
+        since: the time at which the process began, in seconds, as `now()` counts them.
+        now: a function that returns the current time in seconds.
         current: the name of the innermost open phase.
     """
 

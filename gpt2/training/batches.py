@@ -49,7 +49,10 @@ class Batches:
         return self._source.describe(num_steps)
 
     def reopen(self) -> "Batches":
-        """Return new batches of the same data. Batches of a user's function cannot go back."""
+        """Return new batches of the same data, which may begin at an earlier step.
+
+        This is necessary because batches of a user's function can only be read forwards.
+        """
         return Batches(*self._arguments)
 
     def train(

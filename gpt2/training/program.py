@@ -144,7 +144,7 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Return the state before the first step, as a pure function of a key."""
-        # Parameters are drawn without kernels, which may need a mesh.
+        # Draw with the formulas, because fast kernels may need a mesh.
         return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
     def _first_state(self, params: Tree) -> TrainState:

@@ -13,8 +13,8 @@ from pathlib import Path
 from gpt2 import signals
 
 # glibc allocates pages of 2 MB, because the kernel clears the temporary memory of every step page
-# by page. The process retains freed blocks of up to 256 MB. If it retained larger blocks,
-# fragmentation would double its memory.
+# by page, and large pages are cleared faster. The process retains freed blocks of up to 256 MB. If
+# it retained larger blocks, fragmentation would double its memory.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=268435456"
     ":glibc.malloc.trim_threshold=268435456"

@@ -384,7 +384,10 @@ def _step(name: str) -> int:
 
 
 def _mark(name: str) -> str:
-    """Return the completion marker of the checkpoint that contains a file, or the file itself."""
+    """Return the completion marker of the checkpoint that contains a file.
+
+    If the file is in no checkpoint, return the file.
+    """
     checkpoint = _STEP.match(name)
     return f"{checkpoint[1]}/digests/digests" if checkpoint else name
 

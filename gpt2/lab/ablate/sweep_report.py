@@ -67,7 +67,7 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
 def _pairs_note(
     verdicts: Mapping[str, Verdict], by_pairs: Mapping[str, Verdict]
 ) -> str:
-    """Name the arms of an unpaired sweep that only pairs would have decided, if there are any."""
+    """Return a note on the undecided arms that a paired sweep would have decided, or ""."""
     names = []
     for name, verdict in by_pairs.items():
         if verdict.words in CLEAR and verdicts[name].words not in CLEAR:

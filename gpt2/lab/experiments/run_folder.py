@@ -47,7 +47,7 @@ class Run:
     arm: str  # the arm's name
     config: Config
     folder: Path
-    # The tuned options: tuning has chosen these values, or the run tries them.
+    # The values of the tuned options. A tuning run tries them; for other runs, tuning chose them.
     tuned: Settings = dataclasses.field(default_factory=dict)
     chooses: bool = False  # whether the run is a tuning run
     source: Path = SOURCE  # the folder that contains the run's train.py

@@ -17,7 +17,8 @@ LAUNCH = "start of a program"
 # this order. The time of "collectives" is therefore the part that no computation overlaps.
 _ORDER = ("matrix products", "other computation", "collectives")
 _COMPUTATION = _ORDER[:2]
-_WORTH_NAMING = 0.02  # smallest fraction of a step for a cause in the headline
+# The headline names a cause if it takes at least this fraction of a step.
+_WORTH_NAMING = 0.02
 
 
 class Breakdown(NamedTuple):

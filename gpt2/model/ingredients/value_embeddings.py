@@ -1,7 +1,7 @@
 """Value embeddings: a table for each layer whose rows are mixed into the values of attention.
 
-The sources are modded-nanogpt, and arXiv 2410.17897. Each layer gets a table `[V, K H]` and two
-weights of the sum, initialised to one half.
+The sources are modded-nanogpt, and arXiv 2410.17897. Each layer gets a table `[V, K H]`. The layer
+adds the tokens' rows to its values, with two learned weights, initialised to one half.
 """
 
 import flax.linen as nn

@@ -1,7 +1,7 @@
 """Value residuals: the first layer's values of attention, mixed into the values of every layer.
 
-Zhou et al. 2024, arXiv 2410.17897. Each layer gets two weights of the sum, initialised to one half.
-The first layer's values are passed from layer to layer.
+Zhou et al. 2024, arXiv 2410.17897. Each layer adds the first layer's values to its own, with two
+learned weights, initialised to one half. The first layer's values are passed from layer to layer.
 """
 
 import flax.linen as nn
