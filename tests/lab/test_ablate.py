@@ -774,6 +774,10 @@ def put_list(path):
     path.write_text("[]")
 
 
+def put_state(outcome):
+    replace_text(outcome, '"finished"', "7")
+
+
 def put_text(path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"analyses": "two"}))
 
@@ -796,6 +800,7 @@ DAMAGES = [  # a path, what happens to it, and the error
     ("runs", swap_arms, "contains a run with optim.name=lion, not adamw"),
     ("runs/baseline", copy_run, "contains a run with seed=1, not 0"),
     (f"{SEED}/outcome.json", cut, r"seed-0/outcome\.json cannot be read"),
+    (f"{SEED}/outcome.json", put_state, "outcome.json cannot be read .*state is 7"),
     (f"{SEED}/run/config.json", Path.unlink, "seed-0.*cannot be read"),
     ("sweep.json", cut, r"sweep\.json cannot be read .*or remove the file"),
     ("sweep.json", put_text, r"sweep\.json cannot be read .*or remove the file"),
