@@ -91,7 +91,7 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: tokens are prepared once and stored. A batch depends only on the seed and step.
+    # Data: tokens are prepared once and stored. A batch of them depends only on the seed and step.
     dataset = prepare_dataset(config.data, folder.read_data(workdir))
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -151,7 +151,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Validate the newest state. Raise DivergedError if it has diverged, so it is not saved."""
+        """Validate the newest state. If it has diverged, raise DivergedError, and save nothing."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)
@@ -182,7 +182,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.at(step + 1)]  # for its shape
+                train_step, watch = steps[config.shapes.at(step + 1)]  # for this shape
                 with jax.profiler.StepTraceAnnotation(STEP, step_num=step + 1):
                     norms = watch(step + 1, state, batch)
                     state, metrics = train_step(state, batch)
@@ -203,11 +203,11 @@ def train(run: Run, state: TrainState, start: int) -> int:
                         hook.run(step, state)
                 if saves:
                     save(scores if validates else None)
-            if not scores and not stops:  # killed after the last checkpoint
+            if not scores and not stops:  # the run was killed after its last checkpoint
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
-        except (Exception, SystemExit):  # in validation, tasks or a user's function
+        except (Exception, SystemExit):  # from validation, tasks or a user's function
             if checkpointer.can_rescue(state, step):
                 reporter.catch_up()
                 save()

@@ -23,7 +23,7 @@ Between = Annotated[float, "(0, 1)"]
 UpToOne = Annotated[float, "(0, 1]"]
 Fraction = Annotated[float, "[0, 1]"]
 
-# Types that gpt2/config uses too, for GPTConfig, the model's part of the options.
+# Types of options that gpt2/config also uses, for the fields of GPTConfig.
 Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
 Compute = Literal["float32", "bfloat16", "float16"]
 Logits = Literal["float32", "bfloat16"]
@@ -52,8 +52,9 @@ def option(
     Args:
         default: the value of the option for GPT-2 124M.
         help: the meaning of the option, its unit and its source.
-        needs: another option without which this option has no effect: `model.num_experts` must then
-            not have its default, or `optim.name=muon|soap` must have one of these values.
+        needs: the condition under which the option has an effect: `model.num_experts` means that
+            this other option does not have its default, and `optim.name=muon|soap` means that
+            optim.name has one of these values.
         may_change: whether a run may continue with another value. For a group, this applies to all
             options in the group.
         may_differ: whether the processes of one run may have different values.
@@ -200,13 +201,14 @@ class Model:
     )
     value_embeddings: bool = option(
         False,
-        "mix an embedding table of each layer into its values of attention (modded-nanogpt)",
+        "mix token embeddings from a table of its own into the values of each layer's attention "
+        "(modded-nanogpt)",
         is_ingredient=True,
     )
     backout: bool = option(
         False,
-        "before the head, subtract a learned fraction of the residual stream after half of the "
-        "layers (modded-nanogpt)",
+        "subtract a learned fraction of the middle layer's input from the last layer's output "
+        "(modded-nanogpt)",
         is_ingredient=True,
     )
     embedding_skip: bool = option(
@@ -542,7 +544,7 @@ class Optim:
     )
     clip_norm: float = option(
         1.0,
-        "largest global norm of the gradients, to which they are clipped; 0: off",
+        "largest global norm of the gradients; larger gradients are scaled down to it; 0: off",
         aliases="grad_clip",
     )
 
@@ -579,7 +581,7 @@ class Train:
     accumulate_steps: Positive = option(
         1,
         "number of micro-batches per optimizer step",
-        may_change=True,  # only without dropout, whose masks depend on it
+        may_change=True,  # but not with dropout, whose masks depend on it
         is_recipe=True,
         aliases="gradient_accumulation_steps",
     )
@@ -723,7 +725,9 @@ class Parallel:
         "micro-batches. auto: layer with one micro-batch and 16-bit compute, or if whole "
         "parameters and gradients would fill more than half of the memory; otherwise step",
     )
-    rules: Rules = option(Rules(), "sharding of parameters between steps")
+    rules: Rules = option(
+        Rules(), "mesh axes over which each axis of the parameters is sharded"
+    )
 
 
 @dataclass(frozen=True)
@@ -814,7 +818,8 @@ class Options:
     loss: Loss = option(Loss(), "the training loss", is_recipe=True)
     optim: Optim = option(Optim(), "the optimizer", is_recipe=True)
     train: Train = option(Train(), "steps, validations and checkpoints")
-    # These may change when a run continues, because a layout changes results only by rounding.
+    # parallel and memory may change when a run continues, because they change results only by
+    # rounding.
     parallel: Parallel = option(Parallel(), "devices", may_change=True, is_recipe=True)
     memory: Memory = option(Memory(), "memory", may_change=True, is_recipe=True)
     logging: Logging = option(Logging(), "logs", may_change=True)

@@ -4,7 +4,8 @@
     python train.py --config=configs/gpt2_124m.py:v5e-8
 
 Devices: accumulate_steps is 1, so it divides any batch size. Each of eight devices of 80 GB trains
-on 60 sequences. According to `gpt2.lab.plan --chips=a100-8`, it needs 27.6 GiB; this was not tried.
+on 60 sequences. According to `gpt2.lab.plan --chips=a100-8`, a device needs 27.6 GiB. This was not
+tried.
 For one such device, add `--config.train.accumulate_steps=8`. Devices of 40 GB train on 12 sequences
 at a time, as in nanoGPT (9.0 GiB). For eight of them, add `--config.train.accumulate_steps=5`, and
 for one device `=40`.

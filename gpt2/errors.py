@@ -16,7 +16,7 @@ _on_exit = ""  # the shell command of `logging.on_exit`, or empty
 class UserError(Exception):
     """A mistake that the user can correct.
 
-    The message is one line: `what` is wrong, and the `remedy`.
+    The message is one line, which states `what` is wrong and then the `remedy`.
     """
 
     def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
@@ -126,7 +126,8 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
     """
     if isinstance(error, OSError) and error.errno in _CAUSED_BY_USER:
         message = str(error.strerror)
-        # Where a file is renamed, the second name is the one that the user knows.
+        # If a rename failed, `filename2` is the target, which the user knows. The file that should
+        # have been renamed may be a temporary one.
         if path := error.filename2 or error.filename:
             message += f" ({os.fsdecode(path)})"
         error = UserError(message)
@@ -159,7 +160,7 @@ def log(message: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def ignore_failed_output(stream: TextIO) -> Iterator[None]:
-    """Discard output of the body if it cannot be written.
+    """Discard what the body writes to `stream` if it cannot be written.
 
     For example, the disk may be full, or Ctrl-C may have ended the `tee` that reads the output.
     """
@@ -178,7 +179,7 @@ def _discard(stream: TextIO) -> None:
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise a UserError that suggests the nearest choice, unless `value` is one of `choices`.
 
-    The suggestion ignores case, and the choices have no capital letters.
+    All choices are in lower case. The suggestion ignores the case of `value`.
     """
     if value not in choices:
         near = difflib.get_close_matches(value.lower(), choices, n=1)

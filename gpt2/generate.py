@@ -23,7 +23,7 @@ def define_flags() -> None:
         "max_new_tokens",
         200,
         "Largest number of new tokens. If the text is longer than the model's context, the model "
-        "reads only its last tokens.",
+        "reads only the last tokens of the text.",
         lower_bound=1,
     )
     flags.DEFINE_float(
@@ -57,7 +57,7 @@ def main() -> None:
     prompt = tokenizer.encode(text).tolist()
     start = prompt
     if not prompt and tokenizer.eot is not None:
-        # A model needs at least one token. This one is not printed.
+        # A model needs at least one token. The end-of-text token is not printed.
         start = [tokenizer.eot]
     samples = generate(
         GPT(cfg),

@@ -47,9 +47,9 @@ class ModelConfig(default.Model):
                 "above 1 and a model.rope_context"
             )
         for name in ("hyper_connections", "num_experts"):
-            # muP has no rule for the weights of hyper-connections, and with Muon, a router would
-            # change more in a wider model. The options are looked up by name, because deleting an
-            # ingredient also deletes its option.
+            # muP has no rule for the weights of hyper-connections, and Muon's updates of a router
+            # would change its logits more in a wider model. The options are looked up by name,
+            # because deleting an ingredient also deletes its option.
             is_mup = self.mup_base_width or self.mup_base_depth
             if is_mup and vars(self).get(name):
                 raise UserError(

@@ -14,7 +14,7 @@ from configs import default
 from gpt2.errors import UserError, require_choice, warn
 
 Value = bool | int | float | str
-Options = dict[str, Any]  # keys are dotted names, or groups that hold such dictionaries
+Options = dict[str, Any]  # dotted name -> value, or group -> the Options of the group
 
 Item = TypeVar("Item")
 
@@ -54,7 +54,7 @@ class Option:
         return low < number < high
 
     def check(self, name: str, value: object) -> Value:
-        """Return a value in the option's type. Raise a UserError if the value is not allowed."""
+        """Return `value` in the option's type. Raise a UserError if it is not allowed."""
         if isinstance(value, np.generic):
             value = value.item()
         if self.kind is float and type(value) is int:
@@ -167,8 +167,8 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
     """Raise a UserError if an option has no effect, because an option that it needs is not set.
 
-    `values` contains some or all options, by dotted name. If it does not contain the option that
-    another one needs, the other one is not checked.
+    `values` contains some or all options, by dotted name. An option is not checked if `values` does
+    not contain the option that it needs.
     """
     for name, value in values.items():
         option = options[name]

@@ -43,7 +43,7 @@ class OptimConfig(default.Optim):
     """The `optim.` options, checked together."""
 
     def __post_init__(self) -> None:
-        _ = self.rates, self.pieces  # reading them raises errors
+        _ = self.rates, self.pieces  # parsed now, to raise errors for mistakes in them
         is_free = self.name == "schedule_free"
         if is_free and self.schedule != "constant":
             raise UserError(
@@ -128,7 +128,7 @@ def _read_rate(item: str) -> tuple[str, float]:
 
 
 def _floor(number: float) -> int:
-    """Round down, except for the rounding error of a product: 0.29 * 100 is 29."""
+    """Round down, with a margin for rounding errors: 0.29 * 100 is 28.999..., and becomes 29."""
     return math.floor(number + 1e-9)
 
 
@@ -245,7 +245,7 @@ class Config(default.Options):
     def at(self, shape: StepShape) -> "Config":
         """Return the config with the batch size and window of `shape` in every step.
 
-        Its schedules are empty. The context length does not change.
+        The schedules of shapes are empty, and the context length does not change.
         """
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
@@ -353,7 +353,7 @@ def read_options(name: str) -> Options:
         return complete(get_config(argument) if argument else get_config())
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    except Exception as error:  # a config file is arbitrary code
+    except Exception as error:  # a config file is code, and may raise any type
         raise UserError(f"{name} cannot be read ({first_line(error)})") from error
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
-# The pre-tokenizer in GPT-2's tokenizer.json, and the options that the model in it may set.
+# The pre-tokenizer in GPT-2's tokenizer.json, and the options that the file's BPE model may set.
 _PRE_TOKENIZER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 
@@ -51,9 +51,9 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     # An id without a token cannot be decoded.
     if {eot, *vocabulary.values()} != {*range(len(vocabulary) + 1)}:
         return None
-    # tiktoken merges any two tokens whose joined bytes are a token, but the library merges only
-    # listed pairs. Both agree on every text if the listed pairs alone can merge the characters of
-    # each token into that token.
+    # tiktoken merges any two tokens whose joined bytes are a token, but the tokenizers library
+    # merges only listed pairs. Both agree on every text if the listed pairs alone can merge the
+    # characters of each token into that token.
     from tokenizers import Tokenizer
 
     library = Tokenizer(Tokenizer.from_str(json.dumps(tree)).model)

@@ -25,8 +25,8 @@ Recorded = Mapping[str, Any] | None
 def prepare_dataset(data: DataConfig, recorded: Recorded = None) -> Dataset:
     """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first.
 
-    `recorded` is the description of a run's data. Data sets of the hub are read at its revisions,
-    so that the run continues with the same text.
+    `recorded` is the description of a run's data, or None. Data sets of the hub are read at the
+    revisions that it contains, so that the run continues with the same text.
     """
     recorded = recorded or {}
     weights = read_mixture(data.corpus)

@@ -15,8 +15,8 @@ from gpt2.data.tokenizer import Tokenizer
 from gpt2.data.tokens import PreparedTokens
 
 # Arrays [B, T] by name. `tokens`, `targets` and the optional `segments` are int32. A target is the
-# token after a token, or -1 where no token is to be predicted. A segment is the number of the
-# document within its row.
+# next token, or -1 where no token is to be predicted. A segment is the number, within the row, of
+# the document that contains the token.
 Batch = dict[str, np.ndarray]
 # The weight of a corpus in the mean loss of a mixture, and the batches of the corpus.
 WeightedBatches = tuple[float, Iterable[Batch]]
@@ -36,8 +36,8 @@ class Source(Protocol):
         """Return validation batches by corpus, and the number of targets per byte of their text.
 
         `num_batches` limits the batches of each corpus. If it is 0, the run's options limit them. A
-        single corpus has an empty name. The second value is None unless the batches cover the
-        whole validation text.
+        single corpus has an empty name. The second value is None if it is not known, or if the
+        batches do not cover the whole validation text.
         """
 
     def describe(self, num_steps: int) -> str:

@@ -12,17 +12,17 @@ from gpt2.utils import stores
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote
 
-# At each start, files of up to this size in total are hashed. If they are larger, only their sizes
-# and modification times are hashed.
+# At each start, the content of a corpus's files is hashed if they have at most this number of bytes
+# in total. Otherwise, only their sizes and modification times are hashed.
 _HASHED_BYTES = 1 << 26
 
 File = Path | Remote
 
 
 class SourceFiles:
-    """Files in a fixed order. `labels` identify how they are read, or a source without files.
+    """Files in a fixed order. `labels` state how they are read, or identify a source without files.
 
-    `revision` is the commit of a data set of the hub, whose files are not listed here.
+    `revision` is the commit of a data set of the hub. For such a data set, `find` returns no files.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ GPT2_PATTERN = (
 _VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 GPT2_END_OF_TEXT = 50256
-# Usual end-of-text tokens. The first one in the vocabulary of a tokenizer.json is used.
+# Usual end-of-text tokens. A tokenizer.json uses the first of them that is in its vocabulary.
 END_OF_TEXTS = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -56,8 +56,8 @@ class Tokenizer(abc.ABC):
     name: str  # human-readable
     vocab_size: int
     eot: int | None  # the end-of-text token, or None if the vocabulary has none
-    # Whether a text must be encoded whole. If not, the tokens of its parts are its tokens, provided
-    # that it is cut before white space.
+    # Whether a text must be encoded whole. If not, it may be cut before white space, and the tokens
+    # of its parts, joined, are its tokens.
     needs_whole: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
@@ -96,7 +96,7 @@ class BytePairTokenizer(Tokenizer):
         pattern: a regular expression for the pieces of a text within which bytes are merged.
     """
 
-    needs_whole = False  # GPT-2's pattern begins a new token before white space
+    needs_whole = False  # GPT-2's pattern begins a new token at white space
 
     def __init__(
         self,
@@ -165,16 +165,17 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     name = "tokenizer.json"
-    needs_whole = True  # a token may contain white space
+    needs_whole = True  # a token may extend across white space
 
     def __init__(self, tree: Tree, end_of_text: str = "", eos: str = ""):
         from tokenizers import Tokenizer as Backend
 
         self._backend = Backend.from_str(json.dumps(tree))
-        # If a text spells an added token, it is encoded as ordinary text.
+        # If a text contains the characters of a special token, they are encoded as ordinary text.
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        # The library ignores the ids of added tokens, and numbers the tokens consecutively.
+        # The library ignores the ids that the file gives added tokens, and numbers all tokens
+        # consecutively.
         for token in tree.get("added_tokens", []):
             text = token["content"]
             if vocabulary.get(text) != token["id"]:
@@ -322,7 +323,8 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     with reading(f"data.tokenizer={spec}", remedy):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    # Earlier versions encoded documents in parts. The prefix distinguishes their tokens from these.
+    # Earlier versions of this code encoded documents in parts, which led to other tokens. The
+    # prefix makes the string differ from the strings of these versions.
     return f"whole documents {content} {end_of_text} {_configured_eos(path)}"
 
 

@@ -110,7 +110,7 @@ def best_fit(
 
 
 def pad(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """Put one document, or a part of a long document, in each row. Batches pad the rows.
+    """Put one document, or a part of a long document, in each row. `assemble` pads rows.
 
     Every token of the stream except the first is a target once in each epoch.
     """
@@ -172,9 +172,10 @@ def hashed(seed: int | tuple[int, int]) -> int:
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
-    """Return a function that maps the number of a row in the run to its index among all rows.
+    """Return a function that maps the number of a row in the run to one of `number` indices.
 
-    Each epoch is another permutation of the indices, computed one by one as in Grain's `shuffle`.
+    Each epoch is another permutation of the indices. As in Grain's `shuffle`, each index is
+    computed when it is needed.
     """
     # Epochs have consecutive seeds. Without the hash, runs with consecutive seeds would share
     # permutations.

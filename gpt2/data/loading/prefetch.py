@@ -21,7 +21,8 @@ def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     the thread is raised in place of the batch. A signal that stops the run is raised as `Stopped`,
     because the thread may wait forever for text.
     """
-    ready = queue.Queue[T | BaseException | None](1)  # the thread reads one more
+    # The queue holds one batch, and the thread another.
+    ready = queue.Queue[T | BaseException | None](1)
     is_closed = threading.Event()
     host = host_device()
 

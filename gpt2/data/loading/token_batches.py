@@ -56,9 +56,10 @@ class TokenDataset(Dataset):
 class TokenBatches(Source):
     """The batches of a run on prepared tokens, shuffled without replacement.
 
-    `rows` contains the training rows of each part. The number of a row in the run determines its
-    part and its number in that part, so that every range of rows matches the weights to within a
-    few rows. At steps with a shorter context, each row is cut into consecutive rows of one batch.
+    `rows` contains the training rows of each part (a corpus of the mixture). The number of a row in
+    the run determines its part and its number in that part, so that every range of rows contains
+    the parts in the proportions of their weights, to within a few rows. At steps with a shorter
+    context, each row is cut into consecutive rows of one batch.
     """
 
     def __init__(self, dataset: TokenDataset, config: Config):

@@ -21,8 +21,8 @@ PART_CHARACTERS = 2**18
 WHOLE_CHARACTERS = 2**26
 # A corpus of up to this number of documents is read an additional time, to measure their sizes.
 WEIGHED = 2**14
-# Matches up to the last point at which GPT-2's pattern begins a new token. If a document is cut at
-# such a point, the tokens of its parts are the tokens of the document.
+# Matches a text up to the last point at which GPT-2's pattern begins a new token. If a document is
+# cut at such a point, the tokens of its parts are the tokens of the document.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 # A document is its text, or a UTF-8 file that contains the text.
@@ -167,8 +167,8 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
             if whole:
                 if len(text) > WHOLE_CHARACTERS:
                     raise UserError(
-                        f"A document has more than {WHOLE_CHARACTERS:,} characters, too many for "
-                        "a tokenizer.json, which must encode it whole",
+                        f"A document has more than {WHOLE_CHARACTERS:,} characters. This is "
+                        "too many for a tokenizer.json, because it must encode each document whole",
                         "Divide the document, or use --config.data.tokenizer=gpt2 or bpe:SIZE",
                     )
             elif len(text) >= PART_CHARACTERS:

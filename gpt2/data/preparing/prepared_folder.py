@@ -26,8 +26,8 @@ TOKENIZER = "tokenizer.json"
 # The progress of a preparation. A preparation that was interrupted continues from it.
 PROGRESS = "written.json"
 
-# At each start, files of up to this size in total are read to detect damage. If they are larger,
-# only their sizes are compared.
+# At each start, the files of a folder are read to detect damage if they have at most this number of
+# bytes in total. Otherwise, only their sizes are compared.
 _READ_BYTES = 1 << 28
 
 # Writes tokenizer.json and the tokens of both splits into a folder.

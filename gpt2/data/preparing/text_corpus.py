@@ -77,7 +77,8 @@ class TextCorpus(Corpus):
                 reported = time.monotonic()
                 line = f"{format_count(progress.sum('num_tokens'))} tokens"
                 if self.num_bytes:
-                    # Compressed files are smaller than their text.
+                    # `num_bytes` is the size of the files, which may be compressed. It is therefore
+                    # compared with the bytes read from them, if these are counted.
                     done = self.source.bytes_read or progress.sum("num_bytes")
                     fraction = min(done / self.num_bytes, 1)
                     line += f", {fraction:.0%} of the text"

@@ -37,7 +37,7 @@ def open_corpus(spec: str) -> Corpus:
 
 
 def find_usage(spec: str) -> str:
-    """Return the usage of the prefix of `data.corpus`, or an empty string if it is unknown."""
+    """Return the key in `READERS` that fits `data.corpus`, or an empty string if none does."""
     prefix, _, argument = spec.partition(":")
     for usage in READERS:
         name, _, needed = usage.partition(":")

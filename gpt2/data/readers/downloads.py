@@ -42,7 +42,7 @@ class HubCorpus(Corpus):
     def prepare(self, data: DataConfig) -> Dataset:
         """Return the tokens of the revision."""
         name = f"{self.repository}/{self.subset}".rstrip("/")
-        # The folder's name has the same beginning for all revisions.
+        # Without the revision here, the names of all revisions' folders have the same beginning.
         data = dataclasses.replace(data, corpus=f"hf:{name}#{self.column}")
         open_source = partial(SourceFiles, list, "hf", name, self.column)
         revision = self.revision or self._find_revision(data, open_source())
@@ -50,7 +50,7 @@ class HubCorpus(Corpus):
         return TextCorpus(source, partial(self.documents, revision)).prepare(data)
 
     def _find_revision(self, data: DataConfig, source: SourceFiles) -> str:
-        """Return the newest revision or, if the hub does not answer, a prepared one."""
+        """Return the newest revision or, if the hub does not answer, the one prepared last."""
         prepared = prepared_revisions(data, source)
         try:
             from huggingface_hub import HfApi
@@ -110,14 +110,14 @@ class HubCorpus(Corpus):
 
 
 def with_revision(corpus: str, revision: str) -> str:
-    """Return a corpus of the hub, or a part of a mixture, with another revision."""
+    """Return the name of a corpus of the hub, such as `hf:OWNER/NAME`, with another revision."""
     return re.sub(
         "(hf:[^@/#]+(?:/[^@/#]+)?)(?:@[^/#]+)?", rf"\g<1>@{revision}", corpus, count=1
     )
 
 
 def _open_hugging_face(argument: str) -> HubCorpus:
-    """Open the training split of a data set."""
+    """Open the training split of a data set of the hub."""
     name, column = split_field(argument)
     match = _HUB_NAME.fullmatch(name)
     repository, revision, subset = match.groups() if match else (name, None, None)

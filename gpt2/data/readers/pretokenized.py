@@ -151,7 +151,8 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
             dtype = FORMATS.get((magic, version), "unknown")
             offset = 4 * HEADER
         else:
-            # A thousand bytes of tokens include bytes of at most 8, which text does not contain.
+            # Among a thousand bytes of tokens, some have a value of at most 8. Text contains no
+            # such bytes.
             if file.suffix != ".bin" or min(start, default=255) > 8:
                 raise ValueError("it does not contain tokens")
             dtype = _find_dtype(start, size)

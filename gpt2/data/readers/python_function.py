@@ -17,7 +17,7 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """Open a user's function: one with a parameter `split` returns batches, others documents.
+    """Open a user's function. It returns batches if it has a parameter `split`, or else documents.
 
     If the module's file changes, the documents are prepared again, and runs on batches do not
     continue.
@@ -46,7 +46,7 @@ def _open_function(argument: str) -> Corpus:
                 raise error
             yield text
 
-    # The size of the module's file says nothing about the size of the documents.
+    # `num_bytes` is left out, because the module's file has another size than the documents.
     return TextCorpus(source, documents)
 
 

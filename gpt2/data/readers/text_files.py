@@ -56,7 +56,7 @@ def _open_records(
 
 
 def _read_json_lines(name: str, file: IO[bytes], field: str) -> Iterator[str]:
-    """Yield the field of each line of a JSON Lines file, which may be compressed (.gz or .zst).
+    """Yield the field of each line of a JSON Lines file, which may be compressed.
 
     Null becomes an empty string. Blank lines are not records.
     """
