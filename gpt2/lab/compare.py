@@ -1,9 +1,9 @@
-"""Plot the validation curves of several runs together, over tokens, FLOPs and time.
+"""Plot the validation curves of several runs together, against tokens, FLOPs and time.
 
 python -m gpt2.lab.compare runs/first runs/second [--reference=published.csv]
     [--output=compare.png]
 
-A directory is the workdir of a run, or the folder of a sweep, which has one curve for each arm. A
+Each argument is the workdir of a run, or the folder of a sweep, which has one curve for each arm. A
 reference is a CSV file with the columns `tokens` and `loss`, and `name` if it has several curves.
 """
 
@@ -63,7 +63,7 @@ def define_flags() -> None:
 
 
 def main(*directories: str) -> None:
-    """Plot the curves. Print their last scores, and the options that differ from the first run."""
+    """Plot the curves. Print their last scores, and how the options differ from the first run's."""
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
         workdirs |= _find_workdirs(path)

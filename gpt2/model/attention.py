@@ -90,7 +90,7 @@ class Attention(nn.Module):
         ]
 
     def _attend(self, heads: Heads, context: Context) -> Array:
-        """Return the values `[B, T, N, H]`, summed with the softmax of the scores as weights."""
+        """Return sums of values `[B, T, N, H]`, weighted by the softmax of the scores."""
         cfg = self.config
         q, k, v = heads
         # Under muP, products of queries and keys grow with H, not with its square root (Yang et al.
@@ -170,7 +170,7 @@ def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
     """
     half = len(frequencies)
     context = cfg.rope_context
-    # 0 at 1 turn, 1 at 4 turns; arXiv 2407.21783, and Meta's code.
+    # Llama 3, arXiv 2407.21783: the fraction is 0 at 1 turn and 1 at 4 turns, as in Meta's code.
     if cfg.rope_scaling == "llama3":
         fraction = (context * frequencies / (2 * math.pi) - 1) / (4 - 1)
         return jnp.clip(fraction, 0, 1)

@@ -39,7 +39,8 @@ class Block(nn.Module):
         def dropout(y: Array) -> Array:
             """Apply dropout, and CompleteP's factor, to what a branch adds to the stream."""
             y = drop(y)
-            # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms.
+            # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms, so each of them is
+            # divided by L relative to the base depth.
             if cfg.mup_base_depth:
                 y = y / cfg.depth_ratio
             return y

@@ -251,7 +251,7 @@ class GPT(nn.Module):
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
         """Return `{"params": ...}`, drawn with the key `rngs`.
 
-        Of `tokens`, only the shape matters. Flax's other arguments of `init`, which `nn.tabulate`
+        The values of `tokens` do not matter. Flax's other arguments of `init`, which `nn.tabulate`
         passes, change nothing, because all methods use the same parameters.
         """
         params = nn.unbox(self.draw(rngs, tokens))

@@ -1,4 +1,4 @@
-"""The parts of a block other than attention: linear maps, norms, embeddings, the MLP.
+"""The small modules of which the model consists: linear maps, norms, embeddings, the MLP.
 
 gpt2/model/gpt.py explains the dimension letters.
 """
@@ -29,8 +29,8 @@ def named_param(
 ) -> Array:
     """Return a parameter of a module that has `ops`, gathered if devices hold shards of it.
 
-    The names in `axes` determine how `parallel.rules` shard the parameter between steps. A matrix
-    `[D, F]` passes `inputs=(-2,)`, for Muon, and `decays=True`: see `ParamInfo`.
+    The names in `axes` determine how `parallel.rules` shard the parameter between steps. For a
+    matrix `[D, F]`, pass `inputs=(-2,)`, which Muon needs, and `decays=True`. See `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -58,7 +58,7 @@ class Linear(nn.Module):
     activation: Activation | None = None
 
     def setup(self):
-        """Create the kernel and the bias. `ops.linear` gathers a kernel that devices shard."""
+        """Create the kernel and the bias. `ops.linear` gathers the kernel if it is sharded."""
         cfg = self.config
         rank = len(self.axes)
         inputs = tuple(range(-rank, self.num_contract - rank))
@@ -83,7 +83,7 @@ class Linear(nn.Module):
         return checkpoint_name(y, self._result)
 
     def parts(self, x: Array) -> list[Array]:
-        """Apply a kernel `[C, P, O1, .., Om]` to `[..., C]`: P results `[..., O1, .., Om]`."""
+        """Map `[..., C]` to P results `[..., O1, .., Om]`, with a kernel `[C, P, O1, .., Om]`."""
         dtype = self.config.compute_dtype
         y = self.ops.linear_parts(x, self.kernel, self.bias, dtype=dtype)
         return checkpoint_name(y, self._result)

@@ -78,7 +78,7 @@ class Sampling:
 
 
 def bucket(length: int, limit: int) -> int:
-    """Return the smallest `32 * 2^i` that is at least `length`, but at most `limit`.
+    """Return the smallest `32 * 2^i` that is at least `length`, or `limit` if that is smaller.
 
     Each different length is compiled separately, so few different lengths save compilations.
     """
@@ -102,7 +102,8 @@ def generate(
     """Continue each prompt, and return the new tokens of each.
 
     The random numbers of sequence i depend on `seed` and i, but not on the rest of the batch. When
-    a text fills the model's context, sampling continues from the last three quarters of the text.
+    a text fills the model's context, sampling continues from the text's last tokens, which fill
+    three quarters of the context.
 
     Args:
         model: a `GPT`, or an instance of a subclass.

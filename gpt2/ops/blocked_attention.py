@@ -41,8 +41,8 @@ def blocked_attention(
 ) -> Array:
     """Compute `plain.attention` in blocks of queries.
 
-    With dropout, or with terms of the scores other than a soft cap, call the reference formula.
-    `spread` turns a kernel into one that runs on each device's own heads.
+    With dropout, or with terms of the scores other than a soft cap, the reference formula is
+    called. `spread` turns a kernel into one that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
@@ -118,7 +118,10 @@ def _num_blocks(T):
 
 
 def _split(x):
-    """Reshape `[B, T, N, H]` to `[groups, g, T, H]`, with T padded to a multiple of the blocks."""
+    """Reshape `[B, T, N, H]` to `[groups, g, T, H]`.
+
+    T is padded to a multiple of the number of blocks.
+    """
     num_blocks = _num_blocks(x.shape[1])
     missing = -x.shape[1] % num_blocks
     x = jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0)))
@@ -169,8 +172,9 @@ def _forward(groups, sequences, *, blocks, options):
 def _backward(groups, sequences, *, blocks, options):
     """Return the gradients of q `[g, H, T]`, and of k and v `[g, T, H]`.
 
-    Scores and masks are transposed to `[keys, queries]`, and so is the gradient of the queries.
-    Products then read their operands in memory order (docs/performance.md, XLA:CPU notes 6 and 7).
+    Scores and masks are transposed to `[keys, queries]`, and the gradient of the queries to
+    `[H, T]`. Products then read their operands in memory order (docs/performance.md, XLA:CPU notes
+    6 and 7).
     """
     q, k, k_transposed, v, out, dout, log_normaliser = groups
     dtype = dout.dtype

@@ -71,7 +71,8 @@ class Shards:
         shards = jnp.moveaxis(shards, self.axis, 0)
         shard_shape = shards.shape[1:]
         stride = self.number
-        # With only three axes, a compiler has to choose a layout in which shards are outermost.
+        # The axes between the shards and the last axis are merged. The compiler then has to choose
+        # a layout in which shards are outermost.
         shards = shards.reshape(*self.stages, -1, shard_shape[-1])
         for size in self.stages:
             stride //= size

@@ -82,7 +82,10 @@ def splash_attention(
 
 
 def _splash(q, k, v, segments, scoring, interpret):
-    """Apply splash attention, whose kernel takes one example, heads first, and scaled queries."""
+    """Apply splash attention.
+
+    The kernel takes queries, keys and values `[N, T, H]` of one example, and does not scale scores.
+    """
     # This import is here because it is slow, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

@@ -1,9 +1,10 @@
 """The output head and the loss as one operation, computed for one chunk of positions at a time.
 
-The logits `[B, T, V]` are the largest array of a training step. Here they only exist for one chunk
-of positions, and the gradients of a chunk are computed in the same pass. Thirty sequences of 1,024
-tokens need 1.0 GB on a GPU instead of 6.2 GB. Without chunks, a 124M step on two cores takes a
-quarter longer.
+The logits `[B, T, V]` are the largest array of a training step. Here, only the logits of one chunk
+exist at a time, and the gradients of a chunk are computed in the same pass. For example, the
+float32 logits of thirty sequences of 1,024 tokens take 6.2 GB with GPT-2's vocabulary. Under FSDP
+by layer, where memory is scarce, the logits of a chunk take 0.4 GB. Without chunks, a 124M step on
+two cores takes a quarter longer.
 """
 
 from collections.abc import Callable
@@ -26,8 +27,9 @@ from gpt2.utils.trees import Batch, Tree
 LOGITS_BYTES = 8 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # memory is scarce with FSDP by layer
 CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits in their caches
-# Smallest number of rows of a chunk on CPUs, because every chunk adds to the gradient of the whole
-# table. The addition takes longer if the table does not fit in a cache, so chunks are then larger.
+# Smallest number of tokens of a chunk on CPUs. There is a limit because every chunk adds to the
+# gradient of the whole table. The addition takes longer if the table does not fit in a cache, so
+# chunks are then larger.
 CPU_ROWS = 512
 LARGE_TABLE_BYTES = 2**25
 LARGE_TABLE_ROWS = 2048
@@ -62,7 +64,7 @@ def head_loss(
 def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
     """Return the number of tokens whose logits exist at a time.
 
-    `table` is the shape `[V, D]` of the head's table, and `is_scarce` says that memory is scarce.
+    `table` is the shape `[V, D]` of the head's table. `is_scarce` says whether memory is scarce.
     """
     V, D = table
     if platform == "cpu":
@@ -101,7 +103,7 @@ class _Head(NamedTuple):
 
     @property
     def gradient_scale(self) -> float:
-        """The factor of the gradients of logits, with which float16 can represent them."""
+        """The factor that scales the gradients of logits, so that float16 can represent them."""
         return 1024.0 if self.dtype == jnp.float16 else 1.0
 
     def logits(self, hidden: Array, table: Array) -> Array:
@@ -241,7 +243,7 @@ def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -
     # `jnp.pad` is called even if there is no padding. Otherwise the gradient would come directly
     # from a product, and XLA:CPU would sum its squares in windows, which takes ten times as long.
     padded = _pad_with_barrier(table, padding) if padding else _pad(table, padding)
-    # The padded table is sharded by columns, as the table is stored.
+    # The padded table is sharded by columns, like the stored table.
     return constrain(padded, "rows", "table")
 
 

@@ -193,7 +193,7 @@ def _parts_fwd(x, kernels, bias, spec):
 
 
 def _parts_bwd(spec, residuals, dys):
-    """Compute all gradients. The gradient of `x` is accumulated in the products, as cuBLAS can."""
+    """Compute all gradients. On GPUs, cuBLAS adds up the gradient of `x` within the products."""
     x, kernels, bias = residuals
     dx = None
     dkernels = []
@@ -268,7 +268,7 @@ def _exp_minus_2u(x):
 
 
 def _gelu_fwd(x):
-    # `linear` calls this rule inside its own backward pass, so y is stored only until then.
+    # `linear` calls this rule inside its own backward pass, so the forward pass does not store y.
     x32 = x.astype(jnp.float32)
     y = x32 / (1.0 + _exp_minus_2u(x32))
     return y.astype(x.dtype), (x, y)

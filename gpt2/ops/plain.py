@@ -126,9 +126,9 @@ def norm(
 ) -> Array:
     """Apply LayerNorm or RMSNorm to rows `x` `[..., D]`, and return the result in `dtype`.
 
-    RMSNorm (Zhang and Sennrich 2019) divides a row by the root of its mean square plus `eps`, then
-    multiplies by `scale` `[D]` and adds `bias` `[D]`. LayerNorm (Ba et al. 2016), with `center`,
-    subtracts the mean of the row first.
+    RMSNorm (Zhang and Sennrich 2019) divides a row by `sqrt(mean square + eps)`, then multiplies by
+    `scale` `[D]` and adds `bias` `[D]`. LayerNorm (Ba et al. 2016), with `center`, subtracts the
+    mean of the row first.
     """
     y = x.astype(jnp.float32)
     if center:
@@ -283,7 +283,8 @@ def rotation(
 def rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs of dimensions of `x` `[B, T, N, H]`, in float32, by the angles of `rotation`.
 
-    Dimension i of the first R is paired with dimension i + R / 2, as in GPT-NeoX.
+    Only the first R dimensions are rotated. Dimension i < R / 2 is paired with dimension i + R / 2,
+    as in GPT-NeoX.
     """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
@@ -376,8 +377,8 @@ def add_rows(x: Array, table: Array) -> Array:
     return x + table[: x.shape[1]].astype(x.dtype)
 
 
-# The operations below concern arrays that may be sharded over devices. On one device they do
-# nothing.
+# The operations below concern arrays that may be sharded over devices. These versions are for one
+# device, on which nothing is sharded.
 
 Init = Callable[..., Array]  # a function of a key, a shape and a dtype
 Shape = tuple[int, ...]

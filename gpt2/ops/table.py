@@ -1,7 +1,7 @@
 """The table of operations that a model calls: the reference formulas, or faster kernels.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py), and passes
-the table to the model. Removing a kernel from it makes a run slower and changes nothing else. The
+the table to the model. A table with fewer kernels makes a run slower and changes nothing else. The
 functions that FSDP by layer puts in the table (gpt2/parallel/shards.py) only work together.
 """
 

@@ -95,7 +95,10 @@ def scale_by_soap(
 
 
 def _square(kernel: Kernel, x: Array, side: int) -> Array:
-    """Return zeros with the shape of a kernel's Gram matrices of rows (0) or columns (1)."""
+    """Return zeros with the shape of a kernel's Gram matrices.
+
+    The Gram matrices are those of the rows for `side` 0, and those of the columns for `side` 1.
+    """
     size = kernel.sides[side]
     return jnp.zeros((*kernel.counts, size, size), x.dtype)
 
@@ -149,9 +152,10 @@ def _step(
 
 
 def _eigenvectors(gram: Array, rank: int) -> Array:
-    """Return the eigenvectors of one gradient's Gram matrix, largest eigenvalues first.
+    """Return the eigenvectors of Gram matrices `[k, n, n]`, largest eigenvalues first.
 
-    The basis of the null space is not unique. QR computes the same basis on every device.
+    Each Gram matrix is computed from a single gradient, so its rank is at most `rank`. The basis of
+    the null space is not unique. QR computes the same basis on every device.
     """
     vectors = _decompose_each(lambda x: jnp.linalg.eigh(x)[1], gram)
     vectors = vectors[..., ::-1]
@@ -162,9 +166,9 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Return a basis closer to the eigenvectors, and how it permutes `basis`.
+    """Return a basis closer to the eigenvectors, and the indices that sort the vectors of `basis`.
 
-    The basis is ordered from the largest eigenvalue to the smallest.
+    The vectors are sorted from the largest eigenvalue to the smallest.
     """
     product = gram @ basis
     eigenvalues = jnp.sum(basis * product, axis=1)
@@ -175,7 +179,7 @@ def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def _decompose_each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
-    """Decompose each matrix of `[k, ?, ?]`. On CPUs, decompose one after the other.
+    """Decompose each matrix of `[k, ?, ?]`. On CPUs, decompose one after another.
 
     LAPACK would divide a batch among the threads of all simulated devices, which can deadlock.
     """

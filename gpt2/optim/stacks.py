@@ -82,7 +82,7 @@ class Kernel:
 
 
 def matrices_of(parameters: Tree) -> Tree:
-    """Return a tree of `ParamInfo` in which all parameters but matrices are masked, as by optax."""
+    """Return a tree of `ParamInfo`, with an `optax.MaskedNode` for each non-matrix parameter."""
     return jax.tree.map(
         lambda info: info if info.inputs else optax.MaskedNode(), parameters
     )

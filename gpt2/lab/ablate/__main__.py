@@ -48,7 +48,7 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """Define the flags of a comparison of arms, and how a sweep judges."""
+    """Define the flags of a comparison of arms, and the flag `--paired`."""
     command.define_flags()
     flags.DEFINE_bool(
         "paired",

@@ -142,7 +142,10 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 
 
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
-    """List the runs of sweeps, and their tokens, FLOPs and time, for which steps are measured."""
+    """List the runs of sweeps, with their tokens, FLOPs and durations.
+
+    The durations are estimated from the time of a step, which a short run of each arm measures.
+    """
     lines = ["would train (times include start-up and compilation)"]
     seconds = 0.0
     tokens = 0.0

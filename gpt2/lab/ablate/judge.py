@@ -95,8 +95,8 @@ class HasWords(Protocol):
 def add_seeds(sweeps: Sequence[Sweep], verdicts: Mapping[str, HasWords]) -> list[Sweep]:
     """Return sweeps with the seeds of the next analysis for the baseline and all open arms.
 
-    `verdicts` are by arm. The sweeps have the same arms, for example at several sizes.
-    They do not change while runs have not ended, or if no arm is open.
+    `verdicts` maps the names of arms to their verdicts. The sweeps have the same arms, for example
+    at several sizes. The sweeps do not change while runs have not ended, or if no arm is open.
     """
     baseline, *arms = sweeps[0].arms
     open_arms = [arm for arm in arms if verdicts[arm.name].words == Decision.OPEN]
@@ -137,9 +137,9 @@ def is_futile(
     """Return whether an arm is futile, given its difference so far in standard errors.
 
     An arm is futile if its conditional power is below 20 %. This is the probability that the last
-    analysis finds a difference, given the scores so far. The true difference is assumed to be the
-    smallest one that the last analysis, before any run, finds with probability `POWER` (Lan, Simon
-    and Halperin 1982).
+    analysis finds a difference, given the scores so far (Lan, Simon and Halperin 1982). The true
+    difference is assumed to be the smallest difference that the last analysis would find with
+    probability `POWER` if there were no scores yet.
     """
     fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf

@@ -93,7 +93,7 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
     if len(table) > 1:
         titles = ["arm", "difference", "interval", "verdict"]
         shown = table[1:].reindex(columns=titles, fill_value="")
-        # The interval shows how large the difference may be.
+        # "at most ±X" is left out, because the interval also shows how large the difference may be.
         undecided = f"{Decision.UNDECIDED}: .*"
         shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
         print_table(shown)
@@ -109,8 +109,8 @@ def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
             print("\n" + textwrap.fill(f"{sweep.root.name}: {note}", 80))
     if sweeps[0].tune:
         note = (
-            "The verdicts hold for the tuned values. A choice by"
-            f" {counted(sweeps[0].tune_seeds, 'seed')} can favour an arm by chance; more"
+            "The verdicts hold only for the tuned values. A choice based on"
+            f" {counted(sweeps[0].tune_seeds, 'seed')} can favour an arm by chance. More"
             " --tune_seeds make this rarer."
         )
         print("\n" + textwrap.fill(note, 80))

@@ -2,8 +2,8 @@
 
 The runs of an arm differ only in their seed. Differences are arm - baseline, in the unit of the
 scores. Scores are losses, so negative differences are better. The family-wise level is the
-probability of one or more false verdicts among all arms. It is nominally 5 %, and measured up to
-8.4 % (see the table). With the same nominal probability of 95 %, all intervals contain the true
+probability of one or more false verdicts among all arms. It is nominally 5 %. In simulations, it is
+at most 8.4 % (see the table). With a nominal probability of 95 %, all intervals contain the true
 differences.
 
 An arm differs if both of the tests below find a difference. The interval of its difference is the
@@ -34,7 +34,8 @@ another number of seeds, from 3 to 10, the worst rate of both tests together is 
 A paired sweep uses another test: for each arm, Student's t-test of the differences between runs
 with the same seed, at level / (number of arms), which is Bonferroni's level. The test assumes that
 the differences are normal. Their variances may differ between arms. A variance that is pooled over
-arms would hide the arms that are strongly correlated with the baseline behind the other arms.
+all arms would be too large for arms that are strongly correlated with the baseline, and would hide
+their differences.
 """
 
 import math

@@ -24,8 +24,9 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return float32 weights, which depend only on the name and the shape.
 
     The magnitudes make differences between implementations visible. Kernels preserve the magnitude
-    of a branch, at which variants of GELU differ most. Embeddings are small, so that the epsilon of
-    a norm matters. The scale of the last norm makes gradients large enough to be clipped.
+    of activations, because variants of GELU differ most at this magnitude. Embeddings are small, so
+    that the epsilon of a norm matters. The scale of the last norm makes gradients large enough to
+    be clipped.
     """
     seed = zlib.crc32(name.encode())
     rng = np.random.default_rng(seed)

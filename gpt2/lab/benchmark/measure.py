@@ -141,7 +141,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
             player = _start(name, each, len(cases))
             stack.callback(player.close)
             players[name] = player
-            # The first of the three steps is ignored, because it may include the compilation.
+            # Only the last of the three steps is used, because the first may include compilation.
             *_, usual = player.ask("times", 3)
             steps[name] = 1 + int(seconds / usual)
             turns[name] = []
@@ -216,7 +216,8 @@ def _start(name: str, case: Case, number: int) -> Player:
     """Start the process of one of `number` sides.
 
     On a GPU, JAX would allocate three quarters of the memory when it starts, and leave too little
-    for a second process. Each side may therefore allocate an equal part of 90 % of it.
+    for a second process. All sides together may therefore allocate 90 % of the memory, in equal
+    parts.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:

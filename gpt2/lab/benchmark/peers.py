@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2, whose weights `first_steps` draws."""
+    """GPT-2 in PyTorch. The module `first_steps` draws its initial weights."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

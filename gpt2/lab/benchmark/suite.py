@@ -118,7 +118,9 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
 def run_command(
     command: Sequence[str], limit: float, log: Path
 ) -> tuple[list[Row], str]:
-    """Run Python, and return the rows that it prints and its status: `done`, or why it failed.
+    """Run Python with the arguments in `command`. Return the rows that it prints, and its status.
+
+    The status is `done`, or the reason why the command failed.
 
     The command's child processes are killed at the end, because they would hold the GPU's memory.
     """

@@ -177,9 +177,10 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
 
 def draw_trials(tune: Sequence[str], number: int) -> str:
-    """Return a `--tune` with quasi-random points in the ranges of all `OPTION=LOW..HIGH` in `tune`.
+    """Return a value for `--tune` with quasi-random points in the ranges that `tune` contains.
 
-    Values have three digits. If LOW is above 0, they are spread over a logarithmic scale.
+    A range is `OPTION=LOW..HIGH`. Points have three significant digits, or are integers if the
+    option is an integer. If LOW is above 0, they are spread over a logarithmic scale.
     """
     ranges = []
     for text in tune:

@@ -102,10 +102,10 @@ def _git(*arguments: str, folder: Path | None = None) -> str:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:  # git is not installed
         return ""
-    # git does not read a checkout that belongs to another user, as may happen in a container.
+    # git refuses to read a checkout that belongs to another user, as may happen in a container.
     if "dubious ownership" in done.stderr:
         raise UserError(
-            f"git does not read {SOURCE}, which belongs to another user",
+            f"git refuses to read {SOURCE}, which belongs to another user",
             f"Run `git config --global --add safe.directory {os.path.abspath(SOURCE)}`",
         )
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -30,7 +30,7 @@ def plot_curves(
     curves: Mapping[str, Sequence[Curve]],
     unit: str,
 ) -> None:
-    """Plot the mean of each arm's curves, and their range, over tokens, FLOPs and seconds.
+    """Plot the mean and the range of each arm's curves against tokens, FLOPs and seconds.
 
     `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline.
     A curve with a single validation is a dot. A curve whose tokens are unknown (NaN) is a

@@ -4,7 +4,10 @@ from enum import StrEnum, auto
 
 
 class Decision(StrEnum):
-    """What a sweep or a ladder decides about an arm. Other verdicts are sentences that say why."""
+    """What a sweep or a ladder decides about an arm.
+
+    A verdict that is not a decision is a sentence that says why there is none.
+    """
 
     OPEN = "to be decided"  # runs have not ended, or another analysis follows
     UNDECIDED = auto()

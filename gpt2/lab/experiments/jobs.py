@@ -118,7 +118,7 @@ def _take(run: Run) -> TextIO | None:
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # If a sweep was killed, a run of it may still be saving its state.
+        # If a sweep was killed, one of its runs may still be saving its state.
         still_saves = is_locked(run.workdir / ".lock")
         if not still_saves and not _has_ended(run):
             return lock
@@ -129,8 +129,8 @@ def _take(run: Run) -> TextIO | None:
 def find_error(log: str) -> str:
     """Return the line of a log that says why a program ended."""
     error = ""
-    # The error is the last line of the most informative kind, because JAX prints more lines
-    # after a traceback. Later patterns are more informative.
+    # The error is the last line that matches the most informative pattern, because JAX prints
+    # further lines after a traceback. Each pattern is more informative than the one before it.
     for kind in (r".*\S", r"[\w.]+(?:Error|Exception)\b.*", "error: .*"):
         for line in re.findall(rf"^{kind}", log, re.MULTILINE):
             error = line.strip()

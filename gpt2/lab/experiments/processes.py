@@ -25,8 +25,8 @@ def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
     cores = ",".join(map(str, slot.cores))
     with open(log, "ab") as file:
         return subprocess.Popen(
-            # The child runs this file, which then becomes the given file. With -P, this file does
-            # not import modules from its own folder.
+            # The child runs this file, which then replaces itself with the given file. With -P,
+            # this file does not import modules from its own folder.
             [sys.executable, "-P", __file__, cores, *command],
             stdout=file,
             stderr=subprocess.STDOUT,

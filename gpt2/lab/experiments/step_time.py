@@ -28,8 +28,8 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
         "train.eval_every": 0,
         "train.eval_batches": 1,
         # The schedule does not affect the time of a step. A constant schedule works with few steps,
-        # and a slow warm-up prevents the run from diverging. As these options are the same for
-        # every length of an arm, a longer arm has the same folder.
+        # and a slow warm-up prevents the run from diverging. These options do not depend on the
+        # arm's number of steps, so an arm with another number of steps has the same folder.
         "optim.schedule": "constant",
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": _STEPS,

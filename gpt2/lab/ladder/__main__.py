@@ -40,7 +40,7 @@ _LEAST_SIZES = 3  # a line fits any two sizes exactly
 
 
 def define_flags() -> None:
-    """Define the flags of a sweep, and the depths."""
+    """Define the flags of a sweep, and the flag `--depths`."""
     command.define_flags()
     flags.DEFINE_list(
         "depths",

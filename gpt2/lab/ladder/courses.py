@@ -1,4 +1,7 @@
-"""The course of each arm of a ladder, from the analysis that decides it."""
+"""For each arm of a ladder, how its compute multiplier changes with size: its `Course`.
+
+The course is computed at the first analysis that gives a verdict.
+"""
 
 from collections.abc import Sequence
 

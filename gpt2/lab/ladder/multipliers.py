@@ -185,7 +185,7 @@ def _log_multipliers(means: Array) -> Array:
 def _reach(curve: Array, x: Array, targets: Array) -> Array:
     """Return the x at which a falling curve reaches each target.
 
-    Beyond its ends, the curve is extended by its first and its last line.
+    Beyond its ends, the curve continues along its first and its last segment.
     """
     slopes = np.diff(x) / np.diff(curve)
     segments = np.searchsorted(-curve, -targets) - 1

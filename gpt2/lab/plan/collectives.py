@@ -56,7 +56,7 @@ def collectives(text: str) -> list[Collective]:
         body = computations[name]
         for line in body.splitlines():
             # A TPU's compiler may divide a collective into several fusions. Only the first fusion
-            # is counted: the one that returns a tuple of the results it has started.
+            # is counted. It starts the collective, and its result is a tuple.
             if _CHAIN in line and not _BEGINS.search(body):
                 continue
             match = _INSTRUCTION.search(line)
@@ -104,7 +104,7 @@ _CALLED = re.compile(
     r"(?:body|condition|to_apply|calls|true_computation|false_computation|called_computations"
     r"|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# The attribute of TPU fusions that belong to one collective.
+# An attribute of the TPU fusions into which a collective is divided.
 _CHAIN = "chain_id="
 # Matches the result of the first fusion of a collective.
 _BEGINS = re.compile(r"ROOT .* = \(.*\) custom-call\(")

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     @property
     def bytes_needed(self) -> int:
-        """Total bytes per device."""
+        """The total memory of the step, in bytes per device."""
         return sum(self.memory.values())
 
     @property
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Return the program of a config. Only the size of the tokenizer is used; it is not loaded."""
+    """Return the program of a config. The tokenizer is not loaded: only its size is needed."""
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 

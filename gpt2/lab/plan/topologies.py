@@ -27,7 +27,8 @@ def find_devices(name: str) -> list[jax.Device]:
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
     if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
-        # Only whole machines of 8 GPUs take part, and the sizes of TPU slices are powers of two.
+        # If there are several machines, all 8 GPUs of each take part. TPU slices are not affected,
+        # because their sizes are powers of two.
         number = 0
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))
@@ -48,7 +49,7 @@ def find_devices(name: str) -> list[jax.Device]:
 def _tpus(kind: str, number: int) -> list[jax.Device]:
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",  # this machine has no metadata server
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs on TPUs
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # harmless, because nothing runs on TPUs
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
         "TPU_WORKER_HOSTNAMES": "localhost",
     }

@@ -3,7 +3,7 @@
     python -m gpt2.lab.profile runs/quickstart
 
 The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. If it is a URL, the
-result is printed but not written. For rooflines and single operations open the trace with xprof.
+result is printed but not written. For rooflines and single operations, open the trace with xprof.
 """
 
 from gpt2.utils import launch

@@ -39,7 +39,7 @@ class Operation(NamedTuple):
     end: float
     kind: str  # a key of `KINDS`
     program: str = ""
-    run: int = 0  # the number of the call of `program`; 0 if it is unknown
+    run: int = 0  # the profiler's id for this call of `program`; 0 if there is no id
 
 
 class Trace(NamedTuple):

@@ -26,7 +26,7 @@ def _find_ingredients() -> tuple[type[Ingredient], ...]:
             raise UserError(
                 f"The ingredient {kind.__name__} has option={kind.option!r}, which is not an option"
                 " of `Model` in configs/default.py",
-                "Correct it, or add the option",
+                "Correct the attribute, or add the option",
             )
     return tuple(sorted(kinds, key=lambda kind: options.index(kind.option)))
 
@@ -39,7 +39,7 @@ INGREDIENTS = _find_ingredients()
 def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
     """Return the ingredients of a model. GPT-2 has no ingredients.
 
-    Raise a UserError if the option of an ingredient is set whose file has been deleted.
+    Raise a UserError if an option is set, but the file of its ingredient has been deleted.
     """
     implemented = {f"model.{kind.option}" for kind in INGREDIENTS}
     for name, option in OPTIONS.items():
@@ -55,7 +55,10 @@ def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
 
 
 def score_term_options(config: GPTConfig) -> tuple[str, ...]:
-    """Return the options whose ingredients change attention's scores: `model.attention_sink`..."""
+    """Return the names of the options whose ingredients change attention's scores.
+
+    An example is `model.attention_sink`.
+    """
     return tuple(
         f"model.{ingredient.option}"
         for ingredient in ingredients_of(config)

@@ -1,7 +1,7 @@
 """A learned fraction of the middle layer's input, subtracted from the last layer's output.
 
 The sources are modded-nanogpt and nanochat. The model gets one scalar, initialised to 0.2 as in
-nanochat, and an array `[B, T, D]` that is passed through the later layers.
+nanochat, and an array `[B, T, D]` that is passed from layer to layer.
 """
 
 import flax.linen as nn
@@ -18,7 +18,7 @@ class Backout(Ingredient):
     option = "backout"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Subtract the fraction of the middle layer's input after the last layer."""
+        """After the last layer, subtract the fraction of the middle layer's input."""
 
         def layers_without_middle(x: Array) -> Array:
             context.carried[self.option] = x  # replaced at the middle layer

@@ -44,7 +44,11 @@ class Experts(Ingredient):
         return branch._replace(sublayer=mixture)
 
     def active_fraction(self, axes: AxisNames) -> float:
-        """Return the fraction of experts that process a token, or 1 for other parameters."""
+        """Return the fraction of a parameter that a token uses.
+
+        For a parameter with the axis `experts`, this is the fraction of the experts that process a
+        token. For all other parameters, it is 1.
+        """
         if "experts" not in axes:
             return 1.0
         return self.config.experts_per_token / self.config.num_experts
@@ -86,8 +90,8 @@ class Mixture(nn.Module):
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
             dropped = counts * (index >= capacity)
             report(self, "dropped", dropped.sum(), counts.sum() * K)
-        # Choices beyond the capacity get the index after the last slot, which JAX ignores with
-        # mode="drop".
+        # Choices beyond the capacity get the index after the last slot. With mode="drop", JAX
+        # ignores this index, and with mode="fill", its value is 0.
         nowhere = E * capacity
         slots = jnp.where(index < capacity, chosen * capacity + index, nowhere)
 

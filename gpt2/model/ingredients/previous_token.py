@@ -1,6 +1,6 @@
-"""The previous token of each position, including in cached decoding.
+"""The previous token of each position.
 
-There the token before the first input is not among the inputs.
+In cached decoding, the token before the first input is not among the inputs.
 """
 
 import jax.numpy as jnp
