@@ -82,7 +82,7 @@ BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
 def find_chip(kind: str) -> Chip | None:
     """Return the chip of a `device.device_kind`, or None if the chip is unknown.
 
-    If several rows match, return the first.
+    If several chips in the table match, return the first.
     """
     # Chips with these suffixes are slower than the chip whose name they contain.
     if re.search(r"\b(Laptop|MIG|Ti|D)\b", kind):

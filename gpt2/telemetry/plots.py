@@ -57,8 +57,8 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         else:
             steps = np.interp(published_tokens, known_tokens, known_steps)
             axes.plot(steps, level, marker=".", label=name)
-    # The first values are so high, before the model has learned which tokens are frequent, that
-    # they would flatten the rest of the plot.
+    # Before the model has learned which tokens are frequent, its losses are so high that they would
+    # flatten the rest of the plot.
     first = len(train) // 20
     shown = [*train.iloc[first:], *validation]
     span = max(shown) - min(shown) + 0.1

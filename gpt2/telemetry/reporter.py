@@ -203,7 +203,8 @@ class Watchdog(Writer):
 
     def step(self, step: int) -> None:
         """Record that a step is done."""
-        # A step may seem short because the host was late, so the limit decreases slowly.
+        # If the host records a step late, the next step seems short. The limit therefore falls by
+        # at most 10 % per step.
         self._allowed = max(10 * self._quiet, 0.9 * self._allowed)
         self._quiet = 0.0
 

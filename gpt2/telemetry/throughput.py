@@ -26,7 +26,7 @@ class StepClock:
     Attributes:
         tokens: a function that returns the tokens of the first n steps.
         flops: a function that returns the FLOPs of the first n steps.
-        since: the time at which the process began, in seconds, as `now()` counts them.
+        since: the time at which the process began, in seconds on the clock of `now`.
         now: a function that returns the current time in seconds.
         current: the name of the innermost open phase.
     """

@@ -73,7 +73,7 @@ class EventFile(Writer):
 
 
 def check_wandb() -> None:
-    """Raise a UserError unless the package wandb is installed and logged in, or offline."""
+    """Raise a UserError unless the package wandb is installed, and is logged in or offline."""
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
             "logging.wandb=True needs the package wandb", "Run `pip install wandb`"

@@ -34,7 +34,10 @@ class Batches:
         self._refuse_shared_rows(config.micro_batch_size)
 
     def _refuse_shared_rows(self, micro_batch_size: int) -> None:
-        """Raise a UserError if processes have the same rows, but different batches of a user."""
+        """Raise a UserError if several processes hold the same rows of a user's batches.
+
+        Each process calls the user's function itself, so the processes could get different values.
+        """
         rows = self._eval_rows
         num_rows = (rows.stop - rows.start) * jax.process_count()
         if num_rows > micro_batch_size and not self.dataset.parts:
@@ -60,7 +63,8 @@ class Batches:
     ) -> Generator[Batch, None, None]:
         """Yield the batches of the steps `start` + 1, ..., `stop`.
 
-        `position` is the result of `position(start)`. Only a user's batches need it.
+        `position` is what the method `position` returned after step `start`. Only a user's batches
+        need it.
         """
         if position:
             if len(position) != jax.process_count():

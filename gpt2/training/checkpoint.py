@@ -190,7 +190,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             "position": list(position),
         }
         try:
-            # Each process writes to its own copy of a URL, but only process 0 uploads its copy.
+            # Each process has its own working copy of a URL, but only process 0 uploads its copy.
+            # Process 0 therefore writes whole arrays.
             is_url = stores.is_url(stores.url_or_path(self._workdir))
             if jax.process_count() > 1 and is_url:
                 state = jax.tree.map(_gathered, state)
@@ -209,7 +210,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restore a state, which may have another layout, in the layout of a program."""
+        """Restore the state of a step, saved in any layout, in the layout of a program."""
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}

@@ -24,7 +24,7 @@ def require_safe_path(workdir: Path) -> None:
     if match := re.search(r"[*?\[\\\udc80-\udcff]", str(path)):
         raise UserError(
             f"Checkpoints cannot be saved in {path}, because the path contains {match[0]}",
-            r"Choose a path of UTF-8 without the characters * ? [ \ for --workdir",
+            r"Choose a --workdir whose path is valid UTF-8 without the characters * ? [ \ in it",
         )
 
 

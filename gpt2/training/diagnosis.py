@@ -1,8 +1,8 @@
 """Find the first tensor with NaN or Inf after a run diverged.
 
 Training steps compute nothing extra for this. The diagnosis repeats the run from the newest
-checkpoint to the bad step, unless a guard has saved the state before that step. It then runs the
-bad step with a program that checks the output of every module and every gradient.
+checkpoint to the bad step, unless a guard has left the state as it was before that step. It then
+runs the bad step with a program that checks the output of every module and every gradient.
 """
 
 import dataclasses

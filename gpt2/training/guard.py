@@ -28,7 +28,7 @@ class Guard(struct.PyTreeNode):
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:
-        """Return whether the step may change the state, a boolean scalar, and the next guard."""
+        """Return whether the step may change the state, as a boolean scalar, and the next guard."""
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         keep = finite & (self.bad_in_a_row <= self.max_bad)
         in_a_row = jnp.where(keep, 0, self.bad_in_a_row + 1)

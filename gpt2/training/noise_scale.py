@@ -43,8 +43,8 @@ def with_noise(
 ) -> dict[str, Array]:
     """Return metrics with signal and noise in place of the means of the sums of `with_squares`.
 
-    `grad_norm` is the norm of the mean gradient of all `count` tokens. The gradients of
-    micro-batches are `scale` times as large.
+    `grad_norm` is the norm of the mean gradient of all `count` tokens. `scale` is the loss scale,
+    which multiplied the gradients of the micro-batches, but no longer multiplies `grad_norm`.
     """
     metrics = dict(metrics)
     square = metrics.pop(f"train/{_SQUARE}") / scale**2

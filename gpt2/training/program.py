@@ -65,7 +65,7 @@ class Program:
     eval_step: Callable
     # Returns a program with the same devices, model, loss, schedule and optimizer.
     with_config: Callable[[Config], "Program"]
-    # Why attention is computed without its kernel: see `check_attention`.
+    # How attention's kernel failed in `check_attention`. Empty if it did not fail.
     kernel_fault: str
 
     @classmethod

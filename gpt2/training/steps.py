@@ -192,7 +192,7 @@ def _select(condition: Tree, tree: Tree, other: Tree) -> Tree:
 
 
 def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
-    """Return `eval_step(params, batch, map_sum=on_one_device)`, which sums `loss` over a batch."""
+    """Return `eval_step(params, batch, map_sum=on_one_device)`, which returns a batch's sums."""
 
     def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         def sums(params, rows, device):

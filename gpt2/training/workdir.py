@@ -107,7 +107,8 @@ def _require_writable(workdir: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     try:
-        # Permissions do not show this: root may write anywhere, except in /proc.
+        # Permissions do not show whether a directory can be written. They allow root everything,
+        # but even root cannot write in /proc.
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise UserError(

@@ -16,9 +16,9 @@ def accumulate(
 ) -> Tree:
     """Sum `function(micro_batch, index)` over equal slices of the batch's rows.
 
-    B must be a multiple of the number of slices. The result is a sum, not a mean: the caller
-    divides once by the number of tokens, so that every token has the same weight, however many
-    tokens its micro-batch has.
+    The number of rows must be a multiple of `num_micro_batches`. The result is a sum, not a mean:
+    the caller divides once by the number of tokens, so that every token has the same weight,
+    however many tokens its micro-batch has.
     """
     if num_micro_batches == 1:
         return function(batch, jnp.int32(0))

@@ -88,7 +88,7 @@ def describe_start(step: int) -> dict[str, Any]:
     The record contains neither host name nor environment variables. `code` comes from `hash_code`.
     `clean` is True if no Python file differs from `commit`. Both are None outside a git checkout.
     """
-    import jax  # only runs need it, not what else hashes code
+    import jax  # slow, and not needed to hash code
 
     # If gpt2 is installed inside another project, git would report the commit of that project.
     commit = None

@@ -20,8 +20,9 @@ _TUNABLES = (
     ":glibc.malloc.trim_threshold=268435456"
 )
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
-# Matrix products use cuBLAS, and are not merged if they share an operand. All-gathers are combined
-# only up to 6 MB, so that the gathers of a layer's kernels do not wait for each other.
+# With these flags, matrix products use cuBLAS, and are not merged if they share an operand.
+# All-gathers are combined only up to 6 MB, so that the gathers of a layer's kernels do not wait for
+# each other.
 _GPU_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_dot_merger_threshold_mb=0",
@@ -39,7 +40,7 @@ def prepare_process() -> None:
     """
     _open_standard_streams()
     signals.begin_process()
-    is_second = _STARTED_AGAIN in os.environ  # also if the restart lost the settings
+    is_second = _STARTED_AGAIN in os.environ  # true even if GLIBC_TUNABLES was lost
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Plots are only written to files. Matplotlib would fail with a backend that it does not have.

@@ -82,8 +82,8 @@ def is_declared(node: Tree) -> bool:
 def param_info(path: tuple, param: Tree) -> ParamInfo:
     """Return the info of the parameter at a path.
 
-    An incomplete info is an error, because the parameter would be replicated on every device or
-    would never decay.
+    Incomplete information is an error, because otherwise the parameter would be replicated on every
+    device, or would never decay.
     """
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if not is_declared(param):
@@ -95,7 +95,7 @@ def param_info(path: tuple, param: Tree) -> ParamInfo:
     is_large = len(set(info.axes) - SMALL) > 1
     if is_large and not info.inputs and not info.decays:
         raise UserError(
-            f"The parameter {name} with the axes {info.axes} sets neither inputs nor decays",
-            "Pass inputs, decays or both to named_param, or name an axis `mix`",
+            f"The parameter {name} with the axes {info.axes} has neither inputs nor decays",
+            "Pass inputs, decays or both to named_param, or name one of its axes `mix`",
         )
     return info

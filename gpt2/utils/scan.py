@@ -55,9 +55,9 @@ def report(
 
     PATH is the module's path, such as `h_3/attn`. `total` (a sum in float32, because 16 bits would
     be too coarse) and `count` are summed over micro-batches, devices and validation batches, and
-    their quotient is logged. With a `weight`, `weight * total` summed over tokens is added to the
-    objective as an auxiliary loss, but not to the logged loss. If the module is an expert, the
-    totals of all experts are summed, including slots without a token.
+    their quotient is logged. With a `weight`, `weight * total` is added to the objective as an
+    auxiliary loss, but not to the logged loss. `total` must then be a sum over tokens. If the
+    module is an expert, the totals of all experts are summed, including slots without a token.
     """
     # The logged quantity must have no gradient. Otherwise the gradient of a square root at 0 would
     # be 0 times infinity, which is NaN.

@@ -78,9 +78,9 @@ def find(pattern: str) -> list[Remote]:
 
 
 def find_folders(prefix: str, mark: str) -> list[str]:
-    """Return the names of the folders that begin with a path or URL, and contain the file `mark`.
+    """Return the names of folders that contain a file `mark` and whose paths begin with `prefix`.
 
-    The folder whose `mark` was written last is at the end.
+    `prefix` is a path or URL. The folder whose `mark` was written last is at the end.
     """
     with _connect(prefix) as (store, root):
         times = dict[str, datetime]()
@@ -386,7 +386,7 @@ def _step(name: str) -> int:
 def _mark(name: str) -> str:
     """Return the completion marker of the checkpoint that contains a file.
 
-    If the file is in no checkpoint, return the file.
+    If the file is in no checkpoint, return `name`.
     """
     checkpoint = _STEP.match(name)
     return f"{checkpoint[1]}/digests/digests" if checkpoint else name

@@ -201,7 +201,7 @@ def flax_layer(block):
 @pytest.mark.parametrize(
     ("mlp", "message"),
     [
-        (undeclared, r"parameter h_0/mlp/own .* sets neither inputs nor decays"),
+        (undeclared, r"parameter h_0/mlp/own .* has neither inputs nor decays"),
         (flax_layer, "h_0/mlp/bias does not name its axes"),
     ],
 )

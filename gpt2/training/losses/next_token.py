@@ -90,8 +90,7 @@ def apply_loss(
             and the arrays in `reads`.
         logits_loss: a function that returns `(objective, sums)` for float32 logits `[B, T, V]` and
             the batch. The head calls it with a part of the positions at a time and adds up the
-            results. One of the sums is "loss". Columns that pad the
-            vocabulary have logits of -1e9.
+            results. One of the sums is "loss". Columns that pad the vocabulary have logits of -1e9.
         key: the random key of dropout; None: no dropout.
         reads: names of the batch's arrays that `logits_loss` reads in addition to `targets`.
     """
@@ -118,7 +117,7 @@ def apply_loss(
     )
     if "loss" not in sums:
         raise UserError(
-            f"The loss logs {sorted(sums)}, and not 'loss', whose count divides the gradient",
+            f"The loss logs {sorted(sums)}, but not 'loss', whose count divides the gradient",
             "Return {'loss': (sum, count)} among its sums",
         )
     if METRICS in variables:
