@@ -167,7 +167,7 @@ def _read_origin(workdir: Path) -> Origin:
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Return a table with the tokens, the time and the score at the end of each name's curves."""
+    """Return a table with a row for each name: tokens, time and score at the end of its curves."""
     rows = []
     for name, members in curves.items():
         tokens = members[0].tokens[-1]

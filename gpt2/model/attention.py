@@ -121,7 +121,10 @@ class Attention(nn.Module):
         return _for_layer(attend, cfg.windows, context.layer)
 
     def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
-        """Write keys and values `[B, T, K, H]` from position `start` `[B]` on; return the cache."""
+        """Write keys and values `[B, T, K, H]` to the cache, from position `start` `[B]` on.
+
+        Return all keys and values of the cache, both `[B, K, S, H]`.
+        """
 
         def write(old: Array, x: Array, first: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(

@@ -27,7 +27,7 @@ class Block(nn.Module):
     def __call__(
         self, stream: Stream, layer: int | Array, context: Context
     ) -> tuple[Stream, None]:
-        """Return the stream after the layer, and None: the carry and output of a scan's body."""
+        """Return the stream after the layer. The None next to it is for `nn.scan`."""
         cfg, ops = self.config, self.ops
         x, carried = stream
         context = context.replace(layer=layer, carried=dict(carried))
@@ -39,8 +39,8 @@ class Block(nn.Module):
         def dropout(y: Array) -> Array:
             """Apply dropout, and CompleteP's factor, to what a branch adds to the stream."""
             y = drop(y)
-            # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms, so each of them is
-            # divided by L relative to the base depth.
+            # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms, so each term is divided
+            # by the ratio of L to the base depth.
             if cfg.mup_base_depth:
                 y = y / cfg.depth_ratio
             return y

@@ -98,7 +98,7 @@ class Ingredient:
         return getattr(cls, seam) is not getattr(Ingredient, seam)
 
     def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:
-        """Change the embedded tokens `[B, T, D]`, to which positions are added next."""
+        """Change the embedded tokens `[B, T, D]`, before position embeddings are added to them."""
         return x
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:

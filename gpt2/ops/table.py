@@ -33,7 +33,7 @@ ParamFn = Callable[[nn.Module, str, Init, Shape, ParamInfo], Array]
 
 
 class LinearFn(Protocol):
-    """See `plain.linear`."""
+    """The signature of `plain.linear`."""
 
     def __call__(  # noqa: D102
         self,
@@ -48,7 +48,7 @@ class LinearFn(Protocol):
 
 
 class LinearPartsFn(Protocol):
-    """See `plain.linear_parts`."""
+    """The signature of `plain.linear_parts`."""
 
     def __call__(  # noqa: D102
         self, x: Array, kernel: Array, bias: Array | None = None, *, dtype: DTypeLike
@@ -56,7 +56,7 @@ class LinearPartsFn(Protocol):
 
 
 class HeadLossFn(Protocol):
-    """See `plain.head_loss`."""
+    """The signature of `plain.head_loss`."""
 
     def __call__(  # noqa: D102
         self,
@@ -71,7 +71,7 @@ class HeadLossFn(Protocol):
 
 
 class NormFn(Protocol):
-    """See `plain.norm`."""
+    """The signature of `plain.norm`."""
 
     def __call__(  # noqa: D102
         self,

@@ -96,9 +96,8 @@ def _decay(
     # With `scheduled_weight_decay`, the decay follows the schedule here, and the chain multiplies
     # it by the scheduled rate once more.
     if optim.scheduled_weight_decay:
-        peak = jnp.maximum(
-            optim.learning_rate, 1e-30
-        )  # with a rate of 0, the decay is 0
+        # The maximum avoids 0 / 0. With a learning rate of 0, the decay is 0.
+        peak = jnp.maximum(optim.learning_rate, 1e-30)
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
     decays = jax.tree.map(lambda info: info.decays, parameters)
     decay = optax.add_decayed_weights(amount, decays)

@@ -40,7 +40,7 @@ class Kernel:
 
     @classmethod
     def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
-        """Return the layout of a parameter's matrices. If an axis is `embed`, it is their rows."""
+        """Return the layout of a parameter's matrices. An axis `embed` makes up the rows."""
         inputs = tuple(axis + leaf.ndim for axis in info.inputs)
         outputs = tuple(axis + leaf.ndim for axis in info.outputs)
         reads_stream = "embed" in [info.axes[axis] for axis in inputs]

@@ -64,8 +64,8 @@ def cautious(
 ) -> optax.GradientTransformation:
     """Set to 0 all entries of an update that oppose the gradient (Liang et al. 2024, algorithm 1).
 
-    The other entries of a tensor are divided by the fraction of entries that remain. This fraction
-    excludes entries whose gradient is 0.
+    The other entries of a tensor are divided by their fraction among all entries whose gradient is
+    not 0.
     """
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
@@ -121,8 +121,9 @@ def average_parameters(
 ) -> optax.GradientTransformation:
     """Maintain an average of the parameters. This has to be the last transformation of a chain.
 
-    With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise it is the
-    mean of the parameters after update `start`, and before that the newest parameters.
+    With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise, it is the
+    mean of the parameters over all updates after the first `start` updates. During the first
+    `start` updates, it is the newest parameters.
     """
 
     def init_fn(params: Tree) -> AverageState:
@@ -131,7 +132,7 @@ def average_parameters(
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        # The number decreases if a longer run moves the start of the tail.
+        # This number decreases if a run continues with more steps, so that its tail starts later.
         averaged = jnp.clip(state.count + 1 - start, 0, state.averaged + 1)
         weight = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(

@@ -20,7 +20,7 @@ _FUTILE = 0.2  # an arm stops if its conditional power is below this
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's runs without its tuning runs, optionally in one state only."""
+    """Return the rows of an arm's runs, except tuning runs. With `state`, skip other states."""
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:

@@ -139,9 +139,8 @@ def load_sweep(root: Path) -> Sweep:
 
 def register(sweep: Sweep) -> Sweep:
     """Merge a sweep with the sweep in its folder, write sweep.json, and return the merged sweep."""
-    with locked(
-        sweep.root / ".sweep.lock"
-    ):  # several processes may register at the same time
+    # Several processes may register at the same time.
+    with locked(sweep.root / ".sweep.lock"):
         merged = continued(sweep).with_choices()
         merged.check_runs(to_come=True)
         merged.save()

@@ -139,7 +139,7 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def tuning_notes(sweep: Sweep) -> list[str]:
-    """Return a sentence for each chosen value that is the smallest or largest of a list."""
+    """Return a sentence for each chosen value that is the smallest or the largest in `--tune`."""
     notes = []
     for arm, choice in sweep.chosen.items():
         listed = defaultdict[str, set](set)

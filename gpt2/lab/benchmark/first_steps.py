@@ -51,9 +51,9 @@ def draw_batch(config: Config, step: int = 0) -> np.ndarray:
 def compare(
     ours: Sequence[float], theirs: Sequence[float], tolerance: float
 ) -> str | None:
-    """Describe the first difference between losses in nats per token.
+    """Describe the first loss that differs between two implementations, in nats per token.
 
-    Return None if no difference exceeds the tolerance.
+    Return None if no relative difference exceeds the tolerance.
     """
     differences = np.abs(np.divide(theirs, ours) - 1)
     for i in np.flatnonzero(~(differences <= tolerance)):  # finds NaN as well

@@ -84,7 +84,7 @@ class Player(NamedTuple):
 
 
 class Side(abc.ABC):
-    """The interface of a training step with its state, in the process of a `Player`."""
+    """The interface of a training step and its state, in the process of a `Player`."""
 
     @abc.abstractmethod
     def info(self) -> Row:
@@ -92,7 +92,7 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def draw_batch(self, number: int) -> Any:
-        """Return a batch on the device, which is the same on every side."""
+        """Return batch `number`, on the device. It is the same on every side."""
 
     @abc.abstractmethod
     def draw_weights(self) -> None:

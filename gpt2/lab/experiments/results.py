@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """Return a table with a row for each run.
 
-    It has the columns of results.csv, and the run's label, curve and score. The score is the
+    The columns are those of results.csv, and the run's label, curve and score. The score is the
     compared metric, or NaN for a run that has not finished. Raise a UserError if a folder contains
     another run.
     """

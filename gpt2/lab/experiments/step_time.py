@@ -21,7 +21,10 @@ _STEPS = 40
 
 
 def make_measuring_run(root: Path, arm: Arm) -> Run:
-    """Return a short run of an arm. Its folder's name has a hash of all that affects its speed."""
+    """Return a short run of an arm.
+
+    The name of the run's folder contains a hash of everything that affects its speed.
+    """
     options = {
         "train.num_steps": _STEPS,
         "train.log_every": _STEPS // 4,

@@ -127,7 +127,10 @@ def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
-    """Return the seconds of a step's computation at `ATTAINABLE` of the peak, including remat."""
+    """Return the seconds in which a device computes a step, at `ATTAINABLE` of its peak.
+
+    The time includes what `memory.remat` computes again.
+    """
     cfg = config.gpt()
     per_token = model_flops_per_token(cfg, config.shapes.largest)
     in_layers = per_token - 6 * cfg.vocab_size * cfg.embed_dim

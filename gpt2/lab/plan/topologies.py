@@ -19,7 +19,7 @@ _GPUS = Path(__file__).parents[3] / "configs" / "chips"
 
 
 def find_devices(name: str) -> list[jax.Device]:
-    """Return the JAX devices for a chip and a number of devices, such as `v5e-16` or `h100-8`.
+    """Return the JAX devices that `name` describes: a chip and a number, as in `v5e-16`.
 
     The chip may be a file with XLA's description of a GPU, which the benchmark's suite writes.
     Google's names for slices of v4 and v5p contain the number of cores, which is two per device.

@@ -53,9 +53,9 @@ class HyperConnection(nn.Module):
     def __call__(self, x: Array, branch: int | Array) -> tuple[Array, Array, Array]:
         """Compute the input of a branch, the mixed streams, and the weights of the branch's output.
 
-        `x` holds the streams `[n, B, T, D]`, and `branch` is the index of the branch. The results
-        are the input `[B, T, D]`, the mixed streams `[n, B, T, D]` to which the output is added,
-        and the output's weight in each stream, `[n, B, T, 1]`.
+        `x` holds the streams `[n, B, T, D]`. `branch` is the index of the branch among the model's
+        2 L branches. The results are the input `[B, T, D]`, the mixed streams `[n, B, T, D]` to
+        which the output is added, and the output's weight in each stream, `[n, B, T, 1]`.
         """
         cfg = self.config
         n = len(x)

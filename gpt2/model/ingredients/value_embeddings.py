@@ -17,7 +17,7 @@ class ValueEmbeddings(Ingredient):
     option = "value_embeddings"
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
-        """Mix the tokens' rows of the table into the values."""
+        """Look up the tokens in the table, and mix the rows into the values."""
         cfg = self.config
         ops = attention.ops
         table = Embedding(
