@@ -1,1 +1,1 @@
-"""The lab: programs that compare, plan and measure runs. No code outside of it imports it."""
+"""The lab: programs that compare, plan and measure runs. No code outside of the lab imports it."""

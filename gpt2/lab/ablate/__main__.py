@@ -99,7 +99,8 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if FLAGS.vary and len(arms) == 1:
         raise UserError(
-            f"--vary={FLAGS.vary[0]} names only the baseline", "Add another value"
+            f"--vary={FLAGS.vary[0]} contains only the baseline's values",
+            "Add another value",
         )
     if FLAGS.paired and len({arm.config.seed for arm in arms}) > 1:
         raise UserError(

@@ -1,9 +1,9 @@
 """Measure a GPU with one command, without a network.
 
-The suite consists of parts: commands with a time limit, so that the failure of one part does not
-affect the others. The suite writes to the output folder: results.jsonl with a row for each result,
-report.md, the error output of each part, and target.txtpb, XLA's description of the GPU for
-`gpt2.lab.plan --chips`. Parts that have finished are not run again.
+The suite consists of parts. Each part is a command with a time limit, so that the failure of one
+part does not affect the others. The suite writes the following to the output folder: results.jsonl
+with a row for each result, report.md, the error output of each part, and target.txtpb, XLA's
+description of the GPU for `gpt2.lab.plan --chips`. Parts that have finished are not run again.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The decisions on arms and ideas. Screens, reports and files show their lower-case names."""
+"""The decisions on arms and ideas. Screens, reports and files show their values, like `better`."""
 
 from enum import StrEnum, auto
 

@@ -1,6 +1,6 @@
 """Equal terms of a comparison: the metric in which arms are compared, and the lengths of runs.
 
-In all configs here, `model.vocab_size` is not 0.
+The functions need configs whose `model.vocab_size` is set, and is not the default of 0.
 """
 
 from collections.abc import Sequence

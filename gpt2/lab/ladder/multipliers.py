@@ -5,9 +5,10 @@ The multiplier of an arm at a size is the compute at which this curve reaches th
 divided by the arm's compute. Below, m is the vector of the decimal logarithms of the multipliers,
 one for each size, and x is the vector of the decimal logarithms of the baseline's compute.
 
-If the loss has an irreducible part, the true curve flattens, but the last line continues beyond the
-largest size. The multiplier at the largest size is then too small, and a constant multiplier seems
-to fall slightly. Verdicts are therefore about changes beyond a factor of 1.5 per decade.
+Beyond the largest size, the baseline's curve continues straight. But if the loss has an irreducible
+part, the true curve flattens. The multiplier at the largest size is then too small, and a constant
+multiplier seems to fall slightly. Verdicts are therefore about changes beyond a factor of 1.5 per
+decade.
 
 Runs with the same seed share their data and their initial weights, so runs are paired by seed. Each
 statistic, such as the slope of m against x, is a weighted sum of m, and a smooth function of mean

@@ -1,7 +1,7 @@
 """A gate on the output of each head: the sigmoid of a linear map of attention's input.
 
-Qiu et al. 2025, arXiv 2505.06708. Each layer gets a kernel `[D, N]`. Gates start near one half, as
-in the paper.
+Qiu et al. 2025, arXiv 2505.06708. Each layer gets a linear map from D dimensions to N gates. Gates
+start near one half, as in the paper.
 """
 
 import flax.linen as nn

@@ -8,8 +8,8 @@ probabilities (GShard, arXiv 2006.16668; Mixtral, arXiv 2401.04088). Kernels hav
 
 Capacity and the balance loss are computed for each row of the batch separately, so the layout of
 devices does not affect them. Earlier tokens of a row fill an expert first, so later tokens have no
-effect on earlier ones. As in DeepSeek-V2 (arXiv 2405.04434, section 2.2), tokens are dropped only
-in training.
+effect on earlier ones. An expert drops the tokens beyond its capacity: it does not process them. As
+in DeepSeek-V2 (arXiv 2405.04434, section 2.2), this happens only in training.
 """
 
 import dataclasses
