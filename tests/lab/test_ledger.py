@@ -21,10 +21,11 @@ from gpt2.config import Config, load_config, with_options
 from gpt2.errors import UserError
 from gpt2.lab.experiments.checkouts import find_commit, snapshot
 from gpt2.lab.experiments.run_folder import Run
-from gpt2.lab.experiments.terms import LOSS
+from gpt2.lab.experiments.terms import LOSS, flops
 from gpt2.lab.ledger import __main__ as command
-from gpt2.lab.ledger import referee
+from gpt2.lab.ledger import referee, trial
 from gpt2.lab.ledger.evidence import (
+    SCREEN_PAIRS,
     evidence,
     findable,
     half_width,
@@ -32,6 +33,7 @@ from gpt2.lab.ledger.evidence import (
     level_at,
     most_evidence,
 )
+from gpt2.lab.ledger.ideas import arms_at
 from gpt2.lab.ledger.journal import append, read_ledger
 from gpt2.lab.ledger.referee import score
 from tests.helpers import (
@@ -49,7 +51,7 @@ from tests.helpers import (
     thorough,
     write_run,
 )
-from tests.programs.ledger_rates import by_evidence, simulate
+from tests.programs.ledger_rates import EFFECTS, by_evidence, simulate
 
 BASE = Config.from_dict(quickstart.get_config()).with_vocabulary(4096)
 BASE = with_options(BASE, {"train.num_steps": 100, "optim.warmup_steps": 10})
@@ -155,10 +157,20 @@ def test_a_dry_run_tells_what_is_found():
 
 
 def test_streams_of_ideas_keep_few_that_are_none():
-    false, found, _ = simulate(by_evidence, 0.1, noisy=0.1, num=100)
+    false, found, *_ = simulate(by_evidence, 0.1, noisy=0.1, num=100)
     error = false.std() / math.sqrt(len(false))
     assert false.mean() < 0.1 + 4 * error
     assert found[2] > 0.7 and found[3] > 0.95
+
+
+def test_screened_streams_keep_as_much_for_fewer_large_runs():
+    *_, runs = simulate(by_evidence, 0.1, num=100)
+    effect = EFFECTS["the same at all sizes"]
+    false, found, _, screened = simulate(by_evidence, 0.1, num=100, effect=effect)
+    error = false.std() / math.sqrt(len(false))
+    assert false.mean() < 0.1 + 4 * error
+    assert found[1] > 0.5 and found[3] > 0.95
+    assert screened.mean() < runs.mean() / 2
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 7])
@@ -203,8 +215,8 @@ class Ideas:
         self._set(command, "prepare_dataset", lambda _: dataset)
         self._set(command, "snapshot", lambda: "")
         self._set(command, "_become_judge", lambda root, ledger: None)
-        self._set(command, "train_all", self._train)
-        self._set(command, "score", lambda run: run.read(LOSS)[-1][LOSS])
+        self._set(trial, "train_all", self._train)
+        self._set(trial, "score", lambda run: run.read(LOSS)[-1][LOSS])
         self._set(command.cli, "parse_config", lambda: self.config)
         self._set(command.cli, "overrides", dict)
         self._set(command.cli, "config_file", lambda: "configs/quickstart.py")
@@ -228,7 +240,7 @@ class Ideas:
     def __call__(self, idea, **flags):
         """Tries an idea, and returns its answer and how many runs that took."""
         options = dict(pairs=8, minutes=math.inf, least=0.0, equal="tokens", json=True)
-        options |= dict(ledger=str(self.root), idea=idea, dry_run=False)
+        options |= dict(ledger=str(self.root), idea=idea, dry_run=False, screen=[])
         self._set(command, "FLAGS", SimpleNamespace(**options | flags))
         before = len(self.trained)
         code = command.main()
@@ -535,6 +547,99 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
     smallest = noise * findable(8, level_at(2, 0), 0.8)[-1]
     assert float(most) == pytest.approx(-smallest, abs=1e-4)
     assert float(most) < float(half) < 0
+
+
+# Screens: runs of fewer layers
+
+
+@pytest.fixture
+def lion(ideas):
+    """Starts a ledger with screens, where lion has a loss for each depth, and the best 4."""
+
+    def start(losses, **flags):
+        def loss(config):
+            is_lion = config.optim.name == "lion"
+            return losses[config.model.num_layers] if is_lion else 4.0
+
+        ideas.loss = loss
+        return ideas("optim.name=lion", screen=["3", "2"], **flags)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("loss", "answer", "why"),
+    [
+        (4.15, ("discard", 4 * SCREEN_PAIRS), r"not better at depth 3: \+0\.1"),
+        ("diverged", ("discard", 2 * SCREEN_PAIRS + 2), "diverged"),
+        ("failed", ("failed", 2 * SCREEN_PAIRS + 2), "it broke"),
+    ],
+)
+def test_an_idea_that_is_screened_out_takes_no_place(ideas, lion, loss, answer, why):
+    assert lion({2: 3.9, 3: loss, 4: 3.9}) == answer
+    idea = read_ledger(ideas.root).ideas[1]
+    assert re.match(why, idea.why)
+    assert not idea.seeds
+    if answer[0] == "discard":
+        assert ideas("optim.name=lion") == ("discard", 0)  # it has no second chance
+    ideas("optim.beta2=0.97")
+    assert read_ledger(ideas.root).level(2) == level_at(1, 0)
+
+
+@pytest.mark.parametrize(("loss", "answer"), [(4.0, "discard"), (3.9, "keep")])
+def test_only_pairs_of_the_ledgers_size_are_evidence(ideas, lion, loss, answer):
+    depths = []
+    ideas.meanwhile = lambda run: depths.append(run.config.model.num_layers)
+    assert lion({2: 3.5, 3: 3.5, 4: loss})[0] == answer
+    ledger = read_ledger(ideas.root)
+    idea = ledger.ideas[1]
+    num = 2 * SCREEN_PAIRS
+    assert depths == num * [2] + num * [3] + 2 * len(idea.pairs) * [4]
+    assert idea.interval[0] == pytest.approx(loss - 4, abs=0.01)
+    assert idea.screen_means[3] == pytest.approx(-0.5, abs=0.01)
+    seeds = [*idea.screens[2].seeds, *idea.screens[3].seeds, *idea.seeds]
+    assert len({*seeds}) == len(depths) / 2
+    assert ledger.level(2) == level_at(2, len(ledger.kept))
+
+
+def test_screening_continues_after_a_kill(ideas, lion):
+    def killed(run):
+        if run.config.model.num_layers == 3:
+            raise KeyboardInterrupt
+
+    ideas.meanwhile = killed
+    with pytest.raises(KeyboardInterrupt):
+        lion({2: 3.9, 3: 3.9, 4: 3.9})
+    (seed,) = read_ledger(ideas.root).ideas[1].screens[3].seeds
+    ideas.meanwhile = lambda run: None
+    answer, runs = ideas("optim.name=lion")
+    idea = read_ledger(ideas.root).ideas[1]
+    assert answer == "keep"
+    assert runs == 2 * SCREEN_PAIRS - 1 + 2 * len(idea.pairs)
+    assert idea.screens[3].seeds[0] == seed
+
+
+def test_sizes_have_equal_terms_of_their_own(ideas):
+    ideas("model.mlp_dim=2048", screen=["2"], equal="flops", minutes=0.0)
+    ledger = read_ledger(ideas.root)
+    best, idea = arms_at(ideas.root, ledger, ledger.ideas[1], 2, "flops")
+    costs = [flops(arm.config, arm.config.train.num_steps) for arm in (best, idea)]
+    # The number of steps, 17, is rounded.
+    assert costs[1] == pytest.approx(costs[0], rel=0.5 / 17)
+
+
+@pytest.mark.parametrize("depths", ["0", "4", "2,2", "two"])
+def test_screens_are_smaller_than_the_ledgers_size(ideas, depths):
+    with pytest.raises(UserError, match=rf"--screen={depths} is not a list"):
+        ideas("optim.name=lion", screen=depths.split(","))
+    assert read_ledger(ideas.root).ideas == []
+
+
+def test_a_ledger_keeps_its_screens(ideas, lion, monkeypatch):
+    lion({2: 3.9, 3: 3.9, 4: 3.9}, minutes=0.0)
+    monkeypatch.setattr("sys.orig_argv", [*sys.orig_argv, "--screen=2"])
+    with pytest.raises(UserError, match=r"--screen=\[2, 3\], not \[2\]"):
+        ideas("optim.name=lion", screen=["2"])
 
 
 def test_git_that_refuses_the_checkout_of_another_user_is_an_error(

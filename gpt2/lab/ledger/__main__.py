@@ -18,11 +18,10 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import sys
 import textwrap
-import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,9 @@ import pandas as pd
 from absl import flags
 
 from gpt2 import cli
-from gpt2.config import with_options
+from gpt2.config import Config
 from gpt2.data import prepare_dataset
-from gpt2.errors import UserError, warn
+from gpt2.errors import UserError
 from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.arms import Arm, differences, refuse_differences
 from gpt2.lab.experiments.checkouts import (
@@ -43,17 +42,17 @@ from gpt2.lab.experiments.checkouts import (
     snapshot,
 )
 from gpt2.lab.experiments.decisions import Answer
-from gpt2.lab.experiments.jobs import make_slots, train_all
+from gpt2.lab.experiments.jobs import make_slots
 from gpt2.lab.experiments.pages import render, write_page
-from gpt2.lab.experiments.results import check_comparable
-from gpt2.lab.experiments.run_folder import Outcome, Run, find_root
+from gpt2.lab.experiments.run_folder import find_root
 from gpt2.lab.experiments.step_time import measure
-from gpt2.lab.experiments.terms import LOSS, TERMS
-from gpt2.lab.ledger.evidence import evidence, findable, is_futile, most_evidence
-from gpt2.lab.ledger.ideas import is_working_tree, make_idea
-from gpt2.lab.ledger.journal import Idea, Ledger, append, read_ledger
+from gpt2.lab.experiments.terms import TERMS
+from gpt2.lab.ladder.dial import at_depth
+from gpt2.lab.ledger.evidence import SCREEN_PAIRS, findable
+from gpt2.lab.ledger.ideas import arms_at, is_working_tree, make_idea
+from gpt2.lab.ledger.journal import Idea, Ledger, Sample, append, read_ledger
 from gpt2.lab.ledger.ledger_plot import plot_ledger
-from gpt2.lab.ledger.referee import NoAnswerError, score
+from gpt2.lab.ledger.trial import LOCK, try_idea
 from gpt2.utils import files
 from gpt2.utils.code import SOURCE, hash_code
 from gpt2.utils.text import counted, format_duration
@@ -65,11 +64,6 @@ EXIT_CODES = {
     Answer.UNDECIDED: 11,
     Answer.FAILED: 12,
 }
-# The largest difference between a run's own validation loss and the referee's, in nats per token,
-# that prints no warning, by dtype. It is 0.01 for other dtypes.
-_TOLERANCES = {"float32": 1e-4}
-_LOCK = ".ledger.lock"
-_IS_BEST = "it is the best itself"
 
 
 def define_flags() -> None:
@@ -81,11 +75,17 @@ def define_flags() -> None:
         "",
         "The idea: OPTION=VALUE, recipe=FILE or code=BRANCH. Without it, print the best.",
     )
+    flags.DEFINE_list(
+        "screen",
+        [],
+        "Depths of smaller models. An idea must first lower the loss at these depths.",
+    )
     flags.DEFINE_integer("pairs", 16, "Largest number of pairs of runs for an idea.", 2)
     flags.DEFINE_float(
         "minutes",
         math.inf,
-        "Time limit in minutes. After the first pair, no pair starts that would end later.",
+        "Time limit in minutes. After the first pair of a size, no pair starts that would end"
+        " later.",
         0.0,
     )
     flags.DEFINE_float(
@@ -118,8 +118,17 @@ def main() -> int:
         if FLAGS.dry_run and FLAGS.idea:
             print(_describe_pairs(root, ledger))
             return 0
-        idea = _try_idea(root) if FLAGS.idea else ledger.best
-        with files.locked(root / _LOCK):
+        idea = ledger.best
+        if FLAGS.idea:
+            idea = try_idea(
+                root,
+                FLAGS.idea,
+                FLAGS.equal,
+                FLAGS.pairs,
+                FLAGS.minutes,
+                FLAGS.least,
+            )
+        with files.locked(root / LOCK):
             ledger = read_ledger(root)
             _write_page(root, ledger)
     _print_answer(ledger, idea)
@@ -132,7 +141,7 @@ def _open_ledger(root: Path) -> Ledger:
     A ledger stores its options. If a later command also sets options, they must be the same.
     """
     ledger = read_ledger(root)
-    gives_options = any(re.match("--?config", each) for each in sys.orig_argv)
+    gives_options = any(re.match("--?(config|screen)", each) for each in sys.orig_argv)
     if ledger.ideas and not gives_options:
         return ledger
     config = cli.parse_config()
@@ -143,22 +152,42 @@ def _open_ledger(root: Path) -> Ledger:
             "Choose another corpus",
         )
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
-    with files.locked(root / _LOCK):
+    depths = _read_depths(config)
+    with files.locked(root / LOCK):
         ledger = read_ledger(root)
         if not ledger.ideas:
             # If the idea is the working tree, it is compared with the last commit.
             commit = find_commit("HEAD") if is_working_tree(FLAGS.idea) else snapshot()
             arm = Arm("000-start", config, commit=commit)
+            screens = {depth: Sample() for depth in depths}
             code = hash_code(check_out(root, commit))
-            append(root, Idea(0, "start", 0, arm, code))
+            append(root, Idea(0, "start", 0, arm, code, screens))
             return read_ledger(root)
-    first = ledger.ideas[0].arm
+    first = ledger.ideas[0]
+    changed = differences(first.arm, replace(first.arm, config=config))
+    changed["--screen"] = (list(first.screens), depths)
     refuse_differences(
         f"{root} started",
-        differences(first, replace(first, config=config)),
+        changed,
         "Use the options with which the ledger started, or another --ledger",
     )
     return ledger
+
+
+def _read_depths(config: Config) -> list[int]:
+    """Return the depths in `--screen`, the smallest first. Check that the config allows them."""
+    layers = config.model.num_layers
+    depths = {int(depth) for depth in FLAGS.screen if depth.isdecimal()}
+    if len(depths) != len(FLAGS.screen) or not depths <= {*range(1, layers)}:
+        raise UserError(
+            f"--screen={','.join(FLAGS.screen)} is not a list of different numbers of layers"
+            f" below model.num_layers={layers}",
+            "Give for example --screen=2,3",
+        )
+    for depth in depths:
+        # This raises an error if the size is impossible.
+        at_depth(Arm("--screen", config), Fraction(depth, layers))
+    return sorted(depths)
 
 
 def _become_judge(root: Path, ledger: Ledger) -> None:
@@ -173,158 +202,6 @@ def _become_judge(root: Path, ledger: Ledger) -> None:
         module = sys.orig_argv.index("-m")
         command = [sys.executable, "-P", *sys.orig_argv[module:]]
         os.execve(sys.executable, command, os.environ | variables)
-
-
-def _enter_idea(root: Path) -> Idea:
-    """Enter the idea of the command line in the ledger, and return it.
-
-    Return the earlier entry if the ledger has one for the same idea and the same best. If the idea
-    is the best itself, return it with its answer, without an entry in the ledger.
-    """
-    with files.locked(root / _LOCK):
-        ledger = read_ledger(root)
-        idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
-        level = ledger.level(idea.number)
-        if idea.same(ledger.best):
-            number = ledger.best.number
-            return replace(
-                idea, number=number, answer=Answer.DISCARD, why=_IS_BEST, level=level
-            )
-        for other in ledger.ideas:
-            # An idea that failed may be tried again, as a new idea with new seeds.
-            is_open = other.answer != Answer.FAILED
-            if is_open and other.best == idea.best and other.same(idea):
-                return other
-        enough = FLAGS.pairs
-        while most_evidence(enough) < 1 / level:
-            enough += 1
-        if enough > FLAGS.pairs:
-            raise UserError(
-                f"--pairs={FLAGS.pairs} is too small to keep any idea at the level {level:.2%}",
-                f"Use --pairs={enough} or more; small gains need more pairs",
-            )
-        append(root, idea)
-        return idea
-
-
-def _try_idea(root: Path) -> Idea:
-    """Train pairs until there is an answer, and return the idea with its answer."""
-    start = time.monotonic()
-    pair_seconds = 0.0
-    answer = Answer.OPEN
-    entered = _enter_idea(root)
-    if entered.why == _IS_BEST:
-        return entered
-    while True:
-        now = time.monotonic()
-        with files.locked(root / _LOCK):
-            ledger = read_ledger(root)
-            idea = ledger.ideas[entered.number]
-            if idea.answer == Answer.KEEP:  # another process has accepted the idea
-                return idea
-            if not answer:
-                answer, why = _decide(ledger, idea)
-            if ledger.best.number != idea.best:
-                answer = Answer.UNDECIDED
-                why = "another idea was kept meanwhile; repeat the command to compare with that"
-            elif not answer and now + pair_seconds > start + 60 * FLAGS.minutes:
-                answer = Answer.UNDECIDED
-                why = f"{FLAGS.minutes:g} minutes are used up"
-            if answer:
-                idea.level = ledger.level(idea.number)
-                idea.answer = answer
-                idea.why = why
-                idea.seconds += now - start
-                append(root, idea)
-                return idea
-            if len(idea.seeds) <= len(idea.pairs):
-                # If the seed were known in advance, an idea could be chosen that is lucky with it.
-                idea.seeds.append(secrets.randbelow(2**32))
-                append(root, idea)
-        answer, why = _train_pair(root, ledger, idea)
-        pair_seconds = time.monotonic() - now
-
-
-def _decide(ledger: Ledger, idea: Idea) -> tuple[Answer, str]:
-    """Return the answer after the pairs so far, and the reason. Without an answer, both are ""."""
-    differences = idea.differences + FLAGS.least
-    if len(differences) < 2:
-        return Answer.OPEN, ""
-    if not idea.differences.any():
-        return Answer.DISCARD, "the same score for every seed"
-    level = ledger.level(idea.number)
-    if evidence(differences)[-1] >= 1 / level:
-        return Answer.KEEP, "the evidence for a gain is strong enough"
-    more = 2 * FLAGS.pairs
-    if len(differences) >= FLAGS.pairs:
-        why = f"{FLAGS.pairs} pairs are used up; --pairs={more} continues"
-        return Answer.UNDECIDED, why
-    if is_futile(differences, more, level):
-        why = f"even {more} pairs, twice --pairs, are unlikely to show a gain"
-        return Answer.DISCARD, why
-    if is_futile(differences, FLAGS.pairs, level):
-        why = f"{FLAGS.pairs} pairs are too few to tell; --pairs={more} continues"
-        return Answer.DISCARD, why
-    return Answer.OPEN, ""
-
-
-def _train_pair(root: Path, ledger: Ledger, idea: Idea) -> tuple[Answer, str]:
-    """Train the best and the idea with the last seed, and add the pair to the ledger.
-
-    If the best diverged, or the idea has no score, return the answer on the idea and the reason.
-    Otherwise, return two empty strings.
-    """
-    runs = list[Run]()
-    for seed in idea.seeds:
-        for arm in (ledger.ideas[idea.best].arm, idea.arm):
-            config = with_options(arm.config, {"seed": seed})
-            runs.append(replace(arm, config=config).make_run(root, 0))
-    pair = runs[-2:]
-    earlier = pair[1].outcome()
-    if earlier.state == "failed":  # a run that failed is not repeated
-        return Answer.FAILED, earlier.error
-    train_all(pair, make_slots(1), LOSS)
-    check_comparable(runs, LOSS)
-    losses = list[float]()
-    reported = list[float]()
-    for run in pair:
-        end = run.outcome()
-        if end.state == "finished":
-            try:
-                losses.append(score(run))
-            except NoAnswerError as error:
-                end = Outcome("failed", str(error))
-        if end.state == "diverged" and run == pair[0]:
-            # A repeated command would find the same diverged run, so this answer is final.
-            return Answer.FAILED, f"the best version's run {run.label} diverged"
-        if end.state != "finished" and run == pair[0]:
-            raise UserError(
-                f"The best version's run {run.label} {end.state}: {end.error}",
-                f"See {run.folder}",
-            )
-        if end.state == "diverged":
-            return Answer.DISCARD, f"diverged: {end.error}"
-        if end.state != "finished":
-            return Answer.FAILED, end.error
-        reported.append(math.nan)
-        with contextlib.suppress(Exception):  # the idea's code wrote the file
-            reported[-1] = run.read(LOSS)[-1][LOSS]
-        difference = abs(reported[-1] - losses[-1])
-        if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):
-            warn(
-                f"{run.label} reports a validation loss of {reported[-1]:.4f}, but the"
-                f" referee measured {losses[-1]:.4f}"
-            )
-    with files.locked(root / _LOCK):
-        idea = read_ledger(root).ideas[idea.number]
-        # Otherwise, another process has added the pair.
-        if len(idea.pairs) * 2 < len(runs):
-            idea.pairs.append((losses[0], losses[1]))
-            idea.reported.append((reported[0], reported[1]))
-            best_seconds, seconds = [run.outcome().seconds for run in pair]
-            idea.times.append((best_seconds, seconds))
-            append(root, idea)
-    return Answer.OPEN, ""
 
 
 def _write_page(root: Path, ledger: Ledger) -> None:
@@ -363,6 +240,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         "difference": difference,
         "low": low,
         "high": high,
+        "screens": idea.screen_means,
         "pairs": len(idea.pairs),
         "seconds": idea.seconds,
         "steps": steps[0],
@@ -388,10 +266,15 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
     if FLAGS.idea:
         level = f"level {idea.level:.2%}, and"
         title = f"{idea.answer}: {idea.why}"
+    if FLAGS.idea and idea.screen_means:
+        means = [
+            f"{mean:+.4f} at depth {key}" for key, mean in idea.screen_means.items()
+        ]
+        rows["screens"] = f"{', '.join(means)}; mean differences in nats per token"
     if FLAGS.idea and idea.pairs:
         interval = cells.interval(low, high, "+.4f")
         listed = " ".join(f"{each:+.4f}" for each in idea.differences)
-        rows = {
+        rows |= {
             "difference": f"{difference:+.4f} nats per token, idea - best; below 0 is better",
             "interval": f"{interval}, contains the true difference with 95 % probability"
             if interval
@@ -421,8 +304,17 @@ _NEXT = {
 def _describe_pairs(root: Path, ledger: Ledger) -> str:
     """Describe the gains that pairs could find, and how long the pairs take."""
     idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
-    step, start = measure(root, idea.arm, make_slots(1))
-    seconds = 2 * (start + idea.arm.config.train.num_steps * step)
+
+    screening = ""
+    for depth in (*idea.screens, 0):
+        _, arm = arms_at(root, ledger, idea, depth, FLAGS.equal)
+        step, start = measure(root, arm, make_slots(1))
+        seconds = 2 * (start + arm.config.train.num_steps * step)
+        if depth:
+            duration = format_duration(SCREEN_PAIRS * seconds)
+            screening += (
+                f"{SCREEN_PAIRS} pairs at depth {depth} would train for {duration}.\n"
+            )
     level = ledger.level(idea.number)
     noise = ledger.noise()
     unit = (
@@ -437,7 +329,7 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
         table[title] = -noise * findable(FLAGS.pairs, level, power)
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
-    return (
+    return screening + (
         f"Pairs of {ledger.best.text} and {idea.text} would train:\n\n{text}\n\n"
         "The last two columns are the true differences, beyond --least, with which an idea is"
         f" kept at the level {level:.2%}, in {unit}"

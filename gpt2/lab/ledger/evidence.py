@@ -31,6 +31,13 @@ alpha gamma_t E_n to the fraction of false ideas, and all ideas together add at 
 expectation, whatever the dependence of the e-values is. The proof assumes that an e-value is final
 when it is tested. Here an idea may also continue after K has grown because of the scores of other
 ideas. `python -m tests.programs.ledger_rates` simulates this, and docs/ledger.md has the rates.
+
+With --screen, an idea first trains pairs at smaller sizes, and is discarded if it is not better
+there. The null hypothesis remains that the idea does not lower the mean loss at the ledger's size.
+The seeds of x_1, x_2, ... are drawn after the screening, so the expectation of E_n under the null
+hypothesis is at most 1 whatever the screening has shown. Only an idea that passes gets a t, before
+x_1 is known. The gamma_t of all tested ideas therefore still add up to at most 1, and the proof
+holds for every rule of screening.
 """
 
 import math
@@ -48,6 +55,7 @@ _DECAY = 1.3  # the exponent in gamma_t
 _TAU = 3.0  # the scale of expected gains, in standard deviations
 _FUTILE = 0.2  # `is_futile` uses an interval of level 1 - _FUTILE
 _NUM_DRAWN = 1000  # number of simulated ideas
+SCREEN_PAIRS = 4  # number of pairs at each small size; more pairs lose fewer gains
 
 
 def level_at(number: int, kept: int) -> float:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 from gpt2 import cli
@@ -20,7 +21,8 @@ from gpt2.lab.experiments.jobs import make_slots
 from gpt2.lab.experiments.run_folder import defaults_of
 from gpt2.lab.experiments.step_time import equalize
 from gpt2.lab.experiments.terms import choose_score
-from gpt2.lab.ledger.journal import Idea, Ledger
+from gpt2.lab.ladder.dial import at_depth
+from gpt2.lab.ledger.journal import Idea, Ledger, Sample
 from gpt2.utils.code import hash_code
 
 # Files that an idea may change. The code that judges ideas is not among them.
@@ -67,7 +69,26 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     if value != text and changed:
         text += f" ({', '.join(changed)})"
     _, arm = equalize([best, arm], equal, root, make_slots(1))
-    return Idea(number, text, ledger.best.number, arm, code)
+    screens = {depth: Sample() for depth in ledger.ideas[0].screens}
+    idea = Idea(number, text, ledger.best.number, arm, code, screens)
+    for depth in screens:
+        arms_at(root, ledger, idea, depth, equal)  # raises if the size is impossible
+    return idea
+
+
+def arms_at(
+    root: Path, ledger: Ledger, idea: Idea, depth: int, equal: str
+) -> list[Arm]:
+    """Return the best and the idea at a depth, or at the ledger's size with a depth of 0.
+
+    `depth` is the number of layers of a ledger's start. The best or the idea may have more layers.
+    """
+    arms = [ledger.ideas[idea.best].arm, idea.arm]
+    if not depth:
+        return arms
+    ratio = Fraction(depth, ledger.ideas[0].arm.config.model.num_layers)
+    small = [replace(at_depth(arm, ratio), name=f"{arm.name}-d{depth}") for arm in arms]
+    return equalize(small, equal, root, make_slots(1))
 
 
 def _refuse_options(text: str, best: Arm, arm: Arm) -> None:

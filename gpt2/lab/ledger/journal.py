@@ -25,15 +25,10 @@ _NAMES = re.compile(r"\d{3,}-[\w.,=+-]+ ([0-9a-f]{40,64})?")
 _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true difference
 
 
-@dataclass
-class Idea:
-    """An arm that is compared with the version that was the best when the arm was entered."""
+@dataclass(kw_only=True)
+class Sample:
+    """The pairs of an idea at one size."""
 
-    number: int
-    text: str  # the value of `--idea`; for the working tree, also the files that differ
-    best: int  # the number of the best idea, with which this one is compared
-    arm: Arm
-    code: str  # the hash of the arm's code
     # Drawn at random, each when its pair begins. The last pair may not have ended.
     seeds: list[int] = field(default_factory=list)
     # For each seed, the losses of the best version and of the idea, measured by the referee.
@@ -42,16 +37,45 @@ class Idea:
     reported: list[tuple[float, float]] = field(default_factory=list)
     # For each seed, the duration of both runs in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
-    answer: Answer = Answer.OPEN
-    why: str = ""  # the reason for the answer
-    level: float = 0.0  # the level at which the answer was found
-    seconds: float = 0.0  # the duration of all commands that compared this idea
 
     @property
     def differences(self) -> Array:
         """The differences idea - best of the final losses, `[pairs]`."""
         scores = np.array(self.pairs).reshape(-1, 2)
         return scores[:, 1] - scores[:, 0]
+
+
+@dataclass
+class Idea(Sample):
+    """An arm that is compared with the version that was the best when the arm was entered.
+
+    The idea itself is the sample at the ledger's size. Only its pairs are evidence.
+    """
+
+    number: int
+    text: str  # the value of `--idea`; for the working tree, also the files that differ
+    best: int  # the number of the best idea, with which this one is compared
+    arm: Arm
+    code: str  # the hash of the arm's code
+    # Depth -> the pairs at that small size, the smallest first. Idea 0 has no pairs.
+    screens: dict[int, Sample] = field(default_factory=dict)
+    answer: Answer = Answer.OPEN
+    why: str = ""  # the reason for the answer
+    level: float = 0.0  # the level at which the answer was found
+    seconds: float = 0.0  # the duration of all commands that compared this idea
+
+    @property
+    def screen_means(self) -> dict[int, float]:
+        """The mean difference at each small size that has pairs."""
+        means = dict[int, float]()
+        for depth, sample in self.screens.items():
+            if sample.pairs:
+                means[depth] = sample.differences.mean()
+        return means
+
+    def sample(self, depth: int) -> Sample:
+        """Return the pairs at a small size or, with a depth of 0, at the ledger's size."""
+        return self.screens[depth] if depth else self
 
     @property
     def interval(self) -> Array:
@@ -72,7 +96,7 @@ class Ledger:
     """The content of a ledger.jsonl."""
 
     ideas: list[Idea] = field(default_factory=list)  # ordered by number
-    # Numbers of the ideas for which a seed has been drawn, in the order of their first seeds.
+    # Numbers of the ideas with a seed for the ledger's size, in the order of their first seeds.
     tests: dict[int, None] = field(default_factory=dict)
 
     @property
@@ -117,12 +141,15 @@ def read_ledger(root: Path) -> Ledger:
             if checksum != expected:
                 raise ValueError("the line was altered, or an earlier line is missing")
             tree["answer"] = Answer(tree["answer"])
-            idea = Idea(**tree | {"arm": Arm.from_options(**tree["arm"])})
+            tree["arm"] = Arm.from_options(**tree["arm"])
+            screens = tree["screens"].items()
+            tree["screens"] = {int(key): Sample(**value) for key, value in screens}
+            idea = Idea(**tree)
             names = f"{idea.arm.name} {idea.arm.commit}"
             if not _NAMES.fullmatch(names) or idea.number not in range(len(ideas) + 1):
                 raise ValueError("the line does not describe an idea")
             ideas[idea.number] = idea
-            if idea.seeds or idea.pairs or idea.answer == Answer.DISCARD:
+            if idea.seeds:
                 ledger.tests.setdefault(idea.number)
     ledger.ideas = list(ideas.values())
     return ledger
@@ -143,14 +170,14 @@ def append(root: Path, idea: Idea) -> None:
         before = json.loads(lines[-1])["crc32"] if lines else 0
         tree = vars(idea) | {"arm": idea.arm.to_tree()}
         line = tree | {"crc32": _checksum(tree, before)}
-        file.write(json.dumps(line).encode() + b"\n")
+        file.write(json.dumps(line, default=vars).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def _checksum(tree: dict, before: int) -> int:
     """Return the checksum of a line, which depends on the checksum of the line `before` it."""
-    return zlib.crc32(json.dumps(tree).encode(), before)
+    return zlib.crc32(json.dumps(tree, default=vars).encode(), before)
 
 
 def _whole_lines(text: bytes) -> list[bytes]:

@@ -1,0 +1,217 @@
+"""The trial of an idea: pairs of runs at small sizes, and then at the ledger's size."""
+
+import contextlib
+import math
+import secrets
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from gpt2.config import with_options
+from gpt2.errors import UserError, warn
+from gpt2.lab.experiments.decisions import Answer
+from gpt2.lab.experiments.jobs import make_slots, train_all
+from gpt2.lab.experiments.results import check_comparable
+from gpt2.lab.experiments.run_folder import Outcome, Run
+from gpt2.lab.experiments.terms import LOSS
+from gpt2.lab.ledger.evidence import (
+    SCREEN_PAIRS,
+    evidence,
+    is_futile,
+    most_evidence,
+)
+from gpt2.lab.ledger.ideas import arms_at, make_idea
+from gpt2.lab.ledger.journal import Idea, Ledger, append, read_ledger
+from gpt2.lab.ledger.referee import NoAnswerError, score
+from gpt2.utils import files
+
+LOCK = ".ledger.lock"
+# The largest difference between a run's own validation loss and the referee's, in nats per token,
+# that prints no warning, by dtype. It is 0.01 for other dtypes.
+_TOLERANCES = {"float32": 1e-4}
+_IS_BEST = "it is the best itself"
+
+
+def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
+    """Enter an idea in the ledger, and return it.
+
+    Return the earlier entry if the ledger has one for the same idea and the same best. If the idea
+    is the best itself, return it with its answer, without an entry in the ledger.
+    """
+    with files.locked(root / LOCK):
+        ledger = read_ledger(root)
+        idea = make_idea(root, ledger, text, equal)
+        level = ledger.level(idea.number)
+        if idea.same(ledger.best):
+            number = ledger.best.number
+            return replace(
+                idea, number=number, answer=Answer.DISCARD, why=_IS_BEST, level=level
+            )
+        for other in ledger.ideas:
+            # An idea that failed may be tried again, as a new idea with new seeds.
+            is_open = other.answer != Answer.FAILED
+            if is_open and other.best == idea.best and other.same(idea):
+                return other
+        enough = pairs
+        while most_evidence(enough) < 1 / level:
+            enough += 1
+        if enough > pairs:
+            raise UserError(
+                f"--pairs={pairs} is too small to keep any idea at the level {level:.2%}",
+                f"Use --pairs={enough} or more; small gains need more pairs",
+            )
+        append(root, idea)
+        return idea
+
+
+def try_idea(
+    root: Path, text: str, equal: str, pairs: int, minutes: float, least: float
+) -> Idea:
+    """Train pairs until there is an answer, and return the idea with its answer.
+
+    The arguments are the flags of the command.
+    """
+    start = time.monotonic()
+    pair_seconds = 0.0
+    answer = Answer.OPEN
+    entered = _enter_idea(root, text, equal, pairs)
+    if entered.why == _IS_BEST:
+        return entered
+    while True:
+        now = time.monotonic()
+        with files.locked(root / LOCK):
+            ledger = read_ledger(root)
+            idea = ledger.ideas[entered.number]
+            if idea.answer == Answer.KEEP:  # another process has accepted the idea
+                return idea
+            depth, reason = _screen(idea)
+            if reason:
+                answer = Answer.DISCARD
+                why = reason
+            elif not answer:
+                answer, why = _decide(ledger, idea, pairs, least)
+            if ledger.best.number != idea.best:
+                answer = Answer.UNDECIDED
+                why = "another idea was kept meanwhile; repeat the command to compare with that"
+            elif not answer and now + pair_seconds > start + 60 * minutes:
+                answer = Answer.UNDECIDED
+                why = f"{minutes:g} minutes are used up"
+            if answer:
+                idea.level = ledger.level(idea.number)
+                idea.answer = answer
+                idea.why = why
+                idea.seconds += now - start
+                append(root, idea)
+                return idea
+            sample = idea.sample(depth)
+            if len(sample.seeds) <= len(sample.pairs):
+                # If the seed were known in advance, an idea could be chosen that is lucky with it.
+                sample.seeds.append(secrets.randbelow(2**32))
+                append(root, idea)
+        answer, why = _train_pair(root, ledger, idea, depth, equal)
+        pair_seconds = time.monotonic() - now
+
+
+def _screen(idea: Idea) -> tuple[int, str]:
+    """Return the depth of the next pair, and the reason to discard the idea at this depth.
+
+    At the ledger's size, the depth is 0. If the idea is not discarded, the reason is "".
+    """
+    for depth, sample in idea.screens.items():
+        if len(sample.pairs) < SCREEN_PAIRS:
+            return depth, ""
+        difference = sample.differences.mean()
+        if difference >= 0:
+            return (
+                depth,
+                f"not better at depth {depth}: {difference:+.4f} nats per token",
+            )
+    return 0, ""
+
+
+def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answer, str]:
+    """Return the answer after the pairs so far, and the reason. Without an answer, both are ""."""
+    differences = idea.differences + least
+    if len(differences) < 2:
+        return Answer.OPEN, ""
+    if not idea.differences.any():
+        return Answer.DISCARD, "the same score for every seed"
+    level = ledger.level(idea.number)
+    if evidence(differences)[-1] >= 1 / level:
+        return Answer.KEEP, "the evidence for a gain is strong enough"
+    more = 2 * pairs
+    if len(differences) >= pairs:
+        why = f"{pairs} pairs are used up; --pairs={more} continues"
+        return Answer.UNDECIDED, why
+    if is_futile(differences, more, level):
+        why = f"even {more} pairs, twice --pairs, are unlikely to show a gain"
+        return Answer.DISCARD, why
+    if is_futile(differences, pairs, level):
+        why = f"{pairs} pairs are too few to tell; --pairs={more} continues"
+        return Answer.DISCARD, why
+    return Answer.OPEN, ""
+
+
+def _train_pair(
+    root: Path, ledger: Ledger, idea: Idea, depth: int, equal: str
+) -> tuple[Answer, str]:
+    """Train the best and the idea with the last seed, and add the pair to the ledger.
+
+    `depth` is the depth of a small size, or 0 for the ledger's size.
+
+    If the best diverged, or the idea has no score, return the answer on the idea and the reason.
+    Otherwise, return two empty strings.
+    """
+    runs = list[Run]()
+    arms = arms_at(root, ledger, idea, depth, equal)
+    for seed in idea.sample(depth).seeds:
+        for arm in arms:
+            config = with_options(arm.config, {"seed": seed})
+            runs.append(replace(arm, config=config).make_run(root, 0))
+    pair = runs[-2:]
+    earlier = pair[1].outcome()
+    if earlier.state == "failed":  # a run that failed is not repeated
+        return Answer.FAILED, earlier.error
+    train_all(pair, make_slots(1), LOSS)
+    check_comparable(runs, LOSS)
+    losses = list[float]()
+    reported = list[float]()
+    for run in pair:
+        end = run.outcome()
+        if end.state == "finished":
+            try:
+                losses.append(score(run))
+            except NoAnswerError as error:
+                end = Outcome("failed", str(error))
+        if end.state == "diverged" and run == pair[0]:
+            # A repeated command would find the same diverged run, so this answer is final.
+            return Answer.FAILED, f"the best version's run {run.label} diverged"
+        if end.state != "finished" and run == pair[0]:
+            raise UserError(
+                f"The best version's run {run.label} {end.state}: {end.error}",
+                f"See {run.folder}",
+            )
+        if end.state == "diverged":
+            return Answer.DISCARD, f"diverged: {end.error}"
+        if end.state != "finished":
+            return Answer.FAILED, end.error
+        reported.append(math.nan)
+        with contextlib.suppress(Exception):  # the idea's code wrote the file
+            reported[-1] = run.read(LOSS)[-1][LOSS]
+        difference = abs(reported[-1] - losses[-1])
+        if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):
+            warn(
+                f"{run.label} reports a validation loss of {reported[-1]:.4f}, but the"
+                f" referee measured {losses[-1]:.4f}"
+            )
+    with files.locked(root / LOCK):
+        idea = read_ledger(root).ideas[idea.number]
+        sample = idea.sample(depth)
+        # Otherwise, another process has added the pair.
+        if len(sample.pairs) * 2 < len(runs):
+            sample.pairs.append((losses[0], losses[1]))
+            sample.reported.append((reported[0], reported[1]))
+            best_seconds, seconds = [run.outcome().seconds for run in pair]
+            sample.times.append((best_seconds, seconds))
+            append(root, idea)
+    return Answer.OPEN, ""
