@@ -102,7 +102,7 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
                 if value:
                     # Checked here, because absl's error message is harder to understand.
                     read_option(name, value)
-        # absl prints the help where it finds --help, so the other flags come first.
+        # absl prints the help as soon as it reads --help, so --help is moved to the end.
         argv.sort(key=lambda argument: argument == "--help")
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl exits with 1 after --help
@@ -135,7 +135,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     """
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
-    if error.flagvalue.endswith("=resume"):  # --init_from=resume
+    if error.flagvalue.endswith("=resume"):  # nanoGPT's --init_from=resume
         return UserError(
             f"There is no flag --{error.flagname}",
             "A run continues by itself: give the same --workdir again",

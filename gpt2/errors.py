@@ -131,7 +131,7 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         if path := error.filename2 or error.filename:
             message += f" ({os.fsdecode(path)})"
         error = UserError(message)
-    # JAX_PLATFORMS has a wrong value.
+    # JAX raises this error if JAX_PLATFORMS has a wrong value.
     if str(error).startswith("Unable to initialize backend"):
         error = UserError(str(error))
     if isinstance(error, UserError):

@@ -91,7 +91,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def rope_size(self) -> int:
-        """Dimensions of a head that `model.position=rope` rotates."""
+        """Number of dimensions of a head that `model.position=rope` rotates."""
         return int(self.head_size * self.rope_share)
 
     @cached_property

@@ -146,7 +146,7 @@ def require_option(name: str, prefix: str = "") -> None:
 
 
 def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
-    """Return all options by group: values from `tree`, each checked by itself, and defaults.
+    """Return all options by group: the values in `tree`, each checked by itself, or the defaults.
 
     With `is_record`, the tree is a run's config.json, whose shell commands are ignored.
     """

@@ -108,12 +108,12 @@ class OptimConfig(default.Optim):
         return self.learning_rate * self.end_fraction
 
     def decay(self, num_steps: int) -> float:
-        """Return the weight decay of a run of `num_steps`."""
+        """Return the weight decay of a run of `num_steps` steps."""
         product = self.learning_rate * self.decay_timescale * num_steps
         return 1 / product if product else self.weight_decay
 
     def tail_start(self, num_steps: int) -> int:
-        """Return the step after which `tail_average` begins in a run of `num_steps`."""
+        """Return the step after which `tail_average` begins in a run of `num_steps` steps."""
         return num_steps - _floor(num_steps * self.tail_average)
 
     def decay_steps(self, num_steps: int) -> int:

@@ -161,7 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, which the `tokenizers` library runs.
 
     The end-of-text token is `end_of_text` if given, otherwise the first of END_OF_TEXTS in the
-    vocabulary, otherwise `eos`.
+    vocabulary, otherwise `eos` if it is in the vocabulary.
     """
 
     name = "tokenizer.json"

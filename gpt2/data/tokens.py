@@ -130,7 +130,7 @@ class PreparedTokens:
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Bytes of validation text for each target, or None if tokens do not decode to all bytes.
+        """Bytes of validation text for each target, or None if the tokens lose bytes of it.
 
         The first token is not a target.
         """

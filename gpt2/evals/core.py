@@ -173,7 +173,7 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
         alternatives = row["context_options"]
         before, after = "", delimiter + row["continuation"]
         require(row["continuation"], "continuation is empty")
-    # Without these checks, a text would pass as a list of letters, and `true` as an index.
+    # Without these checks, a string would pass as a list of letters, and `true` as an index.
     require(isinstance(alternatives, list), "the alternatives are not a list")
     require(len({*alternatives}) > 1, "all alternatives are the same text")
     gold = row["gold"]

@@ -39,7 +39,7 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     def parse(example: Any) -> tuple[int, list[Request]]:
         context = tokenizer.encode(example["ctx"])
         endings = []
-        # A text would pass as a list of letters.
+        # Without this check, a string would pass as a list of letters.
         require(isinstance(example["endings"], list), "endings is not a list")
         for text in example["endings"]:
             # The ending is encoded together with the context, because a tokenizer.json may encode

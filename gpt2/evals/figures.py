@@ -90,7 +90,7 @@ def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    """Print a table of scores, and below it the convention of each."""
+    """Print a table of scores, and below it the convention of each score."""
     table = Table("task", "metric", "value", "± stderr", "examples")
     for figure in figures:
         stderr = f"{figure.stderr:.2g}"
@@ -109,7 +109,7 @@ def print_table(figures: Sequence[Figure]) -> None:
     with console.capture() as text:
         for part in (table, *dict.fromkeys(conventions)):
             console.print(part)
-    # If the output is a pipe to `head`, the scores must still be written to `--output`.
+    # `log` ignores a closed pipe, such as one to `head`, so that `--output` is still written.
     log(text.get().rstrip("\n"), sys.stdout)
 
 

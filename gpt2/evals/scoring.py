@@ -27,8 +27,8 @@ from gpt2.model.sampling import bucket
 from gpt2.parallel.compiled import run_alone
 
 # Number of tokens of a batch on each device. The logits of an eighth of these tokens are in memory
-# at a time. A large batch uses an accelerator fully. A small batch wastes less time on
-# padding, and its logits fit in the cache of a CPU.
+# at a time. A large batch uses an accelerator fully. A small batch wastes less time on padding, and
+# its logits fit in the cache of a CPU.
 TOKENS_PER_BATCH = 8192
 CPU_TOKENS_PER_BATCH = 512
 

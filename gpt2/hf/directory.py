@@ -80,7 +80,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Remove a tensor from `stored`. Return the parameter or the part of one that it stores."""
+    """Remove a tensor from `stored`, and return the parameter, or part of one, that it contains."""
     array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
     remedy = (

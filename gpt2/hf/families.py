@@ -18,7 +18,7 @@ _ACTIVATIONS = {
     "silu": "silu",
 }
 _GATES = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}
-# The names of options in all families except GPT-2.
+# Fields of `GPTConfig` -> their names in config.json, in all families except GPT-2.
 _OPTIONS = {
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",

@@ -45,7 +45,7 @@ class CompiledStep:
     def peak_bytes(self) -> int:
         """The memory that the program needs on one device, in bytes, including its arguments.
 
-        XLA computes the number. It is 0 on platforms for which XLA does not.
+        XLA estimates the number. It is 0 on platforms without an estimate.
         """
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
@@ -107,7 +107,7 @@ def compile_once(
 
     def finish() -> tuple[Any, float]:
         compiled = lowered.compile(options) if lowered else function
-        launch.release_free_memory()  # a compilation leaves hundreds of megabytes
+        launch.release_free_memory()  # a compilation leaves hundreds of MB of it
         return compiled, time.perf_counter() - began
 
     return CompiledStep(_compiler.submit(finish))

@@ -27,13 +27,14 @@ from gpt2.errors import UserError, describe_exit, exit_process, log
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Set in processes that do not belong to a launcher's job, such as Slurm's.
+# The environment variable of processes that train alone, even if a launcher such as Slurm started
+# their parent as one of several processes.
 ALONE = "GPT2_ALONE"
 # Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
 
-# Milliseconds for which a process waits for the texts of the others, which may first prepare data
-# for hours. If one of them dies, its missing heartbeat ends the wait.
+# Milliseconds for which `from_all` waits for the texts of the other processes, which may first
+# prepare data for hours. If one of them dies, its missing heartbeat ends the wait.
 _DAY = 86_400_000
 _exchanges = itertools.count()  # numbers the calls of `from_all`
 
@@ -57,11 +58,12 @@ def initialize(
             "Only some of --coordinator, --num_processes and --process_index are set",
             "Set all three, or none of them",
         )
-    # With "deactivate", JAX does not look for a cluster. It would then hide devices.
+    # With "deactivate", JAX does not look for a launcher. If it found one, it would hide devices
+    # from this process.
     method = "deactivate" if coordinator else _find_launcher()
     if not method:
         return
-    # The runtime crashes if the port is in use, so this tries the port first and raises an error.
+    # The runtime crashes if the port is in use, so the port is tried first.
     if coordinator and process_index == 0:
         _, _, port = coordinator.rpartition(":")
         try:
@@ -71,8 +73,8 @@ def initialize(
                 f"--coordinator={coordinator} cannot be used ({error.strerror})",
                 "Choose another port",
             ) from error
-    # If the processes do not fit together, or if another process ends, the runtime prints a message
-    # and aborts. Python's stack traces would hide that message.
+    # If the processes have contradictory arguments, or if another process ends, the runtime prints
+    # a message and aborts. Python's stack traces would hide that message.
     faulthandler.disable()
     # The runtime waits silently, and ends this process if the other processes do not connect.
     log("waiting for the other processes")
@@ -85,7 +87,7 @@ def initialize(
         # Process 0 may still be uploading the run's last files to a bucket.
         shutdown_timeout_seconds=3600,
     )
-    # The runtime only compares process 0's number with the processes that connect.
+    # The runtime uses only process 0's `num_processes`, and the others may have another number.
     require_same({"--num_processes": num_processes})
 
 

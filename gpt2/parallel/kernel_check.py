@@ -45,7 +45,7 @@ def check_attention(
     function; its result is the same in all of them. `is_masked`: whether batches have segments.
     """
     name, _ = choose_attention(cfg, device, terms)
-    # A device that JAX does not list exists only for its compiler.
+    # A device that JAX does not list can be compiled for, but cannot run anything.
     if name not in LIBRARY_KERNELS or device not in jax.devices():
         return cfg, ""
     faults = distributed.from_all(_find_fault(name, cfg, is_masked))

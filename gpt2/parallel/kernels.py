@@ -113,8 +113,8 @@ def _find_obstacle(
 
 
 def _is_older(device: jax.Device) -> bool:
-    """Return whether a device is older than TPU v4 or Ampere, and too old for fused attention."""
-    # Mosaic has no 16-bit products for TPU v2 and v3.
+    """Return whether a device is too old for fused attention: older than TPU v4 or Ampere."""
+    # Mosaic, which compiles splash, has no 16-bit products for TPU v2 and v3.
     if device.device_kind in ("TPU v2", "TPU v3"):
         return True
     capability = getattr(device, "compute_capability", "9")

@@ -83,7 +83,7 @@ class Matrices:
 
 
 def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
-    """Split the first axis of a stack over n axes of the mesh, for each n of `numbers` in turn.
+    """Split a stack's first axis over the mesh's first n axes, for each n of `numbers` in turn.
 
     The remaining axes of the mesh split the rows and columns of the matrices. There is one step for
     each axis, because XLA's partitioner would gather whole stacks if one step changed several axes.

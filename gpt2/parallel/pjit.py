@@ -49,8 +49,8 @@ class PjitBackend:
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._tensor = mesh.shape["tensor"]
-        # The reference formulas, which run if jit is off, need whole parameters. See also the end
-        # of this method: it is "step" if the rules allow no parameter to be gathered by layer.
+        # The reference formulas, which run if jit is off, need whole parameters. The end of this
+        # method also sets "step", if the rules allow no parameter to be gathered by layer.
         self.gather_by = "step" if jit_is_off() else gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)

@@ -44,8 +44,8 @@ class Rules:
         optimizer: table for the optimizer's state, which has the same axes as the parameters.
         compute: table for parameters inside a step, which are gathered over `fsdp`.
         activations: table for activations, and for the output head, whose rows are padded to a
-            multiple of the devices that split them. The table does not split the batch axis,
-            because the model already runs on the rows of one device.
+            multiple of the number of devices that split them. The table does not split the batch
+            axis, because the model already runs on the rows of one device.
     """
 
     strategy: str
@@ -103,12 +103,12 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 
 
 def specs(logical_axes: Tree, table: Table) -> Tree:
-    """Map a tree of logical axes, names in a PartitionSpec, to the mesh axes that split them."""
+    """Map a tree of PartitionSpecs of logical axes to PartitionSpecs of the mesh axes."""
     return jax.tree.map(lambda names: spec(tuple(names), table), logical_axes)
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
-    """Return the `Shards.stages` of the devices along `fsdp`: factors of their number."""
+    """Return the `Shards.stages` for the axis `fsdp`: factors whose product is its size."""
     return torus_sides(mesh.devices[0, :, 0])
 
 

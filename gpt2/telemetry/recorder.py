@@ -56,7 +56,7 @@ class TraceRecorder(AbstractContextManager):
         # Events for all Python calls would make the trace large, and slow down the traced steps.
         options.python_tracer_level = 0
         folder = self._workdir / "profile"
-        # Processes on one host would write to the same file.
+        # Otherwise, processes on one host would write to the same file.
         if index := jax.process_index():
             folder /= f"process_{index}"
         jax.profiler.start_trace(folder, profiler_options=options)

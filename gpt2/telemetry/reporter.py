@@ -109,7 +109,8 @@ class Reporter(AbstractContextManager):
             for name in values.keys() - _SINGLE_STEP:
                 values[name] = statistics.fmean(metrics[name] for metrics in steps)
             self._unlogged.clear()
-            # The ratio of the means, because the estimates of one step vary too much.
+            # This is the ratio of means, not the mean of ratios, because the estimates of a single
+            # step vary too much.
             if (signal := values.get("train/gradient_signal", 0.0)) > 0:
                 values["train/noise_scale"] = values["train/gradient_noise"] / signal
             values["tokens"] = self._clock.tokens(step)

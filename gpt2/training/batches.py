@@ -93,7 +93,7 @@ class Batches:
         """Return the weight and the first `number` validation batches of each corpus.
 
         If `number` is 0, return all batches that are scored. The second result is the number of
-        targets for each byte of text, or None unless the batches cover the whole split.
+        targets for each byte of text, or None; see `Source.validation`.
         """
         validation, targets_per_byte = self._source.validation(self._eval_rows, number)
         placed = Validation()

@@ -66,7 +66,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     """The checkpoints of one run, in `workdir/checkpoints/STEP`.
 
     If a save fails, a warning is printed, and earlier checkpoints remain. In a run of several
-    processes, all processes end, because each stores a part of the state.
+    processes, all processes end instead, because each stores a part of the state.
     """
 
     def __init__(

@@ -326,8 +326,8 @@ def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
     """Return whether `fsdp_gather=auto` gathers parameters by `layer` or by `step`."""
-    # Gathering by layer needs less memory. Here it sends no more bytes: two gathers in 16 bits have
-    # as many bytes as one gather in 32 bits.
+    # Gathering by layer needs less memory. With one micro-batch and 16-bit compute it sends no more
+    # bytes: two gathers in 16 bits have as many bytes as one gather in 32 bits.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
     # Otherwise, gathering by step sends fewer bytes, but stores whole parameters and gradients: 8

@@ -29,7 +29,7 @@ def validate(
     """
     scores: dict[str, float] = defaultdict(float)
     for part, (weight, batches) in parts.items():
-        # Fetch nothing before the last batch is dispatched.
+        # Fetch nothing before the last batch is dispatched, so that no device waits for the host.
         sums = list[Sums]()
         for batch in batches:
             sums.append(eval_step(params, batch))

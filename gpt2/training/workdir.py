@@ -50,7 +50,7 @@ _DATA = "data.json"
 
 
 def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
-    """Return the local folder of a run, and a context in which process 0 copies it to a URL."""
+    """Return a run's local folder, and a context in which process 0 uploads it if it has a URL."""
     workdir = stores.fetch(location)
     if jax.process_index() or not stores.is_url(location):
         return workdir, contextlib.nullcontext()
@@ -212,7 +212,7 @@ def _find_start(workdir: Path) -> int:
 
 
 def is_finished(workdir: Path, config: Config, start: int) -> bool:
-    """Return whether a run has finished, and print a line if it has.
+    """Return whether a run has finished, and print a message if it has.
 
     A finished run has the checkpoint of its last step, and samples.txt.
     """
@@ -295,7 +295,7 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     line = json.dumps(describe_start(start))
     path = workdir / "environment.jsonl"
     text = path.read_text("utf-8", "replace") if path.exists() else ""
-    if text and not text.endswith("\n"):  # the end of the file is missing
+    if text and not text.endswith("\n"):  # the last line is incomplete
         text += "\n"
     files.write_text(path, f"{text}{line}\n")
 

@@ -271,7 +271,7 @@ def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
     """Delete the local copies of files that another run has replaced in the store.
 
-    If the working copy has files that the store never had or has lost, rename the working copy.
+    If the working copy has files that the store never had or has lost, rename it instead.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)
@@ -294,7 +294,7 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
             outdated.add(folder / name)
     for path in outdated:
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the folder contains other files
+        with contextlib.suppress(OSError):  # the folder may contain other files
             os.removedirs(path.parent)
 
 

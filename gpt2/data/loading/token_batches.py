@@ -33,7 +33,10 @@ class TokenDataset(Dataset):
 
     @property
     def targets_per_byte(self) -> float | None:
-        """Targets for each byte of the weighted validation texts, or None if bytes are lost."""
+        """Targets for each byte of validation text, or None if the tokens lose bytes of it.
+
+        The bytes per target of the parts are averaged according to the weights.
+        """
         total = 0.0
         for weight, part in self.parts.values():
             if part.bytes_per_target is None:
@@ -69,7 +72,7 @@ class TokenBatches(Source):
         self._shapes = config.shapes
         self._eot = None
         self.rows = dict[str, Rows]()
-        # For each part, its fraction of the weight that is left by the parts before it.
+        # For each part, its weight divided by the sum of the weights of this and all later parts.
         self._ratios = dict[str, Fraction]()
         left = Fraction(1)
         seed = config.seed

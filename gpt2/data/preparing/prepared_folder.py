@@ -70,9 +70,9 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
 
 
 def prepared_revisions(data: DataConfig, source: SourceFiles) -> list[str]:
-    """Return the revisions of a data set that are prepared, the one prepared last at the end.
+    """Return the revisions of a data set that are prepared, in the order of their preparation.
 
-    `source` has no revision.
+    `source` is the data set without a revision.
     """
     names = stores.find_folders(f"{prepared_url(data, source)}-", FACTS)
     return [name.rpartition("-")[2] for name in names]

@@ -119,7 +119,7 @@ def encode_in_parallel(
 
 @dataclasses.dataclass
 class Progress:
-    """The state of a preparation after a number of parts."""
+    """The state of a preparation after its first `parts` parts."""
 
     splits: dict[str, Split]
     parts: int = 0

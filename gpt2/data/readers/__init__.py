@@ -15,7 +15,7 @@ from gpt2.data.readers import (
 )
 from gpt2.errors import UserError
 
-# How each prefix is written, and the function that opens what follows the prefix.
+# A prefix with the form of its argument -> the function that opens a corpus, given the argument.
 READERS: dict[str, Callable[[str], Corpus]] = {
     **packaged_texts.READERS,
     **text_files.READERS,

@@ -17,9 +17,9 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """Open a user's function. It returns batches if it has a parameter `split`, or else documents.
+    """Open a user's function: it returns batches if it has a parameter `split`, else documents.
 
-    If the module's file changes, the documents are prepared again, and runs on batches do not
+    If the module's file changes, the documents are prepared again, and a run on batches cannot
     continue.
     """
     module, _, name = argument.partition(":")

@@ -30,8 +30,9 @@ class LossTerm:
     ) -> tuple[Array | float, Sums]:
         """Return the weighted sum of the term over positions, and `{name: (sum, count)}` to log.
 
-        `logits` are `[B, T, V]`, and -1e9 for padding. `log_normaliser` `[B, T]` is the log of
-        softmax's normaliser. The positions may be a part of the batch. `step` is None in
-        validation. The sums to log do not include the weight, which the config states.
+        `logits` are `[B, T, V]`, and -1e9 in columns that pad the vocabulary. `log_normaliser`
+        `[B, T]` is the log of softmax's normaliser. The positions may be a part of the batch.
+        `step` is None in validation. The sums to log do not include the weight, which the config
+        states.
         """
         raise NotImplementedError
