@@ -116,6 +116,7 @@ _CAUSED_BY_USER = (
     errno.ENOTDIR,
     errno.EISDIR,
     errno.EEXIST,
+    errno.ENOTEMPTY,
 )
 
 

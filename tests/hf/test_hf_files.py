@@ -17,11 +17,12 @@ from tokenizers import Tokenizer as Backend
 from gpt2 import hf
 from gpt2.config import GPTConfig
 from gpt2.data.tokenizer import CharTokenizer, build, gpt2_tokenizer, train_bpe
-from gpt2.errors import UserError
+from gpt2.errors import UserError, exit_on_user_error
 from gpt2.hf.tokenizer_files import load_tokenizer, save_tokenizer
 from gpt2.hf.weights import import_run, load_initial_params, load_model
 from gpt2.model import GPT
 from gpt2.model.sampling import Sampling, generate
+from gpt2.utils.files import new_directory
 from tests.helpers import configured, first_params
 from tests.hf.families import LLAMA, NEOX
 
@@ -298,6 +299,16 @@ def test_a_full_disk_ends_an_export_by_a_line_and_leaves_nothing(tmp_path, monke
     with pytest.raises(UserError, match=r"cannot be written .*No space left"):
         hf.save(tmp_path / "out", *make_model(257))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_another_process_has_written_first_is_told_in_a_line(
+    tmp_path, capsys
+):
+    folder = tmp_path / "out"
+    with pytest.raises(SystemExit), exit_on_user_error(), new_directory(folder):
+        folder.mkdir()
+        (folder / "config.json").touch()
+    assert capsys.readouterr().err == f"error: Directory not empty ({folder}).\n"
 
 
 @pytest.mark.parametrize("text", ["[" * 99_999, "5", "{"])
