@@ -20,7 +20,7 @@ from scipy import stats
 from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.errors import UserError
-from gpt2.lab.ablate.__main__ import with_next_seeds
+from gpt2.lab.ablate.__main__ import _report, with_next_seeds
 from gpt2.lab.ablate.command import describe_runs
 from gpt2.lab.ablate.judge import judge
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
@@ -641,6 +641,13 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
     told = r"batch_size=\d+, not 8; .*num_steps=1000, not 900; train\.eval_batches"
     with pytest.raises(UserError, match=told):
         continued(dataclasses.replace(before, arms=tuple(other)))
+
+
+def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path):
+    first = sweep_in(tmp_path, "optim.name=lion")
+    filled(tmp_path)
+    assert _report(first) == 0
+    assert {row["arm"] for row in rows_of(tmp_path)} == set(LOSSES)
 
 
 def test_whether_a_sweep_is_paired_does_not_change_once_it_began(tmp_path):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -15,6 +16,7 @@ from gpt2.errors import UserError
 from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.ladder.__main__ import _report
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
@@ -273,6 +275,15 @@ def test_a_ladder_reports_a_row_for_each_arm_in_80_columns(tmp_path, capsys):
     assert rows["size"].to_list() == ["d2", "d4", "d8"]
     print_courses(table)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path):
+    first = []
+    for sweep in sweeps_in(tmp_path, [3], [1, 2, 4]):
+        sweep.save()
+        first.append(replace(sweep, arms=sweep.arms[:1]))
+    assert _report(tmp_path, first) == 0
+    assert set(pd.read_csv(tmp_path / "multipliers.csv")["arm"]) == {"optim.name=lion"}
 
 
 def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):

@@ -129,11 +129,12 @@ def with_next_seeds(sweep: Sweep) -> Sweep:
 
 def _report(sweep: Sweep) -> int:
     """Write the report, print the verdicts, and return the exit code."""
-    sweep.check_runs()
     with files.locked(sweep.root / ".sweep.lock"):
-        table, note = write_report(sweep)
-    print_verdicts(table, note)
-    print_tuning_notes([sweep])
+        # Another command may have added arms or seeds while this command trained.
+        newest = continued(sweep).with_choices()
+        newest.check_runs()
+        print_verdicts(*write_report(newest))
+    print_tuning_notes([newest])
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     return command.exit_code(sweep.all_runs())
 

@@ -25,7 +25,7 @@ from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.ablate import command
 from gpt2.lab.ablate.judge import add_seeds
-from gpt2.lab.ablate.sweep import Sweep, load_sweep, register
+from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep, register
 from gpt2.lab.ablate.sweep_report import print_tuning_notes
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
@@ -33,6 +33,7 @@ from gpt2.lab.experiments.run_folder import find_root
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
+from gpt2.utils import files
 from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
@@ -121,10 +122,13 @@ def _load(root: Path) -> list[Sweep]:
 
 def _report(root: Path, sweeps: Sequence[Sweep]) -> int:
     """Write the report, print the verdicts, and return the exit code."""
-    for sweep in sweeps:
-        sweep.check_runs()
-    print_courses(write_report(root, sweeps))
-    print_tuning_notes(sweeps)
+    with files.locked(root / ".sweep.lock"):
+        # Another command may have added arms or seeds while this command trained.
+        newest = [continued(sweep).with_choices() for sweep in sweeps]
+        for sweep in newest:
+            sweep.check_runs()
+        print_courses(write_report(root, newest))
+    print_tuning_notes(newest)
     print(f"\nsee report.html, report.md and multipliers.csv in {root}")
     return command.exit_code([run for sweep in sweeps for run in sweep.all_runs()])
 
