@@ -169,7 +169,8 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
     """Return the fraction of each frequency `[R / 2]` that `model.rope_scaling` does not scale.
 
-    It rises from 0 for frequencies of few turns to 1 for frequencies of many turns.
+    It rises with the number of turns in `model.rope_context` tokens: from 0 for few turns to 1 for
+    many turns.
     """
     half = len(frequencies)
     context = cfg.rope_context

@@ -44,8 +44,8 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """Return the probability that no arm's |t| exceeds `bound` if no arm truly differs.
 
     Given the baseline's mean and the pooled standard deviation, the arms are independent. The
-    probability is then an integral over these two (Dunnett 1955, section 3). scipy.stats.dunnett
-    draws random numbers instead, which takes 100 times as long.
+    probability is therefore an integral over the mean and the standard deviation (Dunnett 1955,
+    section 3). scipy.stats.dunnett draws random numbers instead, which takes 100 times as long.
     """
     noise, weights = _chi(df)
     nums = np.array(sizes[1:])

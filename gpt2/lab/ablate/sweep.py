@@ -29,8 +29,8 @@ class Sweep:
     commands: Sequence[str]  # all command lines that were used, for the report
     arms: tuple[Arm, ...]  # the first is the baseline; `equal` determines their lengths
     equal: str  # the training cost that is the same for all arms, one of terms.TERMS
-    # The numbers of seeds at which the results are analysed, ascending. The last one is the largest
-    # number of seeds of an arm.
+    # The numbers of seeds at which the results are analysed, ascending. No arm has more seeds than
+    # the last number.
     analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
     tune_seeds: int = 1  # the number of tuning runs of each combination of values

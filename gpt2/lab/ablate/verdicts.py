@@ -84,13 +84,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one arm. Numbers are NaN if no test applies."""
+    """The verdict on one arm. If no test applies, the numbers that a test computes are NaN."""
 
     difference: float  # arm - baseline
     # A Decision, "undecided: at most ±0.0123", or why there is no verdict.
     words: str
     baseline: float  # the mean of the baseline's scores that was subtracted
-    # The ends of the interval, which is simultaneous with the intervals of the other arms.
+    # The ends of the interval of the difference. The intervals of all arms hold simultaneously.
     low: float = math.nan
     high: float = math.nan
     p_value: float = math.nan  # adjusted for the number of arms

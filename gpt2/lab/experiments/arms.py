@@ -80,8 +80,8 @@ class Arm:
     ) -> Run:
         """Return the arm's run with its `number`-th seed, counted from 0.
 
-        `tuned` are the options that tuning has chosen. With `chooses`, the run is a tuning run that
-        tries these options.
+        With `chooses`, the run is a tuning run, which tries the options `tuned`. Otherwise, `tuned`
+        are the options that tuning has chosen.
         """
         tuned = tuned or {}
         folder = root / "runs" / self.name

@@ -46,7 +46,7 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "depths",
         ["2", "3", "4", "6"],
-        "Numbers of layers, at least three, one for each size.",
+        "The number of layers of each size. There must be at least three sizes.",
     )
 
 

@@ -108,7 +108,7 @@ _CALLED = re.compile(
 _CHAIN = "chain_id="
 # Matches the result of the first fusion of a collective.
 _BEGINS = re.compile(r"ROOT .* = \(.*\) custom-call\(")
-# The name of a reduce-scatter on TPUs, which is a fusion of an all-reduce and slices.
+# How the name of a reduce-scatter on TPUs begins. It is a fusion of an all-reduce and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
 Computations = dict[str, str]  # name of a computation -> its instructions, one per line
