@@ -272,8 +272,8 @@ class Model:
     expert_capacity: float = option(
         0.0,
         "number of tokens of a sequence that an expert accepts in training, relative to an even "
-        "split, for example 1.25; further tokens skip the expert. 0: no limit, and each step takes "
-        "the time of all experts",
+        "split, for example 1.25; further tokens skip the expert. 0: no limit, and a step takes as "
+        "long as if every expert processed every token",
         needs="model.num_experts",
     )
     expert_balance_loss: float = option(
@@ -289,7 +289,8 @@ class Model:
     )
     init: Literal["normal", "fan_in"] = option(
         "normal",
-        "standard deviation of initial kernels; normal: init_std; fan_in: LeCun et al. 1998",
+        "standard deviation of initial kernels; normal: init_std; fan_in: 1 / sqrt(number of "
+        "inputs) (LeCun et al. 1998)",
         needs="model.mup_base_width=0",
     )
     init_std: float = option(

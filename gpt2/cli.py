@@ -220,7 +220,7 @@ def define_run() -> None:
     flags.DEFINE_bool(
         "debug",
         False,
-        "Compile without optimisation, for short cycles of editing and printing.",
+        "Compile without optimisation, which takes less time while you debug.",
     )
     flags.DEFINE_string(
         "coordinator",

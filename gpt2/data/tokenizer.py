@@ -362,7 +362,7 @@ def build(
         return load(fetch_file(spec), end_of_text)
     if texts is None:
         raise UserError(
-            f"data.tokenizer={spec} is trained on one corpus of text, but data.corpus is not one",
+            f"data.tokenizer={spec} is trained on one corpus of text, which data.corpus is not",
             "Prepare a text with this tokenizer, and set data.tokenizer to the tokenizer.json "
             "that gpt2.data.prepare writes",
         )

@@ -70,7 +70,7 @@ class Batches:
             if len(position) != jax.process_count():
                 raise UserError(
                     f"The checkpoint stores the positions of {len(position)} processes in their "
-                    f"batches, but this run has {jax.process_count()}",
+                    f"batches, but this run has {jax.process_count()} processes",
                     f"Start {len(position)} processes",
                 )
             self._source.restore(position[jax.process_index()])

@@ -1,4 +1,4 @@
-"""Divide documents into parts of the training and validation splits, one part at a time."""
+"""Yield documents in parts, each of which is assigned to the training or validation split."""
 
 import functools
 import hashlib

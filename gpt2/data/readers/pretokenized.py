@@ -141,7 +141,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
         if start.startswith(b"\x93NUMPY"):
             array = np.load(file, mmap_mode="r")
             if not array.flags.c_contiguous or not array.dtype.isnative:
-                raise ValueError("its array has another order of bytes or tokens")
+                raise ValueError("its bytes or its axes are in another order")
             dtype = array.dtype.name
             offset = size - array.nbytes
             num_tokens = array.size
