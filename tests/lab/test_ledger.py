@@ -903,7 +903,7 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_run, tmp_path):
     ("new", "message"),
     [
         ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
-        (2 * ANSWER, "another shape"),
+        (2 * ANSWER, "do not have the shape"),
         ("            raise ValueError('tired')\n", "no answer: ValueError: tired"),
         thorough("            import time; time.sleep(99)\n", "took too long"),
     ],

@@ -2,11 +2,11 @@ r"""Compare one idea with the best so far, and answer keep, discard or undecided
 
     python -m gpt2.lab.ledger --ledger=ideas --idea=optim.name=lion
 
-An idea is OPTION=VALUE (which +OPTION=VALUE may follow), recipe=FILE, or code=BRANCH, where code=.
-is the current working tree. A new ledger starts with the config of --config and its overrides. An
-idea that is kept becomes the best, and later ideas are changes of it. Several processes may use the
-same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a
-user's mistake, or an idea that cannot be compared.
+An idea is OPTION=VALUE, several options as in OPTION=VALUE+OPTION=VALUE, recipe=FILE, or
+code=BRANCH. The current working tree is code=. (a dot). A new ledger starts with the config of
+--config and its overrides. An idea that is kept becomes the best, and later ideas are changes of
+it. Several processes may use the same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the
+idea failed to train; 2 a user's mistake, or an idea that cannot be compared.
 """
 
 from gpt2.utils import launch
@@ -100,7 +100,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Only print which gains the pairs could find, and how long the pairs would train.",
+        "Only print which gains the pairs could detect, and how long the pairs would train.",
     )
     flags.DEFINE_bool(
         "json",
@@ -302,7 +302,7 @@ _NEXT = {
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:
-    """Describe the gains that pairs could find, and how long the pairs take."""
+    """Describe the gains that pairs could detect, and how long the pairs take."""
     idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
 
     screening = ""
@@ -323,7 +323,10 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     )
     if not noise > 0:  # NaN before an idea has two pairs
         noise = 1.0
-        unit = "standard deviations of a difference, known once an idea has two pairs"
+        unit = (
+            "standard deviations of a difference. Their size is known once an idea has two"
+            " pairs"
+        )
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
     table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
     for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):

@@ -5,7 +5,7 @@
 referee.py runs this file with the code that is judged. Standard input contains batches as int32
 numbers: the number of rows, the length of the rows, and then, for each position, one token of each
 row. Standard output receives the float32 logits `[rows, V]` after each position. The next tokens
-arrive only after these logits, so that the logits cannot depend on them.
+arrive only after these logits, so the logits cannot depend on the next tokens.
 """
 
 from gpt2.utils import launch

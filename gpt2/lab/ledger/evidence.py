@@ -121,10 +121,10 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
 
 
 def findable(pairs: int, level: float, power: float) -> Array:
-    """Return the smallest gains that 1, 2, ..., `pairs` pairs find with probability `power`.
+    """Return the smallest gains that 1, 2, ..., `pairs` pairs detect with probability `power`.
 
-    Gains are in standard deviations of a difference, and NaN where no gain is found. `pairs` is the
-    ledger's --pairs. As in a ledger, an idea ends once it is futile.
+    Gains are in standard deviations of a difference, and NaN where no gain is detected. `pairs` is
+    the ledger's --pairs. As in a ledger, the trial of an idea ends once the idea is futile.
     """
     noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
     sizes = np.geomspace(0.25, 64, 97)

@@ -1,4 +1,4 @@
-"""Make an entry of a ledger from the value of `--idea`, which is a change of the best so far."""
+"""Make an entry of a ledger from the value of `--idea`: a change of the best version so far."""
 
 import re
 from collections.abc import Sequence
@@ -79,9 +79,10 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
 def arms_at(
     root: Path, ledger: Ledger, idea: Idea, depth: int, equal: str
 ) -> list[Arm]:
-    """Return the best and the idea at a depth, or at the ledger's size with a depth of 0.
+    """Return the best and the idea at a small size or, with a depth of 0, at the ledger's size.
 
-    `depth` is the number of layers of a ledger's start. The best or the idea may have more layers.
+    At the size `depth`, the version with which the ledger started has `depth` layers. The best and
+    the idea are scaled by the same ratio, and may have another number of layers.
     """
     arms = [ledger.ideas[idea.best].arm, idea.arm]
     if not depth:

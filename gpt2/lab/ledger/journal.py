@@ -1,6 +1,7 @@
 """ledger.jsonl: the ideas of a ledger, and the answers to them.
 
-An idea is compared with the version that was the best when it was entered. Idea 0 is the start.
+An idea is compared with the version that was the best when the idea was entered. Idea 0 is the
+start.
 Each line is the state of an idea at some time. The newest line of an idea is valid, and the order
 of lines is the order of events.
 """
@@ -49,7 +50,7 @@ class Sample:
 class Idea(Sample):
     """An arm that is compared with the version that was the best when the arm was entered.
 
-    The idea itself is the sample at the ledger's size. Only its pairs are evidence.
+    An `Idea` is also the `Sample` of its pairs at the ledger's size. Only these pairs are evidence.
     """
 
     number: int
@@ -165,7 +166,7 @@ def append(root: Path, idea: Idea) -> None:
         lines = _whole_lines(file.read())
         # If a process was killed, the last line may be incomplete. It is removed.
         file.truncate(sum(map(len, lines)))
-        if lines and not lines[-1].endswith(b"\n"):  # an editor has removed it
+        if lines and not lines[-1].endswith(b"\n"):  # an editor removed the line end
             file.write(b"\n")
         before = json.loads(lines[-1])["crc32"] if lines else 0
         tree = vars(idea) | {"arm": idea.arm.to_tree()}

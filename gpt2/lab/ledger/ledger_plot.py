@@ -33,9 +33,8 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         for answer, color in _ANSWERS.items():
             axes.plot([], [], "o", color=color, label=answer)
         for idea in ideas:
-            color = _ANSWERS.get(
-                idea.answer, BASELINE
-            )  # BASELINE while there is no answer
+            # An idea without an answer has the color `BASELINE`.
+            color = _ANSWERS.get(idea.answer, BASELINE)
             difference, low, _ = idea.interval
             loss = gains[idea.best] + np.nan_to_num(difference)
             error = np.nan_to_num(difference - low, posinf=0.0)

@@ -30,7 +30,7 @@ _PIPE_BYTES = 1 << 20
 
 
 class NoAnswerError(Exception):
-    """The code of a run did not answer, or its answer is not finite or has another shape."""
+    """The code of a run did not answer, or its answer is not finite or has the wrong shape."""
 
 
 def score(run: Run) -> float:
@@ -82,7 +82,7 @@ def split_documents(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 class _Answers:
-    """A process that answers with the model of a run."""
+    """A process that computes logits with the model of a run, on request."""
 
     def __init__(self, source: Path, folder: Path, vocab_size: int, limit: float):
         self._log = folder / "answers.txt"
@@ -129,7 +129,7 @@ class _Answers:
         """End the process's input. Raise an error if the process has written too much."""
         self.process.stdin.close()  # type: ignore[union-attr]
         if self._read(1):
-            raise NoAnswerError("its logits have another shape than [rows, vocabulary]")
+            raise NoAnswerError("its logits do not have the shape [rows, vocabulary]")
 
     def _send(self, numbers: np.ndarray) -> None:
         try:

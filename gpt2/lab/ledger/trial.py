@@ -26,8 +26,8 @@ from gpt2.lab.ledger.referee import NoAnswerError, score
 from gpt2.utils import files
 
 LOCK = ".ledger.lock"
-# The largest difference between a run's own validation loss and the referee's, in nats per token,
-# that prints no warning, by dtype. It is 0.01 for other dtypes.
+# For each dtype, the largest difference between a run's own validation loss and the referee's that
+# causes no warning, in nats per token. For dtypes that are not listed, it is 0.01.
 _TOLERANCES = {"float32": 1e-4}
 _IS_BEST = "it is the best itself"
 
@@ -69,7 +69,7 @@ def try_idea(
 ) -> Idea:
     """Train pairs until there is an answer, and return the idea with its answer.
 
-    The arguments are the flags of the command.
+    `text` is the flag --idea. The other arguments are the flags of the same names.
     """
     start = time.monotonic()
     pair_seconds = 0.0
