@@ -36,7 +36,7 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
     rolling = train.rolling(window, min_periods=1, center=True)
     smooth = rolling.mean()
     axes.plot(train, color="C0", alpha=0.22)
-    axes.plot(smooth, color="C0", label=f"train {smooth.iloc[-1]:.3f}")
+    axes.plot(smooth, color="C0", label=f"train (last {smooth.iloc[-1]:.3f})")
     if not validation.empty:
         best = validation.min()
         newest = validation.iloc[-1]

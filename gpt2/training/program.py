@@ -233,8 +233,8 @@ class Program:
             "data": batches.describe(num_steps),
             "optim": self._describe_optimizer(),
             "devices": f"{devices}, {self.backend.layout}",
-            "steps": f"{start + 1} to {num_steps}, each of {sizes} tokens; {peak} per device; "
-            f"compiled in {seconds:.0f} s",
+            "steps": f"{start + 1} to {num_steps}, each of {sizes} tokens; {peak} of memory per "
+            f"device; compiled in {seconds:.0f} s",
         }
         if self.config.optim.warmup_steps >= num_steps:
             rows["warning"] = (

@@ -121,7 +121,8 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     """Refuse options that would change the training of the run in a directory, if there is one."""
     if not (workdir / "config.json").exists():
         return
-    saved = deciding_options(load_config(workdir))
+    began = load_config(workdir)
+    saved = deciding_options(began)
     now = deciding_options(config)
     if not now["model.vocab_size"]:  # The data are not prepared yet.
         del saved["model.vocab_size"]
@@ -152,6 +153,13 @@ def refuse_changes(workdir: Path, config: Config) -> None:
             f"--workdir={location} holds a run of {latest} steps, "
             f"more than train.num_steps={num_steps}",
             "Give another --workdir, or more steps",
+        )
+    steps_before = began.train.num_steps
+    if num_steps != steps_before and now["model.vocab_size"]:
+        log(
+            f"the run continues with train.num_steps={num_steps}, not {steps_before}, so the"
+            " learning rate follows another schedule",
+            sys.stdout,
         )
 
 

@@ -69,7 +69,9 @@ def test_concat_says_how_much_of_a_small_text_an_epoch_leaves_out(corpus):
         left_out = 1 - rows.num_rows * length / size
         assert (left_out > 0.01) == is_much
         assert rows.note == (
-            f"{left_out:.1%} of the text left out of each epoch" if is_much else ""
+            f"{left_out:.1%} of the text left out of each epoch, which begins at a random token"
+            if is_much
+            else ""
         )
 
 

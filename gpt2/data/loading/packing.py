@@ -40,7 +40,7 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     unread = 1 - num_rows * length / max(len(stream), 1)
     note = ""
     if unread > 0.01:
-        note = f"{unread:.1%} of the text left out of each epoch"
+        note = f"{unread:.1%} of the text left out of each epoch, which begins at a random token"
 
     @functools.lru_cache(8)
     def offset(epoch: int) -> int:

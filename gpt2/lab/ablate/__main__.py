@@ -75,10 +75,13 @@ def main() -> int:
 
     sweep = register(sweep)
     while True:
-        runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
+        tuning_runs = sweep.pending_tuning_runs()
+        runs = [*tuning_runs, *sweep.runs()]
         arms = counted(len(sweep.arms) - 1, "arm")
         print(
-            f"baseline and {arms}: {counted(len(runs), 'run')}, in {root}", flush=True
+            f"{'tuning' if tuning_runs else 'training'} the baseline and {arms}:"
+            f" {counted(len(runs), 'run')}, in {root}",
+            flush=True,
         )
         if values := _varied_values(sweep):
             print(textwrap.fill(f"the baseline has {values}", 80), flush=True)

@@ -91,8 +91,9 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
     runs = counted(int(baseline.runs), "run")
     print(f"{baseline.arm}: mean {baseline['mean ± sd']} ({runs}{deviation})")
     if len(table) > 1:
-        titles = ["arm", "difference", "interval", "verdict"]
-        shown = table[1:].reindex(columns=titles, fill_value="")
+        titles = ["arm", "difference", "95% interval", "verdict"]
+        shown = table[1:].rename(columns={"interval": "95% interval"})
+        shown = shown.reindex(columns=titles, fill_value="")
         # "at most ±X" is left out, because the interval also shows how large the difference may be.
         undecided = f"{Decision.UNDECIDED}: .*"
         shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
@@ -106,11 +107,12 @@ def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
     """Print which tuned values are at an end of their lists, and what tuning leaves uncertain."""
     for sweep in sweeps:
         for note in sweep_tables.tuning_notes(sweep):
-            print("\n" + textwrap.fill(f"{sweep.root.name}: {note}", 80))
+            size = f"{sweep.root.name}: " if len(sweeps) > 1 else ""
+            print("\n" + textwrap.fill(size + note, 80))
     if sweeps[0].tune:
         note = (
-            "The verdicts hold only for the tuned values. A choice based on"
-            f" {counted(sweeps[0].tune_seeds, 'seed')} can favour an arm by chance. More"
+            "The verdicts hold only for the tuned values. These were chosen with"
+            f" {counted(sweeps[0].tune_seeds, 'seed')}, so luck can favour an arm. More"
             " --tune_seeds make this rarer."
         )
         print("\n" + textwrap.fill(note, 80))

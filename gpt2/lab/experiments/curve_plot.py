@@ -70,7 +70,9 @@ def plot_curves(
             skipped = len(curve.scores) // 10
             shown.extend(curve.scores[skipped:])
         panels[0].set_ylim(top=1.02 * max(shown))
-        panels[0].set_ylabel(f"validation loss ({unit}); bands: range over seeds")
+        several = any(len(members) > 1 for members in curves.values())
+        bands = "; bands: range over seeds" if several else ""
+        panels[0].set_ylabel(f"validation loss ({unit}){bands}")
 
 
 @contextlib.contextmanager
