@@ -117,7 +117,7 @@ def _largest_error(name, cfg, window, is_masked, is_late, host):
     copies = [np.stack([x] * jax.local_device_count()) for x in inputs]
     program = on_each_device.lower(*copies).compile()
     if is_late.is_set():
-        return 0.0  # the run has begun, and nothing else may use its devices
+        return 0.0  # timed out; only the run may use the devices now
     errors = []
     for values, wanted in zip(program(*copies), expected, strict=True):
         sizes = np.linalg.norm(wanted, axis=-1)

@@ -271,7 +271,10 @@ def finish(
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Lock the directory, write the files of a start, and move away checkpoints after `start`."""
+    """Lock the directory, and write the files of a start.
+
+    Move away checkpoints that are later than `start`, or whose scores are damaged.
+    """
     _begin(workdir, config, dataset, start)
     distributed.from_first(0)  # Other processes wait until process 0 has the lock.
     for step in saved_steps(workdir):

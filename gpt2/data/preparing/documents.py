@@ -15,9 +15,9 @@ from gpt2.errors import UserError, warn
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote, local_path
 
-# Longer documents are encoded in parts, if the tokenizer allows it.
+# Documents with more characters are encoded in parts, if the tokenizer allows it.
 PART_CHARACTERS = 2**18
-# The longest document that is accepted if the tokenizer must encode documents whole.
+# The largest number of characters of a document that the tokenizer must encode whole.
 WHOLE_CHARACTERS = 2**26
 # A corpus of up to this number of documents is read an additional time, to measure their sizes.
 WEIGHED = 2**14
@@ -27,7 +27,7 @@ PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 # A document is its text, or a UTF-8 file that contains the text.
 Document = str | Path | Remote
-ReadDocuments = Callable[[], Iterable[Document]]  # starts a new iteration
+ReadDocuments = Callable[[], Iterable[Document]]  # a call starts a new iteration
 
 
 class Part(NamedTuple):
@@ -67,7 +67,7 @@ class Documents:
             )
         self.many = len(first) > 1
         self._first = first[0].document
-        # `Measured.position` of each document in the validation split.
+        # `Measured.position` of each document in the validation split, if chosen by size.
         self._validation = set[float]()
         if self.many and weighs:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
@@ -117,7 +117,7 @@ class Documents:
 
 
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
-    """Return the positions of the documents that make up `val_fraction` of all bytes.
+    """Return the positions of documents that together have about `val_fraction` of all bytes.
 
     Documents are chosen in the order of their positions if they fit. If none fits, the smallest
     document is chosen. For more than WEIGHED documents, return an empty set, because a fraction of

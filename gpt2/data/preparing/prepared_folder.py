@@ -115,7 +115,7 @@ def _read(directory: Path) -> PreparedTokens | None:
 def _write(
     data: DataConfig, source: SourceFiles, write: Write, directory: Path
 ) -> PreparedTokens:
-    """Write a corpus to a temporary folder, or complete an interrupted attempt, and rename it."""
+    """Write a corpus to a temporary folder, or continue to write it, and rename the folder."""
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, so it is prepared again")
     corpus = data.corpus
