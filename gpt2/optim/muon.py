@@ -174,7 +174,7 @@ def _normalize(
     running: Array,
     *squares: Array,
 ) -> Array:
-    """Divide each neuron's update by its running root mean square, and rescale the matrix.
+    """Divide each neuron's update by its running root mean square. Scale matrices to `UPDATE_RMS`.
 
     The mean square of a matrix is computed from the mean squares of its neurons, so no device needs
     a whole matrix.

@@ -137,7 +137,7 @@ def group_difference(design: Design, variances: Array) -> float:
 def paired_difference(error: float, df: int, level: float) -> float:
     """Return the smallest true difference that a paired t-test finds with probability `POWER`.
 
-    The standard error of the mean difference is assumed to be truly `error`.
+    `error` is assumed to be the true standard error of the mean difference.
     """
     quantile = scipy.stats.t.isf(level / 2, df)
 

@@ -113,7 +113,7 @@ def _has_ended(run: Run) -> bool:
 
 
 def _take(run: Run) -> TextIO | None:
-    """Lock a run and return its lock. Return None if it has ended or another process trains it."""
+    """Lock a run, and return the lock. Return None if the run has ended or is trained elsewhere."""
     run.folder.mkdir(parents=True, exist_ok=True)
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
     with contextlib.suppress(BlockingIOError):

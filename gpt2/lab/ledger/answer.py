@@ -30,7 +30,7 @@ from gpt2.utils.scan import in_layout
 
 
 def main(workdir: str) -> None:
-    """Answer with the newest checkpoint of a run, until standard input ends."""
+    """Send logits of the newest checkpoint of a run, until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what other code prints must not mix with the answers
     config, params = load_params(workdir, "latest")

@@ -36,12 +36,12 @@ class Sample:
     pairs: list[tuple[float, float]] = field(default_factory=list)
     # The same losses, reported by the runs.
     reported: list[tuple[float, float]] = field(default_factory=list)
-    # For each seed, the duration of both runs in seconds.
+    # For each seed, the durations of the two runs in seconds, in the same order.
     times: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def differences(self) -> Array:
-        """The differences idea - best of the final losses, `[pairs]`."""
+        """The final loss of the idea minus the best version's, for each pair: `[pairs]`."""
         scores = np.array(self.pairs).reshape(-1, 2)
         return scores[:, 1] - scores[:, 0]
 
