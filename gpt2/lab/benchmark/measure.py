@@ -186,8 +186,7 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
         if device != our_device:
             raise UserError(
                 f"{name} runs on {device}, but {OURS} runs on {our_device}",
-                "Install JAX and PyTorch for the same hardware, and use one device:"
-                " CUDA_VISIBLE_DEVICES=0",
+                "Install JAX and PyTorch for the same device, and set CUDA_VISIBLE_DEVICES=0",
             )
         our_losses = ours.ask("first_losses")
         wrong = compare(our_losses, peer.ask("first_losses"), tolerance)

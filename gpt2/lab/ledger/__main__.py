@@ -323,10 +323,7 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     )
     if not noise > 0:  # NaN before an idea has two pairs
         noise = 1.0
-        unit = (
-            "standard deviations of a difference. Their size is known once an idea has two"
-            " pairs"
-        )
+        unit = "standard deviations of a difference, known once an idea has two pairs"
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
     table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
     for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
