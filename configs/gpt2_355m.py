@@ -3,7 +3,7 @@
     python train.py --config=configs/gpt2_355m.py
 
 Devices: each of eight devices of 40 GB trains on 10 sequences at a time. According to
-`gpt2.lab.plan --chips=a100-8`, it needs 16.4 GiB; this was not tried. For one such device, add
+`gpt2.lab.plan --chips=a100-8`, each needs 16.4 GiB; this was not tried. For one such device, add
 `--config.train.accumulate_steps=48`.
 Data: as for configs/gpt2_124m.py.
 Recipe: the learning rate is the same as for llm.c's 350M.

@@ -2,7 +2,8 @@
 
 If a driver or a library does not suit a device, a kernel can fail, hang or return wrong values. The
 check runs the kernel forward and backward on every local device, and the reference implementation
-on the CPU. If their results differ, the model uses the reference implementation.
+on the CPU. If their results differ, the model uses the reference implementation or, unless
+`model.attention` is `auto`, the run ends with an error.
 """
 
 import dataclasses

@@ -1,9 +1,10 @@
 """Save and restore the checkpoints of a run, asynchronously and in shards.
 
 A checkpoint is either complete or absent. It has the items `params`, `rest` (the other members of
-the TrainState), `guard` if the run has one, `layout` (how the layers are stored), and `digests` of
-all files, because Orbax does not notice altered values. A run may continue in another layout, and
-weights can be read without the optimizer's state. This is the only file that uses Orbax.
+the TrainState), `guard` if the run has one, `layout` (how the layers are stored, and the position
+of each process in its batches), `metrics` if the state was validated, and `digests` of all files,
+because Orbax does not notice altered values. A run may continue in another layout, and weights can
+be read without the optimizer's state. This is the only file that uses Orbax.
 """
 
 import contextlib

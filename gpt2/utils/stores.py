@@ -5,8 +5,8 @@ record of the store's files at the last exchange. `fetch` updates the working co
 and `push` sends new and changed files to the store. A completion marker, which marks other files as
 complete, is written last and removed first. Weights are not fetched until they are read.
 
-If a file is missing on one side, it is not removed from the other side, unless it belongs to a
-checkpoint that a newer checkpoint has replaced.
+If a file is missing on one side, it is not removed from the other side, unless it is samples.txt or
+belongs to a checkpoint that a newer checkpoint has replaced.
 """
 
 import contextlib
