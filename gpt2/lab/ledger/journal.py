@@ -36,7 +36,7 @@ class Sample:
     pairs: list[tuple[float, float]] = field(default_factory=list)
     # The same losses, reported by the runs.
     reported: list[tuple[float, float]] = field(default_factory=list)
-    # For each seed, the durations of the two runs in seconds, in the same order.
+    # For each seed, the durations of the best version's run and of the idea's run, in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
 
     @property
