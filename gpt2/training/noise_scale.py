@@ -41,7 +41,7 @@ def with_squares(gradients: Callable) -> Callable:
 def with_noise(
     metrics: dict[str, Array], grad_norm: Array, count: Array, scale: Array | float
 ) -> dict[str, Array]:
-    """Return metrics with signal and noise in place of the means of the sums of `with_squares`.
+    """Return metrics with signal and noise in place of the two means that `with_squares` adds.
 
     `grad_norm` is the norm of the mean gradient of all `count` tokens. `scale` is the loss scale,
     which multiplied the gradients of the micro-batches, but no longer multiplies `grad_norm`.
