@@ -4,9 +4,10 @@ r"""Compare one idea with the best so far, and answer keep, discard or undecided
 
 An idea is OPTION=VALUE, several options as in OPTION=VALUE+OPTION=VALUE, recipe=FILE, or
 code=BRANCH. The current working tree is code=. (a dot). A new ledger starts with the config of
---config and its overrides. An idea that is kept becomes the best, and later ideas are changes of
-it. Several processes may use the same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the
-idea failed to train; 2 a user's mistake, or an idea that cannot be compared.
+--config and its overrides, and with the depths of --screen, at which an idea must first be better.
+An idea that is kept becomes the best, and later ideas are changes of it. Several processes may use
+the same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a
+user's mistake, or an idea that cannot be compared.
 """
 
 from gpt2.utils import launch
