@@ -99,8 +99,8 @@ def main(*directories: str) -> None:
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
         warn(
-            f"These runs use the tokenizer {tokenizer}. Their losses per token can only be "
-            f"compared with --reference={reference} if its losses are for the same tokenizer"
+            f"--reference={reference} can only be compared if its losses are for the tokenizer of"
+            f" these runs, {tokenizer}"
         )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T
