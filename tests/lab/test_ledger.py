@@ -505,6 +505,21 @@ def test_a_ledger_is_whole_after_a_kill_at_any_byte(ideas):
     assert len(pairs) == 3
 
 
+@pytest.mark.parametrize("num_lines", [0, 2])
+def test_a_ledger_that_is_replaced_while_an_idea_trains_gets_no_pair(ideas, num_lines):
+    path = ideas.root / "ledger.jsonl"
+
+    def replace(run):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:num_lines]))
+        ideas.meanwhile = lambda run: None
+
+    ideas.meanwhile = replace
+    with pytest.raises(UserError, match="no longer contains the idea 001-"):
+        ideas("optim.name=lion")
+    assert len(path.read_text().splitlines()) == num_lines
+
+
 def edited(line):
     return line.replace(b'"keep"', b'"discard"')
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.ledger.evidence import Array, half_width, level_at
@@ -109,6 +110,18 @@ class Ledger:
     def best(self) -> Idea:
         """The last idea that was kept, or the start if none was kept."""
         return [self.ideas[0], *self.kept][-1]
+
+    def newest(self, idea: Idea) -> Idea:
+        """Return the current state of an idea, of which `idea` is an earlier state."""
+        if idea.number < len(self.ideas):
+            newest = self.ideas[idea.number]
+            if newest.seeds[: len(idea.seeds)] == idea.seeds and newest.same(idea):
+                return newest
+        raise UserError(
+            f"The ledger no longer contains the idea {idea.arm.name}, because ledger.jsonl was"
+            " removed or replaced",
+            "Restore the file, and repeat the command",
+        )
 
     def level(self, number: int) -> float:
         """Return the current level of an idea, given its number."""

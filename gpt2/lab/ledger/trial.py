@@ -74,14 +74,14 @@ def try_idea(
     start = time.monotonic()
     pair_seconds = 0.0
     answer = Answer.OPEN
-    entered = _enter_idea(root, text, equal, pairs)
-    if entered.why == _IS_BEST:
-        return entered
+    idea = _enter_idea(root, text, equal, pairs)
+    if idea.why == _IS_BEST:
+        return idea
     while True:
         now = time.monotonic()
         with files.locked(root / LOCK):
             ledger = read_ledger(root)
-            idea = ledger.ideas[entered.number]
+            idea = ledger.newest(idea)
             if idea.answer == Answer.KEEP:  # another process has accepted the idea
                 return idea
             depth, reason = _screen(idea)
@@ -205,7 +205,7 @@ def _train_pair(
                 f" referee measured {losses[-1]:.4f}"
             )
     with files.locked(root / LOCK):
-        idea = read_ledger(root).ideas[idea.number]
+        idea = read_ledger(root).newest(idea)
         sample = idea.sample(depth)
         # Otherwise, another process has added the pair.
         if len(sample.pairs) * 2 < len(runs):
