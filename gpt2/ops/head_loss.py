@@ -240,8 +240,9 @@ def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -
     accumulated in the padded table without a copy.
     """
     padding = -len(table) % multiple
-    # `jnp.pad` is called even if there is no padding. Otherwise the gradient would come directly
-    # from a product, and XLA:CPU would sum its squares in windows, which takes ten times as long.
+    # `jnp.pad` is called even if there is no padding. Otherwise the gradient would be the direct
+    # result of a matrix product. XLA:CPU would then sum the gradient's squares, for its norm, in
+    # windows, which takes ten times as long.
     padded = _pad_with_barrier(table, padding) if padding else _pad(table, padding)
     # The padded table is sharded by columns, like the stored table.
     return constrain(padded, "rows", "table")

@@ -162,7 +162,7 @@ def _mean_square(
     *squares: Array,
     beta2: float,
 ) -> Array:
-    """Update the running mean squares of a kernel's outputs, which are its rows or columns."""
+    """Update the running mean squares of a kernel's rows or columns: one for each output."""
     square = squares[kernel.outputs]
     square = square.reshape(old.shape)
     return _lerp(old, square, 1 - beta2)

@@ -132,7 +132,7 @@ def average_parameters(
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 
     def update_fn(updates: Tree, state: AverageState, params: Tree = None):
-        # This number decreases if a run continues with more steps, so that its tail starts later.
+        # If a run continues with more steps, its tail starts later, and `averaged` decreases.
         averaged = jnp.clip(state.count + 1 - start, 0, state.averaged + 1)
         weight = decay or 1 - 1 / jnp.maximum(averaged, 1)
         average = jax.tree.map(

@@ -170,8 +170,8 @@ def url_or_path(folder: Path) -> str:
 def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
-    Local files that were not sent stay, unless another run has written to the store since the last
-    exchange. In that case, rename the working copy and fetch a new one. Raise a UserError if the
+    Keep local files that have not been uploaded yet. But if another run has written to the store
+    since the last exchange, move a local folder with such files aside, and fetch a new one. Raise a UserError if the
     store has lost checkpoints. `only` is a pattern for the names of the files to fetch.
     """
     folder = local_folder(path)

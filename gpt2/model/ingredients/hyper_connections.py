@@ -17,7 +17,7 @@ from gpt2.ops.plain import Shape
 
 
 class HyperConnections(Ingredient):
-    """The ingredient of `model.hyper_connections`, the number of streams."""
+    """The ingredient of `model.hyper_connections`. The option is the number of streams."""
 
     option = "hyper_connections"
 
