@@ -38,7 +38,7 @@ TOKENS = 138_400  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
 TESTS = 143_800
 TESTS_DENSITY = 12.8
-WORDS = 33_000
+WORDS = 33_400
 TRAIN_LINES = 230
 
 LAYOUT = {

@@ -193,8 +193,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for token in self._backend.get_added_tokens_decoder().values():
             if token.special:
                 special.add(token.content)
-        # If a text contains the characters of a special token, a word-level or Unigram model encodes
-        # them as the special token. `encode` replaces it with the tokens of its characters.
+        # If a text contains the characters of a special token, a word-level or Unigram model
+        # encodes them as the special token. `encode` replaces it with its characters' tokens.
         model = tree["model"]
         unknown = vocabulary.get(model.get("unk_token"), model.get("unk_id"))
         self._spellings = dict[int, list[int]]()

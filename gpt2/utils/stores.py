@@ -171,8 +171,9 @@ def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
     Keep local files that have not been uploaded yet. But if another run has written to the store
-    since the last exchange, move a local folder with such files aside, and fetch a new one. Raise a UserError if the
-    store has lost checkpoints. `only` is a pattern for the names of the files to fetch.
+    since the last exchange, move a local folder with such files aside, and fetch a new one.
+    Raise a UserError if the store has lost checkpoints. `only` is a pattern for the names of the
+    files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
