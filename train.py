@@ -203,7 +203,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                         hook.run(step, state)
                 if saves:
                     save(scores if validates else None)
-            if not scores and not stops:  # the process that saved the last step was killed
+            if not scores and not stops:  # no step was left to train
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None

@@ -143,7 +143,10 @@ class TrainConfig(default.Train):
 
 @dataclass(frozen=True)
 class RulesConfig(default.Rules):
-    """The `parallel.rules.` options: the mesh axes, separated by commas, that split each axis."""
+    """The `parallel.rules.` options: which axes of the mesh split each axis of the parameters.
+
+    The names of several axes are separated by commas.
+    """
 
     def axes(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes of a rule, outermost first."""

@@ -114,8 +114,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     try:
         return _load_params(workdir, saved, which)
     except (UserError, OSError):
-        # A run that is still training may have saved another checkpoint, and may be removing this
-        # one file by file.
+        # A run that is still training may have saved a newer checkpoint, and may be removing the
+        # files of this one.
         if files.is_locked(workdir / ".lock"):
             time.sleep(_SECONDS_TO_REMOVE)
         if {*saved} <= {*saved_steps(workdir)}:

@@ -52,7 +52,7 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # The network adapters of the ring's devices in a domain share the traffic.
+        # The ring's devices in a domain all use their network adapters for traffic to other domains.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

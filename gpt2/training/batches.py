@@ -42,8 +42,9 @@ class Batches:
         num_rows = (rows.stop - rows.start) * jax.process_count()
         if num_rows > micro_batch_size and not self.dataset.parts:
             raise UserError(
-                "Several processes hold the same rows of a batch, because parallel.tensor divides "
-                "the model between processes, but each process calls your batch function itself",
+                "parallel.tensor divides the model between processes, so several processes need the"
+                " same rows of a batch. But each process calls your batch function itself, and could"
+                " get different rows",
                 "Set parallel.tensor to at most the number of devices of a process",
             )
 
@@ -90,10 +91,10 @@ class Batches:
         return self._source.batch(step, rows)
 
     def validation(self, number: int = 0) -> tuple[Validation, float | None]:
-        """Return the weight and the first `number` validation batches of each corpus.
+        """Return the validation of each corpus, and the number of targets for each byte of text.
 
-        If `number` is 0, return all batches that are scored. The second result is the number of
-        targets for each byte of text, or None; see `Source.validation`.
+        The validation of a corpus is its weight and its first `number` batches, or all batches that
+        a run scores if `number` is 0. The number of targets may be None; see `Source.validation`.
         """
         validation, targets_per_byte = self._source.validation(self._eval_rows, number)
         placed = Validation()

@@ -1,7 +1,7 @@
 """A run's program, built once from its options and its devices.
 
 All commands get the model, loss, optimizer, backend and steps from a `Program`. Building it puts no
-arrays on devices, and computes nothing except the check of a library's kernel.
+arrays on devices, and computes nothing, except that it checks the attention kernel of a library.
 """
 
 import dataclasses

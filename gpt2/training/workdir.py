@@ -187,7 +187,9 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
     distributed.require_same(dataset.describe())
     path = workdir / _DATA
     if not refuse_other(path, dataset) and saved_steps(workdir):
-        warn(f"{path} is missing or damaged, so the run cannot notice whether the text has changed")
+        warn(
+            f"{path} is missing or damaged, so the run cannot notice whether the text has changed"
+        )
 
 
 def find_start(workdir: Path) -> int:

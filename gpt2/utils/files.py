@@ -40,7 +40,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, FileNotFoundError):
-        # fsspec raises this error from the server's answer, which is more precise.
+        # If fsspec raised this error, its cause is the server's error, which says more.
         return str(error.__cause__ or error.strerror or "it does not exist")
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -40,7 +40,9 @@ def prepare_process() -> None:
     """
     _open_standard_streams()
     signals.begin_process()
-    is_second = _STARTED_AGAIN in os.environ  # true even if GLIBC_TUNABLES was lost
+    # GLIBC_TUNABLES alone would not show this, because a wrapper of Python may remove it. The process
+    # would then start again forever.
+    is_second = _STARTED_AGAIN in os.environ
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Plots are only written to files. Matplotlib would fail with a backend that it does not have.

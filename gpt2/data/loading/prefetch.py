@@ -18,8 +18,9 @@ def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """Yield from `batches`, while a thread reads up to two more.
 
     JAX computes on the CPU in the thread, because only the caller may use accelerators. An error in
-    the thread is raised in place of the batch. A signal that stops the run is raised as `Stopped`,
-    because the thread may wait forever for text.
+    the thread is raised in place of the batch. The thread may wait forever for text, and
+    the caller would then wait forever for a batch. A signal that stops the run therefore ends the
+    caller's wait with `Stopped`.
     """
     # The queue holds one batch, and the thread another.
     ready = queue.Queue[T | BaseException | None](1)

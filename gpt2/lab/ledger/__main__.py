@@ -181,8 +181,8 @@ def _read_depths(config: Config) -> list[int]:
     depths = {int(depth) for depth in FLAGS.screen if depth.isdecimal()}
     if len(depths) != len(FLAGS.screen) or not depths <= {*range(1, layers)}:
         raise UserError(
-            f"--screen={','.join(FLAGS.screen)} is not a list of different numbers of layers"
-            f" below model.num_layers={layers}",
+            f"--screen={','.join(FLAGS.screen)} must list different depths from 1 to"
+            f" {layers - 1}, below model.num_layers={layers}",
             "Give for example --screen=2,3",
         )
     for depth in depths:

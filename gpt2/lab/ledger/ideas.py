@@ -60,7 +60,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     )
     if ledger.best.number and not contains(arm.commit, best.commit):
         raise UserError(
-            f"--idea={text} does not contain the code that was kept, commit {best.commit}",
+            f"--idea={text} does not contain the code of the accepted ideas, commit {best.commit}",
             "Merge this commit into the branch",
         )
     changed = _changed_code(best.commit, arm.commit)

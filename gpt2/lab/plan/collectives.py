@@ -115,7 +115,7 @@ Computations = dict[str, str]  # name of a computation -> its instructions, one 
 # Matches a computation: the word ENTRY if the program starts there, the name, and the instructions.
 # The attributes of an instruction may have lines that begin with a closing brace.
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}$", re.M | re.S)
-# Matches the result of a loop's condition.
+# Matches the comparison that ends a loop's condition: is the index less than the limit?
 _LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT")
 
 

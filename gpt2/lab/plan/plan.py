@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     """The compiled program, memory and collectives of one training step."""
 
     program: Program
-    # Bytes per device. `activations` is the rest of the compiled peak.
+    # Bytes per device. `activations` is the step's peak memory without the other entries.
     memory: dict[str, int]
     text: str  # the compiled step as HLO
     collectives: list[Collective]
