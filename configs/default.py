@@ -60,7 +60,8 @@ def option(
         may_differ: whether the processes of one run may have different values.
         is_recipe: whether the option belongs to the recipe, that is, to the model or to its
             training. Such an option does not affect the text, the seed, the initial weights or the
-            validation. Ideas of a ledger may set only such options. For a group, this applies to all options in the group.
+            validation. Ideas of a ledger may set only such options. For a group, this applies to
+            all options in the group.
         is_duration: whether the option counts training steps. Sweeps that change the length of a
             run scale such options.
         is_ingredient: whether a file in gpt2/model/ingredients implements the option.

@@ -52,7 +52,7 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # The ring's devices in a domain all use their network adapters for traffic to other domains.
+        # Traffic to other domains is spread over the adapters of the ring's devices in a domain.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

@@ -42,9 +42,9 @@ class Batches:
         num_rows = (rows.stop - rows.start) * jax.process_count()
         if num_rows > micro_batch_size and not self.dataset.parts:
             raise UserError(
-                "parallel.tensor divides the model between processes, so several processes need the"
-                " same rows of a batch. But each process calls your batch function itself, and could"
-                " get different rows",
+                "parallel.tensor divides the model between processes, so several processes need "
+                "the same rows of a batch. But each process calls your batch function itself, and "
+                "could get different rows",
                 "Set parallel.tensor to at most the number of devices of a process",
             )
 
