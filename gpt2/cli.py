@@ -34,10 +34,11 @@ def run(
     commands: tuple[str, ...] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parse the command line, call `main`, and exit with the code that it returns (None: 0).
+    """Parse the command line, call `main`, and exit with the code that `main` returns (None: 0).
 
-    `main` receives the arguments that are not flags: one of `commands`, if there are any, and with
-    `takes_files` any number of files. Without `--config`, configs/quickstart.py is read.
+    `main` receives the arguments that are not flags. The first must be one of `commands`, unless
+    `commands` is empty. With `takes_files`, any number of files may follow. Without `--config`,
+    configs/quickstart.py is read.
     """
     raise_at_interrupt()
     faulthandler.enable()
@@ -49,7 +50,7 @@ def run(
     program.__doc__ = _wrap(program.__doc__ or "")  # the beginning of --help
     known = set(flags.FLAGS)
     define_flags()
-    for name in set(flags.FLAGS) - known:  # --help lists the key flags of a module
+    for name in set(flags.FLAGS) - known:  # --help lists only the program's key flags
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
     _, *arguments = parse_flags(sys.argv, lists_options=define_flags is define_run)
     if commands and not arguments:
@@ -102,7 +103,8 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
                 if value:
                     # Checked here, because absl's error message is harder to understand.
                     read_option(name, value)
-        # absl prints the help as soon as it reads --help, so --help is moved to the end.
+        # absl prints the help as soon as it reads --help, so --help is moved to the end, after the
+        # flags that set the listed values.
         argv.sort(key=lambda argument: argument == "--help")
         return flags.FLAGS(argv)
     except SystemExit as end:  # absl exits with 1 after --help
@@ -131,7 +133,7 @@ def _list_options() -> None:
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     """Return the error for an unknown flag.
 
-    It may be a flag of nanoGPT, or an option without `--config.`.
+    The flag may be one of nanoGPT's, or an option without `--config.`.
     """
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
@@ -140,7 +142,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
             f"There is no flag --{error.flagname}",
             "A run continues by itself: give the same --workdir again",
         )
-    message = str(error)  # absl may suggest the nearest flag in it
+    message = str(error)  # may contain absl's suggestion of the nearest flag
     if "config" in flags.FLAGS and "Did you mean" not in message:
         return no_option(error.flagname, "--config.")
     return UserError(message)

@@ -34,8 +34,8 @@ class UserError(Exception):
 class DivergedError(ArithmeticError):
     """The error of a step whose results contain NaN or Inf.
 
-    `what` begins the message, for example "the loss is". `before` states whether the value was
-    computed from the state before the step, or from the new state.
+    `what` begins the message, for example "the loss is". `before` is True if NaN or Inf
+    was computed from the state before the step, and False if from the new state.
     """
 
     def __init__(self, step: int, what: str, *, before: bool):

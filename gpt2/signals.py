@@ -18,8 +18,8 @@ from gpt2.errors import log, run_on_exit
 
 T = TypeVar("T")
 
-# Seconds within which a second signal counts as the first one, because a launcher may forward a
-# signal that the terminal has also sent to this process.
+# Seconds within which a second signal is taken for a copy of the first, because a launcher may
+# forward a signal that the terminal has also sent to this process.
 _SAME_PRESS = 0.3
 # The thread that prints the last line acquires this lock and never releases it.
 _exit_lock = threading.Lock()
@@ -152,7 +152,8 @@ class StopSignal:
 def _watch(reader: int) -> None:
     """Read signals from a pipe, and end the process at the second signal.
 
-    If SIGINT's handler would save nothing, end the process at the first SIGINT.
+    While `_exit_by_interrupt`, which saves nothing, is the handler of SIGINT, the first SIGINT ends
+    the process.
     """
     first = 0.0  # time of the first signal
     while number := os.read(reader, 1):

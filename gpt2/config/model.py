@@ -48,8 +48,8 @@ class ModelConfig(default.Model):
             )
         for name in ("hyper_connections", "num_experts"):
             # muP has no rule for the weights of hyper-connections, and Muon's updates of a router
-            # would change its logits more in a wider model. The options are looked up by name,
-            # because deleting an ingredient also deletes its option.
+            # would change its logits more in a wider model. The options are looked up by name, so
+            # that this check still works after an ingredient is deleted together with its option.
             is_mup = self.mup_base_width or self.mup_base_depth
             if is_mup and vars(self).get(name):
                 raise UserError(
@@ -124,7 +124,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each layer in tokens, including the query's own. 0: no limit."""
+        """Attention window of each layer, in tokens, counting the query's token. 0: no limit."""
         widths = {"S": self.window, "L": 0}
         letters = self.window_pattern * self.num_layers
         return tuple(widths[letter] for letter in letters[: self.num_layers])
@@ -134,7 +134,7 @@ class ModelConfig(default.Model):
 class GPTConfig(ModelConfig):
     """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
 
-    vocab_size: default.Positive = 50257  # GPT-2's size; a run sets its tokenizer's
+    vocab_size: default.Positive = 50257  # in GPT-2; a run uses its tokenizer's
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"
     remat: default.Remat = "none"
@@ -153,7 +153,7 @@ class GPTConfig(ModelConfig):
 
     @cached_property
     def loops_over_layers(self) -> bool:
-        """Whether the compiled program loops over layers, instead of containing every block."""
+        """Whether the compiled program loops over layers, instead of repeating the block's code."""
         return self.scan_layers and self.scan_unroll < self.num_layers
 
     @classmethod

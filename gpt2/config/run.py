@@ -27,7 +27,7 @@ from gpt2.config.options import (
 from gpt2.config.shapes import ShapeSchedule, StepShape, read_steps
 from gpt2.errors import UserError, first_line
 
-# Options of `train.` that change the shape of a step, and the fields of `StepShape` they change.
+# Options of `train.` that change the shape of a step, and the fields of `StepShape`.
 _SHAPE_SCHEDULES = {
     "batch_schedule": "batch_size",
     "context_schedule": "context_length",
@@ -78,7 +78,10 @@ class OptimConfig(default.Optim):
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, float], ...]:
-        """The ascending steps of a `piecewise` schedule, with their fractions of the peak rate."""
+        """Pairs (step, fraction of the peak rate) of a `piecewise` schedule, in ascending order.
+
+        Other schedules have no pairs.
+        """
         name, _, text = self.schedule.partition(":")
         if name != "piecewise":
             return ()
@@ -92,7 +95,7 @@ class OptimConfig(default.Optim):
 
     @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
-        """The regular expressions of `layer_rates`, each with its factor."""
+        """Pairs (regular expression, factor) of `layer_rates`."""
         text = self.layer_rates
         what = f"optim.layer_rates={text}"
         return tuple(read_items(what, text, _read_rate, "wte=0.5,h_.*=2"))
@@ -143,13 +146,14 @@ class TrainConfig(default.Train):
 
 @dataclass(frozen=True)
 class RulesConfig(default.Rules):
-    """The `parallel.rules.` options: which axes of the mesh split each axis of the parameters.
+    """The `parallel.rules.` options.
 
-    The names of several axes are separated by commas.
+    For an axis of parameters or activations, each option lists the mesh axes that split this axis,
+    separated by commas.
     """
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes of a rule, outermost first."""
+        """Return the mesh axes that an option lists, outermost first."""
         value = getattr(self, name)
         return () if value == "none" else tuple(value.split(","))
 
@@ -267,7 +271,7 @@ class Config(default.Options):
 
     @classmethod
     def from_dict(cls, tree: Mapping | ConfigDict) -> Self:
-        """Build a config from the options of a ConfigDict or config.json, and defaults."""
+        """Build a config from a ConfigDict or config.json. Missing options have their defaults."""
         return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
@@ -280,7 +284,7 @@ class Config(default.Options):
         return tree
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Return the config with `model.vocab_size` set to the tokenizer's size if it is 0.
+        """Return the config. If `model.vocab_size` is 0, set it to the tokenizer's size.
 
         `tokens` is the tokenizer's size, or 0 if it is not known.
         """

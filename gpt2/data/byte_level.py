@@ -24,7 +24,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
-    """Return (ranks, eot) of a tokenizer.json if tiktoken encodes identically, otherwise None.
+    """Return (ranks, eot) of a tokenizer.json, or None if tiktoken cannot encode like it.
 
     Such a file contains only byte-level BPE with GPT-2's pattern. The ids increase in the order of
     the merges, and `<|endoftext|>` is the only added token.

@@ -26,7 +26,7 @@ def prepare_dataset(data: DataConfig, recorded: Recorded = None) -> Dataset:
     """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first.
 
     `recorded` is the description of a run's data, or None. Data sets of the hub are read at the
-    revisions that it contains, so that the run continues with the same text.
+    revisions in `recorded`, so that the run continues with the same text.
     """
     recorded = recorded or {}
     weights = read_mixture(data.corpus)
@@ -88,7 +88,7 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 def refuse_other(path: Path, dataset: Dataset) -> bool:
     """Raise a UserError if a dataset differs from a run's data.json.
 
-    Return False if data.json is missing.
+    Return False if data.json is missing or was altered, otherwise True.
     """
     saved = files.read_sealed(path)
     if saved is None:

@@ -33,11 +33,11 @@ class Source(Protocol):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
-        """Return validation batches by corpus, and the number of targets per byte of their text.
+        """Return `({corpus: (weight, batches)}, targets_per_byte)` for the validation split.
 
         `num_batches` limits the batches of each corpus. If it is 0, the run's options limit them. A
-        single corpus has an empty name. The second value is None if it is not known, or if the
-        batches do not cover the whole validation text.
+        single corpus has an empty name. `targets_per_byte` is the number of targets for each byte
+        of text. It is None if it is not known, or if the batches do not cover the whole text.
         """
 
     def describe(self, num_steps: int) -> str:

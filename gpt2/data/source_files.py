@@ -29,7 +29,7 @@ class SourceFiles:
         self, find: Callable[[], Sequence[File]], *labels: str, revision: str = ""
     ):
         self.revision = revision
-        self.bytes_read = 0  # by the newest iteration over the records of the files
+        self.bytes_read = 0  # bytes read in the newest iteration over the files
         self._find = find
         self._labels = labels
         self.paths = find()

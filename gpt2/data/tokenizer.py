@@ -56,8 +56,8 @@ class Tokenizer(abc.ABC):
     name: str  # human-readable
     vocab_size: int
     eot: int | None  # the end-of-text token, or None if the vocabulary has none
-    # Whether a text must be encoded whole. If not, it may be cut before white space, and the tokens
-    # of its parts, joined, are its tokens.
+    # Whether a text must be encoded whole. If not, it may be cut before white space: the tokens of
+    # its parts, joined, are the same as the tokens of the whole text.
     needs_whole: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
@@ -161,7 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, which the `tokenizers` library runs.
 
     The end-of-text token is `end_of_text` if given, otherwise the first of END_OF_TEXTS in the
-    vocabulary, otherwise `eos` if it is in the vocabulary.
+    vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the vocabulary.
     """
 
     name = "tokenizer.json"
@@ -194,7 +194,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if token.special:
                 special.add(token.content)
         # If a text contains the characters of a special token, a word-level or Unigram model
-        # encodes them as the special token. `encode` replaces it with its characters' tokens.
+        # encodes them as the special token. `encode` replaces this token with the tokens of its
+        # characters.
         model = tree["model"]
         unknown = vocabulary.get(model.get("unk_token"), model.get("unk_id"))
         self._spellings = dict[int, list[int]]()
@@ -216,7 +217,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(ids, np.int32)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the ids of a text, and the number of its bytes that are unknown or altered."""
+        """Return the ids of a text, and the number of bytes that decoding does not restore."""
         ids = self.encode(text)
         (back,) = self._backend.decode_batch([ids.tolist()], skip_special_tokens=True)
         if back == text:
@@ -268,7 +269,8 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
 
     backend = Backend(models.BPE())
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    # Each merge reads every word that contains it. A word of megabytes would take hours.
+    # Each merge reads every word that contains the merged pair, so a word of megabytes would take
+    # hours.
     cut = pre_tokenizers.FixedLength(LONGEST_WORD)
     backend.pre_tokenizer = pre_tokenizers.Sequence([words, cut])
     backend.decoder = decoders.ByteLevel()
@@ -385,7 +387,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}} as tree:
                 end_of_text = end_of_text or tree.pop("end_of_text", "")
-                # Without these options the tokenizer returns all ids of a text, deterministically.
+                # With these options off, the tokenizer returns all ids, deterministically.
                 tree |= {"truncation": None, "padding": None}
                 for option in tree["model"].keys() & {"dropout", "alpha", "nbest_size"}:
                     tree["model"][option] = None

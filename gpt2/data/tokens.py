@@ -130,7 +130,7 @@ class PreparedTokens:
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Bytes of validation text for each target, or None if the tokens lose bytes of it.
+        """Bytes of validation text for each target, or None if the tokens do not preserve it.
 
         The first token is not a target.
         """

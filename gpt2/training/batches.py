@@ -91,10 +91,10 @@ class Batches:
         return self._source.batch(step, rows)
 
     def validation(self, number: int = 0) -> tuple[Validation, float | None]:
-        """Return the validation of each corpus, and the number of targets for each byte of text.
+        """Return `({corpus: (weight, batches)}, targets_per_byte)` for the validation split.
 
-        The validation of a corpus is its weight and its first `number` batches, or all batches that
-        a run scores if `number` is 0. The number of targets may be None; see `Source.validation`.
+        `number` limits the batches of each corpus. If it is 0, all batches that are scored are
+        returned. `Source.validation` describes `targets_per_byte`.
         """
         validation, targets_per_byte = self._source.validation(self._eval_rows, number)
         placed = Validation()
@@ -103,7 +103,7 @@ class Batches:
         return placed, targets_per_byte
 
     def examples(self, start: int = 0) -> tuple[dict[StepShape, Batch], Batch]:
-        """Return a batch of zeros for each shape after step `start`, and a validation batch."""
+        """Return `({shape: zeros}, validation batch)` for the shapes of steps after `start`."""
         validation, _ = self.validation(1)
         _, first = next(iter(validation.values()))
         example = next(iter(first))

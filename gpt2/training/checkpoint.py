@@ -133,7 +133,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             ocp.multihost.get_barrier_sync_fn()(**options)
 
     def best(self) -> tuple[int, float] | None:
-        """Return the step with the lowest validation loss, and that loss, or None."""
+        """Return `(step, loss)` of the checkpoint with the lowest validation loss, or None."""
         step = self._manager.best_step()
         if step is None:
             return None

@@ -44,9 +44,9 @@ def latest_step(workdir: Path) -> int | None:
 
 
 def newest_whole_step(workdir: Path, after: int = 0) -> tuple[int, list[str]]:
-    """Return the newest step after `after` with an undamaged checkpoint, or 0.
+    """Return `(step, damage)` for the newest undamaged checkpoint after step `after`.
 
-    The second result describes the damage to newer checkpoints.
+    If there is none, `step` is 0. `damage` has a message for each damaged newer checkpoint.
     """
     damage = list[str]()
     for step in reversed(saved_steps(workdir)):

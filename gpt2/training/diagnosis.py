@@ -75,7 +75,7 @@ class Diagnosis:
         if "" in position:
             return "the batches of a function that saves no state cannot be read again"
         repeated = self.batches.reopen().train(start, error.step, position)
-        # With a guard, the state is still the one before the step.
+        # With a guard, `state` is still the state before the bad step.
         repeats_steps = state.guard is None
         if repeats_steps:
             # A device may not have the memory for two states.

@@ -3,8 +3,8 @@
 The mean gradient of n tokens has an expected squared norm of `signal + noise / n`: the signal is
 the squared norm of the true gradient, and the noise is the variance of one token's gradient, summed
 over all parameters. The squared norms for two batch sizes, a micro-batch and the whole batch,
-determine both without bias (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1). The noise
-scale is `noise / signal`, in tokens.
+determine signal and noise without bias (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1).
+The noise scale is `noise / signal`, in tokens.
 """
 
 from collections.abc import Callable

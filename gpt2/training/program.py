@@ -144,7 +144,7 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Return the state before the first step, as a pure function of a key."""
-        # Draw with the formulas, because fast kernels may need a mesh.
+        # Draw with the reference implementations, because fast kernels may need a mesh.
         return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
     def _first_state(self, params: Tree) -> TrainState:
@@ -263,8 +263,7 @@ class Program:
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
         """Compile `(state, batch) -> (state, metrics)`, which donates the old state's memory.
 
-        Both arguments may be shapes, such as `state_shapes`, but not with pmap and several
-        processes.
+        Both arguments may be shapes, such as `state_shapes`, unless pmap runs in several processes.
         """
         return self.compile(self.backend.compile_train(self.train_step), state, batch)
 
@@ -326,8 +325,8 @@ def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
     """Return whether `fsdp_gather=auto` gathers parameters by `layer` or by `step`."""
-    # Gathering by layer needs less memory. With one micro-batch and 16-bit compute it sends no more
-    # bytes: two gathers in 16 bits have as many bytes as one gather in 32 bits.
+    # Gathering by layer needs less memory. With one micro-batch and 16-bit compute, it sends no
+    # more bytes than gathering by step: two gathers in 16 bits instead of one gather in 32 bits.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":
         return "layer"
     # Otherwise, gathering by step sends fewer bytes, but stores whole parameters and gradients: 8

@@ -159,9 +159,10 @@ def make_train_step(
 def _judge(
     state: TrainState, loss: Array, grad_norm: Array
 ) -> tuple[Array | None, TrainState, Metrics]:
-    """Return whether to take the step, the state with a new guard and loss scale, and metrics.
+    """Return `(accepts, state, metrics)`. The state has a new guard and loss scale.
 
-    The first result is None if the state has no guard, so that every step is taken.
+    `accepts` is a boolean scalar: whether to take the step. It is None if the state has no guard.
+    Every step is then taken.
     """
     if state.guard is None:
         return None, state, Metrics()

@@ -72,7 +72,7 @@ def check_options(workdir: Path, config: Config) -> None:
     """
     _require_writable(workdir)
     require_safe_path(workdir)
-    # Check this file now, because the run plots it only at its end.
+    # Check the file of published losses now, because the run plots it only at its end.
     read_reference(config.logging.reference)
     if config.logging.wandb:
         check_wandb()
@@ -313,7 +313,7 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     files.write_text(path, f"{text}{line}\n")
 
     logged = workdir / "metrics.jsonl"
-    # The metrics are those of an earlier run, whose checkpoints are gone.
+    # These are the metrics of an earlier run, whose checkpoints no longer exist.
     if start == 0 and read_metrics(logged):
         _move_to_damaged(workdir, logged.name)
     MetricsFile(logged, start).close()  # removes the lines of steps after `start`

@@ -86,7 +86,8 @@ def describe_start(step: int) -> dict[str, Any]:
     """Return a record for environment.jsonl: what results depend on apart from options and data.
 
     The record contains neither host name nor environment variables. `code` comes from `hash_code`.
-    `clean` is True if no Python file differs from `commit`. Both are None outside a git checkout.
+    `clean` is True if no Python file differs from `commit`. Outside a
+    git checkout, `clean` and `commit` are None.
     """
     import jax  # slow, and not needed to hash code
 

@@ -147,7 +147,7 @@ def digest_files(folder: Path, names: Collection[str]) -> Digests:
 
 
 def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
-    """Describe the first file that differs from its digest. If all agree, return an empty string.
+    """Describe the first file that differs from its digest. Return "" if there is none.
 
     With `read=False`, compare only the sizes.
     """

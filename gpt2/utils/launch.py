@@ -12,9 +12,9 @@ from pathlib import Path
 
 from gpt2 import signals
 
-# glibc allocates pages of 2 MB, because the kernel clears the temporary memory of every step page
-# by page, and large pages are cleared faster. The process retains freed blocks of up to 256 MB. If
-# it retained larger blocks, fragmentation would double its memory.
+# With these settings, glibc allocates pages of 2 MB. The kernel clears the temporary memory of
+# every step page by page, and large pages are cleared faster. The process retains freed blocks of
+# up to 256 MB. If it retained larger blocks, fragmentation would double its memory.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=268435456"
     ":glibc.malloc.trim_threshold=268435456"
@@ -45,7 +45,7 @@ def prepare_process() -> None:
     is_second = _STARTED_AGAIN in os.environ
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # Plots are only written to files. Matplotlib would fail with a backend that it does not have.
+    # Plots are only written to files. MPLBACKEND may name a backend that is not installed here.
     os.environ["MPLBACKEND"] = "agg"
     if "JPY_PARENT_PID" in os.environ:
         # Otherwise a notebook would show each update of a progress bar.
@@ -84,7 +84,8 @@ def _open_standard_streams() -> None:
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # returns `number`, the lowest free one
+            # This returns `number`, the lowest free descriptor.
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             stream = open(number, "w" if number else "r")  # noqa: SIM115  it stays open
             setattr(sys, name, stream)

@@ -59,7 +59,8 @@ def remat(
 def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
     """Return the compiler options that keep XLA from undoing a policy on a platform.
 
-    XLA:CPU removes all barriers before it merges equal expressions for the last time.
+    XLA:CPU removes all barriers before its last merge of equal expressions, which would then merge
+    a block with its recomputation.
     """
     undone = platform == "cpu" and not looped and policy != "none"
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}

@@ -29,8 +29,9 @@ def scan_layers(
 ) -> type[nn.Module]:
     """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
 
-    For the module, `y` and the arguments named in `per_layer` have a leading layer axis. All other
-    arguments are the same for every layer. Each iteration of the loop applies `unroll` layers.
+    The `y` that the module returns, and the arguments named in `per_layer`, have a leading layer
+    axis. All other arguments are the same for every layer. Each iteration of the loop applies
+    `unroll` layers.
     """
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
@@ -57,7 +58,8 @@ def report(
     be too coarse) and `count` are summed over micro-batches, devices and validation batches, and
     their quotient is logged. With a `weight`, `weight * total` is added to the objective as an
     auxiliary loss, but not to the logged loss. `total` must then be a sum over tokens. If the
-    module is an expert, the totals of all experts are summed, including slots without a token.
+    module is an expert, the totals of all experts are summed. An expert's total includes its slots
+    to which no token was assigned.
     """
     # The logged quantity must have no gradient. Otherwise the gradient of a square root at 0 would
     # be 0 times infinity, which is NaN.

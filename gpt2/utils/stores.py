@@ -172,8 +172,8 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
     Keep local files that have not been uploaded yet. But if another run has written to the store
     since the last exchange, move a local folder with such files aside, and fetch a new one.
-    Raise a UserError if the store has lost checkpoints. `only` is a pattern for the names of the
-    files to fetch.
+    Raise a UserError if the store's newest checkpoint is older than at the last exchange. `only` is
+    a pattern for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -272,7 +272,8 @@ def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
     """Delete the local copies of files that another run has replaced in the store.
 
-    If the working copy has files that the store never had or has lost, rename it instead.
+    If the working copy has files that were changed since the last exchange, or that are no longer
+    in the store, rename the working copy instead.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)
@@ -333,7 +334,7 @@ def _connect(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
 
 @contextlib.contextmanager
 def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Record]]:
-    """Yield the folder at a URL and the working copy's record. Save the record at the end."""
+    """Yield the file system of the folder at a URL, and the record. Save the record at the end."""
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _connect(url) as (store, root):
         record = _read_record(folder)
@@ -432,7 +433,7 @@ def _get(store: AbstractFileSystem, source: str, path: Path, size: int = 0) -> N
 
 
 def _put(store: AbstractFileSystem, path: Path, target: str) -> None:
-    # A run may append to a small file, so it is read in one call.
+    # A run may append to a small file while it is sent, so its content is read in one call.
     if path.stat().st_size < 1 << 26:
         store.pipe_file(target, path.read_bytes())
     else:

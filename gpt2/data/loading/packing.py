@@ -110,7 +110,7 @@ def best_fit(
 
 
 def pad(tokens: PreparedTokens, length: int, seed: int) -> Rows:
-    """Put one document, or a part of a long document, in each row. `assemble` pads rows.
+    """Put one document, or a part of a long document, in each row. `assemble` pads the rows.
 
     Every token of the stream except the first is a target once in each epoch.
     """

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
-    """Yield from `batches`, while a thread reads up to two more.
+    """Yield the items of `batches`, while a thread reads up to two more items.
 
     JAX computes on the CPU in the thread, because only the caller may use accelerators. An error in
     the thread is raised in place of the batch. The thread may wait forever for text, and

@@ -33,7 +33,7 @@ class TokenDataset(Dataset):
 
     @property
     def targets_per_byte(self) -> float | None:
-        """Targets for each byte of validation text, or None if the tokens lose bytes of it.
+        """Targets for each byte of validation text, or None if the tokens do not preserve it.
 
         The bytes per target of the parts are averaged according to the weights.
         """
@@ -127,7 +127,7 @@ class TokenBatches(Source):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
-        """Return the validation batches of each part, and the number of targets per byte."""
+        """Return `({part: (weight, batches)}, targets_per_byte)`; see `Source.validation`."""
         train = self._config.train
         validation = dict[str, WeightedBatches]()
         targets_per_byte = self._dataset.targets_per_byte

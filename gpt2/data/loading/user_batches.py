@@ -53,7 +53,7 @@ class UserDataset(Dataset):
     parts: Parts = field(default_factory=dict)  # empty, because nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Return the tokenizer and the function's code, the only things known in advance."""
+        """Return a description of the tokenizer and the code. The data are not known yet."""
         return {
             "code": self.made_by.code,
             "tokenizer": self.tokenizer.name,
@@ -107,7 +107,7 @@ class UserBatches(Source):
         self._restored = ""
 
     def position(self, step: int) -> str:
-        """Return the state after a step as a string, which is empty if there is no state."""
+        """Return the iterator's state after a step as a string, empty if there is none."""
         return self._states.get(step, "")
 
     def restore(self, position: str) -> None:
@@ -139,7 +139,7 @@ class UserBatches(Source):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], None]:
-        """Return the validation batches, each cut into micro-batches of this process's `rows`."""
+        """Return the validation batches, cut into micro-batches of this process's `rows`."""
         num_rows = rows.stop - rows.start
         options = self._train_options
         limit = num_batches or options.eval_batches * options.accumulate_steps
@@ -236,7 +236,7 @@ class UserBatches(Source):
             is_right = (lowest <= array) & (array <= highest) & (array % 1 == 0)
         if name == "targets":
             is_right |= array == -100  # PyTorch's index of ignored targets
-        # A masked array would lose its mask.
+        # np.asarray drops the mask of a masked array.
         if np.ma.is_masked(values) or not is_right.all():
             raise UserError(
                 f"{self._name} returns {name} of {array.dtype} with values that are masked, or "

@@ -67,7 +67,7 @@ class Documents:
             )
         self.many = len(first) > 1
         self._first = first[0].document
-        # `Measured.position` of each document in the validation split, if chosen by size.
+        # `Measured.position` of each document for validation, if sizes determine the split.
         self._validation = set[float]()
         if self.many and weighs:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
@@ -119,7 +119,8 @@ class Documents:
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     """Return the positions of documents that together have about `val_fraction` of all bytes.
 
-    Documents are chosen in the order of their positions if they fit. If none fits, the smallest
+    Documents are chosen in the order of their positions, as long as they do not exceed this number
+    of bytes together. A document that would exceed it is left out. If all would, the smallest
     document is chosen. For more than WEIGHED documents, return an empty set, because a fraction of
     many documents has about the same fraction of their bytes.
     """
