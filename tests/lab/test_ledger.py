@@ -711,7 +711,7 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     more.write_text("more = 2\n")
     assert ideas("code=.")[0] != "keep"
     (project / "train.py").write_text("start = 1\n")  # which undoes it
-    with pytest.raises(UserError, match="the code that was kept, commit"):
+    with pytest.raises(UserError, match="the code of the accepted ideas, commit"):
         ideas("code=.")
 
 
@@ -724,7 +724,7 @@ def test_code_has_to_begin_at_what_was_kept(ideas, project):
     git(project, "checkout merged", "merge --no-ff -m merged old", "checkout old")
     assert ideas("code=merged")[0] == "keep"
     for idea in ("code=old", "code=side", "code=.", "code=my/idea"):
-        with pytest.raises(UserError, match="the code that was kept, commit"):
+        with pytest.raises(UserError, match="the code of the accepted ideas, commit"):
             ideas(idea)
     git(project, "checkout -b next merged")
     (project / "train.py").write_text("BETTER = 2\n")
