@@ -44,7 +44,10 @@ class Task(NamedTuple):
     def requests(
         self, index: int, tokenizer: Tokenizer, context_length: int
     ) -> list[Request]:
-        """Return the requests that score the answers of an example, one for each alternative."""
+        """Return the requests that score an example: one for each alternative answer.
+
+        An example of the kind `language_modeling` has a single request.
+        """
         others = self.examples[:index] + self.examples[index + 1 :]
         rng = random.Random(1234 + index)  # nanochat's seed
         shots = rng.sample(others, self.num_shots)
@@ -90,7 +93,7 @@ class Task(NamedTuple):
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score the tasks in core.yaml, and average their centered accuracies."""
+    """Return the accuracy of each task in core.yaml, and last the mean centered accuracy."""
     figures = []
     centered = []
     for task in _read_tasks(path):
@@ -144,13 +147,13 @@ def _read_tasks(path: Path) -> list[Task]:
 
 
 def _read_chances(path: Path) -> dict[str, float]:
-    """Return the accuracy of random guessing, from 0 to 1, for each task in the bundle's table."""
+    """Return the accuracy of random guessing, from 0 to 1, for each task in DCLM's CSV table."""
     chances = dict[str, float]()
     with reading(path):
         for row in csv.DictReader(read_text(path).splitlines()):
             percent = float(row["Random baseline"])
-            # A number between 0 and 1 is probably a fraction, but the table has percentages. At 100
-            # % no model could be better. NaN fails both comparisons.
+            # A number between 0 and 1 is probably a fraction, but the table has percentages. If
+            # chance were 100 %, no model could be better. NaN fails both comparisons.
             require(
                 percent == 0 or 1 <= percent < 100,
                 f"Random baseline={percent:g} is not a percentage below 100",

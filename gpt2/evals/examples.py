@@ -15,7 +15,7 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Score the last token of each passage, as in the GPT-2 paper."""
 
     def parse(passage: Any) -> Request:
-        # White space at the end of a line of the file is no part of the passage.
+        # White space at the end of a passage does not belong to the passage.
         row = tokenizer.encode(passage["text"].rstrip())
         return continuation(row[:-1], row[-1:], scorer.context_length)
 
@@ -42,8 +42,8 @@ def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         # Without this check, a string would pass as a list of letters.
         require(isinstance(example["endings"], list), "endings is not a list")
         for text in example["endings"]:
-            # The ending is encoded together with the context, because a tokenizer.json may encode
-            # the start of a text differently.
+            # The ending is encoded together with the context, because some tokenizers would encode
+            # it differently at the start of a text.
             row = tokenizer.encode(example["ctx"] + " " + text)
             tokens = row[len(context) :]
             endings.append(continuation(context, tokens, scorer.context_length))

@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
         return Estimate(factor * value, factor * stderr, n)
 
     def exp(self) -> "Estimate":
-        """Return the perplexity of a loss. The error is multiplied by the slope of `exp`."""
+        """Return the perplexity of a loss. The standard error is multiplied by the perplexity."""
         # Beyond 700, the perplexity would overflow float64.
         value = math.exp(min(self.value, 700.0))
         return Estimate(value, value * self.stderr, self.num_examples)

@@ -48,10 +48,11 @@ def find_task(spec: str) -> tuple[Score, Path]:
 def validation_data(
     workdir: str | None, hf: str | None, corpus: str, val_fraction: float | None
 ) -> tuple[DataConfig, Recorded]:
-    """Return the options of the corpus whose validation split is scored.
+    """Return the options of the corpus whose validation split is scored, and its description.
 
-    If it is the run's corpus, also return the description of the run's data. Any other corpus is
-    split and prepared with the run's options.
+    If `corpus` is empty, the run's corpus is scored, and the description is what the run recorded
+    about its data. Otherwise, `corpus` is split and prepared with the run's options, and the
+    description is None.
     """
     if workdir:
         folder = stores.fetch(workdir)

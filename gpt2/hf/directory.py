@@ -80,7 +80,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Remove a tensor from `stored`, and return the parameter, or part of one, that it contains."""
+    """Remove a tensor from `stored`, and return the parameter, or part of one, in the tensor."""
     array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
     remedy = (
@@ -146,7 +146,10 @@ def save(
 
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a directory, from one file or from the shards of an index."""
+    """Yield the name and the array of each tensor in a directory.
+
+    The tensors are in a single file, or in the shards that an index file lists.
+    """
     remedy = "Save or download the weights again as safetensors, without quantization"
     paths = [directory / "model.safetensors"]
     index = directory / "model.safetensors.index.json"

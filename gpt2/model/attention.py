@@ -74,7 +74,7 @@ class Attention(nn.Module):
         return project(y)
 
     def _project(self, x: Array) -> list[Array]:
-        """Return queries `[B, T, N, H]`, keys and values `[B, T, K, H]`."""
+        """Return a list: queries `[B, T, N, H]`, keys `[B, T, K, H]`, values `[B, T, K, H]`."""
         cfg, ops = self.config, self.ops
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.kv_heads, cfg.head_size
         axes = ("embed", "qkv", "heads", "head_size")
@@ -90,11 +90,11 @@ class Attention(nn.Module):
         ]
 
     def _attend(self, heads: Heads, context: Context) -> Array:
-        """Return sums of values `[B, T, N, H]`, weighted by the softmax of the scores."""
+        """Return `[B, T, N, H]`: the values, weighted by the softmax of the scores and summed."""
         cfg = self.config
         q, k, v = heads
         # Under muP, products of queries and keys grow with H, not with its square root (Yang et al.
-        # 2022, section 4). At a head size of 64, both scales are equal.
+        # 2022, section 4). At a head size of 64, the two scales below are equal.
         scale = 8.0 / cfg.head_size if cfg.mup_base_width else cfg.head_size**-0.5
         terms: tuple[ScoreTerm, ...] = ()
         if cfg.attention_softcap:
@@ -140,9 +140,10 @@ class Attention(nn.Module):
 
 
 def _for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
-    """Return `function(value)` for the value of a layer; `values` has a Python value per layer.
+    """Return `function(values[layer])`. `values` holds one Python value for each layer.
 
-    In a scan `layer` is traced, and each distinct value becomes a branch.
+    In a scan, `layer` is a traced array. Each distinct value therefore becomes one branch of a
+    `switch`.
     """
     different = sorted(set(values))
     branch = jnp.array([different.index(value) for value in values])[layer]
@@ -167,9 +168,10 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
-    """Return the fraction of each frequency `[R / 2]` that `model.rope_scaling` does not scale.
+    """Return, for each frequency, the fraction of it that `model.rope_scaling` does not scale.
 
-    It rises with the number of turns in `model.rope_context` tokens: from 0 for few turns to 1 for
+    Both arrays are `[R / 2]`, where R is the number of rotated dimensions of a head. The fraction
+    rises with the number of turns in `model.rope_context` tokens: from 0 for few turns to 1 for
     many turns.
     """
     half = len(frequencies)

@@ -18,7 +18,7 @@ Stream = tuple[Array, dict[str, Array]]  # [B, T, D], and `Context.carried`
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each a residual branch with a norm before it."""
+    """One layer: attention and an MLP, each in a residual branch with its own norm."""
 
     config: GPTConfig
     ops: Ops
@@ -27,7 +27,7 @@ class Block(nn.Module):
     def __call__(
         self, stream: Stream, layer: int | Array, context: Context
     ) -> tuple[Stream, None]:
-        """Return the stream after the layer. The None next to it is for `nn.scan`."""
+        """Return the stream after the layer, and None, because `nn.scan` expects two outputs."""
         cfg, ops = self.config, self.ops
         x, carried = stream
         context = context.replace(layer=layer, carried=dict(carried))
@@ -63,7 +63,10 @@ class Block(nn.Module):
     def _add_branch(
         self, x: Array, sublayer: Sublayer, dropout: Sublayer, context: Context
     ) -> Array:
-        """Add the attention or MLP branch: return `x + dropout(sublayer(norm(x)))`, `[B, T, D]`."""
+        """Add the output of the attention or MLP branch to `x`, and return the result `[B, T, D]`.
+
+        In GPT-2, the result is `x + dropout(sublayer(norm(x)))`.
+        """
         cfg = self.config
         name = "ln_1" if context.branch == "attention" else "ln_2"
         norm = Norm(cfg, self.ops, name=name)

@@ -20,8 +20,9 @@ class KVCache(struct.PyTreeNode):
 
     Attributes:
         layers: the model's collection `cache`, which holds the keys and the values of each layer,
-            `[B, K, S, H]` in the compute dtype. Keys and values are separate arrays with heads
-            first, so that a step updates them in place and multiplies them without a transpose.
+            `[B, K, S, H]` in the compute dtype. Keys and values are separate arrays, and
+            their axis of heads precedes the axis of tokens, so that a step can update the arrays in
+            place and multiply them without a transpose.
         length: `[B]` int32, the number of tokens in the cache of each sequence.
         last: `[B]` int32, the last token of each sequence; any token if the sequence is empty.
     """
@@ -66,7 +67,7 @@ def extend(
 
     Returns:
         The float32 logits `[B, V]` of the token after each sequence, and the extended cache. The
-        logits of a sequence whose cache had no room are NaN.
+        logits of a sequence whose cache has no room for T more tokens are NaN.
     """
     chex.assert_shape([num_new, cache.length], (tokens.shape[0],))
     capacity = jax.tree.leaves(cache.layers)[0].shape[-2]

@@ -18,8 +18,9 @@ from gpt2.utils.parameters import is_declared
 def count_compute_parameters(cfg: GPTConfig) -> int:
     """Count the parameters that take part in the matrix products of a token.
 
-    The count excludes tables whose rows are looked up, which have an axis `table`, and experts that
-    the token does not use. It includes the output head, even if that is the token embedding.
+    The count excludes tables whose rows are looked up (one axis of such a table is named `table`),
+    and experts that the token does not use. It includes the output head, even if the head is the
+    token embedding.
     """
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     model = GPT(cfg)

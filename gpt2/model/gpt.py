@@ -102,19 +102,20 @@ class GPT(nn.Module):
         *,
         deterministic: bool = True,
     ) -> tuple[Array, Tree]:
-        """Return `logits_loss(logits, batch)`, by default the sum of cross-entropies in nats.
+        """Return `logits_loss(logits, batch)`: the objective, and a tree of sums to log.
 
+        By default, the objective is the sum of cross-entropies in nats, and the tree is empty.
         `batch` holds arrays `[B, T]`: `tokens` and `targets` int32 (-1: no target), optionally
         `segments`, and other arrays that `logits_loss` reads. `logits_loss` may be called with a
-        part of the positions at a time. Its logits may have more than V columns; the columns after
-        the vocabulary are padding, with logits of about -1e9.
+        part of the positions at a time. Its argument `logits` may have more than V columns; the
+        columns after the vocabulary are padding, with logits of about -1e9.
         """
         cfg = self.config
         ops = self.ops
         chex.assert_equal_shape(list(batch.values()))  # unequal shapes would broadcast
         chex.assert_type(batch["targets"], int)
-        # Tokens are looked up in the padded head, so that the gradients of the embedding and of the
-        # head are accumulated in one array.
+        # If the head is the token embedding, tokens are looked up in the padded head. The gradients
+        # of the embedding and of the head are then accumulated in one array.
         head = ops.pad_vocab(self.lm_head.table())
         table = head if cfg.tie_embeddings else self.wte.table()
         context = make_context(batch["tokens"], batch.get("segments"), deterministic)
@@ -276,7 +277,7 @@ class GPT(nn.Module):
 
 
 class LogitsSeam(nn.Module):
-    """The seam `logits`, as a module that holds the parameters of its ingredients."""
+    """The module that calls the seam `logits`, and holds the parameters that ingredients create."""
 
     config: GPTConfig
     ops: Ops

@@ -180,7 +180,7 @@ class Embedding(nn.Module):
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
 
     def table(self) -> Array:
-        """Return the table `[V, D]`. The diagnosis of NaN intercepts calls of this method."""
+        """Return the table `[rows, D]`. The diagnosis of NaN intercepts calls of this method."""
         return self.embedding
 
 

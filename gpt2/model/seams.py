@@ -110,7 +110,7 @@ class Ingredient:
         return x
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Change the input or the sublayer of a residual branch, or the stream it is added to."""
+        """Change a residual branch: its input, its sublayer, or the stream to which it is added."""
         return branch
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:

@@ -205,7 +205,7 @@ def _backward(groups, sequences, *, blocks, options):
 
 
 def _blocks(T, segments, window, transposed):
-    """Return a list with the slice of queries, the slice of keys, and the mask of each block."""
+    """Return a tuple for each block: the slice of queries, the slice of keys, and the mask."""
     block = T // _num_blocks(T)
     if segments is not None:
         missing = T - segments.shape[1]

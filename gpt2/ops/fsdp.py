@@ -30,8 +30,9 @@ class Shards:
         axis: the axis that is split.
         stages: factors of the number of shards. If the group's chips fill a torus, these are the
             torus's sides, outermost first; otherwise, the number itself is the only factor.
-        forget: whether the backward pass needs a barrier. Without a scan or rematerialisation, XLA
-            would store the gathered array from the forward pass to the backward pass.
+        forget: whether the backward pass needs a barrier. It does if there is neither a scan nor
+            rematerialisation: XLA would then store the gathered array between the two passes, and
+            not gather it again.
     """
 
     axis: int
@@ -107,9 +108,10 @@ def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def gather(parameter: Array | Shard, dtype: DTypeLike) -> Array:
-    """Return a whole parameter. Shards are sent over the network in `dtype`.
+    """Return a whole parameter. If `parameter` is a `Shard`, gather the shards of all devices.
 
-    The result is rounded to `dtype`, but the result and its gradient have the parameter's dtype.
+    Shards are sent over the network in `dtype`, which rounds the result. The result and its
+    gradient nevertheless have the parameter's dtype.
     """
     if not isinstance(parameter, Shard):
         return parameter

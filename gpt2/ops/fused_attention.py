@@ -96,7 +96,8 @@ def _splash(q, k, v, segments, scoring, interpret):
         if field.name.startswith("block_"):
             sizes[field.name] = block
     # The last axis fills the 128 lanes of a TPU. Heads of 64 dimensions would leave half of the
-    # lanes empty, so positions are the last axis, which saves 2 % of a step on a v5e.
+    # lanes empty. Positions are therefore the last axis of keys and values, which saves 2 % of a
+    # step on a v5e.
     sizes["k_layout"] = sizes["v_layout"] = splash.QKVLayout.SEQ_MINOR
     mask: splash.Mask = splash.CausalMask((T, T))
     if scoring.window:

@@ -258,7 +258,7 @@ def look_up_padded(
 ) -> Array:
     """Look up tokens in a table that `pad_vocab` returned.
 
-    A token outside of the vocabulary without padding yields NaN, as in `plain.look_up`.
+    A token whose id is `vocab_size` or more yields NaN, as in `plain.look_up`.
     """
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)
     missing = jnp.iinfo(tokens.dtype).max

@@ -154,7 +154,8 @@ def _linear_bwd(spec, residuals, dy):
     outputs = range(len(rows), dy.ndim)
     if spec.activation and stored is None:
         # The barrier makes XLA recompute the activation (docs/performance.md, XLA:CPU note 4). The
-        # barrier is before the product, so that XLA:TPU can fuse the derivative into the product.
+        # barrier precedes the product, so that XLA:TPU can fuse the activation's derivative into
+        # the product.
         x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dot(dy, kernel, outputs, range(contracted, kernel.ndim), spec.result)
     dx = dx.astype(spec.dtype)
@@ -193,7 +194,10 @@ def _parts_fwd(x, kernels, bias, spec):
 
 
 def _parts_bwd(spec, residuals, dys):
-    """Compute all gradients. On GPUs, cuBLAS adds up the gradient of `x` within the products."""
+    """Return the gradients of `x`, the kernels and the bias.
+
+    On GPUs, cuBLAS adds up the gradient of `x` within the products.
+    """
     x, kernels, bias = residuals
     dx = None
     dkernels = []

@@ -56,7 +56,8 @@ def _moments(x):
     """Return the mean and the variance of rows, both `[..., 1]`, in one pass over `x` `[..., D]`.
 
     The sums are over distances from a row's first element, which is at most sqrt(D) standard
-    deviations from the mean. The variance therefore loses at most log2(D) bits, for any mean.
+    deviations from the mean. The variance therefore loses at most log2(D) bits of precision, for
+    any mean.
     """
     first = x[..., :1]
     distance = x - first

@@ -160,8 +160,8 @@ def relu_squared(x: Array) -> Array:
 
 
 # The functions that `model.activation` names. The MLP applies the function between its two linear
-# maps. For names that end in "glu", the MLP applies it to the result of a third map, the gate, and
-# multiplies the result of the first map by it (Shazeer 2020).
+# maps. For names that end in "glu", the MLP applies the function to the result of a third map, and
+# multiplies the result of the first map by this gate (Shazeer 2020).
 ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": gelu_tanh,
     "gelu": gelu_erf,
@@ -283,8 +283,8 @@ def rotation(
 def rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs of dimensions of `x` `[B, T, N, H]`, in float32, by the angles of `rotation`.
 
-    Only the first R dimensions are rotated. Dimension i < R / 2 is paired with dimension i + R / 2,
-    as in GPT-NeoX.
+    Only the first R dimensions of a head are rotated. Dimension i < R / 2 is paired with dimension
+    i + R / 2, as in GPT-NeoX.
     """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
@@ -340,9 +340,9 @@ def masked_sum(losses: Array, targets: Array) -> tuple[Array, Array]:
 
 
 def cross_entropy(logits: Array, batch: Batch) -> tuple[Array, Tree]:
-    """Return the sum of `-log softmax(logits)` at the targets, in nats.
+    """Return the sum of `-log softmax(logits)` at the targets, in nats, and `()`.
 
-    The second result is `()`, because there are no sums to log.
+    The empty tuple means that there are no sums to log.
     """
     losses = log_sum_exp(logits) - target_logits(logits, batch["targets"])
     return masked_sum(losses, batch["targets"])[0], ()

@@ -14,10 +14,11 @@ from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
 # `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial. Newton-Schulz
-# uses the same polynomial five times (Jordan et al. 2024). Polar Express uses in each iteration the
-# polynomial that is best after the earlier ones, for singular values of at least 1e-3 (Amsel et al.
-# 2025, arXiv 2505.16932). Its coefficients are from modded-nanogpt. They are results of the paper's
-# algorithm for five iterations, with a cushion of 0.02 and a safety factor of 1.02 for rounding.
+# uses the same polynomial five times (Jordan et al. 2024). In each iteration, Polar Express uses
+# the polynomial that is optimal for the results of the earlier iterations, if singular values are
+# at least 1e-3 (Amsel et al. 2025, arXiv 2505.16932). Its coefficients are from modded-nanogpt.
+# They are results of the paper's algorithm for five iterations, with a cushion of 0.02 and a safety
+# factor of 1.02 for rounding.
 POLYNOMIALS = {
     "newton_schulz": 5 * ((3.4445, -4.7750, 2.0315),),
     "polar_express": (
@@ -30,8 +31,8 @@ POLYNOMIALS = {
 }
 
 # The root mean square of an update's entries. AdamW's updates have about the same root mean square,
-# so AdamW's learning rates and weight decay can be used (Liu et al. 2025, arXiv 2502.16982, section
-# 2.2).
+# so AdamW's learning rates and weight decay also suit Muon (Liu et al. 2025, arXiv 2502.16982,
+# section 2.2).
 UPDATE_RMS = 0.2
 
 
@@ -51,8 +52,8 @@ def scale_by_muon(
     """Return the direction of Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025, algorithm 1).
 
     Muon's updates are scaled as with `match_rms_adamw` of torch.optim.Muon. NorMuon divides the
-    update of each output by its running root mean square. `parameters`, a tree of `ParamInfo`, and
-    the trees of gradients contain only matrices.
+    update of each output by its running root mean square. `parameters` is a tree of `ParamInfo`.
+    This tree, and the trees of gradients, contain only matrices.
     """
     neurons = optim.name == "normuon"
     momentum = optax.constant_schedule(optim.momentum)
@@ -162,7 +163,7 @@ def _mean_square(
     *squares: Array,
     beta2: float,
 ) -> Array:
-    """Update the running mean squares of a kernel's rows or columns: one for each output."""
+    """Return the updated running mean squares of a kernel's neurons, its rows or columns."""
     square = squares[kernel.outputs]
     square = square.reshape(old.shape)
     return _lerp(old, square, 1 - beta2)
@@ -180,7 +181,7 @@ def _normalize(
     a whole matrix.
     """
     square = squares[kernel.outputs]
-    # 1e-10 is the epsilon of the authors' code. The update of an unused neuron is 0.
+    # 1e-10 is the epsilon of the authors' code. It avoids 0 / 0 if a neuron's updates are all 0.
     divisor = jnp.sqrt(running).reshape(square.shape) + 1e-10
     relative = square / jnp.square(divisor)
     mean = jnp.mean(relative, axis=(1, 2), keepdims=True)

@@ -39,7 +39,7 @@ def make_optimizer(
     width_ratio: float = 1.0,
     matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
-    """Return the optimizer: clipping, direction, weight decay, factors, rate and averages.
+    """Return the optimizer: a chain of clipping, direction, decay, factors, rate and averages.
 
     Args:
         optim: the options.
@@ -76,9 +76,9 @@ def make_optimizer(
         parts.append(_layer_rates(optim))
     optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
     if optim.name == "schedule_free":
-        # An average replaces the momentum and the schedule (Defazio et al. 2024, algorithm 1). It
-        # weights each step by the square of its rate. This transformation of optax counts steps
-        # from 1, but `schedule` counts from 0.
+        # An average replaces the momentum and the schedule (Defazio et al. 2024, algorithm 1). This
+        # average weights each step by the square of the step's rate. optax's transformation counts
+        # steps from 1, but `schedule` counts from 0.
         rate = lambda count: schedule(count - 1)  # noqa: E731
         optimizer = optax.contrib.schedule_free(optimizer, rate, b1=optim.beta1)
     if optim.ema or optim.tail_average:
@@ -119,7 +119,10 @@ def _width_factor(
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
-    """Multiply updates by the factor of the first matching pattern in `optim.layer_rates`."""
+    """Return a transformation that multiplies an update by its factor in `optim.layer_rates`.
+
+    The factor is the one of the first pattern that matches the parameter's name, or 1.
+    """
     rates = (*optim.rates, ("", 1.0))  # the empty pattern matches every name
 
     def first_match(name: str) -> int:

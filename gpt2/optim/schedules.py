@@ -9,8 +9,9 @@ from gpt2.errors import UserError
 def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, counted from 0.
 
-    A linear warm-up reaches `optim.learning_rate` after `optim.warmup_steps` steps. Its first rate
-    is above 0, as in nanoGPT. The schedule after the warm-up ends at step `num_steps`.
+    A linear warm-up reaches `optim.learning_rate` after `optim.warmup_steps` steps. The first
+    rate of the warm-up is above 0, as in nanoGPT. The schedule after the warm-up ends at step
+    `num_steps`.
     """
     peak = optim.learning_rate
     warmup = optim.warmup_steps
@@ -42,7 +43,7 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
     """A constant rate, then a linear decay over the last steps (warm-up, stable, decay).
 
-    The decay begins after the warm-up, even if that leaves fewer steps than the options ask for.
+    The decay begins after the warm-up, even if it then has fewer steps than the options specify.
     """
     decay = min(optim.decay_steps(num_steps), steps)
     return optax.linear_schedule(

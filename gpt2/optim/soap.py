@@ -37,9 +37,9 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Return the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
 
-    `parameters`, a tree of `ParamInfo`, and the trees of gradients contain only matrices. As in the
-    authors' code, the first step only computes the bases. If a gradient is nearly singular, the
-    basis depends on rounding.
+    `parameters` is a tree of `ParamInfo`. This tree, and the trees of gradients, contain only
+    matrices. As in the authors' code, the first step only computes the bases. If the first gradient
+    of a matrix is nearly singular, the basis depends on rounding.
     """
 
     def init(params: Tree) -> SoapState:
@@ -97,7 +97,7 @@ def scale_by_soap(
 def _square(kernel: Kernel, x: Array, side: int) -> Array:
     """Return zeros with the shape of a kernel's Gram matrices.
 
-    The Gram matrices are those of the rows for `side` 0, and those of the columns for `side` 1.
+    For `side` 0, these are the Gram matrices of the rows; for `side` 1, of the columns.
     """
     size = kernel.sides[side]
     return jnp.zeros((*kernel.counts, size, size), x.dtype)
@@ -106,9 +106,10 @@ def _square(kernel: Kernel, x: Array, side: int) -> Array:
 def _step(
     optim: OptimConfig, stacks: tuple[Array, ...], count: Array
 ) -> tuple[Array, ...]:
-    """Return the directions, and the next state, for stacks of gradients and state.
+    """Return a tuple of stacks: the directions, and then the fields of the next state.
 
-    `stacks` are the gradients, and then the fields of `SoapState` in their order.
+    `stacks` are the gradients, and then the fields of the current state. The fields are those of
+    `SoapState` after `count`, in their order.
     """
     beta1 = optim.beta1
     beta2 = optim.beta2
@@ -155,7 +156,8 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
     """Return the eigenvectors of Gram matrices `[k, n, n]`, largest eigenvalues first.
 
     Each Gram matrix is computed from a single gradient, so its rank is at most `rank`. The basis of
-    the null space is not unique. QR computes the same basis on every device.
+    the null space is not unique. Therefore QR, which returns the same basis on every device,
+    computes it.
     """
     vectors = _decompose_each(lambda x: jnp.linalg.eigh(x)[1], gram)
     vectors = vectors[..., ::-1]

@@ -127,7 +127,7 @@ def average_parameters(
     """
 
     def init_fn(params: Tree) -> AverageState:
-        # The state is donated, so the average must not share the buffers of the parameters.
+        # A step donates parameters and optimizer state, so the two must not share buffers.
         copy = jax.tree.map(jnp.copy, params)
         return AverageState(jnp.int32(0), jnp.int32(0), copy)
 

@@ -125,7 +125,7 @@ def _varied_values(sweep: Sweep) -> str:
 
 
 def with_next_seeds(sweep: Sweep) -> Sweep:
-    """Return the sweep with its choices so far, and with the seeds of the next analysis."""
+    """Return the sweep with the tuned values chosen so far, and the seeds of the next analysis."""
     sweep = sweep.with_choices()
     return add_seeds([sweep], judge(sweep, sweep.results()))[0]
 

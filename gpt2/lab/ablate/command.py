@@ -87,10 +87,10 @@ def define_flags() -> None:
 def make_sweep(
     root: Path, arms: Sequence[Arm], slots: Sequence[Slot], *, module: str
 ) -> Sweep:
-    """Return the sweep of `arms` with the terms in the flags.
+    """Return the sweep of `arms`. The flags determine its other fields.
 
-    Prepare the data and check out the code of all arms, so that errors appear before training. The
-    report prints the command, which is `python -m` with `module` and the arguments.
+    Prepare the data and check out the code of all arms, so that errors appear before training. For
+    the report, the sweep stores the command line: `python -m` with `module` and the arguments.
     """
     analyses = _read_analyses(FLAGS.seeds)
     tuned = FLAGS.tune

@@ -20,7 +20,7 @@ _FUTILE = 0.2  # an arm stops if its conditional power is below this
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's runs, except tuning runs. With `state`, skip other states."""
+    """Return the rows of an arm's compared runs. With `state`, return only runs in this state."""
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:
@@ -29,7 +29,7 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
 
 
 def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
-    """Return the final scores of an arm's runs. With `seeds`, use only its first `seeds` runs."""
+    """Return the final scores and the number of failures of an arm's (first `seeds`) runs."""
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
     return Sample(
@@ -105,7 +105,7 @@ def add_seeds(sweeps: Sequence[Sweep], verdicts: Mapping[str, HasWords]) -> list
         waits |= any(run.outcome().state == "waiting" for run in sweep.all_runs())
     if waits or not open_arms:
         return list(sweeps)
-    # Open arms may have different numbers of seeds, because an arm may be added later.
+    # Open arms may have different numbers of seeds, because a command may add an arm later.
     fewest = min(sweep.num_seeds(arm) for sweep in sweeps for arm in open_arms)
     number = min(analysis for analysis in sweeps[0].analyses if analysis > fewest)
     print(f"{len(open_arms)} of {counted(len(arms), 'arm')} continue to {number} seeds")

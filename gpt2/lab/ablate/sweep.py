@@ -182,7 +182,7 @@ def continued(sweep: Sweep) -> Sweep:
     changed["--equal"] = (before.equal, sweep.equal)
     changed["--tune"] = (_describe_tune(before.tune), _describe_tune(sweep.tune))
     changed["--tune_seeds"] = (before.tune_seeds, sweep.tune_seeds)
-    # Seeds may be added to a sweep only if neither command has interim analyses.
+    # This command may add seeds only if neither it nor the earlier command has interim analyses.
     if max(len(before.analyses), len(sweep.analyses)) > 1:
         changed["--seeds"] = (
             ",".join(map(str, before.analyses)),

@@ -91,7 +91,7 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
     Return inf if the curve ends above `target`, and the amount of the first validation if the curve
     is never above it.
     """
-    # The last validation above the target decides, because an earlier one below it may be luck.
+    # The last validation above the target decides. An earlier validation below it may be luck.
     above = np.flatnonzero(scores > target)
     start = above[-1] if above.size else 0
     x = -scores[start : start + 2]

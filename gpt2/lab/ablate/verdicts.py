@@ -60,7 +60,8 @@ from gpt2.lab.ablate.power import (
 from gpt2.lab.experiments.decisions import Decision
 
 CLEAR = (Decision.BETTER, Decision.WORSE)  # the verdicts on an arm that differs
-_ROUNDING = 1e-12  # a standard error below this fraction of the scores is rounding
+# A standard error below this fraction of the scores is a result of rounding.
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Verdict:
     difference: float  # arm - baseline
     # A Decision, "undecided: at most ±0.0123", or why there is no verdict.
     words: str
-    baseline: float  # the mean of the baseline's scores that was subtracted
+    baseline: float  # the baseline's mean score, subtracted from the arm's
     # The ends of the interval of the difference. The intervals of all arms hold simultaneously.
     low: float = math.nan
     high: float = math.nan
@@ -113,9 +114,9 @@ def compare(
 ) -> dict[str, Verdict]:
     """Return the verdict on each arm, with the tests that the module's docstring describes.
 
-    An arm with a diverged run has no verdict, because its other runs are not a fair sample, and the
-    tests of other arms do not use it. `level` bounds the probability of a false verdict among all
-    arms.
+    An arm with a diverged run has no verdict, because its other runs are not a fair sample. The
+    tests of the other arms do not use its runs. `level` bounds the probability of a false verdict
+    among all arms.
     """
     verdicts = {}
     judged = {}

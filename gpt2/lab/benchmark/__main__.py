@@ -15,7 +15,8 @@ quick first measurement.
 This command runs `train` and train.py on a GPU, in parts, each with a time limit. --config.a.b=v
 changes an option of all parts.
 
-MFU is the model's FLOPs, 6 N + 12 L D T per token, divided by time and the data sheet's peak.
+MFU is the model's FLOPs (6 N + 12 L D T per token), divided by the time and by the data sheet's
+peak rate.
 Memory is the peak of a GPU's allocator or, on a CPU, of the process.
 """
 

@@ -1,9 +1,9 @@
 """Check that two implementations compute the same losses in their first steps.
 
-Both draw the same weights from the name of each parameter, so that no weights have to be sent. Both
-then take `STEPS` steps on the same batches. Losses after the first depend on gradients, clipping
-and the optimizer. The names are this project's names, such as `h_0/attn/c_attn/kernel`. This module
-needs neither JAX nor PyTorch.
+Both draw the same weights from the name of each parameter, so that they need not exchange weights.
+Both then take `STEPS` steps on the same batches. Losses after the first depend on gradients,
+clipping and the optimizer. The names are this project's names, such as `h_0/attn/c_attn/kernel`.
+This module needs neither JAX nor PyTorch.
 """
 
 import zlib
@@ -14,8 +14,8 @@ import numpy as np
 from gpt2.config import Config
 
 STEPS = 5
-# Largest relative difference of a loss, for each `precision.compute`. At the quickstart's learning
-# rate, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. NVIDIA GPUs
+# Largest allowed relative difference of a loss, by `precision.compute`. At the learning rate of the
+# quickstart, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. NVIDIA GPUs
 # multiply float32 as TF32, which is as precise as float16.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 
@@ -24,9 +24,9 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return float32 weights, which depend only on the name and the shape.
 
     The magnitudes make differences between implementations visible. Kernels preserve the magnitude
-    of activations, because variants of GELU differ most at this magnitude. Embeddings are small, so
-    that the epsilon of a norm matters. The scale of the last norm makes gradients large enough to
-    be clipped.
+    of activations, which is about 1, because variants of GELU differ most there. Embeddings are
+    small, so that the epsilon of a norm matters. The scale of the last norm makes gradients large
+    enough to be clipped.
     """
     seed = zlib.crc32(name.encode())
     rng = np.random.default_rng(seed)
@@ -51,9 +51,10 @@ def draw_batch(config: Config, step: int = 0) -> np.ndarray:
 def compare(
     ours: Sequence[float], theirs: Sequence[float], tolerance: float
 ) -> str | None:
-    """Describe the first loss that differs between two implementations, in nats per token.
+    """Describe the first loss that differs between two implementations.
 
-    Return None if no relative difference exceeds the tolerance.
+    `ours` and `theirs` are the losses of the first steps, in nats per token. Return None if no
+    relative difference exceeds the tolerance.
     """
     differences = np.abs(np.divide(theirs, ours) - 1)
     for i in np.flatnonzero(~(differences <= tolerance)):  # finds NaN as well

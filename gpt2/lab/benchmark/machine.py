@@ -1,4 +1,4 @@
-"""Print devices and versions as a line of JSON, and write target.txtpb, XLA's GPU description.
+"""Print devices and versions as a line of JSON, and write XLA's GPU description to target.txtpb.
 
 python -m gpt2.lab.benchmark.machine DIR
 """

@@ -2,8 +2,9 @@
 
 The suite consists of parts. Each part is a command with a time limit, so that the failure of one
 part does not affect the others. The suite writes the following to the output folder: results.jsonl
-with a row for each result, report.md, the error output of each part, and target.txtpb, XLA's
-description of the GPU for `gpt2.lab.plan --chips`. Parts that have finished are not run again.
+with a row for each result, report.md, the error output of each part, and target.txtpb. The file
+target.txtpb is XLA's description of the GPU, for `gpt2.lab.plan --chips`. Parts that have finished
+are not run again.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ class Arm:
     extra: Settings = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Runs read their options from config.json, which excludes this option.
+        # Runs read their options from config.json, which does not contain `logging.on_exit`.
         if command := self.config.logging.on_exit:
             raise UserError(
                 f"The runs of a sweep or ledger would ignore logging.on_exit={command}",

@@ -34,7 +34,10 @@ def diff(old: str, new: str, form: str = "--patch") -> str:
 
 
 def changed_files(old: str, new: str) -> dict[str, bool]:
-    """Map each path that differs between two commits to True if it is text or was removed."""
+    """Map each path that differs between two commits to whether it is a text file in `new`.
+
+    A path that was removed also maps to True, unless git treats the old file as binary.
+    """
     form = ("-z", "--no-renames", old, new)
     counts = _git("diff", "--numstat", *form).split("\0")
     entries = _git("diff", "--raw", *form).split("\0")

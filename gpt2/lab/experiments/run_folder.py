@@ -1,7 +1,7 @@
 """The folder of a run of the lab.
 
-It contains config.json with the options, log.txt with the output of train.py, outcome.json, which
-says how the run ended, and run/, the workdir of train.py.
+It contains config.json (the options), log.txt (the output of train.py), outcome.json (how the run
+ended) and run/ (the workdir of train.py).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str
     error: str = ""  # the log line that states the cause
-    seconds: float = 0.0  # duration of its process, which the parent measured
+    seconds: float = 0.0  # duration of the run's process, measured by its parent
     attempt: str = ""  # a random id, because two attempts may fail with the same error
 
 

@@ -23,7 +23,7 @@ _STEPS = 40
 def make_measuring_run(root: Path, arm: Arm) -> Run:
     """Return a short run of an arm.
 
-    The folder's name contains a hash of everything that affects the speed of the run.
+    The name of the run's folder contains a hash of everything that affects the run's speed.
     """
     options = {
         "train.num_steps": _STEPS,

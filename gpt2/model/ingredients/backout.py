@@ -18,7 +18,7 @@ class Backout(Ingredient):
     option = "backout"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """After the last layer, subtract the fraction of the middle layer's input."""
+        """Subtract a learned fraction of the middle layer's input from the last layer's output."""
 
         def layers_without_middle(x: Array) -> Array:
             context.carried[self.option] = x  # replaced at the middle layer

@@ -1,6 +1,7 @@
 """The previous token of each position.
 
 In cached decoding, the token before the first input is not among the inputs.
+`Context.last_token` holds it.
 """
 
 import jax.numpy as jnp

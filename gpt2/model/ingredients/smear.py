@@ -1,7 +1,8 @@
 """Smear: a gated fraction of the previous token's embedding, added to each token's embedding.
 
 The sources are modded-nanogpt and nanochat. The gate reads the first 24 entries of the token's own
-embedding. The 24 weights of the gate and the learned factor are initialised to 0.
+embedding. The 24 weights of the gate, and a learned factor of the gate's output, are initialised
+to 0.
 """
 
 import flax.linen as nn
@@ -30,7 +31,7 @@ class Smear(Ingredient):
 
 
 class SmearedTokens(nn.Module):
-    """The gate, and the sum of each token's embedding with the previous token's."""
+    """A gate, and the sum of each token's embedding and a fraction of the previous token's."""
 
     config: GPTConfig
     ops: Ops
