@@ -202,8 +202,8 @@ class Model:
     )
     value_embeddings: bool = option(
         False,
-        "mix token embeddings from a table of its own into the values of each layer's attention "
-        "(modded-nanogpt)",
+        "mix token embeddings into each layer's values of attention; each layer has a separate "
+        "embedding table (modded-nanogpt)",
         is_ingredient=True,
     )
     backout: bool = option(
@@ -322,7 +322,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes. Parameters and optimizer state are always float32, so small updates are not lost."""
+    """Dtypes. Parameters and optimizer state are always float32: 16 bits drop small updates."""
 
     compute: Compute = option(
         "float32",

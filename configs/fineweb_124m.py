@@ -1,15 +1,15 @@
-"""Track 3 of modded-nanogpt: 12 layers of 768 on FineWeb, 524,288 tokens a step, to a loss of 3.28.
+"""Track 3 of modded-nanogpt: reach a loss of 3.28 on FineWeb with 12 layers of width 768.
 
     python train.py --config=configs/fineweb_124m.py:h100-8
     python train.py --config=configs/fineweb_124m.py:h100-8+modern
 
 The word after the colon is a machine in configs/gpt2_124m.py. `+modern` adds Muon and value
-residuals, as in configs/modern.py.
+residuals, as in configs/modern.py. A step has 524,288 tokens.
 Data: 3.9B tokens of FineWeb, pre-tokenized on the hub: 39 files of 0.2 GB for training, and one for
 validation.
-Expect: the runs are planned for v5e-8, h100-1 and h100-8 (docs/recipes.md), but none was made. In
-one run each, the original reaches a loss of 3.279 after 5,625 steps of AdamW, and 3.278 after 3,600
-steps of Muon: results 2 and 1 of github.com/KellerJordan/modded-nanogpt,
+Expect: the runs are planned for v5e-8, h100-1 and h100-8 (docs/recipes.md), but none was made. The
+original reaches a loss of 3.279 after 5,625 steps of AdamW, and 3.278 after 3,600 steps of Muon,
+each in one run: results 2 and 1 of github.com/KellerJordan/modded-nanogpt,
 records/track_3_optimization.
 
 Unlike the original, this model has no norm after the embedding and no bias in the head. Its soft

@@ -3,9 +3,9 @@
     python train.py --config=configs/gpt2_1558m.py
 
 Devices: each of eight devices of 16 GB trains on 8 sequences at a time. According to
-`gpt2.lab.plan --chips=a100-8`, each needs 5.9 GiB; this was not tried. On eight devices of 40 GB
-(23.0 GiB), `--config.parallel.fsdp_gather=step` sends less data. For one device of 80 GB (32.4
-GiB), add `--config.train.accumulate_steps=128`.
+`gpt2.lab.plan --chips=a100-8`, each needs 5.9 GiB; this was not tried. On eight devices of 40 GB,
+`--config.parallel.fsdp_gather=step` sends less data, and each device needs 23.0 GiB. For one device
+of 80 GB, add `--config.train.accumulate_steps=128`. It then needs 32.4 GiB.
 Data: as for configs/gpt2_124m.py.
 Recipe: the learning rate, the batch of 1,048,576 tokens and the 32,000 steps are the same as for
 llm.c's 1558M.

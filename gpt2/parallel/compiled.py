@@ -74,7 +74,7 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
     """Run a program for the first time, while nothing else uses its devices.
 
     cuDNN captures a CUDA graph during the first run. Any other work on the GPU makes the capture
-    fail, or is captured and lost.
+    fail, or is captured instead of being run.
     """
     jax.block_until_ready(arguments)
     try:
@@ -107,7 +107,7 @@ def compile_once(
 
     def finish() -> tuple[Any, float]:
         compiled = lowered.compile(options) if lowered else function
-        launch.release_free_memory()  # a compilation leaves hundreds of MB of it
+        launch.release_free_memory()  # hundreds of MB after a compilation
         return compiled, time.perf_counter() - began
 
     return CompiledStep(_compiler.submit(finish))

@@ -175,7 +175,7 @@ def from_first(number: int) -> int:
 def from_all(text: str) -> list[str]:
     """Return the texts of all processes. Every process must call this.
 
-    The coordinator passes the texts on, so that devices need not exist yet.
+    The texts are exchanged through the coordinator, so JAX's devices need not exist yet.
     """
     if (client := global_state.client) is None:
         return [text]

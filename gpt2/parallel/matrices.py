@@ -54,7 +54,7 @@ class Matrices:
 
         `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. It is called
         with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. Over
-        each mesh axis that splits a matrix, the matrix is sent twice, before and after the call.
+        each mesh axis that splits a matrix, devices exchange the matrix before and after the call.
         """
         mesh = self.mesh
         if mesh is None or mesh.size == 1:

@@ -49,8 +49,8 @@ class PjitBackend:
         self.rules = layout_rules
         self.num_shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._tensor = mesh.shape["tensor"]
-        # The reference formulas, which run if jit is off, need whole parameters. The end of this
-        # method also sets "step", if the rules allow no parameter to be gathered by layer.
+        # The reference implementations, which run if jit is off, need whole parameters. The end of
+        # this method also sets "step", if the rules allow no parameter to be gathered by layer.
         self.gather_by = "step" if jit_is_off() else gather_by
         self._storage = rules.specs(logical_axes, layout_rules.storage)
         self._optimizer = rules.specs(logical_axes, layout_rules.optimizer)
@@ -165,7 +165,7 @@ class PjitBackend:
         return jax.jit(partial(step, map_sum=map_sum))
 
     def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
-        """Return the `map_sum` of `gpt2.training.steps`: run on each device's rows, then sum.
+        """Return the `map_sum` of `gpt2.training.steps`, which sums over the rows of all devices.
 
         XLA's partitioner adds the collectives over the axis `tensor`.
         """

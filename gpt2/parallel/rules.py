@@ -116,8 +116,8 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     """Return the axis along which a parameter is gathered by layer, or None.
 
     Every kernel and table has such an axis, unless rules split it along an axis whose shards no
-    operation supports, or the axis `tensor` of the mesh has several devices. Vectors have none,
-    because they are too small.
+    operation supports, or the axis `tensor` of the mesh has several devices. Vectors have no such
+    axis, because they are too small.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
@@ -136,7 +136,7 @@ def find_shards(
     rules: Rules,
     forget: bool,
 ) -> Shards | None:
-    """Return how a parameter is sharded by layer, or None if devices hold it whole.
+    """Return the shards of a parameter that is gathered by layer, otherwise None.
 
     `names` are the parameter's logical axes.
     """

@@ -75,7 +75,7 @@ def _read_chips() -> list[Chip]:
 
 
 CHIPS = _read_chips()
-# The chips whose memory and links are known.
+# The chips whose memory and fastest link are known.
 BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
 
 

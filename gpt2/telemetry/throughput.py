@@ -23,11 +23,14 @@ class StepClock:
     Devices run behind the host, so wait for the last step before opening the phase of a validation
     or checkpoint.
 
-    Attributes:
+    Args:
         tokens: a function that returns the tokens of the first n steps.
         flops: a function that returns the FLOPs of the first n steps.
+        peak_flops: peak FLOP/s of all devices together; None: MFU is not computed.
         since: the time at which the process began, in seconds on the clock of `now`.
         now: a function that returns the current time in seconds.
+
+    Attributes:
         current: the name of the innermost open phase.
     """
 
@@ -86,7 +89,7 @@ class StepClock:
         self._last = step
 
     def read(self) -> dict[str, float]:
-        """Return the mean speed of all devices together since the last call.
+        """Return metrics of the mean speed of all devices together since the last call.
 
         The result is empty if no step was completed.
         """
