@@ -1,6 +1,6 @@
-"""For each arm of a ladder, how its compute multiplier changes with size: its `Course`.
+"""Compute the `Course` of each arm of a ladder: how its compute multiplier changes with size.
 
-The course is computed at the first analysis that gives a verdict.
+The course comes from the first analysis that gives a verdict.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def _analyse(
             amount = "seconds" if sweep.equal == "seconds" else "flops"
             compute = runs[amount].to_numpy()
             at_sizes.append(Losses(compute, runs.score.to_numpy()))
-            # The FLOPs of another version of the code are NaN.
+            # If an arm runs another version of the code, its FLOPs are NaN.
             if not (compute > 0).all():
                 raise UserError(
                     f"The FLOPs of {arm.name} are unknown, because it runs another version of the"

@@ -1,7 +1,8 @@
 """ledger.jsonl: the ideas of a ledger, and the answers to them.
 
 An idea is compared with the version that was the best when the idea was entered. Idea 0 is the
-start.
+version with which the ledger started.
+
 Each line is the state of an idea at some time. The newest line of an idea is valid, and the order
 of lines is the order of events.
 """
@@ -31,11 +32,11 @@ _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true differenc
 class Sample:
     """The pairs of an idea at one size."""
 
-    # Drawn at random, each when its pair begins. The last pair may not have ended.
+    # Each seed is drawn at random when its pair begins. The last seed's pair may not have ended.
     seeds: list[int] = field(default_factory=list)
     # For each seed, the losses of the best version and of the idea, measured by the referee.
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    # The same losses, reported by the runs.
+    # For each seed, the same two losses, as the runs themselves measured them.
     reported: list[tuple[float, float]] = field(default_factory=list)
     # For each seed, the durations of the best version's run and of the idea's run, in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)

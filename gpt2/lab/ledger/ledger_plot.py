@@ -21,8 +21,8 @@ _ANSWERS = {
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
     """Plot ideas with their intervals in order, and the best so far as a line.
 
-    `gains` maps the number of each idea that was the best to the difference of its loss from the
-    start. An idea without a score is a cross.
+    `gains` maps the number of each idea that was the best to its loss minus the loss at the start.
+    An idea without a score is a cross.
     """
     with drawing(png, height=5) as (axes,):
         numbers = [*gains, len(ideas) + 0.5]

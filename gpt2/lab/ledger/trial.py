@@ -207,7 +207,7 @@ def _train_pair(
     with files.locked(root / LOCK):
         idea = read_ledger(root).newest(idea)
         sample = idea.sample(depth)
-        # Otherwise, another process has added the pair.
+        # If there are more pairs, another process has already added this one.
         if len(sample.pairs) * 2 < len(runs):
             sample.pairs.append((losses[0], losses[1]))
             sample.reported.append((reported[0], reported[1]))

@@ -33,8 +33,8 @@ _LAYOUTS = (
     "parallel.data=1 parallel.fsdp=-1 parallel.tensor=4",
     "parallel.data=1 parallel.fsdp=-1 parallel.tensor=8",
 )
-# Values of `memory.remat`, from the fastest to the value that needs the least memory. `split` is
-# `full` and also splits the batch into micro-batches of one sequence per device.
+# Variants of a layout, from the fastest to the variant that needs the least memory. Each is a value
+# of `memory.remat`, except `split`: it is `full`, with micro-batches of one sequence per device.
 _VARIANTS = ("none", "dots", "full", "split")
 
 

@@ -92,7 +92,7 @@ def read_trace(path: Path) -> Trace:
 def _operations(plane: ProfilePlane) -> Iterator[Operation]:
     """Yield the operations of a plane, except loops and calls, which contain other operations."""
     lines = list(plane.lines)
-    # On accelerators, other lines repeat the operations by module and by step.
+    # An accelerator's plane has other lines, which repeat the operations by module and by step.
     streams = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
     for line in streams or lines:
         operations = list[Operation]()
