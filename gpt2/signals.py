@@ -25,7 +25,7 @@ _SAME_PRESS = 0.3
 _exit_lock = threading.Lock()
 _is_watched = False  # whether the thread of `_watch` is running
 _GRACE = 5.0  # seconds for which a validation may continue after a signal
-_next_command = ""  # how to continue after an exit; part of the last message
+_next_command = ""  # text in the last message that says how to continue
 _loop_stop: "StopSignal | None" = None  # the StopSignal of the current training loop
 
 

@@ -134,7 +134,8 @@ class ModelConfig(default.Model):
 class GPTConfig(ModelConfig):
     """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
 
-    vocab_size: default.Positive = 50257  # in GPT-2; a run uses its tokenizer's
+    # The size of GPT-2's vocabulary. A run replaces it with the size of its tokenizer.
+    vocab_size: default.Positive = 50257
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"
     remat: default.Remat = "none"

@@ -27,7 +27,7 @@ from gpt2.config.options import (
 from gpt2.config.shapes import ShapeSchedule, StepShape, read_steps
 from gpt2.errors import UserError, first_line
 
-# Options of `train.` that change the shape of a step, and the fields of `StepShape`.
+# Option of `train.` -> the field of `StepShape` that the option changes during a run.
 _SHAPE_SCHEDULES = {
     "batch_schedule": "batch_size",
     "context_schedule": "context_length",

@@ -50,7 +50,7 @@ def _prepare_mixture(
     weights: dict[str, Fraction],
     recorded: Sequence[Recorded],
 ) -> Dataset:
-    # All parts share one tokenizer, so `build` refuses a tokenizer that is trained on its corpus.
+    # All parts share one tokenizer, so `build` refuses a tokenizer that is trained on a corpus.
     tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     parts = dict[str, tuple[Fraction, PreparedTokens]]()
     for (corpus, weight), part in zip(weights.items(), recorded, strict=True):

@@ -20,9 +20,10 @@ File = Path | Remote
 
 
 class SourceFiles:
-    """Files in a fixed order. `labels` state how they are read, or identify a source without files.
+    """Files in a fixed order.
 
-    `revision` is the commit of a data set of the hub. For such a data set, `find` returns no files.
+    `labels` state how the files are read, or identify a source without files. `revision` is the
+    commit of a data set of the hub. For such a data set, `find` returns no files.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def initialize(
             "Only some of --coordinator, --num_processes and --process_index are set",
             "Set all three, or none of them",
         )
-    # With "deactivate", JAX does not look for a launcher. If it found one, it would hide devices
+    # With "deactivate", JAX does not look for a launcher. A launcher would make JAX hide devices
     # from this process.
     method = "deactivate" if coordinator else _find_launcher()
     if not method:

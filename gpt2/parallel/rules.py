@@ -136,7 +136,7 @@ def find_shards(
     rules: Rules,
     forget: bool,
 ) -> Shards | None:
-    """Return the shards of a parameter that is gathered by layer, otherwise None.
+    """Return the `Shards` of a parameter, or None if it is not gathered by layer.
 
     `names` are the parameter's logical axes.
     """

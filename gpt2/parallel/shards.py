@@ -14,8 +14,8 @@ from gpt2.ops.plain import AxisNames, Init, Shape
 from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
-# A function that returns how a parameter with these logical axes is sharded, or None if devices
-# hold it whole.
+# A function that returns the shards of a parameter, given its logical axes. None means that devices
+# hold the whole parameter.
 ShardsFor = Callable[[AxisNames], Shards | None]
 
 
@@ -72,8 +72,8 @@ def shard_param(
 def isolate(loss: Callable) -> Callable:
     """Return a loss that gathers parameters separately for each micro-batch.
 
-    Without the barrier, XLA would gather them once for all micro-batches and store them. Pass the
-    arguments of the loss by position.
+    Without the barrier below, XLA would gather parameters once for all micro-batches and store
+    them. Pass the arguments of the loss by position.
     """
 
     def isolated(params: Tree, micro_batch: Tree, *others: Array | None):

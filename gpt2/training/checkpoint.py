@@ -125,7 +125,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def _wait_for_others(self, **options: Any) -> None:
-        # After a failure, the thread that saves would reach this barrier and wait forever.
+        # If a save has failed in this process, its thread would wait at this barrier forever.
         with distributed.ends_together():
             error = sys.exception()
             if isinstance(error, Exception):

@@ -4,7 +4,7 @@ config.json         all options; `train.py --config=config.json` repeats the run
 data.json           a description of the prepared corpus, which shows if the text was changed
 tokenizer.json      the tokenizer, so that samples can be drawn without the corpus
 environment.jsonl   versions, code and command, with one line for each start
-.lock               locked by the process that trains here, so that no second process does
+.lock               locked by the process that trains here, so that no other process trains here
 """
 
 import contextlib
@@ -169,7 +169,7 @@ def deciding_options(config: Config) -> dict[str, Any]:
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
             options[name] = value
-    if config.model.dropout:  # Each micro-batch has its own dropout masks.
+    if config.model.dropout:  # The number of micro-batches changes its masks.
         options["train.accumulate_steps"] = config.train.accumulate_steps
     return options
 

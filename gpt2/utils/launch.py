@@ -40,8 +40,8 @@ def prepare_process() -> None:
     """
     _open_standard_streams()
     signals.begin_process()
-    # GLIBC_TUNABLES alone would not show this, because a wrapper of Python may remove it. The
-    # process would then start again forever.
+    # GLIBC_TUNABLES does not show whether the process was restarted, because a wrapper of Python
+    # may remove this variable. The process would then restart itself forever.
     is_second = _STARTED_AGAIN in os.environ
     if is_second:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

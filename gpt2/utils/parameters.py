@@ -16,7 +16,7 @@ from gpt2.utils.trees import Tree
 
 # Names of axes that stack tensors of equal shapes.
 STACKING = {"layers", "experts", "qkv"}
-# Names of axes that do not count when deciding whether a parameter is a matrix.
+# Names of axes that `param_info` ignores when it decides whether a parameter may be a matrix.
 SMALL = STACKING | {"mix", "head_size"}
 
 

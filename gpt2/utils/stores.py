@@ -145,7 +145,8 @@ class _Record:
     """The files of a store at the last exchange with a working copy."""
 
     url: str = ""
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # by file name
+    # File name -> version.
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     # The modification times of the files in the working copy, in ns.
     times: dict[str, int] = dataclasses.field(default_factory=dict)
     owner: str = ""  # the key that the run of the working copy has written to the store
