@@ -138,8 +138,8 @@ def _read_tasks(path: Path) -> list[Task]:
                 f"{label} needs {num_shots} other examples for each example, "
                 f"but {file} has only {len(examples)} examples",
             )
-            # The seed is the same as nanochat's, because it determines the solved examples in a
-            # prompt.
+            # This is nanochat's seed. The order of the examples determines which solved examples a
+            # prompt contains.
             random.Random(1337).shuffle(examples)
             tasks[label] = Task(label, kind, num_shots, chances[label], examples)
         require(tasks, "icl_tasks is empty")

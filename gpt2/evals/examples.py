@@ -12,7 +12,7 @@ from gpt2.evals.task_files import read_jsonl, require
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score the last token of each passage, as in the GPT-2 paper."""
+    """Return the accuracy and the perplexity of each passage's last token, as in GPT-2's paper."""
 
     def parse(passage: Any) -> Request:
         # White space at the end of a passage does not belong to the passage.
@@ -34,7 +34,10 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score how often the correct one of four endings is the most likely, as in llm.c."""
+    """Return how often the correct one of four endings is the most likely, as in llm.c.
+
+    There are two accuracies: by the sum and by the mean of an ending's log-probabilities.
+    """
 
     def parse(example: Any) -> tuple[int, list[Request]]:
         context = tokenizer.encode(example["ctx"])

@@ -62,7 +62,8 @@ def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
     n = len(x)
-    # All scores are checked here, because JSON has no NaN, and a table of NaN looks like a result.
+    # Every score passes through this function. NaN is an error, because JSON cannot represent it,
+    # and because a table would show it like a result.
     if not y.sum() > 0 or not np.isfinite(x).all():
         raise UserError(
             f"The score of {n} examples is not a finite number",

@@ -65,7 +65,7 @@ def validation(
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score a file of the raw release of WikiText, per token and per word."""
+    """Return the perplexities per token and per word of a file of WikiText's raw release."""
     text = read_text(path)
     plain = detokenize(text)
     scores = _score(scorer, tokenizer, text, "wikitext tokens")
@@ -87,7 +87,7 @@ _CONTINUED = bytes(range(0x80, 0xC0))
 
 
 def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Score a file such as enwik8 or text8 in bits per byte."""
+    """Return the bits per byte of a file such as enwik8 or text8."""
     with reading(path):
         content = path.read_bytes().lstrip(_CONTINUED)
         # An incremental decoder drops a character that is cut off at the end of the file.

@@ -2,7 +2,7 @@
 
 Requests are sorted by length into buckets, padded on the right to the length of their bucket, and
 scored in batches of fixed shape. Because attention is causal, the padding does not affect scores.
-Logits are most of the work of a small model, so they are only computed for scored tokens.
+Logits are most of the work of a small model, so they are computed only for scored tokens.
 """
 
 import itertools
@@ -212,7 +212,7 @@ def _score(
         variables, batch.tokens, segments=batch.segments, method="hidden"
     )
     hidden = hidden.reshape(targets.size, -1)
-    # Scored tokens are moved to the front, because the loop ends after the last of them.
+    # Scored tokens are moved to the front, so that the loop can end after the last scored token.
     order = jnp.argsort(targets < 0)
     chunk = targets.size // 8
 

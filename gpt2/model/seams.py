@@ -36,7 +36,7 @@ class Context(struct.PyTreeNode):
         carried: arrays that are passed from layer to layer; the keys name ingredients. The seam
             `layers` stores the first arrays, and every layer may replace them with arrays of the
             same shapes and dtypes. All copies of the context in a block share the dictionaries
-            `shared` and `carried`, so write into the dictionaries.
+            `shared` and `carried`, so change the dictionaries in place.
         deterministic: whether dropout is off.
     """
 

@@ -28,7 +28,8 @@ BLOCK = 256
 # The largest number of scores in a group of several heads. In float32 they take 2 MB, which the
 # second-level caches of two cores can hold.
 MAX_SCORES = 2**19
-MASKED = -1e30  # the score of a masked pair; finite, because -inf minus -inf is NaN
+# The score of a masked pair of query and key. It is finite, because -inf minus -inf is NaN.
+MASKED = -1e30
 
 
 def blocked_attention(

@@ -171,7 +171,8 @@ def _loss_bwd(head, gradients, dlosses):
     dhidden, *others = gradients
     dhidden = (dhidden * (scale / head.gradient_scale)).astype(dhidden.dtype)
     dtable, dclosed = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)
-    # XLA:TPU's product takes twice as long if the derivative of the final norm is fused into it.
+    # Without the barrier, XLA:TPU would fuse the derivative of the final norm into the head's
+    # product, which would then take twice as long.
     return jax.lax.optimization_barrier(dhidden), dtable, None, dclosed, None
 
 

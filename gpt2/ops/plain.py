@@ -22,7 +22,8 @@ from gpt2.utils.parameters import DeclaredParam, ParamInfo
 from gpt2.utils.remat import CORE_ATTENTION
 from gpt2.utils.trees import Batch, Tree
 
-# The logit of a padding token. Its exponential is 0. It is finite, because 0 times infinity is NaN.
+# The logit of a padding token. Its exponential is 0. It is finite, because the product of this 0
+# and an infinite logit would be NaN.
 MASKED_LOGIT = -1e9
 
 Activation = Callable[[Array], Array]
@@ -31,10 +32,10 @@ Activation = Callable[[Array], Array]
 # later. The function may append columns to the scores: keys that get attention weight but have no
 # value.
 ScoreTerm = Callable[[Array, Array, Array], Array]
-# A function of logits [B, T, V] and a batch of the same positions. It returns the objective, a
-# scalar to differentiate, and a tree of float32 sums to log. All results are sums over positions,
-# so that the results of chunks add up to the result of all positions. No gradient flows through the
-# batch or the logged sums.
+# A function of logits [B, T, V] and a batch of the same positions. It returns two results: the
+# objective (a scalar to differentiate), and a tree of float32 sums to log. Both are sums over
+# positions, so that the results of chunks add up to the result of all positions. No gradient flows
+# through the batch or the logged sums.
 LogitsLoss = Callable[[Array, Batch], tuple[Array, Tree]]
 
 

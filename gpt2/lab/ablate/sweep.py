@@ -95,7 +95,7 @@ class Sweep:
     def with_choices(self) -> "Sweep":
         """Return the sweep with the best values of every arm whose tuning runs have all ended.
 
-        A failed run has not ended, because the next command trains it again.
+        A failed run does not count as ended, because the next command trains it again.
         """
         chosen = dict(self.chosen)
         if not self.tune:

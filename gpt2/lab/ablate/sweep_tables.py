@@ -89,7 +89,7 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
     """Return the amount after which a curve stays below `target`, interpolated linearly.
 
     Return inf if the curve ends above `target`, and the amount of the first validation if the curve
-    is never above it.
+    is never above `target`.
     """
     # The last validation above the target decides. An earlier validation below it may be luck.
     above = np.flatnonzero(scores > target)

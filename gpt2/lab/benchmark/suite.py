@@ -65,7 +65,7 @@ def make_parts(output: Path) -> list[Part]:
         "--config.logging.profile_start=50",
         "--config.logging.profile_steps=5",
     )
-    # This config reads input.txt.
+    # This config reads input.txt in the current folder.
     characters = f"--config={root}/configs/shakespeare_char.py"
     peers: tuple[str, ...] = ()
     if importlib.util.find_spec("torch"):

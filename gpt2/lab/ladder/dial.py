@@ -45,8 +45,8 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
         )
     tokens = float(ratio**3)
     before = config.data.batch_size
-    # The batch size stays a multiple of a power of two, so that devices can split the batch, and of
-    # the number of micro-batches.
+    # The batch size stays a multiple of the number of micro-batches. It also stays a multiple of a
+    # power of two, so that devices can split the batch.
     power_of_two = 2 ** int(math.log2(max(before // 4, 1)))
     unit = math.lcm(math.gcd(before, power_of_two), config.train.accumulate_steps)
     batch_size = unit * max(1, round(before * tokens**_BATCH_POWER / unit))

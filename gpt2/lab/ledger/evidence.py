@@ -93,8 +93,8 @@ def half_width(differences: Array, level: float) -> float:
     """Return half the width of an interval for the true mean that is valid after every pair.
 
     The probability that the interval misses the true mean after any pair is at most `level`. The
-    width is inf until there are enough pairs. The interval is the two-sided one of Wang and Ramdas
-    (2025, see above).
+    width is inf until there are enough pairs. The interval is the two-sided interval of Wang and
+    Ramdas (2025, see above).
     """
     num = len(differences)
     r = 1 + num * _TAU**2

@@ -82,7 +82,7 @@ class Idea(Sample):
 
     @property
     def interval(self) -> Array:
-        """The mean difference, and the ends of its interval, `[3]`, valid after every pair."""
+        """The mean difference and the two ends of its interval, which is valid after every pair."""
         if not self.pairs:
             return np.full(3, math.nan)
         differences = self.differences
@@ -178,7 +178,7 @@ def append(root: Path, idea: Idea) -> None:
     with open(root / "ledger.jsonl", "ab+") as file:
         file.seek(0)
         lines = _whole_lines(file.read())
-        # If a process was killed, the last line may be incomplete. It is removed.
+        # Remove a last line that is incomplete because a process was killed.
         file.truncate(sum(map(len, lines)))
         if lines and not lines[-1].endswith(b"\n"):  # an editor removed the line end
             file.write(b"\n")

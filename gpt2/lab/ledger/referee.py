@@ -2,9 +2,9 @@
 
 The referee holds the validation split, and reveals it token by token to a process that runs the
 code and the checkpoint of the run (answer.py). It receives the logits after each token before it
-sends the next one, normalises them itself, and adds up the loss. The logits therefore cannot depend
-on later tokens, and need not be normalised. The process could still read the split from the disk:
-docs/ledger.md says what prevents that.
+sends the next token, normalises the logits itself, and adds up the loss. The logits therefore
+cannot depend on later tokens, and need not be normalised. The process could still read the split
+from the disk: docs/ledger.md says what prevents that.
 """
 
 import os
@@ -157,4 +157,4 @@ class _Answers:
         if time.monotonic() > self._deadline:
             return NoAnswerError("it took too long to answer the referee")
         reason = find_error(self._log.read_text(errors="replace"))
-        return NoAnswerError(f"it gave the referee no answer: {reason}")
+        return NoAnswerError(f"it did not answer the referee: {reason}")

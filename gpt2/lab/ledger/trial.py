@@ -92,7 +92,7 @@ def try_idea(
                 answer, why = _decide(ledger, idea, pairs, least)
             if ledger.best.number != idea.best:
                 answer = Answer.UNDECIDED
-                why = "another idea was kept meanwhile; repeat the command to compare with that"
+                why = "another idea was kept meanwhile; repeat the command to compare with it"
             elif not answer and now + pair_seconds > start + 60 * minutes:
                 answer = Answer.UNDECIDED
                 why = f"{minutes:g} minutes are used up"
@@ -105,7 +105,7 @@ def try_idea(
                 return idea
             sample = idea.sample(depth)
             if len(sample.seeds) <= len(sample.pairs):
-                # If the seed were known in advance, an idea could be chosen that is lucky with it.
+                # If the seed were known in advance, a user could choose an idea that it favours.
                 sample.seeds.append(secrets.randbelow(2**32))
                 append(root, idea)
         answer, why = _train_pair(root, ledger, idea, depth, equal)
@@ -207,7 +207,7 @@ def _train_pair(
     with files.locked(root / LOCK):
         idea = read_ledger(root).newest(idea)
         sample = idea.sample(depth)
-        # If there are more pairs, another process has already added this one.
+        # If there are as many pairs as seeds, another process has already added this pair.
         if len(sample.pairs) * 2 < len(runs):
             sample.pairs.append((losses[0], losses[1]))
             sample.reported.append((reported[0], reported[1]))

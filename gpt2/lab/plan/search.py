@@ -17,8 +17,8 @@ _USUAL = (
     "parallel.backend=pjit parallel.strategy=auto parallel.data=-1 parallel.fsdp=1"
     " parallel.tensor=1 parallel.fsdp_gather=auto"
 )
-# The options that each layout changes. With `parallel.fsdp=8`, FSDP stays within a machine, and
-# machines hold replicas.
+# The options that each layout changes. If a machine has 8 devices, `parallel.fsdp=8` splits the
+# state within a machine, and every machine holds a replica.
 _LAYOUTS = (
     "",
     "parallel.strategy=zero1",

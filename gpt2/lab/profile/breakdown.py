@@ -154,7 +154,7 @@ def _causes(
     known = sum(causes.values())
     rest = end - start - known
     cause = LOOP
-    # If the phases cover most of the time, the longest phase also caused the rest of it.
+    # If the phases cover most of the idle time, the longest phase is assumed to cause the rest.
     if rest < known:
         cause = max(causes, key=causes.__getitem__)
     causes[cause] += rest
