@@ -127,7 +127,11 @@ def main(*directories: str) -> None:
 
 
 def _find_workdirs(path: str) -> dict[str, list[Path]]:
-    """Map each curve's name to its workdirs in `path`. An arm of a sweep has one for each seed."""
+    """Map the name of each curve to its workdirs.
+
+    `path` is the workdir of a run, or the folder of a sweep. The curve of an arm has one workdir
+    for each seed.
+    """
     folder = fetch(path)
     workdirs: dict[str, list[Path]] = {}
     for config in sorted(folder.glob("runs/*/seed-*/run/config.json")):

@@ -37,7 +37,7 @@ def named_param(
 
 
 class Linear(nn.Module):
-    """A linear map from the last axes of its input to new ones.
+    """A linear map from the last axes of its input to new axes.
 
     Attributes:
         config: the model's config, which determines the dtypes and whether there is a bias.

@@ -32,7 +32,7 @@ def joint_norm(grads: Tree) -> Array:
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Clip as `optax.clip_by_global_norm` does, but multiply instead of dividing.
+    """Return `optax.clip_by_global_norm`, with a multiplication instead of a division.
 
     XLA:CPU would store the quotients of optax's form (docs/performance.md, XLA:CPU note 1). A
     caller that has computed the norm of the gradients can pass it to `update` as `grad_norm`.
@@ -62,10 +62,10 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Set to 0 all entries of an update that oppose the gradient (Liang et al. 2024, algorithm 1).
+    """Return a direction whose entries are 0 where `direction` opposes the gradient.
 
-    The other entries of a tensor are divided by their fraction among all entries whose gradient is
-    not 0.
+    See Liang et al. 2024, algorithm 1. The other entries of a tensor are divided by their fraction
+    among all entries whose gradient is not 0.
     """
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
@@ -92,7 +92,7 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Decay only entries whose update does not oppose the decay.
+    """Return a transformation that decays only entries whose update does not oppose the decay.
 
     See Chen et al. 2025, arXiv 2510.12402.
     """
@@ -119,7 +119,7 @@ class AverageState(NamedTuple):
 def average_parameters(
     decay: float = 0, start: int = 0
 ) -> optax.GradientTransformation:
-    """Maintain an average of the parameters. This has to be the last transformation of a chain.
+    """Return a transformation that averages the parameters. It has to be the last one of a chain.
 
     With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise, it is the
     mean of the parameters over all updates after the first `start` updates. During the first

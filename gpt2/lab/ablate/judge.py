@@ -29,7 +29,7 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
 
 
 def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
-    """Return the final scores and the number of failures of an arm's (first `seeds`) runs."""
+    """Return the final scores and the failures of an arm's runs, or of its first `seeds` runs."""
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
     return Sample(

@@ -33,7 +33,7 @@ class Sweep:
     # the last number.
     analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
-    tune_seeds: int = 1  # the number of tuning runs of each combination of values
+    tune_seeds: int = 1  # number of tuning runs per arm and combination of values
     paired: bool = False  # whether arms are judged by pairs of runs with the same seed
     # Arm -> its number of seeds, for arms that continued after the first analysis. The other arms
     # have `analyses[0]` seeds.

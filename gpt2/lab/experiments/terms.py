@@ -13,7 +13,7 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.model.flops import model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
-# Options that determine the validation split, and options that determine its first batches.
+# `_TEXT` determines the validation split. `_PART` determines which text its first batches have.
 _TEXT = ("data.corpus", "data.val_fraction", "data.unique")
 _PART = (
     "train.eval_batches",

@@ -45,7 +45,7 @@ FARTHEST = 10.0
 
 
 class Losses(NamedTuple):
-    """The final losses of one arm at one size, one for each seed, and the compute of each run."""
+    """The runs of one arm at one size: their compute and their final losses, by seed."""
 
     compute: Numbers  # one number if it is the same for each seed
     scores: Array
@@ -117,7 +117,7 @@ def judge_course(
 
 
 def _forecast_weights(x: Array) -> list[Array]:
-    """Return the weights of m in the forecasts for `FARTHEST` times the largest compute.
+    """Return the weights of m (log multipliers) in forecasts at `FARTHEST` times the compute.
 
     There is one array for each form of the curve: constant, linear and saturating. Saturating means
     that each decade of compute halves the remaining change. Each form is fitted to all sizes with
@@ -134,7 +134,7 @@ def _forecast_weights(x: Array) -> list[Array]:
 
 
 class _Ladder:
-    """Intervals of weighted sums of m, for the losses of a baseline and an arm."""
+    """Intervals of weighted sums of m, the log multipliers of an arm."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
         # An array [losses and log computes of baseline and arm, seeds] for each size.
@@ -177,7 +177,7 @@ class _Ladder:
 
 
 def _log_multipliers(means: Array) -> Array:
-    """Return m for means `[sizes, 4]` of the losses and log computes of baseline and arm."""
+    """Return m (log multipliers), given mean losses and log computes `[sizes, 4]`."""
     curve, arm = np.log10(means[:, :2]).T
     x, arm_x = means[:, 2:].T
     return _reach(curve, x, arm) - arm_x

@@ -199,7 +199,7 @@ def _become_judge(root: Path, ledger: Ledger) -> None:
     source = check_out(root, ledger.ideas[0].arm.commit).resolve()
     if source != SOURCE.resolve():
         variables = {"PYTHONPATH": str(source), CHECKOUT: str(SOURCE)}
-        # sys.argv may have another --config than the command line of the user.
+        # In sys.argv, --config may differ from the user's command line.
         module = sys.orig_argv.index("-m")
         command = [sys.executable, "-P", *sys.orig_argv[module:]]
         os.execve(sys.executable, command, os.environ | variables)

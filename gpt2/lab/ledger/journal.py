@@ -23,7 +23,7 @@ from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.ledger.evidence import Array, half_width, level_at
 from gpt2.utils.files import reading
 
-# The name of a folder and a commit, which become a path and an argument of git.
+# Matches `FOLDER COMMIT`. The folder becomes part of a path, and the commit an argument of git.
 _NAMES = re.compile(r"\d{3,}-[\w.,=+-]+ ([0-9a-f]{40,64})?")
 _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true difference
 
@@ -104,7 +104,7 @@ class Ledger:
 
     @property
     def kept(self) -> list[Idea]:
-        """The kept ideas, oldest first. Each was compared with the previous one."""
+        """The kept ideas, oldest first. Each was compared with the kept idea before it."""
         return [idea for idea in self.ideas if idea.answer == Answer.KEEP]
 
     @property

@@ -147,7 +147,7 @@ class _Answers:
         return bytes(answer)
 
     def _read(self, size: int) -> bytes:
-        """Return at least one byte, or none if the process has ended or takes too long."""
+        """Return 1 to `size` bytes, or no bytes if the process has ended or takes too long."""
         output = self.process.stdout.fileno()  # type: ignore[union-attr]
         seconds = max(0.0, self._deadline - time.monotonic())
         ready, _, _ = select.select([output], [], [], seconds)

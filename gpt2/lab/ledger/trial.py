@@ -196,7 +196,8 @@ def _train_pair(
         if end.state != "finished":
             return Answer.FAILED, end.error
         reported.append(math.nan)
-        with contextlib.suppress(Exception):  # the idea's code wrote the file
+        # The idea's code wrote the metrics, so reading them may raise any error.
+        with contextlib.suppress(Exception):
             reported[-1] = run.read(LOSS)[-1][LOSS]
         difference = abs(reported[-1] - losses[-1])
         if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):

@@ -24,7 +24,8 @@ from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils.trees import Tree
 
-# The fraction of the peak that a good GPT-2 run reaches: 41 % on an H100 (llm.c, modded-nanogpt).
+# The fraction of the peak FLOP/s that a good GPT-2 run reaches. On an H100, it is 41 % (llm.c,
+# modded-nanogpt).
 ATTAINABLE = 0.4
 # The fraction of the layers' FLOPs that `memory.remat` computes again. `full` computes the forward
 # pass again, except for the MLP's second product. `attention` computes the MLP's first product

@@ -38,7 +38,7 @@ class SmearedTokens(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, previous: Array) -> Array:
-        """Return the embeddings `x` `[B, T, D]` plus gated `previous`, in the compute dtype.
+        """Return embeddings `x` `[B, T, D]` plus a fraction of `previous`, in the compute dtype.
 
         `previous` `[B, T, D]` holds the embedding of the token before each position.
         """
