@@ -54,7 +54,7 @@ make_program = partial(
 
 
 class Hook(NamedTuple):
-    """An action between steps: `run(step, state)` is called after every `every` steps."""
+    """An action between steps: `run(step, state)` is called every `every` steps and at the end."""
 
     run: Callable[[int, TrainState], None]
     every: int  # in steps; 0: only after the last step

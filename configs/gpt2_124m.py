@@ -14,8 +14,8 @@ Expect: a validation loss of about 2.85 after 600,000 steps, four days on eight 
 published this loss for its model, which has no biases. OpenAI's weights of this size have a loss of
 3.12 on the same text.
 With the name of a machine, such as v5e-8, the config has 18,865 steps of 524,288 tokens of FineWeb,
-in micro-batches that fit into the machine's memory. llm.c published a loss of 3.29. docs/recipes.md
-explains how to get the text, and lists how long the training takes on each machine.
+in micro-batches that fit into the machine's memory. llm.c published a loss of 3.29 for this recipe.
+docs/recipes.md explains how to get the text, and lists how long the training takes on each machine.
 """
 
 from ml_collections import ConfigDict

@@ -60,7 +60,7 @@ class OptimConfig(default.Optim):
         if is_free and self.cautious in ("updates", "both"):
             raise UserError(
                 f"optim.cautious={self.cautious} needs momentum, which "
-                "optim.name=schedule_free does not have. Choose none or decay"
+                "optim.name=schedule_free does not have. Set optim.cautious to none or decay"
             )
         # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
         has_decay = self.weight_decay or self.decay_timescale

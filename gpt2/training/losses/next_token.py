@@ -118,7 +118,7 @@ def apply_loss(
     if "loss" not in sums:
         raise UserError(
             f"The loss logs {sorted(sums)}, but not 'loss', whose count divides the gradient",
-            "Return {'loss': (sum, count)} among its sums",
+            "Return {'loss': (sum, count)} among the sums of the loss",
         )
     if METRICS in variables:
         for name, report in reported(variables[METRICS]).items():
