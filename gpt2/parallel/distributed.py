@@ -38,7 +38,7 @@ HEARTBEAT_SECONDS = 20
 _DAY = 86_400_000
 _exchanges = itertools.count()  # numbers the calls of `from_all`
 
-# Matches error messages, of collectives and of the runtime, which show that a process has ended.
+# Matches error messages of collectives and of the runtime that show that a process has ended.
 _LOST_PEER = re.compile(
     "Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I
 )

@@ -1,8 +1,8 @@
 """Choose kernels: make the table of operations (gpt2/ops/table.py) for a model and its devices.
 
 The table contains the reference implementation where a kernel does not support something: a term
-of the scores, dropout of attention weights, or a length. With JAX_DISABLE_JIT, it contains only
-reference implementations.
+of the scores, dropout of attention weights, or a context length. With JAX_DISABLE_JIT, it contains
+only reference implementations.
 """
 
 from collections.abc import Callable, Collection

@@ -211,7 +211,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restore the state of a step, saved in any layout, in the layout of a program."""
+        """Restore the state of a step in the layout of a program, even if it has another layout."""
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}

@@ -17,7 +17,7 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """Open a user's function: it returns batches if it has a parameter `split`, else documents.
+    """Open a user's function. With a parameter `split`, it returns batches, otherwise documents.
 
     If the module's file changes, the documents are prepared again, and a run on batches cannot
     continue.

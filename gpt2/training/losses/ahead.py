@@ -26,7 +26,7 @@ class Ahead(LossTerm):
         self.weights = [float(weight) for weight in options.ahead.split(",")]
 
     def arrays(self, batch: Batch) -> Batch:
-        """Return the targets of each loss."""
+        """Return the targets `[B, T]` of each loss, by the loss's name."""
         arrays = Batch()
         for distance in range(1, len(self.weights) + 1):
             targets = targets_ahead(batch["targets"], batch.get("segments"), distance)
