@@ -78,7 +78,7 @@ def validation_data(
     if has_corpus and corpus == data.corpus and val_fraction != data.val_fraction:
         raise UserError(
             f"--val_fraction={val_fraction} may select text that the run was trained on",
-            f"Leave it out, or use the run's fraction, {data.val_fraction}",
+            f"Leave the flag out, or use the run's fraction, {data.val_fraction}",
         )
     tokenizer = str(folder / "tokenizer.json")
     data = dataclasses.replace(

@@ -254,7 +254,7 @@ def test_trials_are_points_of_a_halton_sequence_in_the_ranges():
 @pytest.mark.parametrize(
     ("tune", "message"),
     [
-        ([], "tunes nothing"),
+        ([], "has no effect without --tune"),
         (["optim.learning_rate=1e-3,1e-2"], "not a range of numbers"),
         (["optim.learning_rat=1e-3..1e-2"], "Did you mean optim.learning_rate"),
     ],

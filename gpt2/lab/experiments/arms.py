@@ -196,7 +196,7 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
         ranges.append((name, low, high))
     if not ranges:
         raise UserError(
-            f"--trials={number} tunes nothing",
+            f"--trials={number} has no effect without --tune",
             "Add for example --tune=optim.learning_rate=1e-3..1e-2",
         )
     trials = []

@@ -41,7 +41,7 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     if any(size.denominator > 1 for size in sizes):
         raise UserError(
             f"{arm.name} with {layers} layers would have {heads} heads and a width of {width}",
-            "Choose depths for which the number of heads and the width are whole numbers",
+            "Choose depths for which the numbers of heads and all widths are whole numbers",
         )
     tokens = float(ratio**3)
     before = config.data.batch_size

@@ -86,7 +86,7 @@ def define_flags() -> None:
         "minutes",
         math.inf,
         "Time limit in minutes. After the first pair of a size, no pair starts that would end"
-        " later.",
+        " after the limit.",
         0.0,
     )
     flags.DEFINE_float(

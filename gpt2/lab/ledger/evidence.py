@@ -1,4 +1,4 @@
-r"""The evidence for an idea, which is valid after every pair of runs, and the levels of a ledger.
+r"""The evidence for an idea (valid after every pair of runs), and the levels of a ledger.
 
 An idea and the best so far train with the same seeds, which are new for each idea. x_1, x_2, ...
 are the differences of their final losses, idea - best. The null hypothesis is that their mean is 0
