@@ -45,12 +45,12 @@ class Shards:
         return math.prod(self.stages)
 
     def shard_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a shard, for the shape of the whole array."""
+        """Return the shape of a shard, given the shape of the whole array."""
         axis = self.axis
         return (*shape[:axis], shape[axis] // self.number, *shape[axis + 1 :])
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole array, for the shape of a shard."""
+        """Return the shape of the whole array, given the shape of a shard."""
         axis = self.axis
         return (*shape[:axis], shape[axis] * self.number, *shape[axis + 1 :])
 

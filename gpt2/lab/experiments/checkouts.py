@@ -8,7 +8,8 @@ from gpt2.errors import UserError
 from gpt2.utils.code import SOURCE
 from gpt2.utils.files import locked
 
-# The environment variable with the path of the user's checkout. It is set if this code is a copy.
+# The environment variable with the path of the user's checkout. It is set in a process that runs a
+# ledger's copy of the code.
 CHECKOUT = "GPT2_CHECKOUT"
 WORKING_TREE = "."  # the value of `code=` for the current files
 

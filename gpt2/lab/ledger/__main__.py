@@ -192,7 +192,7 @@ def _read_depths(config: Config) -> list[int]:
 
 
 def _become_judge(root: Path, ledger: Ledger) -> None:
-    """Restart the command with the code with which the ledger began, unless this is that code.
+    """Restart the command with the code with which the ledger began, if other code is running.
 
     Accepted ideas and edits of the working tree therefore do not change how ideas are judged.
     """

@@ -57,7 +57,7 @@ def score(run: Run) -> float:
 
 
 def split_documents(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield tokens and targets `[B, T]`, with one document per row.
+    """Yield pairs of tokens and targets, both `[B, T]`, with one document per row.
 
     In the given batch, a row with segments packs several documents, which do not attend to each
     other. A batch without segments is yielded unchanged.

@@ -22,7 +22,7 @@ _WORTH_NAMING = 0.02
 
 
 class Breakdown(NamedTuple):
-    """The time of a step, split into what the devices do."""
+    """The time of a step, divided according to what the devices do."""
 
     num_steps: int
     # Kind of operation, or cause of idle time -> its seconds per step.
