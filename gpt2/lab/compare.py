@@ -92,7 +92,7 @@ def main(*directories: str) -> None:
     if not curves:
         raise UserError(
             f"No run has a validation in {unit} yet",
-            "Name a run that has been validated",
+            "Name a run that has been validated, or only runs with the same tokenizer",
         )
     first, *others = curves
     usual = origins[first]

@@ -121,8 +121,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
     """Refuse options that would change the training of the run in a directory, if there is one."""
     if not (workdir / "config.json").exists():
         return
-    began = load_config(workdir)
-    saved = deciding_options(began)
+    saved = deciding_options(load_config(workdir))
     now = deciding_options(config)
     if not now["model.vocab_size"]:  # The data are not prepared yet.
         del saved["model.vocab_size"]
@@ -153,13 +152,6 @@ def refuse_changes(workdir: Path, config: Config) -> None:
             f"--workdir={location} holds a run of {latest} steps, "
             f"more than train.num_steps={num_steps}",
             "Give another --workdir, or more steps",
-        )
-    steps_before = began.train.num_steps
-    if num_steps != steps_before and now["model.vocab_size"]:
-        log(
-            f"the run continues with train.num_steps={num_steps}, not {steps_before}, so the"
-            " learning rate follows another schedule",
-            sys.stdout,
         )
 
 
@@ -301,6 +293,13 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
     # Samples from an earlier end of this run would make it look finished: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
+    num_steps = config.train.num_steps
+    if start and (before := load_config(workdir).train.num_steps) != num_steps:
+        log(
+            f"the run continues with train.num_steps={num_steps}, not {before}, which may change"
+            " the learning rate's schedule",
+            sys.stdout,
+        )
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")

@@ -652,6 +652,14 @@ def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path)
     assert {row["arm"] for row in rows_of(tmp_path)} == set(LOSSES)
 
 
+def test_a_command_does_not_take_back_the_seeds_of_another(tmp_path):
+    first = sweep_in(tmp_path, LION, analyses=ANALYSES)
+    first.save()
+    dataclasses.replace(first, seeds={"baseline": 8, LION: 5}).save()
+    older = dataclasses.replace(first, seeds={"baseline": 5, LION: 5})
+    assert continued(older).seeds == {"baseline": 8, LION: 5}
+
+
 def test_whether_a_sweep_is_paired_does_not_change_once_it_began(tmp_path):
     sweep = filled(tmp_path)
     paired = dataclasses.replace(sweep, paired=True)

@@ -645,15 +645,35 @@ def test_sizes_have_equal_terms_of_their_own(ideas):
 
 @pytest.mark.parametrize("depths", ["0", "4", "2,2", "two"])
 def test_screens_are_smaller_than_the_ledgers_size(ideas, depths):
-    with pytest.raises(UserError, match=rf"--screen={depths} is not a list"):
+    with pytest.raises(UserError, match=rf"--screen={depths} must list"):
         ideas("optim.name=lion", screen=depths.split(","))
     assert read_ledger(ideas.root).ideas == []
+
+
+def test_an_idea_that_rounding_removes_at_a_depth_is_not_screened_there(ideas, lion):
+    lion({2: 3.9, 3: 3.9, 4: 3.9}, minutes=0.0)
+    ideas("optim.warmup_steps=9", minutes=0.0)
+    ledger = read_ledger(ideas.root)
+    best, idea = arms_at(ideas.root, ledger, ledger.ideas[2], 2, "tokens")
+    assert best.options == idea.options
+    assert 2 not in ledger.ideas[2].screens
+    assert ledger.ideas[1].screens.keys() == {2, 3}
+
+
+def test_an_idea_that_has_no_small_size_is_refused(ideas, lion):
+    lion({2: 3.9, 3: 3.9, 4: 3.9}, minutes=0.0)
+    for idea in ("optim.name=sgd", "model.num_kv_heads=1"):
+        with pytest.raises(
+            UserError, match=f"--idea={idea} cannot be screened at depth"
+        ):
+            ideas(idea)
+    assert len(read_ledger(ideas.root).ideas) == 2
 
 
 def test_a_ledger_keeps_its_screens(ideas, lion, monkeypatch):
     lion({2: 3.9, 3: 3.9, 4: 3.9}, minutes=0.0)
     monkeypatch.setattr("sys.orig_argv", [*sys.orig_argv, "--screen=2"])
-    with pytest.raises(UserError, match=r"--screen=\[2, 3\], not \[2\]"):
+    with pytest.raises(UserError, match="--screen=2,3, not 2"):
         ideas("optim.name=lion", screen=["2"])
 
 
@@ -919,7 +939,10 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_run, tmp_path):
     [
         ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
         (2 * ANSWER, "do not have the shape"),
-        ("            raise ValueError('tired')\n", "no answer: ValueError: tired"),
+        (
+            "            raise ValueError('tired')\n",
+            "it did not answer the referee: ValueError: tired",
+        ),
         thorough("            import time; time.sleep(99)\n", "took too long"),
     ],
 )
@@ -968,7 +991,10 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     assert lion_code in (0, 10, 11), ends
     assert diverged_code == same_code == 10, ends
     assert "the loss is not finite" in json.loads(diverged)["why"]
-    assert json.loads(same)["why"] == "it is the best itself"
+    assert (
+        json.loads(same)["why"]
+        == "it is the same as the best version, so nothing was trained"
+    )
     tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
     pairs = tried["optim.name=lion"]
     assert 2 <= pairs <= 4

@@ -101,8 +101,9 @@ class HubCorpus(Corpus):
         # For a large data set, the hub's copy may contain only the first 5 GB, in `partial-train`.
         if not hub.exists(folder):
             raise UserError(
-                f"The hub's Parquet copy of {repository} (revision {revision}) has no complete "
-                f"training split in {subset!r}; its subsets are {', '.join(subsets[:20])}",
+                f"The hub's Parquet copy of {repository} (revision {revision}) has no training "
+                f"split, or only a part of it, in {subset!r}; its subsets are "
+                f"{', '.join(subsets[:20])}",
                 f"Choose a subset with hf:{repository}/SUBSET#{self.column}, or the data set's own"
                 f" files with parquet:hf://datasets/{repository}/PATH/*.parquet#{self.column}",
             )

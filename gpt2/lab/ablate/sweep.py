@@ -198,13 +198,17 @@ def continued(sweep: Sweep) -> Sweep:
         states = {run.outcome().state for run in before.runs()}
         if states != {"waiting"}:
             raised_from = before.analyses[-1]
+    # Another command may have added seeds since this sweep was read.
+    seeds = dict(before.seeds)
+    for name, number in sweep.seeds.items():
+        seeds[name] = max(number, seeds.get(name, 0))
     commands = dict.fromkeys([*before.commands, *sweep.commands])
     return dataclasses.replace(
         sweep,
         commands=list(commands),
         arms=tuple(arms.values()),
         analyses=max(before.analyses, sweep.analyses),
-        seeds={**before.seeds, **sweep.seeds},
+        seeds=seeds,
         raised_from=raised_from,
         chosen=before.chosen,
     )

@@ -22,6 +22,7 @@ from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.run_folder import Setting
 from gpt2.lab.experiments.terms import with_length
+from gpt2.optim import OPTIMIZERS
 
 _BATCH_POWER = 0.383  # batch size ~ tokens**0.383; Bergsma et al. 2025, section 4
 _RATES = ("optim.learning_rate", "optim.adam_learning_rate")
@@ -32,6 +33,11 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     config = arm.config
     model = config.model
     optim = config.optim
+    if OPTIMIZERS[optim.name].width_power is None:
+        raise UserError(
+            f"optim.name={optim.name} has no rule for other widths",
+            "Choose another optimizer",
+        )
     layers = model.num_layers * ratio
     heads = model.num_heads * ratio
     width = model.embed_dim * ratio
@@ -40,8 +46,9 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     sizes = (layers, heads, width, kv_heads, mlp_dim)
     if any(size.denominator > 1 for size in sizes):
         raise UserError(
-            f"{arm.name} with {layers} layers would have {heads} heads and a width of {width}",
-            "Choose depths for which the numbers of heads and all widths are whole numbers",
+            f"{arm.name} with {layers} layers would have {heads} heads, {kv_heads} heads of keys,"
+            f" a width of {width} and an MLP of width {mlp_dim}",
+            "Choose depths for which all of these are whole numbers",
         )
     tokens = float(ratio**3)
     before = config.data.batch_size

@@ -150,8 +150,11 @@ def _plot(
             axes.plot([far, far], course.forecast, color=color, linewidth=5, alpha=0.4)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
-        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        low, high = axes.get_ylim()
+        near_one = [0.25, 0.5, 1, 2, 4, 8, 16]
+        ticks = near_one if 0.1 < low < high < 50 else [10.0**n for n in range(-9, 10)]
+        shown = [tick for tick in ticks if low < tick < high]
+        axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
         # The default labels are TeX formulas, but `drawing` does not typeset formulas.
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}")
         title = "seconds of training steps" if amount == "seconds" else "training FLOPs"

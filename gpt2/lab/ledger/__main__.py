@@ -142,8 +142,9 @@ def _open_ledger(root: Path) -> Ledger:
     A ledger stores its options. If a later command also sets options, they must be the same.
     """
     ledger = read_ledger(root)
-    gives_options = any(re.match("--?(config|screen)", each) for each in sys.orig_argv)
-    if ledger.ideas and not gives_options:
+    gives_config = any(re.match("--?config", each) for each in sys.orig_argv)
+    if ledger.ideas and not gives_config:
+        _refuse_changes(root, ledger, ledger.ideas[0].arm.config)
         return ledger
     config = cli.parse_config()
     dataset = prepare_dataset(config.data)
@@ -164,15 +165,23 @@ def _open_ledger(root: Path) -> Ledger:
             code = hash_code(check_out(root, commit))
             append(root, Idea(0, "start", 0, arm, code, screens))
             return read_ledger(root)
+    _refuse_changes(root, ledger, config)
+    return ledger
+
+
+def _refuse_changes(root: Path, ledger: Ledger, config: Config) -> None:
+    """Raise a UserError if the ledger began with another config or other screens."""
     first = ledger.ideas[0]
     changed = differences(first.arm, replace(first.arm, config=config))
-    changed["--screen"] = (list(first.screens), depths)
+    if FLAGS.screen:
+        before = ",".join(map(str, first.screens))
+        now = ",".join(map(str, _read_depths(config)))
+        changed["--screen"] = (before or "nothing", now)
     refuse_differences(
         f"{root} started",
         changed,
         "Use the options with which the ledger started, or another --ledger",
     )
-    return ledger
 
 
 def _read_depths(config: Config) -> list[int]:

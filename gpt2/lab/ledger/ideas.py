@@ -69,10 +69,18 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     if value != text and changed:
         text += f" ({', '.join(changed)})"
     _, arm = equalize([best, arm], equal, root, make_slots(1))
-    screens = {depth: Sample() for depth in ledger.ideas[0].screens}
-    idea = Idea(number, text, ledger.best.number, arm, code, screens)
-    for depth in screens:
-        arms_at(root, ledger, idea, depth, equal)  # raises if the size is impossible
+    idea = Idea(number, text, ledger.best.number, arm, code)
+    for depth in ledger.ideas[0].screens:
+        try:
+            small_best, small = arms_at(root, ledger, idea, depth, equal)
+        except UserError as error:
+            raise UserError(
+                f"--idea={text} cannot be screened at depth {depth}: {error.what}",
+                "Try it in a ledger without --screen",
+            ) from error
+        # Rounding can remove a small change of an option. The idea is then not screened here.
+        if code != ledger.best.code or small.options != small_best.options:
+            idea.screens[depth] = Sample()
     return idea
 
 

@@ -80,6 +80,17 @@ class Idea(Sample):
         """Return the pairs at a small size or, with a depth of 0, at the ledger's size."""
         return self.screens[depth] if depth else self
 
+    def continues(self, earlier: "Idea") -> bool:
+        """Return whether this idea begins with the seeds of an earlier state."""
+        if self.screens.keys() != earlier.screens.keys():
+            return False
+        samples = zip(self.samples(), earlier.samples(), strict=True)
+        return all(now.seeds[: len(old.seeds)] == old.seeds for now, old in samples)
+
+    def samples(self) -> list[Sample]:
+        """Return the pairs at each small size, and then at the ledger's size."""
+        return [*self.screens.values(), self]
+
     @property
     def interval(self) -> Array:
         """The mean difference and the two ends of its interval, which is valid after every pair."""
@@ -116,7 +127,7 @@ class Ledger:
         """Return the current state of an idea, of which `idea` is an earlier state."""
         if idea.number < len(self.ideas):
             newest = self.ideas[idea.number]
-            if newest.seeds[: len(idea.seeds)] == idea.seeds and newest.same(idea):
+            if newest.same(idea) and newest.continues(idea):
                 return newest
         raise UserError(
             f"The ledger no longer contains the idea {idea.arm.name}, because ledger.jsonl was"

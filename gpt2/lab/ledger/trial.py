@@ -29,7 +29,7 @@ LOCK = ".ledger.lock"
 # For each dtype, the largest difference between a run's own validation loss and the referee's that
 # causes no warning, in nats per token. For dtypes that are not listed, it is 0.01.
 _TOLERANCES = {"float32": 1e-4}
-_IS_BEST = "it is the best itself"
+_IS_BEST = "it is the same as the best version, so nothing was trained"
 
 
 def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
