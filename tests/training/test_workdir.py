@@ -105,7 +105,7 @@ def test_a_folder_of_other_files_is_refused_unless_they_are_prepared_corpora(tmp
         run_files.check_options(workdir, config)
 
 
-def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
+def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path, capsys):
     config = make_config("train.num_steps=4")
     workdir = write_run(tmp_path / "run", config, checkpoints=(2, 4))
     assert not run_files.is_finished(workdir, config, start=4)
@@ -115,6 +115,8 @@ def test_a_run_is_finished_at_its_last_step_with_samples(tmp_path):
     assert not run_files.is_finished(workdir, config, start=2)
     longer = make_config("train.num_steps=6")
     assert not run_files.is_finished(workdir, longer, start=4)
+    run_files.begin(workdir, longer, DATA, 4)
+    assert "continues with train.num_steps=6, not 4" in capsys.readouterr().out
 
 
 DOCUMENTS = [f"document {i} " * (10 + i % 3) for i in range(30)]
