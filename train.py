@@ -151,7 +151,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Validate the newest state. If it has diverged, raise DivergedError, and save nothing."""
+        """Validate the newest state. If its loss is not finite, raise DivergedError."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)

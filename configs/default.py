@@ -23,7 +23,7 @@ Between = Annotated[float, "(0, 1)"]
 UpToOne = Annotated[float, "(0, 1]"]
 Fraction = Annotated[float, "[0, 1]"]
 
-# Types of options that gpt2/config also uses, for the fields of GPTConfig.
+# Types of options. They have names, because gpt2/config uses them for the fields of GPTConfig.
 Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
 Compute = Literal["float32", "bfloat16", "float16"]
 Logits = Literal["float32", "bfloat16"]

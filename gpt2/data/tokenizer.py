@@ -364,8 +364,9 @@ def build(
         return load(fetch_file(spec), end_of_text)
     if texts is None:
         raise UserError(
-            f"data.tokenizer={spec} is trained on one corpus of text, which data.corpus is not",
-            "Prepare a text with this tokenizer, and set data.tokenizer to the tokenizer.json "
+            f"data.tokenizer={spec} must be trained on one corpus of text, but data.corpus is a"
+            " mixture, tokens or batches",
+            "Prepare one text with this tokenizer, and set data.tokenizer to the tokenizer.json "
             "that gpt2.data.prepare writes",
         )
     if spec == "char":

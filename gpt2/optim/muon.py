@@ -110,8 +110,8 @@ def scale_by_muon(
 def orthogonalized(matrices: Array, method: str) -> Array:
     """Orthogonalise matrices `[S, m, n]`: change their singular values to about 1.
 
-    Singular values above 0.0015 of the norm become 0.68 to 1.21 with Newton-Schulz, and 0.85 to
-    1.15 with Polar Express.
+    Singular values above 0.0015 times the Frobenius norm become 0.68 to 1.21 with Newton-Schulz,
+    and 0.85 to 1.15 with Polar Express.
     """
     if matrices.shape[1] > matrices.shape[2]:  # use the smaller Gram matrix
         return orthogonalized(matrices.mT, method).mT

@@ -53,8 +53,9 @@ class Matrices:
         """Return `function(stacks, *scalars)`, with each device computing some of the matrices.
 
         `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. It is called
-        with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. Over
-        each mesh axis that splits a matrix, devices exchange the matrix before and after the call.
+        with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. If a
+        mesh axis splits the matrices, its devices exchange parts before the call, so that each
+        device has some whole matrices, and exchange parts of the results after the call.
         """
         mesh = self.mesh
         if mesh is None or mesh.size == 1:

@@ -52,7 +52,7 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # Traffic to other domains is spread over the adapters of the ring's devices in a domain.
+        # The ring's devices in one domain share their network adapters for traffic to others.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

@@ -236,8 +236,8 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _as_saved(self, step: int, program: Program) -> TrainState:
         """Return the shapes and shardings in which the state of a program was saved.
 
-        When a run continues, it may scan its layers or have a guard, even if it did not before, or
-        the reverse.
+        They may differ from the program's own, because a run may continue with another value of
+        `memory.scan_layers`, or with or without a guard.
         """
         layout = self._layout(step)
         saved = program.state_shapes

@@ -157,7 +157,7 @@ class _Record:
 
 
 def local_folder(path: str | Path) -> Path:
-    """Return the folder of a path, or the working copy of a URL."""
+    """Return a local path with `~` expanded, or the folder of the working copy of a URL."""
     if is_url(path):
         return _cache("stores", str(path))
     return _expand(path)
@@ -203,7 +203,7 @@ def complete(folder: Path, names: Iterable[str]) -> None:
 
 
 def push(url: str | Path, folder: Path) -> None:
-    """Send the files of a working copy that are new or changed since the last exchange to its URL.
+    """Upload the files of a working copy that are new or have changed since the last exchange.
 
     Remove a checkpoint from the store if the working copy has replaced it with a newer one. Raise
     `TakenOver` if another run has begun at the URL.

@@ -180,8 +180,8 @@ def test_a_padded_mixture_trains_and_is_validated_by_part(tmp_path, two_texts):
         ("corpus", "1*synthetic+1*text:/no", "no file matches '/no'"),
         ("corpus", "1*synthetic+0*pystdlib", "pystdlib twice, or with a weight of 0"),
         ("corpus", "1*synthetic+2*synthetic", "synthetic twice"),
-        ("tokenizer", "bpe:300", "is trained on one corpus of text"),
-        ("tokenizer", "char", "is trained on one corpus of text"),
+        ("tokenizer", "bpe:300", "must be trained on one corpus of text"),
+        ("tokenizer", "char", "must be trained on one corpus of text"),
     ],
 )
 def test_mixtures_that_cannot_be_are_refused(two_texts, option, value, message):

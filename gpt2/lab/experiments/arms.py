@@ -58,7 +58,7 @@ class Arm:
         if command := self.config.logging.on_exit:
             raise UserError(
                 f"The runs of a sweep or ledger would ignore logging.on_exit={command}",
-                "Leave the option out, and run the command after this one",
+                f"Leave the option out, and run {command} yourself when all runs have ended",
             )
 
     @property
@@ -155,8 +155,8 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
     arms = {"baseline": Arm("baseline", config)}
     for point in points:
         usual: dict[str, Setting] = {_CODE: WORKING_TREE}
-        # A recipe replaces all options of the config. An option next to the recipe is therefore a
-        # part of the label even if it has the config's value.
+        # A recipe replaces all options of the config. If an arm has a recipe and another option,
+        # the label therefore names this option even if the config has the same value.
         if not any(_RECIPE in value for value in point):
             usual |= flatten(config.to_dict())
         labels = []

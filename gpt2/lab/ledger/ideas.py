@@ -117,7 +117,10 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
 
 
 def _changed_code(old: str, new: str) -> list[str]:
-    """Return the paths that a commit changes. Raise a UserError if an idea may not change one."""
+    """Return the paths that a commit changes.
+
+    Raise a UserError if an idea may not change one of these paths.
+    """
     changed = changed_files(old, new) if old else {}
     for path, is_text in changed.items():
         if not is_text or not _PATCHABLE.fullmatch(path):

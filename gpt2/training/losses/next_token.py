@@ -117,7 +117,8 @@ def apply_loss(
     )
     if "loss" not in sums:
         raise UserError(
-            f"The loss logs {sorted(sums)}, but not 'loss', whose count divides the gradient",
+            f"The loss returns the sums {sorted(sums)}, but lacks 'loss', whose count divides "
+            "the gradient",
             "Return {'loss': (sum, count)} among the sums of the loss",
         )
     if METRICS in variables:
