@@ -73,10 +73,19 @@ def _course_table(
         if course.slope and course.forecast:
             value, low, high = course.slope
             row["per decade"] = f"{value:.2f} {interval(low, high, '.2f')}"
-            row[f"at {FARTHEST:g} times"] = "{:.2g} to {:.2g}".format(*course.forecast)
+            row[f"at {FARTHEST:g} times"] = " to ".join(
+                map(_two_digits, course.forecast)
+            )
         row["verdict"] = course.words
         rows.append(row)
     return pd.DataFrame(rows).fillna("")
+
+
+def _two_digits(value: float) -> str:
+    """Return a number with two significant digits, without an exponent."""
+    return np.format_float_positional(
+        value, precision=2, unique=False, fractional=False, trim="-"
+    )
 
 
 def _size_table(
