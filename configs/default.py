@@ -658,7 +658,7 @@ Storage = Literal["none", "fsdp", "tensor", "tensor,fsdp"]
 
 @dataclass(frozen=True)
 class Rules:
-    """For each axis of the parameters, the mesh axes over which the axis is sharded."""
+    """For each axis of parameters or activations, the mesh axes that shard it."""
 
     table: Storage = option(
         "tensor,fsdp", "mesh axes that shard the width of embedding tables"

@@ -73,8 +73,9 @@ class Stopped(Exception):
 def get_unless_stopped(ready: queue.Queue[T]) -> T:
     """Return the next item of a queue. Raise Stopped if a signal stops the run first.
 
-    A validation that has begun may continue for a few seconds. In a run of several processes the
-    signal is ignored here, because the other processes wait for this one.
+    For a few seconds after the signal, items that are ready are still returned, so that a
+    validation that has begun can continue. In a run of several processes the signal is ignored
+    here, because the other processes wait for this one.
     """
     while True:
         stop = _loop_stop
@@ -152,8 +153,7 @@ class StopSignal:
 def _watch(reader: int) -> None:
     """Read signals from a pipe, and end the process at the second signal.
 
-    While `_exit_by_interrupt`, which saves nothing, is the handler of SIGINT, the first SIGINT ends
-    the process.
+    While `_exit_by_interrupt` is the handler of SIGINT, the first SIGINT ends the process.
     """
     first = 0.0  # time of the first signal
     while number := os.read(reader, 1):

@@ -120,7 +120,10 @@ class OptimConfig(default.Optim):
         return num_steps - _floor(num_steps * self.tail_average)
 
     def decay_steps(self, num_steps: int) -> int:
-        """Return the number of steps, at least 1, over which `wsd` decays in `num_steps` steps."""
+        """Return the number of steps, at least 1, in which the schedule `wsd` lowers the rate.
+
+        `num_steps` is the number of steps of the run.
+        """
         return max(_floor(num_steps * self.decay_fraction), 1)
 
 
@@ -177,7 +180,7 @@ class ParallelConfig(default.Parallel):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The requested size of every mesh axis. -1 stands for the remaining devices."""
+        """The requested size of every mesh axis. An axis of size -1 has all remaining devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         takes_all = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
         axis = takes_all.get(self.strategy)

@@ -331,7 +331,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
 
 
 def _configured_eos(path: Path) -> str:
-    """Return the end-of-text token of a tokenizer_config.json in the same folder, if any."""
+    """Return the end-of-text token in the tokenizer_config.json next to `path`, or ""."""
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return ""

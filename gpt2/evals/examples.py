@@ -12,7 +12,7 @@ from gpt2.evals.task_files import read_jsonl, require
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return the accuracy and the perplexity of each passage's last token, as in GPT-2's paper."""
+    """Return accuracy and perplexity for the last tokens of passages, as in the GPT-2 paper."""
 
     def parse(passage: Any) -> Request:
         # White space at the end of a passage does not belong to the passage.

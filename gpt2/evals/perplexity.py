@@ -19,7 +19,7 @@ from gpt2.evals.task_files import read_text, reading, require
 def validation(
     scorer: Scorer, tokenizer: Tokenizer, data: DataConfig, recorded: Recorded
 ) -> list[Figure]:
-    """Score the validation split of a corpus, and of each part of a mixture, as training does.
+    """Score the validation split of a corpus, or of each corpus in a mixture, as training does.
 
     `data` and `recorded` are the result of `validation_data`.
     """

@@ -80,7 +80,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Remove a tensor from `stored`, and return the parameter, or part of one, in the tensor."""
+    """Remove a tensor from `stored`. Return its content: a parameter, or a part of a parameter."""
     array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
     remedy = (

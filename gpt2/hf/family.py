@@ -151,7 +151,10 @@ class Family(NamedTuple):
             yield row._replace(stored=row.stored or row.axes, sizes=sizes)
 
     def full_name(self, name: str) -> str:
-        """Return the name of a tensor with its prefix, which OpenAI's files do not have."""
+        """Return a tensor's name with the prefix, given the tensor's name in a file.
+
+        OpenAI's files leave out the prefix.
+        """
         if name in (self.head, "lm_head.weight"):
             return self.head
         return self.prefix + name.removeprefix(self.prefix)

@@ -162,8 +162,9 @@ def with_model_of_weights(
 ) -> Config:
     """Return the config with its `model.` options taken from the weights in `train.init_from`.
 
-    Options in `chosen`, which the user has set, do not change. Raise a UserError if one does not
-    fit the weights. A run that continues takes the options from its own config.json instead.
+    Options in `chosen`, which the user has set, do not change. Raise a UserError if such an option
+    does not fit the weights. A run that continues takes the options from its own config.json
+    instead.
     """
     names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():

@@ -165,7 +165,7 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Return the highest peak memory of a local device in bytes, or no metric on CPUs."""
+    """Return a metric: the highest peak memory among local devices, in bytes; {} on CPUs."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(device.get("peak_bytes_in_use", 0) for device in stats)
     if not peak:

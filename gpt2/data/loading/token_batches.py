@@ -115,8 +115,9 @@ class TokenBatches(Source):
     def _count_rows(self, number: int) -> dict[str, int]:
         """Return the number of rows of each part among the first `number` rows of the run.
 
-        The first part gets its fraction of the rows, rounded down; the second part its fraction of
-        what is left, and so on. With the weights 0.5, 0.3 and 0.2, these are 2, 1 and 2 of 5 rows.
+        Each part in turn gets a fraction of the rows that are left, rounded down. The fraction is
+        the part's weight divided by the sum of the weights of this part and all later parts. With
+        the weights 0.5, 0.3 and 0.2, the parts get 2, 1 and 2 of 5 rows.
         """
         counts = dict[str, int]()
         for name, ratio in self._ratios.items():

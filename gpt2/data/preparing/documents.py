@@ -120,9 +120,9 @@ def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[f
     """Return the positions of documents that together have about `val_fraction` of all bytes.
 
     Documents are chosen in the order of their positions, as long as they do not exceed this number
-    of bytes together. A document that would exceed it is left out. If all would, the smallest
-    document is chosen. For more than WEIGHED documents, return an empty set, because a fraction of
-    many documents has about the same fraction of their bytes.
+    of bytes together. A document that would exceed the number is left out. If every document is
+    too large, the smallest one is chosen. For more than WEIGHED documents, return an empty set,
+    because a fraction of many documents has about the same fraction of their bytes.
     """
     sizes = defaultdict[float, int](int)  # equal documents have the same position
     for count, document in enumerate(documents, 1):

@@ -93,7 +93,10 @@ def prepared_url(data: DataConfig, source: SourceFiles) -> str:
 
 
 def data_folder(data_dir: str) -> str:
-    """Return the folder of prepared corpora: `data_dir`, $GPT2_DATA_DIR or ~/.cache/gpt2-jax."""
+    """Return the folder of prepared corpora.
+
+    It is `data_dir` if that is set, otherwise $GPT2_DATA_DIR if set, otherwise ~/.cache/gpt2-jax.
+    """
     return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
 
 

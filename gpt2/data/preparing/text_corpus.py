@@ -138,7 +138,7 @@ class Progress:
         self.text_crc32 = zlib.crc32(text)
 
     def sum(self, count: str) -> int:
-        """Return the sum of a count over both splits."""
+        """Return the sum over both splits of a field of `Split`, such as `num_bytes`."""
         return sum(getattr(split, count) for split in self.splits.values())
 
     def save(self, directory: Path, written: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Readers of corpora, one for each prefix.
 
-To add a prefix, write a function, and add a row to `READERS` of a file in this folder.
+To add a prefix, write a function, and add a row to the table `READERS` in a file of this folder.
 """
 
 from collections.abc import Callable

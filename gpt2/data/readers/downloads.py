@@ -40,7 +40,7 @@ class HubCorpus(Corpus):
     column: str
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the tokens of the revision."""
+        """Return the tokens of `self.revision` or, if it is empty, of `_find_revision`'s result."""
         name = f"{self.repository}/{self.subset}".rstrip("/")
         # Without the revision here, the names of all revisions' folders have the same beginning.
         data = dataclasses.replace(data, corpus=f"hf:{name}#{self.column}")
@@ -89,7 +89,10 @@ class HubCorpus(Corpus):
                 yield from read_parquet(path, hub.open(path), self.column)
 
     def _find_folder(self, hub: "HfFileSystem", revision: str) -> str:
-        """Return the folder of the training split of the subset."""
+        """Return the folder of a revision's training split, in `self.subset`.
+
+        If `self.subset` is empty, use the only subset or, if there are several, `default`.
+        """
         repository = self.repository
         subset = self.subset
         root = f"datasets/{repository}@{revision}"

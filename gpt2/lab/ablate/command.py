@@ -129,7 +129,7 @@ def make_sweep(
 
 
 def _read_analyses(seeds: Sequence[str]) -> list[int]:
-    """Return the numbers in `--seeds`, sorted."""
+    """Return the numbers of seeds that `--seeds` lists, sorted."""
     analyses = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(analyses) > 1 else 1
     all_valid = 0 < len(analyses) == len(seeds)

@@ -136,10 +136,10 @@ def is_futile(
 ) -> bool | np.ndarray:
     """Return whether an arm is futile, given its difference so far in standard errors.
 
-    An arm is futile if its conditional power is below 20 %. This is the probability that the last
-    analysis finds a difference, given the scores so far (Lan, Simon and Halperin 1982). The true
-    difference is assumed to be the smallest difference that the last analysis would find with
-    probability `POWER` if there were no scores yet.
+    An arm is futile if its conditional power is below 20 %. The conditional power is the
+    probability that the last analysis finds a difference, given the scores so far (Lan, Simon and
+    Halperin 1982). The true difference is assumed to be the smallest difference that the last
+    analysis would find with probability `POWER` if there were no scores yet.
     """
     fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf

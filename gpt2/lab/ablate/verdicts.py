@@ -3,7 +3,7 @@
 The runs of an arm differ only in their seed. Differences are arm - baseline, in the unit of the
 scores. Scores are losses, so negative differences are better. The family-wise level is the
 probability of one or more false verdicts among all arms. It is nominally 5 %. In simulations, it is
-at most 8.4 % (see the table). With a nominal probability of 95 %, all intervals contain the true
+at most 8.4 % (see below). With a nominal probability of 95 %, all intervals contain the true
 differences.
 
 An arm differs if both of the tests below find a difference. The interval of its difference is the

@@ -198,10 +198,10 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 
 
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
-    """Return the mean ratio of turns to our turns, and the ends of its 95 % interval.
+    """Return the mean ratio of a side's turns to our turns, and the ends of its 95 % interval.
 
-    The mean and Student's t interval are computed from the logarithms of each round's ratio. With a
-    single round there is no interval.
+    Each turn is given as the seconds of a step. The mean and Student's t interval are computed from
+    the logarithms of each round's ratio. With a single round there is no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)

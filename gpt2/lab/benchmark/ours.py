@@ -57,7 +57,7 @@ class Training(Side):
         return self._program.backend.put_batch(make_batch(self._config, number))
 
     def draw_weights(self) -> None:
-        """Set the state to the one before the first step, with the weights of `first_steps`."""
+        """Create the state before the first step, with the weights that `draw_params` returns."""
         del self._state  # frees the memory for the new weights
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))

@@ -129,7 +129,7 @@ class Training(Side):
         return batch.to(self._kind)
 
     def draw_weights(self) -> None:
-        """Start training again, from the weights of `draw_weight`."""
+        """Start training again, from weights that `first_steps.draw_weight` returns."""
         for path, module in self._model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 if name == "weight":

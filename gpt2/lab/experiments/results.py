@@ -78,7 +78,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 
 
 def unknown(steps: int) -> float:
-    """Return NaN, because other code may have another formula for its FLOPs."""
+    """Return NaN as the FLOPs of a run of other code, whose formula for FLOPs may be different."""
     return math.nan
 
 

@@ -68,7 +68,11 @@ class Run:
         return f"{name} seed {self.config.seed}"
 
     def options(self) -> dict[str, Setting]:
-        """Return the options that the run's code has, by name, as they are in config.json."""
+        """Return the options for config.json, by dotted name.
+
+        Options that the run's code does not have are left out. Raise a UserError if such an option
+        differs from its default.
+        """
         options = {**flatten(self.config.to_dict()), **self.extra}
         if self.source != SOURCE:
             usual = flatten(Config().to_dict())

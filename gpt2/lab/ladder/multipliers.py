@@ -19,10 +19,11 @@ with respect to the means of v. FLOPs are the same for all seeds, but seconds ar
 of freedom are Satterthwaite's (1946, Biometrics Bulletin 2). The variance is correct for any
 correlation between the runs of a pair.
 
-The two-sided intervals of an arm have the level alpha / (number of arms). `constant` means that the
-interval of the slope lies within a factor of 1.5 for ten times the compute (two one-sided tests,
-Schuirmann 1987), `grows` that it lies above this band, and `fades` that it lies below. `flips`
-means that the intervals of the first and the last m exclude 0 on opposite sides.
+The two-sided intervals of an arm have the level alpha / (number of arms). The verdict `constant`
+means that the interval of the slope lies within a band: the multiplier changes by less than a
+factor of 1.5 for ten times the compute (two one-sided tests, Schuirmann 1987). `grows` means that
+the interval lies above this band, and `fades` means that the interval lies below it. `flips` means
+that the intervals of the first and the last m exclude 0 on opposite sides.
 
 `python -m tests.programs.ladder_rates` simulates how often such verdicts are wrong.
 """

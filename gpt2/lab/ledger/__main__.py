@@ -312,7 +312,7 @@ _NEXT = {
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:
-    """Describe the gains that pairs could detect, and how long the pairs take."""
+    """Describe the smallest gains that pairs could detect, and how long the pairs would take."""
     idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
 
     screening = ""

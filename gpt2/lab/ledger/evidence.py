@@ -92,9 +92,9 @@ def most_evidence(pairs: int) -> float:
 def half_width(differences: Array, level: float) -> float:
     """Return half the width of an interval for the true mean that is valid after every pair.
 
-    The probability that the interval misses the true mean after any pair is at most `level`. The
-    width is inf until there are enough pairs. The interval is the two-sided interval of Wang and
-    Ramdas (2025, see above).
+    If the interval is computed after every pair, the probability that one or more of these
+    intervals miss the true mean is at most `level`. The width is inf until there are enough pairs.
+    The interval is the two-sided interval of Wang and Ramdas (2025, see above).
     """
     num = len(differences)
     r = 1 + num * _TAU**2
@@ -110,7 +110,7 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
 
     `differences` `[..., n]` are the differences of the pairs so far. Future pairs are assumed to
     have the same standard deviation. Their mean is assumed to be the better end of a one-sided 80 %
-    interval.
+    interval for the true mean.
     """
     num = differences.shape[-1]
     mean = differences.mean(-1)

@@ -117,9 +117,9 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
 
 
 def _changed_code(old: str, new: str) -> list[str]:
-    """Return the paths that a commit changes.
+    """Return the paths of the files that differ between the commits `old` and `new`.
 
-    Raise a UserError if an idea may not change one of these paths.
+    Raise a UserError if these include a file that no idea may change.
     """
     changed = changed_files(old, new) if old else {}
     for path, is_text in changed.items():

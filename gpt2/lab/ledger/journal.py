@@ -81,7 +81,7 @@ class Idea(Sample):
         return self.screens[depth] if depth else self
 
     def continues(self, earlier: "Idea") -> bool:
-        """Return whether this idea begins with the seeds of an earlier state."""
+        """Return whether the seeds of this state begin with the seeds of `earlier`."""
         if self.screens.keys() != earlier.screens.keys():
             return False
         samples = zip(self.samples(), earlier.samples(), strict=True)
@@ -115,12 +115,15 @@ class Ledger:
 
     @property
     def kept(self) -> list[Idea]:
-        """The kept ideas, oldest first. Each was compared with the kept idea before it."""
+        """The kept ideas, oldest first.
+
+        The first was compared with idea 0, and each later one with the kept idea before it.
+        """
         return [idea for idea in self.ideas if idea.answer == Answer.KEEP]
 
     @property
     def best(self) -> Idea:
-        """The last idea that was kept, or the start if none was kept."""
+        """The last idea that was kept, or idea 0 if none was kept."""
         return [self.ideas[0], *self.kept][-1]
 
     def newest(self, idea: Idea) -> Idea:

@@ -21,8 +21,8 @@ _ANSWERS = {
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
     """Plot ideas with their intervals in order, and the best so far as a line.
 
-    `gains` maps the number of each idea that was the best to its loss minus the loss at the start.
-    An idea without a score is a cross.
+    `gains` has an item for idea 0 and for each kept idea: the idea's number, and its loss minus the
+    loss of idea 0. An idea without a score is a cross.
     """
     with drawing(png, height=5) as (axes,):
         numbers = [*gains, len(ideas) + 0.5]

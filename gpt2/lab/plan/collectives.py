@@ -31,8 +31,8 @@ class Collective(NamedTuple):
     def bytes_sent(self) -> float:
         """Bytes that each device sends per call of the program, with ring algorithms.
 
-        An all-reduce is a reduce-scatter and an all-gather. In each of these, a device sends every
-        shard except one (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
+        An all-reduce consists of a reduce-scatter and an all-gather. In each of these, a device
+        sends every shard except one (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
         """
         sent = float(self.bytes * self.times)
         if self.kind == "collective-permute":
@@ -139,7 +139,7 @@ def _iterations(line: str, computations: Computations) -> int:
 
 
 def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int:
-    """Return the size of the whole array in bytes, from the result of an instruction.
+    """Return the `bytes` of a `Collective`, given the `result` of its instruction.
 
     The result is an array, such as `f32[2,3]`, or a tuple of arrays, such as `(pred[], bf16[8])`.
     """
