@@ -170,9 +170,9 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
     """Return, for each frequency, the fraction of it that `model.rope_scaling` does not scale.
 
-    Both arrays are `[R / 2]`, where R is the number of rotated dimensions of a head. The fraction
-    rises with the number of turns in `model.rope_context` tokens: from 0 for few turns to 1 for
-    many turns.
+    `frequencies` and the result are `[R / 2]`, where R is the number of rotated dimensions of a
+    head. The fraction rises with the number of turns in `model.rope_context` tokens: from 0 for few
+    turns to 1 for many turns.
     """
     half = len(frequencies)
     context = cfg.rope_context

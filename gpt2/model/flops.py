@@ -41,9 +41,9 @@ def model_flops_per_token(cfg: GPTConfig, shape: StepShape | None = None) -> flo
     """Return the training FLOPs per token, `6 N + 12 L D T`.
 
     N is `count_compute_parameters(cfg)`. As in PaLM (Chowdhery et al. 2022, appendix B) and
-    nanoGPT's `estimate_mfu`, scores above the diagonal count, but recomputation does not. T is a
-    layer's window if it has one, and D the width of all heads together. A `shape` replaces the
-    model's context length and window.
+    nanoGPT's `estimate_mfu`, the FLOPs include attention scores above the diagonal, and exclude
+    recomputation. T is a layer's window if it has one, and D the width of all heads together. A
+    `shape` replaces the model's context length and window.
     """
     T = cfg.context_length
     if shape:

@@ -9,8 +9,9 @@ Learners". Details follow OpenAI's code: biases in all linear maps and norms, GE
 LayerNorm before each branch and after the last one, and an output head that is the token embedding.
 
 A model computes with the functions in `ops`: the reference implementations of gpt2/ops/plain.py, or
-kernels that a backend puts in their place. Each variation of GPT-2 that few models have is a file
-in gpt2/model/ingredients. It acts at hooks of the model, the seams of gpt2/model/seams.py.
+kernels that a backend puts in their place. Each variation of GPT-2 that few models have is
+implemented in a file of its own in gpt2/model/ingredients. A variation acts at hooks of the model,
+the seams of gpt2/model/seams.py.
 """
 
 import dataclasses
@@ -252,8 +253,8 @@ class GPT(nn.Module):
     def init(self, rngs: Array, tokens: Array, *_: Tree, **__: Tree) -> Params:  # type: ignore[override]
         """Return `{"params": ...}`, drawn with the key `rngs`.
 
-        The values of `tokens` do not matter. Flax's other arguments of `init`, which `nn.tabulate`
-        passes, change nothing, because all methods use the same parameters.
+        The values of `tokens` do not matter. The other arguments of Flax's `init`, which
+        `nn.tabulate` passes, have no effect, because all methods use the same parameters.
         """
         params = nn.unbox(self.draw(rngs, tokens))
         return {"params": in_layout(params, scanned=self.config.scan_layers)}

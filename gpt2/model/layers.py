@@ -27,10 +27,11 @@ def named_param(
     inputs: tuple[int, ...] = (),
     decays: bool = False,
 ) -> Array:
-    """Return a parameter of a module that has `ops`, gathered if devices hold shards of it.
+    """Return a parameter of a module. If devices hold shards of the parameter, gather them.
 
-    The names in `axes` determine how `parallel.rules` shard the parameter between steps. For a
-    matrix `[D, F]`, pass `inputs=(-2,)`, which Muon needs, and `decays=True`. See `ParamInfo`.
+    The module must have `ops`. The names in `axes` determine how `parallel.rules` shard the
+    parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon needs, and
+    `decays=True`. See `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -90,7 +91,7 @@ class Linear(nn.Module):
 
     @property
     def _result(self) -> str:
-        """The checkpoint name of the result, which gpt2/utils/remat.py uses."""
+        """The name of the result in the policies of gpt2/utils/remat.py."""
         return ATTENTION_LINEAR if "heads" in self.axes else MLP_LINEAR
 
     @nn.nowrap
@@ -103,7 +104,7 @@ class Linear(nn.Module):
 
 
 def kernel_stddev(cfg: GPTConfig, fan_in: int, *, adds_to_residual: bool) -> float:
-    """Return the standard deviation with which a kernel is drawn."""
+    """Return the standard deviation of the distribution from which a kernel is drawn."""
     if adds_to_residual and cfg.zero_init_projections:  # Zhang et al. 2019, Fixup
         return 0.0
     stddev = cfg.init_std

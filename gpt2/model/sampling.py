@@ -184,8 +184,8 @@ def _generate(
     """Draw up to `limit` tokens after each text, and return them as int32 `[B, S]`.
 
     S is `cache_length`. `tokens` `[B, T]` holds the padded texts, and `lengths` `[B]` the number of
-    tokens in each. Earlier calls drew `done` tokens of each sequence. After a sequence has drawn
-    the token `end`, the rest of its row is `end`.
+    tokens in each. Earlier calls drew `done` tokens of each sequence. Once the token `end` has been
+    drawn for a sequence, the rest of its row is `end`.
     """
     B = tokens.shape[0]
 

@@ -31,8 +31,8 @@ class Shards:
         stages: factors of the number of shards. If the group's chips fill a torus, these are the
             torus's sides, outermost first; otherwise, the number itself is the only factor.
         forget: whether the backward pass needs a barrier. It does if there is neither a scan nor
-            rematerialisation: XLA would then store the gathered array between the two passes, and
-            not gather it again.
+            rematerialisation: without a barrier, XLA would then store the gathered array from the
+            forward pass until the backward pass, instead of gathering it again.
     """
 
     axis: int
@@ -130,7 +130,7 @@ _gather.defvjp(
 
 
 def gathering(function: Callable) -> Callable:
-    """Return `function(x, parameter, *others, dtype=...)`, made to accept a `Shard` as parameter.
+    """Wrap `function(x, parameter, *others, dtype=...)` so that `parameter` may be a `Shard`.
 
     The parameter is gathered in the forward pass and again in the backward pass, and is not stored
     between them. Arrays must be passed by position.

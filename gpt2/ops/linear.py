@@ -87,7 +87,7 @@ class _LinearMap(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether cuBLAS computes the activation in the product that computes its operand."""
+        """Whether cuBLAS computes the activation together with the previous product."""
         can_fuse = self.activation is gelu_tanh and self.dtype.itemsize == 2
         return can_fuse and self.variants.fuse_activation
 

@@ -27,7 +27,7 @@ def norm(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Compute `plain.norm` with a backward rule that stores less."""
+    """Compute `plain.norm` with a backward rule that stores less than JAX's own rule."""
     chex.assert_type(x, float)
     chex.assert_shape([scale] if bias is None else [scale, bias], x.shape[-1:])
     return _norm(x, scale, bias, center, eps, jnp.dtype(dtype), variants)

@@ -398,20 +398,23 @@ def param(
 
 
 def whole(parameter: Array) -> Array:
-    """Return a whole parameter on every device. `parameter` is a result of `param`."""
+    """Return `parameter`, a result of `param`. A backend's function gathers it if it is sharded."""
     return parameter
 
 
 def pad_vocab(table: Array) -> Array:
-    """Return a table `[V, D]`, padded with the rows that the output head's product needs."""
+    """Return the table `[V, D]`. A backend's function may add rows that the output head needs."""
     return table
 
 
 def constrain(x: Array, *names: str) -> Array:
-    """Shard an activation according to the logical names of its last axes."""
+    """Return `x`. A backend's function shards `x` according to the names of its last axes."""
     return x
 
 
 def isolate(loss: Callable) -> Callable:
-    """Return a `loss(params, micro_batch, ...)` that gathers parameters for each micro-batch."""
+    """Return `loss(params, micro_batch, ...)` unchanged.
+
+    FSDP by layer replaces this function, so that parameters are gathered for each micro-batch.
+    """
     return loss

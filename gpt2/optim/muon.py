@@ -163,7 +163,11 @@ def _mean_square(
     *squares: Array,
     beta2: float,
 ) -> Array:
-    """Return the updated running mean squares of a kernel's neurons, its rows or columns."""
+    """Return the updated running mean squares of a kernel's neurons.
+
+    `squares` holds the mean squares of the rows and of the columns. The neurons are either the rows
+    or the columns.
+    """
     square = squares[kernel.outputs]
     square = square.reshape(old.shape)
     return _lerp(old, square, 1 - beta2)

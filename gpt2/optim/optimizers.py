@@ -119,9 +119,10 @@ def _width_factor(
 
 
 def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
-    """Return a transformation that multiplies an update by its factor in `optim.layer_rates`.
+    """Return a transformation that multiplies updates by the factors in `optim.layer_rates`.
 
-    The factor is the one of the first pattern that matches the parameter's name, or 1.
+    The first pattern that matches a parameter's name determines the factor of the parameter's
+    update. The factor is 1 if no pattern matches.
     """
     rates = (*optim.rates, ("", 1.0))  # the empty pattern matches every name
 
@@ -267,9 +268,9 @@ class Optimizer(NamedTuple):
     Attributes:
         direction: a function of the options, the number of steps of the run, the `ParamInfo` of the
             parameters, and the assignment of matrices to devices. It returns the direction.
-        width_power: the power of the width with which the largest singular value of a hidden
-            kernel's update grows (Yang et al. 2022, appendix B.3; for orthogonal updates, Yang et
-            al. 2023, condition 1). None if the power is not known.
+        width_power: the exponent p, if the largest singular value of a hidden kernel's update is
+            proportional to width^p (Yang et al. 2022, appendix B.3; for orthogonal updates, Yang et
+            al. 2023, condition 1). None if the exponent is not known.
     """
 
     direction: Callable[

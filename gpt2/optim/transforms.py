@@ -123,7 +123,7 @@ def average_parameters(
 
     With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise, it is the
     mean of the parameters over all updates after the first `start` updates. During the first
-    `start` updates, it is the newest parameters.
+    `start` updates, the average equals the newest parameters.
     """
 
     def init_fn(params: Tree) -> AverageState:
@@ -148,7 +148,7 @@ def average_parameters(
 
 
 def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
-    """Return the parameters to validate and export: the optimizer's average, if there is one."""
+    """Return the parameters to validate and export: the optimizer's average, or else `params`."""
     averaged = optax.tree.get(opt_state, "AverageState")
     if averaged:
         return averaged.average

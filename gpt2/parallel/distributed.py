@@ -93,7 +93,7 @@ def initialize(
 
 @contextlib.contextmanager
 def ends_together() -> Iterator[None]:
-    """Exit immediately if the body fails in one of several processes.
+    """If the run has several processes, exit this process as soon as the body fails.
 
     Otherwise this process would wait for the other processes to shut down or to finish a
     checkpoint, while they wait for this process to join a collective.
@@ -168,7 +168,7 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def from_first(number: int) -> int:
-    """Return the `number` of process 0 in every process."""
+    """Return the argument of process 0. Every process must call this."""
     return int(from_all(f"{number:d}")[0])
 
 

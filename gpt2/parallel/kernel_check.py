@@ -88,8 +88,8 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
 def _largest_error(name, cfg, window, is_masked, is_late, host):
     """Return the largest relative error of a row `[H]` of a kernel's results.
 
-    The norm of the difference is divided by the norm of the row, or by the root mean square of all
-    rows' norms if that is larger.
+    The norm of a row's difference from the reference implementation is divided by the norm of the
+    reference row, or by the root mean square of all reference rows' norms if that is larger.
     """
     T = min(cfg.context_length, MAX_LENGTH)
     rng = np.random.default_rng(0)

@@ -165,7 +165,7 @@ class PjitBackend:
         return jax.jit(partial(step, map_sum=map_sum))
 
     def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
-        """Return the `map_sum` of `gpt2.training.steps`, which sums over the rows of all devices.
+        """Return `map_sum(function)`, as gpt2/training/steps.py defines it, for all devices.
 
         XLA's partitioner adds the collectives over the axis `tensor`.
         """

@@ -101,7 +101,7 @@ class PmapBackend:
 
 
 def _map_sum(function: Callable) -> Callable:
-    """Return the `map_sum` of `gpt2.training.steps`, which sums over the rows of all devices."""
+    """Return `map_sum(function)`, as gpt2/training/steps.py defines it, for all devices."""
 
     def mapped(params, batch):
         device = jax.lax.axis_index(AXIS)

@@ -115,9 +115,9 @@ def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
 def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | None:
     """Return the axis along which a parameter is gathered by layer, or None.
 
-    Every kernel and table has such an axis, unless rules split it along an axis whose shards no
-    operation supports, or the axis `tensor` of the mesh has several devices. Vectors have no such
-    axis, because they are too small.
+    `fsdp` must split the parameter over several devices, along an axis whose shards operations
+    support. If the axis `tensor` of the mesh has several devices, no parameter is gathered by
+    layer. Vectors are never gathered by layer, because they are too small.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:

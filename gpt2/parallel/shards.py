@@ -59,9 +59,10 @@ def shard_param(
     *,
     shards_for: ShardsFor,
 ) -> Array | Shard:
-    """Return a parameter as `plain.param` does, as a `Shard` if `shards_for` splits it.
+    """Return a parameter, like `plain.param`. If `shards_for` splits it, return a `Shard`.
 
-    Inside a `shard_map`, Flax needs the shape of the shard.
+    Inside a `shard_map`, Flax has only a device's shard of the parameter. The shape that Flax checks
+    is therefore the shard's.
     """
     shards = shards_for(info.axes)
     local_shape = shards.shard_shape(shape) if shards else shape

@@ -93,8 +93,8 @@ class Batches:
     def validation(self, number: int = 0) -> tuple[Validation, float | None]:
         """Return `({corpus: (weight, batches)}, targets_per_byte)` for the validation split.
 
-        `number` limits the batches of each corpus. If it is 0, all batches that are scored are
-        returned. `Source.validation` describes `targets_per_byte`.
+        `number` limits the batches of each corpus. If it is 0, the run's options limit them.
+        `Source.validation` describes `targets_per_byte`.
         """
         validation, targets_per_byte = self._source.validation(self._eval_rows, number)
         placed = Validation()

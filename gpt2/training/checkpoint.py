@@ -211,7 +211,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restore the state of a step in the layout of a program, even if it has another layout."""
+        """Restore the state after a step, converted to the layout of a program if they differ."""
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
@@ -323,7 +323,7 @@ class _DigestHandler(ocp.JsonCheckpointHandler):
     """Writes the digests of the other items after they are complete and before the commit."""
 
     def finalize(self, directory: PathLike) -> None:
-        """Write the digests. Orbax calls this in process 0, after it has finalized other items."""
+        """Write the digests. Orbax calls this in process 0, after it has finalized the others."""
         folder = Path(directory)
         sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))

@@ -118,7 +118,7 @@ def _require_writable(workdir: Path) -> None:
 
 
 def refuse_changes(workdir: Path, config: Config) -> None:
-    """Refuse options that would change the training of the run in a directory, if there is one."""
+    """If a directory contains a run, refuse options that would change the run's training."""
     if not (workdir / "config.json").exists():
         return
     saved = deciding_options(load_config(workdir))
@@ -267,7 +267,7 @@ def finish(
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """Lock the directory, and write the files of a start.
 
-    Move away checkpoints that are later than `start`, or whose scores are damaged.
+    Move checkpoints that are later than `start`, or whose scores are damaged, to `damaged/`.
     """
     _begin(workdir, config, dataset, start)
     distributed.from_first(0)  # Other processes wait until process 0 has the lock.

@@ -83,11 +83,11 @@ def describe_code() -> dict[str, str]:
 
 
 def describe_start(step: int) -> dict[str, Any]:
-    """Return a record for environment.jsonl: what results depend on apart from options and data.
+    """Return the record that a start at `step` adds to environment.jsonl.
 
-    The record contains neither host name nor environment variables. `code` comes from `hash_code`.
-    `clean` is True if no Python file differs from `commit`. Outside a
-    git checkout, `clean` and `commit` are None.
+    The record describes what results depend on, apart from options and data. It contains neither
+    the host name nor environment variables. `code` comes from `hash_code`. `clean` is True if no
+    Python file differs from `commit`. Outside a git checkout, `clean` and `commit` are None.
     """
     import jax  # slow, and not needed to hash code
 

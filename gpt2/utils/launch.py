@@ -133,7 +133,7 @@ def has_old_xla() -> bool:
 
 
 def _with_flags(*wanted: str) -> dict[str, str]:
-    """Return XLA_FLAGS with the wanted flags added, or nothing if the user has set all of them."""
+    """Return XLA_FLAGS with the wanted flags added, or {} if the user has set all of them."""
     given = os.environ.get("XLA_FLAGS", "")
     flags = given
     for flag in wanted:

@@ -31,6 +31,6 @@ def dropout_key(
 def sample_key(seed: int) -> Array:
     """Return the key for generated text.
 
-    Sampling folds in the number of the sequence, and then the number of the new token.
+    Sampling folds in the index of the sequence, and then the index of the new token.
     """
     return jax.random.fold_in(jax.random.key(seed), _SAMPLE)

@@ -1,12 +1,14 @@
 """Files and folders at URLs (gs://, s3://, hf://, https://, ...), with local working copies.
 
-A folder at a URL, called a store, has a working copy in the cache. The working copy contains a
-record of the store's files at the last exchange. `fetch` updates the working copy from the store,
-and `push` sends new and changed files to the store. A completion marker, which marks other files as
-complete, is written last and removed first. Weights are not fetched until they are read.
+A folder at a URL, called a store, has a working copy in the cache. `fetch` updates the working copy
+from the store, and `push` sends new and changed files to the store. Both are called exchanges. The
+working copy contains a record of the store's files at the last exchange. A completion marker, which
+marks other files as complete, is written last and removed first. Weights are not fetched until they
+are read.
 
-If a file is missing on one side, it is not removed from the other side, unless it is samples.txt or
-belongs to a checkpoint that a newer checkpoint has replaced.
+If a file has disappeared from the working copy or from the store, it is not removed from the other
+of the two, unless it is samples.txt or belongs to a checkpoint that a newer checkpoint has
+replaced.
 """
 
 import contextlib
@@ -172,9 +174,10 @@ def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
     Keep local files that have not been uploaded yet. But if another run has written to the store
-    since the last exchange, move a local folder with such files aside, and fetch a new one.
-    Raise a UserError if the store's newest checkpoint is older than at the last exchange. `only` is
-    a pattern for the names of the files to fetch.
+    since the last exchange, rename a local folder with such files, and fetch into a new folder.
+    Raise a UserError if the store's newest checkpoint is older than at the last exchange. Update
+    nothing if a process trains in the local folder. `only` is a regular expression for the names of
+    the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -195,7 +198,7 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
-    """Fetch the named files that are missing in a working copy. Do nothing for other folders."""
+    """If `folder` is a working copy, fetch those of the named files that are missing in it."""
     url = _read_record(folder).url
     if url and not all((folder / name).exists() for name in names):
         with _exchange(url, folder) as (store, record):
@@ -335,7 +338,10 @@ def _connect(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
 
 @contextlib.contextmanager
 def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Record]]:
-    """Yield the file system of the folder at a URL, and the record. Save the record at the end."""
+    """Yield the file system of the folder at a URL, and the record of its working copy `folder`.
+
+    Save the record at the end.
+    """
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _connect(url) as (store, root):
         record = _read_record(folder)

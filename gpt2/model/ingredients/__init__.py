@@ -55,7 +55,7 @@ def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
 
 
 def score_term_options(config: GPTConfig) -> tuple[str, ...]:
-    """Return the names of the options whose ingredients change attention's scores.
+    """Return the names of the options in use that change attention's scores.
 
     An example is `model.attention_sink`.
     """

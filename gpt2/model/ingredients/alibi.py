@@ -1,7 +1,7 @@
-"""ALiBi: a bias for the distance replaces position embeddings (Press et al. 2022).
+"""ALiBi: biases of attention's scores, instead of position embeddings (Press et al. 2022).
 
-arXiv 2108.12409. A score is reduced by the head's slope times the distance of the key. ALiBi has no
-parameters.
+arXiv 2108.12409. A score is reduced by the head's slope times the distance from the query to the
+key. ALiBi has no parameters.
 """
 
 import math

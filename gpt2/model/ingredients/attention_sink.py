@@ -1,4 +1,4 @@
-"""A learned logit for each head in the softmax of attention, for a key without a value.
+"""A learned logit for each head, which joins the softmax of attention like a key with value 0.
 
 The source is gpt-oss, arXiv 2508.10925. Each layer gets N scalars, initialised to 0.
 """
@@ -20,7 +20,7 @@ class AttentionSink(Ingredient):
     def score_terms(
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
-        """Append the function that adds a column of learned scores to each head."""
+        """Append the function that adds a learned column to the scores of each head."""
         shape = (self.config.num_heads,)
         zeros = nn.initializers.zeros
         sinks = named_param(attention, "sinks", zeros, shape, ("heads",))

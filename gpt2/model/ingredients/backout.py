@@ -31,7 +31,7 @@ class Backout(Ingredient):
         return layers_without_middle
 
     def block_input(self, block: nn.Module, x: Array, context: Context) -> Array:
-        """Store the input of the middle layer, `num_layers // 2`."""
+        """Store the input of the middle layer, whose index is `num_layers // 2`."""
         is_middle = context.layer == self.config.num_layers // 2
         stored = context.carried[self.option]
         context.carried[self.option] = jnp.where(is_middle, x, stored)

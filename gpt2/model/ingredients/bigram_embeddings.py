@@ -33,7 +33,7 @@ class BigramEmbeddings(Ingredient):
 
 
 def hash_pairs(tokens: Array, previous: Array, num_rows: int) -> Array:
-    """Return an int32 row of the table for each pair of tokens, with modded-nanogpt's hash."""
+    """Return the index of each pair's row in the table, int32, with modded-nanogpt's hash."""
     first = previous.astype(jnp.uint32) * 27191
     second = tokens.astype(jnp.uint32) * 36313
     mixed = first ^ second

@@ -32,7 +32,10 @@ class HyperConnections(Ingredient):
         return layers_with_streams
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Read a weighted sum of the streams, and add the branch's output to mixed streams."""
+        """Return the branch with a weighted sum of the streams as its input.
+
+        The branch's output is added to n mixtures of the streams, with a weight for each.
+        """
         number = 1 if context.branch == "attention" else 2
         connect = HyperConnection(self.config, block.ops, name=f"connect_{number}")
         read, mixed, weights = connect(branch.stream, 2 * context.layer + number - 1)

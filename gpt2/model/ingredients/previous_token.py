@@ -11,7 +11,7 @@ from gpt2.model.seams import Context
 
 
 def shift(x: Array, first: Array, context: Context, *, missing: int) -> Array:
-    """Return `x` `[B, T, ...]`, shifted so that each position has the value of the previous one.
+    """Return `x` `[B, T, ...]`, shifted so that each position has the previous position's value.
 
     `first` `[B, 1, ...]` is the value before the first position. At the start of a segment there is
     no previous position, and the result is `missing`.

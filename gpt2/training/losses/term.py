@@ -18,7 +18,7 @@ class LossTerm:
 
     @classmethod
     def is_wanted(cls, options: LossConfig) -> bool:
-        """Return whether a run uses the term, which it does if `option` is not at its default."""
+        """Return whether a run uses the term: whether its option differs from the default."""
         return getattr(options, cls.option) != getattr(DEFAULTS.loss, cls.option)
 
     def arrays(self, batch: Batch) -> Batch:

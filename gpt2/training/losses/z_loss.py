@@ -1,7 +1,7 @@
 """The z-loss: the square of the log of softmax's normaliser (PaLM, arXiv 2204.02311, section 5).
 
-Cross-entropy does not change if a constant is added to all logits of a position, so it lets the
-logits drift. The z-loss keeps them near 0.
+Cross-entropy does not change if a constant is added to all logits of a position, so the logits can
+drift. The z-loss prevents this, because it keeps the log of the normaliser near 0.
 """
 
 from jax import Array
