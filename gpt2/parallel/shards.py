@@ -61,8 +61,8 @@ def shard_param(
 ) -> Array | Shard:
     """Return a parameter, like `plain.param`. If `shards_for` splits it, return a `Shard`.
 
-    Inside a `shard_map`, Flax has only a device's shard of the parameter. The shape that Flax checks
-    is therefore the shard's.
+    Inside a `shard_map`, Flax has only a device's shard of the parameter. The shape that Flax
+    checks is therefore the shape of the shard.
     """
     shards = shards_for(info.axes)
     local_shape = shards.shard_shape(shape) if shards else shape
