@@ -55,7 +55,7 @@ Tokens = Sequence[int] | np.ndarray
 def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Request:
     """Return a request that scores `tokens` after `context`.
 
-    If they are too long together, the beginning of the context is removed.
+    If `context` and `tokens` together are too long, the beginning of `context` is removed.
     """
     if not len(context) or not 0 < len(tokens) <= context_length:
         raise UserError(

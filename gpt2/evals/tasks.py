@@ -51,8 +51,8 @@ def validation_data(
     """Return the options of the corpus whose validation split is scored, and its description.
 
     If `corpus` is empty, the run's corpus is scored, and the description is what the run recorded
-    about its data. Otherwise, `corpus` is split and prepared with the run's options, and the
-    description is None.
+    about its data. Otherwise, the description is None, and `corpus` is split and prepared with the
+    run's options, or with the default options if `workdir` is not given.
     """
     if workdir:
         folder = stores.fetch(workdir)

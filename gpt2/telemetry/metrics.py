@@ -64,10 +64,10 @@ class MetricsFile(Writer):
             os.close(self._file)
 
     def _commit(self, last: float) -> None:
-        """Write records up to a step.
+        """Write the waiting records of steps up to `last`.
 
-        There is a single system call, so that a line is incomplete only if the process is killed
-        during the call.
+        A single system call writes all of them, so that a line is incomplete only if the process is
+        killed during the call.
         """
         records = [record for record in self._waiting if record["step"] <= last]
         if not records:

@@ -10,7 +10,7 @@ REFERENCES = Path(__file__).parents[2] / "configs" / "reference"
 
 
 def read_reference(name: str) -> dict[str, np.ndarray]:
-    """Return loss curves by name. A curve is an array `[N, 2]`.
+    """Return loss curves, by the name of each curve. A curve is an array `[N, 2]`.
 
     A row contains a number of tokens and the loss in nats per token. Rows are sorted by tokens.
     `name` is the name of a file in configs/reference/, or a path. For an empty name, there are no

@@ -90,7 +90,10 @@ class Reporter(AbstractContextManager):
         self._pending = step, metrics, norms
 
     def catch_up(self) -> None:
-        """Wait for the newest step and report it. Raise DivergedError if it has NaN or Inf."""
+        """Wait for the newest step and report it.
+
+        Raise DivergedError if the step has NaN or Inf and may not be skipped.
+        """
         if self._pending is None:
             return
         step, metrics, norms = self._pending

@@ -57,7 +57,8 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
 def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     """Begin each row with a document, and add the longest documents that fit, as in nanochat.
 
-    If no document fits, crop the shortest document to fill the row. All epochs have the same rows.
+    If no document fits, crop the shortest document to fill the row. The longest and the shortest
+    are chosen from the next `AHEAD` documents. All epochs have the same rows.
     """
     stream, starts = find_documents(tokens, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))

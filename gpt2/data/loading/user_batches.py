@@ -161,7 +161,7 @@ class UserBatches(Source):
             yield from self._read("train")
 
     def _read(self, split: str, state: str = "") -> Iterator[UserBatch]:
-        """Yield the user's batches of a split once, from a state if there is one."""
+        """Call the user's function, and yield its batches. Begin at `state` unless it is empty."""
         iterable: Any = self._function(split=split)
         saved = pickle.loads(base64.b64decode(state)) if state else None
         loads_state = hasattr(iterable, "load_state_dict")

@@ -50,7 +50,8 @@ class Documents:
     """The documents of a corpus that contain text. With `data.unique`, each text occurs once.
 
     If there are several documents, a hash of the content determines the split of a document, so
-    that equal documents are in the same split. If there is only one, its last `val_fraction` of
+    that equal documents are in the same split. With `weighs`, the sizes of the documents also
+    matter; see `_choose_by_size`. If there is only one document, its last `val_fraction` of
     characters is for validation.
     """
 

@@ -101,7 +101,7 @@ def data_folder(data_dir: str) -> str:
 
 
 def _read(directory: Path) -> PreparedTokens | None:
-    """Return the tokens of a folder, or None unless it is complete and undamaged."""
+    """Return the tokens of a folder, or None if the folder is incomplete or damaged."""
     facts = files.read_sealed(directory / FACTS)
     if facts is None:
         return None

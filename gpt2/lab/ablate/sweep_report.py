@@ -84,7 +84,7 @@ def _pairs_note(
 def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
     """Print the baseline's mean, and the most important columns of a table of verdicts.
 
-    Lines have 80 characters.
+    The table and the note fit into 80 columns.
     """
     baseline = table.iloc[0]
     deviation = ", ± standard deviation" if "±" in baseline["mean ± sd"] else ""

@@ -88,8 +88,9 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
     """Return the amount after which a curve stays below `target`, interpolated linearly.
 
-    Return inf if the curve ends above `target`, and the amount of the first validation if the curve
-    is never above `target`.
+    `amounts` are the tokens, FLOPs or seconds of the validations, in any unit. Return inf if the
+    curve ends above `target`, and the amount of the first validation if the curve is never above
+    `target`.
     """
     # The last validation above the target decides. An earlier validation below it may be luck.
     above = np.flatnonzero(scores > target)
