@@ -149,9 +149,9 @@ class GPT(nn.Module):
     ) -> Array:
         """Return the logits `[B, V]` after the last of `num_new` `[B]` new tokens `[B, T]`.
 
-        The collection `cache` holds the keys and values of the previous tokens, `length` `[B]` in
-        number, and `last` `[B]` is the last previous token (gpt2/model/cache.py). The keys and
-        values of the new tokens are appended to the cache.
+        The collection `cache` holds the keys and values of the previous tokens. `length` `[B]` is
+        the number of previous tokens, and `last` `[B]` the last of them (gpt2/model/cache.py). The
+        keys and values of the new tokens are appended to the cache.
         """
         context = make_context(tokens)
         positions = context.positions + length[:, None]

@@ -1,4 +1,4 @@
-"""Distribute whole matrices over devices, so that each is computed by one device.
+"""Distribute whole matrices over devices, so that one device computes each matrix.
 
 Optimizers such as Muon and SOAP need whole matrices.
 """
@@ -52,10 +52,11 @@ class Matrices:
     ) -> Tree:
         """Return `function(stacks, *scalars)`, with each device computing some of the matrices.
 
-        `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. It is called
-        with a part of each stack, padded with zeros. Results are sharded by `matrix_spec`. If a
-        mesh axis splits the matrices, its devices exchange parts before the call, so that each
-        device has some whole matrices, and exchange parts of the results after the call.
+        `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. Each of
+        several devices calls it with a part of each stack, padded with zeros. Results are sharded
+        by `matrix_spec`. If a mesh axis splits the matrices, its devices exchange parts before the
+        call, so that each device has some whole matrices, and exchange parts of the results after
+        the call.
         """
         mesh = self.mesh
         if mesh is None or mesh.size == 1:

@@ -31,7 +31,7 @@ def split_cpu(number: int) -> None:
 def make_mesh(
     parallel: ParallelConfig, devices: list[jax.Device] | None = None
 ) -> Mesh:
-    """Return the mesh with axes `data`, `fsdp`, `tensor`, in an order that suits the hardware."""
+    """Return the mesh `[data, fsdp, tensor]`. The order of its devices suits the hardware."""
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(parallel, len(devices))
     types = (AxisType.Auto,) * len(MESH_AXES)

@@ -95,7 +95,7 @@ class PjitBackend:
 
     @property
     def matrices(self) -> Matrices:
-        """The assignment of an optimizer's whole matrices to devices, one device for each."""
+        """The assignment of an optimizer's whole matrices to devices: each matrix to one device."""
         return Matrices(self.mesh, platform_of(self.mesh.devices.flat[0]))
 
     @property

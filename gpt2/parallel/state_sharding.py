@@ -50,7 +50,7 @@ def optimizer_specs(
     """Return a PartitionSpec for every leaf of an optimizer's state.
 
     A leaf belongs to the parameter whose path is the end of the leaf's path. The leaf is split like
-    this parameter in `storage`.
+    this parameter in `storage`. Leaves that belong to no parameter are replicated.
     """
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(params),

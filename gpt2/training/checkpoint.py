@@ -211,7 +211,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restore the state after a step, converted to the layout of a program if they differ."""
+        """Restore the state after a step in a program's layout, whichever layout was saved."""
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}

@@ -22,8 +22,8 @@ _INVERSE = "micro_batch_inverse"
 def with_squares(gradients: Callable) -> Callable:
     """Return `gradients(micro_batch, index) -> (grads, sums)` with two more sums.
 
-    They are the squared norm of the micro-batch's mean gradient, and 1 divided by its number of
-    tokens. Both have the count 1, or 0 if the micro-batch has no token.
+    They are the squared norm of the micro-batch's mean gradient, and 1 divided by the micro-batch's
+    number of tokens. Both have the count 1, or 0 if the micro-batch has no token.
     """
 
     def add_squares(micro_batch: Batch, index: Array) -> tuple[Tree, Sums]:
@@ -41,7 +41,7 @@ def with_squares(gradients: Callable) -> Callable:
 def with_noise(
     metrics: dict[str, Array], grad_norm: Array, count: Array, scale: Array | float
 ) -> dict[str, Array]:
-    """Return metrics with signal and noise in place of the two means that `with_squares` adds.
+    """Return `metrics` with signal and noise instead of the means of `with_squares`'s two sums.
 
     `grad_norm` is the norm of the mean gradient of all `count` tokens. `scale` is the loss scale,
     which multiplied the gradients of the micro-batches, but no longer multiplies `grad_norm`.

@@ -153,9 +153,10 @@ class Program:
         return TrainState.create(params, self.optimizer, compute, skip_bad_steps)
 
     def init_state(self, params: Tree = None) -> TrainState:
-        """Return the state before the first step. Each device draws only its own part.
+        """Return the state before the first step, on the devices.
 
-        `params` in host memory replace the drawn parameters.
+        With pjit, each device draws only its own part. If `params` are given, in host memory, they
+        replace the drawn parameters.
         """
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))

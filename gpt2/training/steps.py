@@ -79,7 +79,8 @@ def make_update(
 
     A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
-    `measures_noise` adds the gradient's noise to the metrics, and needs several micro-batches.
+    `measures_noise` adds the gradient's noise and signal to the metrics. This needs several
+    micro-batches or several devices.
     `norm(grads)` is the global norm. `choose(condition, f, g)` returns the result of `f` or `g`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
@@ -184,7 +185,7 @@ def _judge(
 
 
 def select_both(condition: Array, function: Callable, other: Callable) -> Tree:
-    """Select like `jax.lax.cond`, but without a branch, at which a GPU would wait for the host."""
+    """Call both functions, and select one result: at a branch, a GPU would wait for the host."""
     return _select(condition, function(), other())
 
 

@@ -1,4 +1,4 @@
-"""Set up the memory, XLA flags and compilation cache of a process before its slow imports."""
+"""Set up a process before its slow imports: memory allocation, XLA flags, compilation cache."""
 
 import contextlib
 import ctypes
@@ -79,8 +79,8 @@ def prepare_process() -> None:
 def _open_standard_streams() -> None:
     """Open /dev/null in place of standard streams that are closed, as they are in some daemons.
 
-    Otherwise a file of the run could get the number of such a stream, and messages of libraries
-    would be written into this file.
+    Otherwise a file of the run could get the file descriptor of such a stream, and messages of
+    libraries would be written into this file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:

@@ -2,8 +2,8 @@
 
 The parameters of unrolled layers are in the subtrees `h_0`, `h_1`, ... The parameters of scanned
 layers are in a single subtree `h`, whose leaves have a leading layer axis. A scan that is unrolled
-completely has few large parameters, like a scan, and blocks that XLA can fuse, like unrolled
-layers.
+completely combines two advantages: its parameters are few and large, as in any scan, and XLA can
+fuse its blocks, as with unrolled layers.
 """
 
 import inspect

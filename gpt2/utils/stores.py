@@ -6,9 +6,9 @@ working copy contains a record of the store's files at the last exchange. A comp
 marks other files as complete, is written last and removed first. Weights are not fetched until they
 are read.
 
-If a file has disappeared from the working copy or from the store, it is not removed from the other
-of the two, unless it is samples.txt or belongs to a checkpoint that a newer checkpoint has
-replaced.
+A file that is missing in the working copy stays in the store, and a file that is missing in the
+store stays in the working copy. The exceptions are samples.txt, and the files of a checkpoint that
+a newer checkpoint has replaced.
 """
 
 import contextlib

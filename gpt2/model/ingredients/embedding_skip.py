@@ -1,4 +1,4 @@
-"""A learned weighted sum of the embedded tokens and the input of every block (modded-nanogpt).
+"""For every block, a learned sum of its input and the embedded tokens (modded-nanogpt).
 
 Each layer gets two scalars, initialised to 1 for its input and 0 for the embedded tokens.
 """

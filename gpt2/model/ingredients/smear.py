@@ -31,7 +31,7 @@ class Smear(Ingredient):
 
 
 class SmearedTokens(nn.Module):
-    """A gate, and the sum of each token's embedding and a fraction of the previous token's."""
+    """Adds a gated fraction of the previous token's embedding to each token's embedding."""
 
     config: GPTConfig
     ops: Ops

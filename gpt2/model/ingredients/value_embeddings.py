@@ -1,4 +1,4 @@
-"""Value embeddings: a table for each layer whose rows are mixed into the values of attention.
+"""Value embeddings: each layer has a table, and mixes its rows into the values of attention.
 
 The sources are modded-nanogpt, and arXiv 2410.17897. Each layer gets a table `[V, K H]`. The layer
 adds the tokens' rows to its values, with two learned weights, initialised to one half.

@@ -137,8 +137,8 @@ def apply_loss(
 def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
     """Return the validation loss: cross-entropy of float32 logits, without terms or dropout.
 
-    With another loss `others`, the sums also include the sums of this loss, except "loss". The
-    model runs a second time to compute them.
+    If `others` is a loss, its sums are also returned, except "loss". The model runs a second time
+    to compute them.
     """
     config = dataclasses.replace(model.config, logits_dtype="float32")
     cross_entropy = next_token_loss(model.clone(config=config))
