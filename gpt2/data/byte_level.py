@@ -24,10 +24,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
-    """Return (ranks, eot) of a tokenizer.json, or None if tiktoken cannot encode like it.
+    """Return (ranks, eot) of a tokenizer.json, or None if tiktoken cannot replace the file.
 
-    Such a file contains only byte-level BPE with GPT-2's pattern. The ids increase in the order of
-    the merges, and `<|endoftext|>` is the only added token.
+    tiktoken can replace a file that contains only byte-level BPE with GPT-2's pattern, whose ids
+    increase in the order of the merges, and whose only added token is `<|endoftext|>`.
     """
     model = tree["model"]
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})

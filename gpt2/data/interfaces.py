@@ -44,7 +44,7 @@ class Source(Protocol):
         """Return a human-readable description of the data that `num_steps` steps read."""
 
     def position(self, step: int) -> str | None:
-        """Return this process's position in its data after a step.
+        """Return this process's position in the data after a step.
 
         None means that the step alone determines the position.
         """
@@ -56,7 +56,7 @@ class Source(Protocol):
 
 
 class Dataset(Protocol):
-    """What a run reads: prepared tokens, a mixture of several, or a user's batches."""
+    """What a run reads: the prepared tokens of a corpus or of a mixture, or a user's batches."""
 
     tokenizer: Tokenizer
     parts: Parts  # empty for a user's batches

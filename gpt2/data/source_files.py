@@ -60,7 +60,7 @@ def match_files(pattern: str) -> Sequence[File]:
 
 
 def find_paths(pattern: str) -> list[Path]:
-    """Return the file with this name if it exists, otherwise the files that match it as a glob."""
+    """Return the file `pattern` if it exists, otherwise the files that it matches as a glob."""
     pattern = os.path.expanduser(pattern)
     if os.path.isfile(pattern):
         return [Path(pattern)]
@@ -78,7 +78,11 @@ def _size(file: File) -> int:
 
 
 def _fingerprint(files: Sequence[File], labels: Sequence[str]) -> str:
-    """Return a hash of the labels, and of the paths and the content of files."""
+    """Return a hash of the labels, and of the paths and the content of files.
+
+    For a remote file, the hash contains the file's version instead of the content. If local files
+    are large, the hash contains their sizes and times instead.
+    """
     is_read = sum(map(_size, files)) <= _HASHED_BYTES
     parts = list[str | int](labels)
     for file in files:

@@ -316,7 +316,7 @@ def is_path(spec: str) -> bool:
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
-    """Return a string that changes whenever the tokenizer of `spec` changes."""
+    """Return a string that changes whenever the tokenizer that `spec` names changes."""
     if spec == "char" or tokens_by_name(spec) > 256:
         return spec
     remedy = (

@@ -114,9 +114,9 @@ Differences = dict[str, tuple[object, object]]  # option -> the old and the new 
 
 
 def differences(old: Arm, new: Arm) -> Differences:
-    """Return the options whose values differ between two arms.
+    """Return the options of `new` whose values differ in `old`, each with the old and new value.
 
-    A missing option has the value `none`.
+    If `old` does not have an option, the old value is `none`.
     """
     before = old.options | {_CODE: old.commit or WORKING_TREE}
     after = new.options | {_CODE: new.commit or WORKING_TREE}

@@ -13,11 +13,11 @@ decade.
 Runs with the same seed share their data and their initial weights, so runs are paired by seed. Each
 statistic, such as the slope of m against x, is a weighted sum of m, and a smooth function of mean
 losses and mean log computes. The delta method yields the variance of a statistic, as a sum over
-sizes: each size contributes the variance over seeds of `g . v`, divided by the number of seeds. v
-contains the losses and the log computes of a pair of runs, and g the derivatives of the statistic
-with respect to the means of v. FLOPs are the same for all seeds, but seconds are not. The degrees
-of freedom are Satterthwaite's (1946, Biometrics Bulletin 2). The variance is correct for any
-correlation between the runs of a pair.
+sizes: each size contributes the variance over seeds of `g . v`, divided by the number of seeds. The
+vector v contains the losses and the log computes of a pair of runs. The vector g contains the
+derivatives of the statistic with respect to the means of v. FLOPs are the same for all seeds, but
+seconds are not. The degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2). The
+variance is correct for any correlation between the runs of a pair.
 
 The two-sided intervals of an arm have the level alpha / (number of arms). The verdict `constant`
 means that the interval of the slope lies within a band: the multiplier changes by less than a
