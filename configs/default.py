@@ -563,21 +563,21 @@ class Train:
     )
     batch_schedule: str = option(
         "",
-        "STEP=SIZE,...: number of sequences per step after each of these steps, for example "
-        "2000=128,4000=256; before the first of them, data.batch_size (Smith et al. 2018, arXiv "
+        "STEP=SIZE,...: after each STEP, the number of sequences per optimizer step, for example "
+        "2000=128,4000=256; before the first STEP, data.batch_size (Smith et al. 2018, arXiv "
         "1711.00489)",
         is_recipe=True,
     )
     context_schedule: str = option(
         "",
-        "STEP=LENGTH,...: number of tokens per sequence after each of these steps, a divisor of "
+        "STEP=LENGTH,...: after each STEP, the number of tokens per sequence, a divisor of "
         "model.context_length, for example 0=256,2000=1024 (Li et al. 2022, arXiv 2108.06084)",
         needs="data.packing=concat",
         is_recipe=True,
     )
     window_schedule: str = option(
         "",
-        "STEP=WINDOW,...: the value of model.window after each of these steps (modded-nanogpt)",
+        "STEP=WINDOW,...: after each STEP, the value of model.window (modded-nanogpt)",
         is_recipe=True,
     )
     accumulate_steps: Positive = option(

@@ -55,7 +55,8 @@ def run(
     _, *arguments = parse_flags(sys.argv, lists_options=define_flags is define_run)
     if commands and not arguments:
         raise UserError(
-            "The command is missing", f"Choose one of {', '.join(commands)}"
+            "The first argument must be a command",
+            f"Choose one of {', '.join(commands)}",
         )
     if commands:
         require_choice("command", arguments[0], commands)
@@ -140,7 +141,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     if error.flagvalue.endswith("=resume"):  # nanoGPT's --init_from=resume
         return UserError(
             f"There is no flag --{error.flagname}",
-            "A run continues by itself: give the same --workdir again",
+            "To continue a run, repeat its command with the same --workdir",
         )
     message = str(error)  # may contain absl's suggestion of the nearest flag
     if "config" in flags.FLAGS and "Did you mean" not in message:

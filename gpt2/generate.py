@@ -38,7 +38,7 @@ def define_flags() -> None:
         "top_p",
         1.0,
         "Sample from the smallest set of most likely tokens whose probabilities sum to at least "
-        "this; 1: from all tokens.",
+        "this number; 1: from all tokens.",
     )
     flags.DEFINE_integer("num_samples", 1, "Number of continuations.", lower_bound=1)
     flags.DEFINE_integer(

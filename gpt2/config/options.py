@@ -185,7 +185,7 @@ def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> N
         if not has_effect:
             raise UserError(
                 f"{name}={value} has no effect with {needed}={actual}",
-                f"It needs {option.needs.replace('|', ' or ')}",
+                f"{name} needs {option.needs.replace('|', ' or ')}",
             )
 
 

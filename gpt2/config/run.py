@@ -220,16 +220,16 @@ class Config(default.Options):
         num_steps = self.train.num_steps
         if max(pieces) >= num_steps:
             raise UserError(
-                f"A train.batch_schedule, context_schedule or window_schedule changes at step "
-                f"{max(pieces)}, which must be below train.num_steps={num_steps}"
+                "train.batch_schedule, train.context_schedule or train.window_schedule changes at "
+                f"step {max(pieces)}, which must be below train.num_steps={num_steps}"
             )
         for start, shape in pieces.items():
             length = shape.context_length
             done = self.shapes.tokens(start)
             if length < 1 or self.model.context_length % length or done % length:
                 raise UserError(
-                    f"train.context_schedule has {length}, which must be at least 1 and divide "
-                    f"both model.context_length and the {done:,} tokens of earlier steps"
+                    f"train.context_schedule has the length {length}, which must be at least 1 and "
+                    f"divide both model.context_length and the {done:,} tokens of earlier steps"
                 )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
             for shape in pieces.values():
@@ -295,13 +295,13 @@ class Config(default.Options):
         tokenizer = f"data.tokenizer={self.data.tokenizer}"
         if not size:
             raise UserError(
-                f"The number of tokens of {tokenizer} is not known",
+                f"The vocabulary size of {tokenizer} is not known",
                 "Set --config.model.vocab_size",
             )
         if size < tokens:
             raise UserError(
                 f"model.vocab_size={size} is less than the {tokens} tokens of {tokenizer}",
-                "Set model.vocab_size to 0, or to at least that number",
+                f"Set model.vocab_size to 0, or to at least {tokens}",
             )
         return replace(self, model=replace(self.model, vocab_size=size))
 
@@ -357,7 +357,7 @@ def read_options(name: str) -> Options:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             if "seed" not in tree:
-                raise UserError("It does not contain the options of a run")
+                raise UserError("The file does not contain the options of a run")
             return complete(tree, is_record=True)
         get_config = runpy.run_path(str(path))["get_config"]
         return complete(get_config(argument) if argument else get_config())

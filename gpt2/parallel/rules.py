@@ -94,7 +94,8 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
         if name not in table:
             raise UserError(
                 f"A parameter has the axis {name!r}, for which there is no rule",
-                "Use another name, or add it to parallel.rules or to WHOLE in parallel/rules.py",
+                f"Use another axis, or add {name} to parallel.rules or to WHOLE in "
+                "parallel/rules.py",
             )
         axes = tuple(axis for axis in table[name] if axis not in taken)
         taken.update(axes)

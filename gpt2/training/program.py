@@ -311,7 +311,7 @@ def _check_micro_batches(config: Config, backend: Backend) -> None:
     if backend.num_shards * config.train.accumulate_steps == 1:
         raise UserError(
             "logging.noise_scale=True compares the gradients of micro-batches, but a step has only "
-            "one",
+            "one micro-batch",
             "Set train.accumulate_steps to 2 or more, or use several devices",
         )
     if backend.gather_by == "layer":

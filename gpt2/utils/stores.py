@@ -283,8 +283,9 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
     newest = _newest_step(listed)
     if step > newest:
         raise UserError(
-            f"{record.url} has lost checkpoint {step}; {folder} is this machine's copy",
-            "Copy this folder to the URL, or move it elsewhere",
+            f"{record.url} has lost checkpoint {step}, but {folder} is a local copy of the run",
+            "Copy the folder to the URL or, to continue without the checkpoint, move the folder "
+            "elsewhere",
         )
     record.owner = ""
     outdated = set[Path]()

@@ -181,7 +181,7 @@ def test_a_full_disk_is_told_and_room_lets_it_go_on(
         append(*arguments)
 
     monkeypatch.setattr(tokens.TokenWriter, "append", fill)
-    message = r"No space left on device\)\. Make room, and repeat"
+    message = r"No space left on device\)\. Free some disk space, and repeat"
     with pytest.raises(UserError, match=message):
         prepare_into("full")
     prepare_into("full")

@@ -43,13 +43,13 @@ def test_runs_without_a_validation_are_named_and_tokenizers_choose_the_unit(tmp_
     points = "--reference=points.csv"
     code, stdout, stderr = compare(tmp_path, "first", "young", points, picture)
     assert code == 0
-    assert "young has no validation in nats per token" in stdout
+    assert "young has no validation loss in nats per token" in stdout
     assert "5.5000" in stdout
     assert stderr.startswith("warning: --reference=points.csv can only be compared if")
     assert matplotlib.image.imread(tmp_path / "drawn.png").std() > 0
     code, stdout, _ = compare(tmp_path, "first", "other", "partly")
     assert code == 0
-    assert "partly has no validation in bits per byte" in stdout
+    assert "partly has no validation loss in bits per byte" in stdout
     assert "2.5000" in stdout
     assert "5.0000" not in stdout
     assert (tmp_path / "compare.png").exists()

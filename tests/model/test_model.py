@@ -201,7 +201,10 @@ def flax_layer(block):
 @pytest.mark.parametrize(
     ("mlp", "message"),
     [
-        (undeclared, r"parameter h_0/mlp/own .* has neither inputs nor decays"),
+        (
+            undeclared,
+            r"parameter h_0/mlp/own .* without the arguments `inputs` and `decays`",
+        ),
         (flax_layer, "h_0/mlp/bias does not name its axes"),
     ],
 )

@@ -216,7 +216,7 @@ def test_what_a_store_has_lost_is_kept_and_told(store, lost, by):
         stores.push("memory://run", stores.fetch("memory://run"))
         assert memory.exists("/run/checkpoints/2/params/array")
     else:
-        with pytest.raises(UserError, match=f"has lost checkpoint 2; {folder} is"):
+        with pytest.raises(UserError, match=f"has lost checkpoint 2, but {folder} is"):
             stores.fetch("memory://run")
     assert stores._list_copy(folder) == before
 

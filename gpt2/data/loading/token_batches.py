@@ -88,7 +88,8 @@ class TokenBatches(Source):
                 num_tokens = part.splits["train"].num_tokens
                 raise UserError(
                     f"The training split of {num_tokens} tokens has {rows.num_rows} rows of "
-                    f"model.context_length={self._context_length}, but a batch needs {needed}",
+                    f"model.context_length={self._context_length}, but a batch needs "
+                    f"{needed} rows",
                     "Lower --config.data.batch_size or --config.model.context_length",
                 )
             self.rows[name] = rows

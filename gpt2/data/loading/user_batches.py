@@ -239,8 +239,8 @@ class UserBatches(Source):
         # np.asarray drops the mask of a masked array.
         if np.ma.is_masked(values) or not is_right.all():
             raise UserError(
-                f"{self._name} returns {name} of {array.dtype} with values that are masked, or "
-                f"are not {allowed}",
-                f"Return an unmasked array of {allowed}",
+                f"{self._name} returns {name} of {array.dtype} with values that are not "
+                f"{allowed}, or that are masked with numpy.ma",
+                f"Return a plain NumPy array of {allowed}",
             )
         return array.astype(np.float32 if is_float else np.int32)

@@ -56,8 +56,8 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
         except OSError as error:
             raise UserError(
                 f"The prepared corpus cannot be written in {directory.parent} ({error})",
-                "Make room, and repeat the command to continue, or choose another folder with "
-                "--config.data.data_dir or $GPT2_DATA_DIR",
+                "Free some disk space, and repeat the command to continue, or choose another "
+                "folder with --config.data.data_dir or $GPT2_DATA_DIR",
             ) from error
     stores.push(url, directory)
     if lost := sum(split.num_lost for split in tokens.splits.values()):

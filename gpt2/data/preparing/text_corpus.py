@@ -96,7 +96,7 @@ class TextCorpus(Corpus):
             warn(
                 f"the validation split has {fraction:.0%} of the text instead of"
                 f" {data.val_fraction:.1%}, because documents are not divided. With more or"
-                " shorter documents, it would be smaller"
+                " shorter documents, the split would be smaller"
             )
         dtype = writer.dtype.name
         return PreparedTokens(directory, tokenizer, progress.splits, dtype, details)

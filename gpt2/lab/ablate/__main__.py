@@ -53,8 +53,8 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "paired",
         False,
-        "Judge arms by the differences between runs with the same seed. This cannot change after "
-        "the first command.",
+        "Judge arms by the differences between runs with the same seed. This choice "
+        "cannot change after the first command of the sweep.",
     )
 
 

@@ -57,8 +57,13 @@ def define_flags() -> None:
         "train: also measure with OPTION=VALUE,... or XLA_FLAGS=...; may be repeated."
     )
     flags.DEFINE_multi_string("vary", [], about)
-    flags.DEFINE_integer("rounds", 5, "Number of turns of each case.", lower_bound=1)
-    about = "Shortest duration of a turn in seconds, excluding its first step."
+    flags.DEFINE_integer(
+        "rounds",
+        5,
+        "Number of times that the config and each of its peers and variations are timed.",
+        lower_bound=1,
+    )
+    about = "Shortest duration of a timing in seconds, excluding its first step."
     flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
     flags.DEFINE_bool(
         "json", False, "Print a line of JSON for each case instead of a table."
@@ -72,8 +77,8 @@ def main(command: str) -> int:
     if command == "suite":
         if not args.output:
             raise UserError(
-                "The command suite needs --output",
-                "Add --output=FOLDER for the results",
+                "The suite of benchmarks needs a folder for its results",
+                "Add --output=FOLDER",
             )
         output = Path(args.output).expanduser()
         return int(not suite.run_suite(output, cli.overrides()))
@@ -93,7 +98,7 @@ def measure_cases() -> list[Row]:
     if args.peers and args.peer_python == sys.executable and not has_torch:
         raise UserError(
             "--peers needs PyTorch, which this Python does not have",
-            "Install it, or set --peer_python",
+            "Install PyTorch, or set --peer_python to a Python that has PyTorch",
         )
     case = measure.Case(make_config(args.peers))
     cases = {measure.OURS: case}

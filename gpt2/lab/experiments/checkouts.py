@@ -70,7 +70,7 @@ def snapshot() -> str:
         if file.endswith(".py"):
             raise UserError(
                 f"git does not track {file}, so code=. would not contain it",
-                "Run `git add` for it, or remove it",
+                f"Run `git add {file}`, or remove the file",
             )
     return _git("stash", "create") or _git("rev-parse", "HEAD")
 

@@ -58,8 +58,8 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     named = changes_shape or ":" in optim.schedule
     if named and num_steps != before:
         raise UserError(
-            f"A schedule of {arm.name} is for a run of {before} steps,"
-            f" but on equal terms the run has {num_steps} steps",
+            f"A schedule of {arm.name} contains step numbers for a run of {before} steps, but in"
+            f" this comparison the run has {num_steps} steps",
             "Use a schedule without step numbers",
         )
     options = {"train.num_steps": max(1, num_steps)}

@@ -35,8 +35,8 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     optim = config.optim
     if OPTIMIZERS[optim.name].width_power is None:
         raise UserError(
-            f"optim.name={optim.name} has no rule for other widths",
-            "Choose another optimizer",
+            f"optim.name={optim.name} has no rule that adapts its learning rate to other widths",
+            "Choose another optimizer, such as adamw or muon",
         )
     layers = model.num_layers * ratio
     heads = model.num_heads * ratio

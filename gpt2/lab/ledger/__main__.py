@@ -74,7 +74,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "idea",
         "",
-        "The idea: OPTION=VALUE, recipe=FILE or code=BRANCH. Without it, print the best.",
+        "The idea: OPTION=VALUE, recipe=FILE or code=BRANCH. Without --idea, print the "
+        "best version.",
     )
     flags.DEFINE_list(
         "screen",
@@ -96,7 +97,7 @@ def define_flags() -> None:
         "equal",
         "tokens",
         TERMS,
-        "The training cost that is the same for the idea and the best.",
+        "The training cost that is the same for the idea and the best version.",
     )
     flags.DEFINE_bool(
         "dry_run",
@@ -304,7 +305,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
 
 _NEXT = {
     Answer.OPEN: "try an idea with --idea",
-    Answer.KEEP: "try another idea; it is compared with this one",
+    Answer.KEEP: "try another idea, which is compared with this one",
     Answer.DISCARD: "try another idea",
     Answer.UNDECIDED: "repeat the command with more --pairs or --minutes, or try another idea",
     Answer.FAILED: "correct the idea, and repeat the command",

@@ -76,7 +76,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
         except UserError as error:
             raise UserError(
                 f"--idea={text} cannot be screened at depth {depth}: {error.what}",
-                "Try it in a ledger without --screen",
+                "Try the idea in a ledger without --screen",
             ) from error
         # Rounding can remove a small change of an option. The idea is then not screened here.
         if code != ledger.best.code or small.options != small_best.options:
@@ -126,8 +126,8 @@ def _changed_code(old: str, new: str) -> list[str]:
         if not is_text or not _PATCHABLE.fullmatch(path):
             raise UserError(
                 f"The idea's code changes the file {path}",
-                "An idea may change only train.py, and .py text files in configs/ and in gpt2/, "
-                "except gpt2/lab/",
+                "An idea may change only text files: train.py, and .py files in configs/ and in "
+                "gpt2/, except gpt2/lab/",
             )
     return list(changed)
 

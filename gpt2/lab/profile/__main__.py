@@ -23,8 +23,8 @@ def main(*paths: str) -> None:
     """Print the breakdown of a trace, and write it to profile.txt."""
     if len(paths) != 1:
         raise UserError(
-            f"The command needs one trace, but {len(paths)} are named",
-            "Name the workdir of one run",
+            f"gpt2.lab.profile reads the trace of one run, but {len(paths)} paths are given",
+            "Give the workdir of one run",
         )
     folder, file = find_trace(fetch(paths[0]))
     text = describe(break_down(read_trace(file)))

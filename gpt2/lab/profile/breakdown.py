@@ -109,7 +109,10 @@ def _program_of_steps(trace: Trace) -> str:
     for operation in trace.operations:
         seconds[operation.program] += operation.end - operation.start
     if not seconds:
-        raise UserError("The trace contains no complete step", "Trace more steps")
+        raise UserError(
+            "The trace contains no complete step",
+            "Train again with a larger --config.logging.profile_steps",
+        )
     # With pmap, the programs of training and validation have the same name. The train step is the
     # program with the longest time.
     return max(seconds, key=lambda name: ("train_step" in name, seconds[name]))

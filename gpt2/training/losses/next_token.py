@@ -117,9 +117,9 @@ def apply_loss(
     )
     if "loss" not in sums:
         raise UserError(
-            f"The loss returns the sums {sorted(sums)}, but lacks 'loss', whose count divides "
-            "the gradient",
-            "Return {'loss': (sum, count)} among the sums of the loss",
+            f"The loss returns the sums {sorted(sums)} without an entry 'loss', whose count "
+            "divides the gradient",
+            "Add the entry 'loss': (sum, count) to the sums that the loss returns",
         )
     if METRICS in variables:
         for name, report in reported(variables[METRICS]).items():
