@@ -168,7 +168,7 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
-    """Return, for each frequency, the fraction of it that `model.rope_scaling` does not scale.
+    """Return, for each frequency, the fraction that `model.rope_scaling` does not scale.
 
     `frequencies` and the result are `[R / 2]`, where R is the number of rotated dimensions of a
     head. The fraction rises with the number of turns in `model.rope_context` tokens: from 0 for few

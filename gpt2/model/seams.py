@@ -57,7 +57,7 @@ class Context(struct.PyTreeNode):
 
 
 class Branch(NamedTuple):
-    """A residual branch. In GPT-2, it returns `stream + dropout(sublayer(norm(read)))`."""
+    """A residual branch. In GPT-2, the stream becomes `stream + dropout(sublayer(norm(read)))`."""
 
     read: Array  # [B, T, D]
     stream: Array  # [B, T, D]

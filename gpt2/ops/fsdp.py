@@ -94,9 +94,9 @@ class Shard(NamedTuple):
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
-    """Return the sides of the torus that devices `[N]` fill in order.
+    """Return the sides of the torus that devices `[N]` fill, without sides of length 1.
 
-    Return `(N,)` if the devices do not fill a torus in order.
+    Return `(N,)` if the devices do not fill a torus, or are not in the order of their coordinates.
     """
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(positions)) for positions in zip(*coords, strict=True))

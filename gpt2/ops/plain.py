@@ -53,7 +53,7 @@ class Scoring(NamedTuple):
 
     @property
     def softcap(self) -> float | None:
-        """The cap if a soft cap is the only term, 0 without terms, and None with other terms."""
+        """The cap if a constant soft cap is the only term, 0 without terms, and otherwise None."""
         if not self.terms:
             return 0.0
         first, *others = self.terms
@@ -109,8 +109,8 @@ def linear_parts(
 ) -> list[Array]:
     """Apply P linear maps to `x` `[..., C]`, and return P results `[..., O1, .., Om]`.
 
-    `kernel` is `[C, P, O1, .., Om]`, and `bias` is `[P, O1, .., Om]`. One call of `linear`, the
-    formula or a function that replaces it, computes all results.
+    `kernel` is `[C, P, O1, .., Om]`, and `bias` is `[P, O1, .., Om]`. A single call of the argument
+    `linear` computes all results.
     """
     y = linear(x, kernel, bias, dtype=dtype)
     return [*jnp.unstack(y, axis=x.ndim - 1)]

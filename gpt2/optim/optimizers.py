@@ -47,7 +47,7 @@ def make_optimizer(
         parameters: the `ParamInfo` of each parameter (`GPT.parameters`), in the layout in which the
             parameters are trained.
         num_steps: the number of steps of the run.
-        width_ratio: the model's width divided by the width for which its rates were tuned. As in
+        width_ratio: the model's width divided by the width for which the rates were tuned. As in
             microsoft/mup, the product of the rate and `weight_decay` is the same in a wider model.
         matrices: the assignment of whole matrices to devices.
     """

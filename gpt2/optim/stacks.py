@@ -40,7 +40,10 @@ class Kernel:
 
     @classmethod
     def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
-        """Return the layout of a parameter's matrices. An axis `embed` makes up the rows."""
+        """Return the layout of a parameter's matrices.
+
+        If the parameter has the axis `embed`, this axis makes up the rows.
+        """
         inputs = tuple(axis + leaf.ndim for axis in info.inputs)
         outputs = tuple(axis + leaf.ndim for axis in info.outputs)
         reads_stream = "embed" in [info.axes[axis] for axis in inputs]

@@ -2,7 +2,7 @@
 
 Every process runs the same command. The processes connect to the coordinator (process 0), which
 monitors their heartbeats. If a process dies, the collectives that wait for it fail or abort. If a
-collective hangs instead, the runtime detects the missing heartbeat and aborts.
+collective hangs instead, the runtime detects the missing heartbeat and aborts all processes.
 """
 
 import contextlib

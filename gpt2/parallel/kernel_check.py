@@ -1,9 +1,10 @@
 """Check a library's attention kernel on this machine before a run relies on it.
 
 If a driver or a library does not suit a device, a kernel can fail, hang or return wrong values. The
-check runs the kernel forward and backward on every local device, and the reference implementation
-on the CPU. If their results differ, the model uses the reference implementation or, unless
-`model.attention` is `auto`, the run ends with an error.
+check runs the kernel forward and backward on every local device, and compares the results with the
+reference implementation on the CPU. If the kernel does not pass the check and `model.attention` is
+`auto`, the model uses the reference implementation. If `model.attention` names the kernel, the run
+ends with an error.
 """
 
 import dataclasses

@@ -320,7 +320,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of the other items after they are complete and before the commit."""
+    """Writes the digests of the other items, once these are complete and before Orbax commits."""
 
     def finalize(self, directory: PathLike) -> None:
         """Write the digests. Orbax calls this in process 0, after it has finalized the others."""

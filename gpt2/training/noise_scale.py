@@ -41,7 +41,7 @@ def with_squares(gradients: Callable) -> Callable:
 def with_noise(
     metrics: dict[str, Array], grad_norm: Array, count: Array, scale: Array | float
 ) -> dict[str, Array]:
-    """Return `metrics` with signal and noise instead of the means of `with_squares`'s two sums.
+    """Return `metrics` with signal and noise in place of the two values from `with_squares`.
 
     `grad_norm` is the norm of the mean gradient of all `count` tokens. `scale` is the loss scale,
     which multiplied the gradients of the micro-batches, but no longer multiplies `grad_norm`.

@@ -4,7 +4,7 @@ config.json         all options; `train.py --config=config.json` repeats the run
 data.json           a description of the prepared corpus, which shows if the text was changed
 tokenizer.json      the tokenizer, so that samples can be drawn without the corpus
 environment.jsonl   versions, code and command, with one line for each start
-.lock               locked by the process that trains here, so that no other process trains here
+.lock               locked by the process that trains in this folder, so that no other one does
 """
 
 import contextlib
@@ -50,7 +50,11 @@ _DATA = "data.json"
 
 
 def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
-    """Return a run's local folder, and a context in which process 0 uploads it if it has a URL."""
+    """Return a run's local folder, and a context manager.
+
+    If `location` is a URL, process 0 uploads the folder within the context. Otherwise, and in other
+    processes, the context does nothing.
+    """
     workdir = stores.fetch(location)
     if jax.process_index() or not stores.is_url(location):
         return workdir, contextlib.nullcontext()

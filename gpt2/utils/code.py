@@ -1,4 +1,4 @@
-"""Hash the code that determines a run's results, and record it at each start of the run."""
+"""Hash the code that determines a run's results, and record the hash at each start of the run."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""Copy a run's folder to its URL while the run trains."""
+"""Upload the folder of a run while the run trains."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ PAUSE = 2.0  # seconds between checks for new checkpoints
 
 @contextlib.contextmanager
 def mirrored(url: str, folder: Path) -> Iterator[None]:
-    """Push the working copy of a run to its URL after every checkpoint and at the end.
+    """Push a run's working copy, `folder`, to `url` after every checkpoint and at the end.
 
     If another run begins at the same URL, this run sends SIGTERM to itself.
     """

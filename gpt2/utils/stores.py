@@ -249,7 +249,7 @@ def push(url: str | Path, folder: Path) -> None:
 
 
 def claim(url: str, folder: Path) -> None:
-    """Register the run of a working copy as the newest run at its URL, and push its files."""
+    """Register the run in the working copy `folder` as the newest at `url`, and push its files."""
     with _exchange(url, folder) as (store, record):
         record.owner = secrets.token_hex(8)
         store.pipe_file(_OWNER, record.owner.encode())

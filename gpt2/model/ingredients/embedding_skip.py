@@ -1,4 +1,4 @@
-"""For every block, a learned sum of its input and the embedded tokens (modded-nanogpt).
+"""A learned weighted sum of each block's input and the embedded tokens (modded-nanogpt).
 
 Each layer gets two scalars, initialised to 1 for its input and 0 for the embedded tokens.
 """

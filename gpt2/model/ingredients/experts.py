@@ -1,9 +1,9 @@
 """Mixture of experts: several MLPs in each layer, of which a router chooses some for each token.
 
 Shazeer et al. 2017, arXiv 1701.06538. The router computes a probability for each expert. With one
-expert per token, the expert's output is multiplied by its probability (Switch Transformer, Fedus et
-al. 2021, arXiv 2101.03961). With several experts per token, each output is multiplied by its
-expert's probability, divided by the sum of the chosen experts' probabilities (GShard, arXiv
+expert per token, the expert's output is multiplied by the expert's probability (Switch Transformer,
+Fedus et al. 2021, arXiv 2101.03961). With several experts per token, each output is multiplied by
+its expert's probability, divided by the sum of the chosen experts' probabilities (GShard, arXiv
 2006.16668; Mixtral, arXiv 2401.04088). Kernels have the shape `[E, D, F]`, where E is the number of
 experts.
 

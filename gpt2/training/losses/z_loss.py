@@ -12,7 +12,7 @@ from gpt2.utils.trees import Batch, Sums
 
 
 class ZLoss(LossTerm):
-    """The z-loss, logged without its weight `loss.z_loss`, as `z_loss`."""
+    """The z-loss. It is logged as `z_loss`, without its weight `loss.z_loss`."""
 
     option = "z_loss"
 
