@@ -1,1 +1,1 @@
-"""Config files of runs. `default.py` defines all options, and the other files change some."""
+"""Config files of runs. `default.py` defines all options. Each other file changes some of them."""

@@ -134,7 +134,7 @@ def _list_options() -> None:
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     """Return the error for an unknown flag.
 
-    The flag may be one of nanoGPT's, or an option without `--config.`.
+    The flag may be one of nanoGPT's flags, or an option without `--config.` before its name.
     """
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")

@@ -60,7 +60,10 @@ def match_files(pattern: str) -> Sequence[File]:
 
 
 def find_paths(pattern: str) -> list[Path]:
-    """Return the file `pattern` if it exists, otherwise the files that it matches as a glob."""
+    """Return the file whose path is `pattern`, if there is one.
+
+    Otherwise, return the files that match `pattern` as a glob.
+    """
     pattern = os.path.expanduser(pattern)
     if os.path.isfile(pattern):
         return [Path(pattern)]

@@ -27,7 +27,7 @@ class RunTasks:
         self.score(None)
 
     def score(self, params: Mapping | None) -> dict[str, float]:
-        """Return the scores by name, `eval/TASK/METRIC`. Every process must call this.
+        """Return the scores by name, `eval/TASK/METRIC`. Every process must call this method.
 
         The parameters may have any layout. With `params` None, only read the files.
         """

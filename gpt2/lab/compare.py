@@ -63,7 +63,10 @@ def define_flags() -> None:
 
 
 def main(*directories: str) -> None:
-    """Plot the curves. Print their last scores, and how the options differ from the first run's."""
+    """Plot the curves, and print the last score of each curve.
+
+    Also print how the options of the other runs differ from the options of the first run.
+    """
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
         workdirs |= _find_workdirs(path)
@@ -171,7 +174,7 @@ def _read_origin(workdir: Path) -> Origin:
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Return a table with a row for each name: tokens, time and score at the end of its curves."""
+    """Return a table with a row for each name: tokens, time and score at the ends of the curves."""
     rows = []
     for name, members in curves.items():
         tokens = members[0].tokens[-1]

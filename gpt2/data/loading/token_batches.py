@@ -59,10 +59,11 @@ class TokenDataset(Dataset):
 class TokenBatches(Source):
     """The batches of a run on prepared tokens, shuffled without replacement.
 
-    `rows` contains the training rows of each part (a corpus of the mixture). The number of a row in
-    the run determines its part and its number in that part, so that every range of rows contains
-    the parts in the proportions of their weights, to within a few rows. At steps with a shorter
-    context, each row is cut into consecutive rows of one batch.
+    `rows` contains the training rows of each part (a corpus of the mixture). Rows are also numbered
+    over the whole run. This number determines the part from which a row comes, and the number of
+    the row in that part. In every range of rows, the parts occur in proportion to their weights, to
+    within a few rows. At steps with a shorter context, each row is cut into consecutive rows of one
+    batch.
     """
 
     def __init__(self, dataset: TokenDataset, config: Config):

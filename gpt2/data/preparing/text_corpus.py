@@ -128,7 +128,7 @@ class Progress:
     digests: files.Digests = dataclasses.field(default_factory=dict)
 
     def add(self, part: Part, num_lost: int) -> None:
-        """Add a part to the counts. The caller writes its tokens."""
+        """Add a part to the counts. The caller writes the part's tokens."""
         text = part.text.encode("utf-8")
         split = self.splits[part.split]
         split.num_bytes += len(text)

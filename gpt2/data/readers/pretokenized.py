@@ -41,8 +41,8 @@ def _open_tokens(pattern: str) -> "TokenCorpus":
 class TokenCorpus(Corpus):
     """Files of tokens.
 
-    A file whose name contains the word `val` or `validation` is for validation. If there are no
-    such files, or only such files, the last `val_fraction` of all tokens is for validation.
+    A file whose name contains the word `val` or `validation` is for validation. If no file or every
+    file has such a name, the last `val_fraction` of all tokens is for validation.
     """
 
     source: SourceFiles

@@ -1,8 +1,9 @@
 """Check that two implementations compute the same losses in their first steps.
 
-Both draw the same weights from the name of each parameter, so that they need not exchange weights.
-Both then take `STEPS` steps on the same batches. Losses after the first depend on gradients,
-clipping and the optimizer. The names are this project's names, such as `h_0/attn/c_attn/kernel`.
+Each implementation derives the initial weights of a parameter from the parameter's name, so both
+have the same weights. The names are this project's names, such as `h_0/attn/c_attn/kernel`. Both
+implementations take `STEPS` steps on the same batches. All losses except the first also depend on
+gradients, clipping and the optimizer.
 This module needs neither JAX nor PyTorch.
 """
 

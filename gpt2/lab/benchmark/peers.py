@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 in PyTorch. The module `first_steps` draws its initial weights."""
+    """GPT-2 in PyTorch. The initial weights come from the module `first_steps`."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

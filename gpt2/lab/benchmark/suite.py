@@ -119,7 +119,7 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
 def run_command(
     command: Sequence[str], limit: float, log: Path
 ) -> tuple[list[Row], str]:
-    """Run Python with the arguments in `command`. Return the rows that it prints, and its status.
+    """Run Python with the arguments in `command`. Return the printed rows, and a status.
 
     The status is `done`, or the reason why the command failed.
 

@@ -1,4 +1,4 @@
-"""The decisions on arms and ideas. Screens, reports and files show their values, like `better`."""
+"""The decisions on arms and ideas. The screen, reports and files show values such as `better`."""
 
 from enum import StrEnum, auto
 

@@ -99,8 +99,8 @@ class Run:
     def read(self, score: str) -> list[dict]:
         """Return the records of metrics.jsonl.
 
-        Raise a UserError if the folder contains another run, or a damaged one: a run that has ended
-        must have the expected options, and a finished run must have the metric `score` at its last
+        Raise a UserError if the folder contains another run or a damaged run. A run that has ended
+        must have the expected options. A finished run must have the metric `score` at its last
         step.
         """
         options = self.options()

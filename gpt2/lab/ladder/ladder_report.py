@@ -53,7 +53,7 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
 
 
 def print_courses(table: pd.DataFrame) -> None:
-    """Print a table of courses without its intervals, so that it fits into 80 columns."""
+    """Print a table of courses. Leave out the intervals, so that the table fits into 80 columns."""
     print_table(table.map(lambda cell: re.sub(r" \(.*", "", cell)))
 
 

@@ -1,10 +1,10 @@
 """The referee: the validation loss of a run, without trust in the run's code.
 
 The referee holds the validation split, and reveals it token by token to a process that runs the
-code and the checkpoint of the run (answer.py). It receives the logits after each token before it
-sends the next token, normalises the logits itself, and adds up the loss. The logits therefore
-cannot depend on later tokens, and need not be normalised. The process could still read the split
-from the disk: docs/ledger.md says what prevents that.
+code and the checkpoint of the run (answer.py). The referee receives the logits after each token
+before it sends the next token, normalises the logits itself, and adds up the loss. The logits
+therefore cannot depend on later tokens, and need not be normalised. The process could still read
+the split from the disk: docs/ledger.md says what prevents that.
 """
 
 import os

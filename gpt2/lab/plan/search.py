@@ -49,7 +49,7 @@ class Result(NamedTuple):
 def search(
     config: Config, devices: Sequence[jax.Device], board: str, given: Collection[str]
 ) -> int:
-    """Compile variants of each layout until one fits, and print the fastest layout first.
+    """For each layout, compile variants until one fits. Print all layouts, the fastest first.
 
     Options with names in `given`, such as `memory.remat`, stay as they are. Return 1 if no layout
     fits.
