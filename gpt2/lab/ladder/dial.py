@@ -7,7 +7,7 @@ Rates are learning rates. AdamW with weight decay averages updates over a part o
 | width, heads | r times; the head size stays the same | Kaplan et al. 2020, arXiv 2001.08361 |
 | tokens | r^3 times, like the blocks' parameters | Hoffmann et al. 2022, arXiv 2203.15556 |
 | batch size | grows with tokens^0.383 | Bergsma et al. 2025, arXiv 2505.13738 |
-| rates of matrices | muP with the config's width as base | Yang et al. 2022, arXiv 2203.03466 |
+| rates of matrices | muP; default base: the config's width | Yang et al. 2022, arXiv 2203.03466 |
 | residual branches | divided by r, as in CompleteP | Dey et al. 2025, arXiv 2505.01618 |
 | all rates | grow with the square root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
 | weight decay | averages over the same fraction of the run | Bergsma et al. 2025, section 3 |
