@@ -120,9 +120,9 @@ class Ingredient:
     def score_terms(
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
-        """Append to the functions that change attention's scores, see `plain.ScoreTerm`.
+        """Append a function that changes attention's scores to `terms` (see `plain.ScoreTerm`).
 
-        Kernels do not support these functions, so attention uses its reference implementation.
+        Kernels do not support such a function, so attention uses its reference implementation.
         """
         return terms
 

@@ -175,7 +175,7 @@ _HEADS = ("batch", "length", "heads", "head_size")
 
 
 def map_devices(kernel: Callable, *, mesh: Mesh, rules: Rules) -> Callable:
-    """Return a `kernel(q, k, v, segments)` that runs on each device's own heads.
+    """Wrap `kernel(q, k, v, segments)` so that each device runs it on the device's own heads.
 
     XLA's partitioner cannot split library kernels such as cuDNN's.
     """

@@ -20,7 +20,7 @@ ShardsFor = Callable[[AxisNames], Shards | None]
 
 
 def gather_by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
-    """Return a table like `ops` whose operations gather sharded parameters (gpt2/ops/fsdp.py)."""
+    """Return a copy of `ops` with operations that gather sharded parameters (gpt2/ops/fsdp.py)."""
 
     def add_rows(x, table):
         return ops.add_rows(x, gather(table, x.dtype))

@@ -284,7 +284,7 @@ class Program:
     def compile_watch(
         self, state: TrainState, batch: Tree
     ) -> Callable[[int, TrainState, Tree], Metrics | None]:
-        """Compile `(step, state, batch) -> norms`, which returns None at steps without norms."""
+        """Compile `(step, state, batch) -> norms`, which returns None if the step logs no norms."""
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None

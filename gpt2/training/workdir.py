@@ -62,7 +62,10 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
 
 
 def require_same_start(config: Config, **facts: object) -> None:
-    """Refuse a run whose processes have different options, facts or code, before devices exist."""
+    """Refuse a run whose processes have different options, `facts` or code.
+
+    Devices need not exist yet.
+    """
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_differ:
             facts[name] = value
@@ -323,7 +326,10 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
 
 
 def lock(workdir: Path, start: int) -> None:
-    """Lock `workdir` until this process ends. Refuse if another process trains there."""
+    """Lock `workdir` until this process ends.
+
+    Refuse if another process trains there, or has saved a checkpoint after step `start`.
+    """
     workdir.mkdir(parents=True, exist_ok=True)
     is_locked = files.lock_for_good(workdir / _LOCK)
     # Another process may have trained and ended since this process read the newest step.

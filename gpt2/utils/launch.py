@@ -116,7 +116,10 @@ def cpu_environment() -> dict[str, str]:
 
 
 def release_free_memory() -> None:
-    """Return freed memory to the kernel. After a compilation, glibc retains hundreds of MB."""
+    """Return freed memory to the operating system.
+
+    After a compilation, glibc retains hundreds of MB.
+    """
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
