@@ -44,7 +44,7 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
         if earlier is not array and not np.array_equal(earlier, array):
             raise UserError(
                 f"{directory} contains {name} twice, with different values",
-                "Save or download it again",
+                "Save or download the weights again",
             )
 
     leaves: dict[str, np.ndarray] = {}
@@ -93,7 +93,7 @@ def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.
         raise UserError(f"{name} has {array.dtype} values instead of floats", remedy)
     parameter = tensor.from_stored(array)
     if not np.isfinite(parameter).all():
-        raise UserError(f"{name} has NaN or Inf", "Save or download it again")
+        raise UserError(f"{name} has NaN or Inf", "Save or download the weights again")
     return parameter
 
 

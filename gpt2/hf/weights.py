@@ -134,7 +134,7 @@ def _load_params(
             f"{workdir} has no checkpoint yet",
             "Wait until the run saves one, or train for more steps",
         )
-    remedy = "Restore it from a copy, or choose another --checkpoint"
+    remedy = "Restore the checkpoint from a copy, or choose another --checkpoint"
     if which == "best":
         for candidate in saved:
             if damage := find_damage(workdir, candidate, ("metrics",)):

@@ -56,7 +56,7 @@ class Diagnosis:
             origin = f"the first such tensor was not found ({failure})"
         remedy = "Lower --config.optim.learning_rate"
         if origin == _FINITE:
-            remedy = "Suspect the hardware, or batches that change when read again"
+            remedy = "Check the hardware, and whether batches change when they are read again"
         return UserError(f"{error}: {origin}", remedy, exit_code=3)
 
     def _find_origin(self, error: DivergedError, state: TrainState) -> str:
@@ -66,7 +66,7 @@ class Diagnosis:
             params = gather_whole(state.eval_params, mesh)
             for name, weight in by_name(params).items():
                 if _is_bad(weight):
-                    return f"parameter {name} was the first"
+                    return f"parameter {name} was the first tensor with NaN or Inf"
             return "every parameter is finite, so the validation itself overflows"
         step = error.step - 1
         shapes = program.config.shapes
@@ -97,7 +97,7 @@ class Diagnosis:
         flags = gather_whole(run_alone(compiled, state.params, batch), mesh)
         is_bad = jax.device_get(flags) > 0
         if is_bad.any():
-            return f"{names[is_bad.argmax()]} was the first"
+            return f"{names[is_bad.argmax()]} was the first tensor with NaN or Inf"
         return _FINITE
 
 

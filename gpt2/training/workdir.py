@@ -158,7 +158,7 @@ def refuse_changes(workdir: Path, config: Config) -> None:
         raise UserError(
             f"--workdir={location} holds a run of {latest} steps, "
             f"more than train.num_steps={num_steps}",
-            "Give another --workdir, or more steps",
+            "Give another --workdir, or a larger train.num_steps",
         )
 
 

@@ -342,7 +342,10 @@ def test_the_best_itself_and_scores_that_do_not_differ_are_not_kept(ideas, capsy
     assert len(read_ledger(ideas.root).ideas) == 1
     ideas.noise = 0.0
     assert ideas("memory.remat=full") == ("discard", 4)
-    assert read_ledger(ideas.root).ideas[1].why == "the same score for every seed"
+    assert (
+        read_ledger(ideas.root).ideas[1].why
+        == "the same score as the best version for every seed"
+    )
 
 
 def test_ideas_that_do_not_train_are_in_the_ledger(ideas):
@@ -1029,7 +1032,9 @@ def test_no_code_of_a_judged_commit_runs_in_the_judge(tmp_path, monkeypatch):
     judge = start_ledger(project, "code=my/idea")
     code, stdout, _ = finish(judge, 10 * SECONDS)
     assert code == 10
-    assert json.loads(stdout)["why"] == "the same score for every seed"
+    assert (
+        json.loads(stdout)["why"] == "the same score as the best version for every seed"
+    )
     start, idea = read_ledger(tmp_path / "ideas").ideas
     ran = {start.arm.commit: set(), idea.arm.commit: set()}
     for line in (tmp_path / "trace").read_text().splitlines():

@@ -65,9 +65,7 @@ def define_flags() -> None:
     )
     about = "Shortest duration of a timing in seconds, excluding its first step."
     flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
-    flags.DEFINE_bool(
-        "json", False, "Print a line of JSON for each case instead of a table."
-    )
+    flags.DEFINE_bool("json", False, "Print each row of the table as a line of JSON.")
     flags.DEFINE_string("output", "", "suite: folder for the results.")
 
 

@@ -163,7 +163,7 @@ def read_ledger(root: Path) -> Ledger:
     ideas = dict[int, Idea]()  # number -> the newest state of the idea
     checksum = 0
     for number, line in enumerate(_whole_lines(text), 1):
-        with reading(f"{path}:{number}", "Restore it from a copy"):
+        with reading(f"{path}:{number}", "Restore the file from a copy"):
             tree = json.loads(line)
             expected = tree.pop("crc32")
             checksum = _checksum(tree, checksum)

@@ -135,7 +135,7 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
     if len(differences) < 2:
         return Answer.OPEN, ""
     if not idea.differences.any():
-        return Answer.DISCARD, "the same score for every seed"
+        return Answer.DISCARD, "the same score as the best version for every seed"
     level = ledger.level(idea.number)
     if evidence(differences)[-1] >= 1 / level:
         return Answer.KEEP, "the evidence for a gain is strong enough"
