@@ -300,13 +300,15 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
     # Samples from an earlier end of this run would make it look finished: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
-    num_steps = config.train.num_steps
-    if start and (before := load_config(workdir).train.num_steps) != num_steps:
-        log(
-            f"the run continues with train.num_steps={num_steps}, not {before}, which may change"
-            " the learning rate's schedule",
-            sys.stdout,
-        )
+    if start:
+        num_steps = config.train.num_steps
+        before = load_config(workdir).train.num_steps
+        if before != num_steps:
+            log(
+                f"the run continues with train.num_steps={num_steps}, not {before}, which may"
+                " change the learning rates to come",
+                sys.stdout,
+            )
     files.write_json(workdir / "config.json", config.to_dict())
     files.write_json(workdir / _DATA, files.seal(dataset.describe()))
     dataset.tokenizer.save(workdir / "tokenizer.json")

@@ -164,12 +164,14 @@ def test_streams_of_ideas_keep_few_that_are_none():
 
 
 def test_screened_streams_keep_as_much_for_fewer_large_runs():
-    *_, runs = simulate(by_evidence, 0.1, num=100)
+    _, unscreened, _, runs = simulate(by_evidence, 0.1, num=100)
     effect = EFFECTS["the same at all sizes"]
     false, found, _, screened = simulate(by_evidence, 0.1, num=100, effect=effect)
     error = false.std() / math.sqrt(len(false))
     assert false.mean() < 0.1 + 4 * error
-    assert found[1] > 0.5 and found[3] > 0.95
+    # A gain of 2 standard deviations is found more often, because the level falls less.
+    assert found[1] > unscreened[1] > 0.2
+    assert found[3] > 0.95
     assert screened.mean() < runs.mean() / 2
 
 

@@ -85,9 +85,8 @@ def simulate(
     trained = np.zeros(num, int)  # number of runs of the best
     kept = np.zeros(num, int)
     false = np.zeros(num, int)
-    number = np.ones(
-        num, int
-    )  # position in the sequence of ideas that pass the screens
+    # The position of the next idea that passes the screens.
+    number = np.ones(num, int)
     passes = np.ones(num, bool)
     runs = np.zeros(num, int)
     cost = np.zeros(num)
