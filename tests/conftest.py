@@ -22,7 +22,7 @@ _SETTINGS = cpu_environment()  # without these, train.py would restart itself
 os.environ |= {name: _SETTINGS[name] for name in _SETTINGS if name != "XLA_FLAGS"}
 _CACHE = Path(tempfile.gettempdir()) / f"gpt2-tests-{os.getuid()}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "xla"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("GPT2_DATA_DIR", str(_CACHE / "data"))
 
 # Jobs in the background ignore Ctrl-C, and processes that tests start would also ignore it.

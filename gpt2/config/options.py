@@ -3,7 +3,9 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -159,9 +161,11 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
             )
         else:
             given[name] = OPTIONS[name].check(name, value)
-    options = default.get_config()
-    options.update_from_flattened_dict(given)
-    return options.to_dict()
+    options = asdict(default.Options())
+    for name, value in given.items():
+        *groups, last = name.split(".")
+        reduce(getitem, groups, options)[last] = value
+    return options
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:

@@ -120,12 +120,13 @@ def test_a_mistake_is_a_line_that_names_it_and_nothing_is_written(pristine, mist
 
 
 def snapshot(folder: Path) -> dict[str, int]:
-    """The files of a folder; prepared corpora apart, which are a cache."""
-    return {
-        str(path): path.stat().st_mtime_ns
-        for path in folder.rglob("*")
-        if path.is_file() and path.relative_to(folder).parts[0] != "data"
-    }
+    """The files of a folder, except the caches: prepared corpora, and Python's bytecode."""
+    files = {}
+    for path in folder.rglob("*"):
+        is_cached = {"data", "__pycache__"} & {*path.relative_to(folder).parts}
+        if path.is_file() and not is_cached:
+            files[str(path)] = path.stat().st_mtime_ns
+    return files
 
 
 def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path):

@@ -874,6 +874,9 @@ def test_code_whose_defaults_no_run_would_read_is_refused(ideas, project):
 # The referee
 
 
+TINY_OPTIONS = "data.document_mask=True memory.scan_layers=True optim.ema=0.5"
+
+
 def train_tiny(folder, *options, script="train.py"):
     few = "--config.train.eval_batches=3"
     succeed(folder / "run", *TINY, few, *options, script=script)
@@ -882,31 +885,42 @@ def train_tiny(folder, *options, script="train.py"):
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
-    """A run without other options, which no test may change."""
-    return train_tiny(tmp_path_factory.mktemp("tiny"))
+    """A run whose text, layers and weights are not read in the plainest way."""
+    return train_tiny(tmp_path_factory.mktemp("tiny"), *flags_of(TINY_OPTIONS))
 
 
+@pytest.fixture(scope="module")
+def tiny_score(tiny_run):
+    return score(tiny_run)
+
+
+def flags_of(options):
+    return [f"--config.{option}" for option in options.split()]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
-        thorough("model.position=rope model.qk_norm=True"),
-        "data.document_mask=True memory.scan_layers=True optim.ema=0.5",
-        thorough(
-            "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2"
-        ),
+        "",
+        "model.position=rope model.qk_norm=True",
+        "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2",
     ],
 )
-def test_the_referee_finds_the_loss_that_the_run_reports(tmp_path, options):
-    flags = [f"--config.{option}" for option in options.split()]
-    run = train_tiny(tmp_path, *flags)
+def test_the_referee_finds_the_loss_that_a_run_with_options_reports(tmp_path, options):
+    run = train_tiny(tmp_path, *flags_of(options))
     reported = metrics_of(run.workdir)[-1]["eval/loss"]
     assert score(run) == pytest.approx(reported, abs=1e-5)
 
 
-def test_what_a_run_writes_about_itself_does_not_move_its_score(tiny_run, tmp_path):
-    before = score(tiny_run)
+def test_the_referee_finds_the_loss_that_the_run_reports(tiny_run, tiny_score):
     reported = metrics_of(tiny_run.workdir)[-1]["eval/loss"]
-    assert before == pytest.approx(reported, abs=1e-5)
+    assert tiny_score == pytest.approx(reported, abs=1e-5)
+
+
+def test_what_a_run_writes_about_itself_does_not_move_its_score(
+    tiny_run, tiny_score, tmp_path
+):
     run = replace(tiny_run, folder=tmp_path / "copy")
     shutil.copytree(tiny_run.folder, run.folder)
     path = run.workdir / "metrics.jsonl"
@@ -914,13 +928,13 @@ def test_what_a_run_writes_about_itself_does_not_move_its_score(tiny_run, tmp_pa
         re.sub(r'"eval/loss": [0-9.]+', '"eval/loss": 1.0', path.read_text())
     )
     assert metrics_of(run.workdir)[-1]["eval/loss"] == 1.0
-    assert score(run) == before
+    assert score(run) == tiny_score
 
 
 ANSWER = "            answers.write(np.asarray(logits, np.float32).tobytes())\n"
 
 
-def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_run, tmp_path):
+def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_score, tmp_path):
     """In training, its logits are nearly those of the next token, which it copies."""
     project = tmp_path / "project"
     copy_project(project)
@@ -933,17 +947,18 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_run, tmp_path):
     )
     assert text.count(old) == 1
     path.write_text(text.replace(old, new))
-    run = train_tiny(tmp_path / "peek", script=project / "train.py")
+    flags = flags_of(TINY_OPTIONS)
+    run = train_tiny(tmp_path / "peek", *flags, script=project / "train.py")
     run = replace(run, source=project)
     assert metrics_of(run.workdir)[-1]["eval/loss"] < 5
-    assert score(run) > score(tiny_run) - 0.01
+    assert score(run) > tiny_score - 0.01
 
 
 @pytest.mark.parametrize(
     ("new", "message"),
     [
         ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
-        (2 * ANSWER, "do not have the shape"),
+        thorough(2 * ANSWER, "do not have the shape"),
         (
             "            raise ValueError('tired')\n",
             "it did not answer the referee: ValueError: tired",

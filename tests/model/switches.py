@@ -134,6 +134,7 @@ def config_of(name, changes=""):
     return with_options(Config(), options | options_of(changes))
 
 
+@functools.cache
 def groups(seed=None):
     """Join switches that can be combined, because to compile each by itself would take minutes."""
     names = [*SWITCHES]

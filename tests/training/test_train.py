@@ -258,9 +258,15 @@ def test_a_run_of_several_shapes_is_that_of_its_pieces_by_hand(corpus, tmp_path)
     params = params_of(workdir)
     for name, values in by_name(state.params).items():
         np.testing.assert_allclose(params[name], values, atol=1e-5, err_msg=name)
-    by_pmap = tmp_path / "pmap"
-    succeed(by_pmap, *options, "--config.parallel.backend=pmap", devices=2)
-    assert losses_by_tokens(by_pmap) == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.thorough
+def test_a_run_of_several_shapes_by_pmap_is_that_of_one_device(corpus, tmp_path):
+    options = [*TINY, *SCHEDULES.split(), *corpus]
+    succeed(tmp_path / "one", *options)
+    succeed(tmp_path / "pmap", *options, "--config.parallel.backend=pmap", devices=2)
+    expected = losses_by_tokens(tmp_path / "one")
+    assert losses_by_tokens(tmp_path / "pmap") == pytest.approx(expected, rel=1e-5)
 
 
 COUNTS_MISSES = """
