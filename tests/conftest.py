@@ -1,5 +1,6 @@
 """Settings of all tests: eight simulated devices, and one cache of compiled programs."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -38,6 +39,12 @@ LONGEST = "train against_numpy steps layouts model packing switches workdir ops"
 def pytest_collection_modifyitems(items):
     names = [f"test_{name}.py" for name in LONGEST.split()]
     items.sort(key=lambda item: (*names, item.path.name).index(item.path.name))
+
+
+def pytest_collection_finish(session):
+    """Collect garbage less often, because tracing allocates many objects and frees few."""
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
 
 
 @pytest.fixture(scope="session", autouse=True)

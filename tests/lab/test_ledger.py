@@ -592,7 +592,7 @@ def lion(ideas):
     [
         (4.15, ("discard", 4 * SCREEN_PAIRS), r"not better at depth 3: \+0\.1"),
         ("diverged", ("discard", 2 * SCREEN_PAIRS + 2), "diverged"),
-        ("failed", ("failed", 2 * SCREEN_PAIRS + 2), "it broke"),
+        thorough("failed", ("failed", 2 * SCREEN_PAIRS + 2), "it broke"),
     ],
 )
 def test_an_idea_that_is_screened_out_takes_no_place(ideas, lion, loss, answer, why):

@@ -135,7 +135,7 @@ class Routing:
 
 
 each_mixture = pytest.mark.parametrize(
-    "name", [thorough(name) if name == "mixtral" else name for name in MIXTURES]
+    "name", [name if name == "two experts" else thorough(name) for name in MIXTURES]
 )
 
 
@@ -256,7 +256,7 @@ def test_four_layers_are_those_of_plain_numpy(name):
         np.testing.assert_allclose(logits, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [thorough(False), True])
 def test_each_branch_of_hyper_connections_begins_on_the_next_stream(scanned):
     """Zhu et al. 2024, equation 14: branch k reads stream k mod n."""
     config = dataclasses.replace(model_of("hyper_connections").config, num_layers=4)

@@ -285,7 +285,7 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report(use_ingredient):
     "sharded",
     [
         "parallel.strategy=zero3 parallel.fsdp_gather=layer",
-        "parallel.tensor=2",  # which pads the vocabulary
+        thorough("parallel.tensor=2"),  # which pads the vocabulary
     ],
 )
 def test_a_change_of_the_logits_trains_in_shards(use_ingredient, sharded):

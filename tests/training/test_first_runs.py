@@ -162,7 +162,7 @@ def run_failing(tmp_path, failure, *options):
         ("fail_in('compile_train')", None),
         thorough("fail_in('compile_eval')", None),  # before the first checkpoint
         thorough("fail_in('compile_watch')", 4),
-        ("fail_in_scoring()", 3),
+        thorough("fail_in_scoring()", 3),
         thorough("fail_in_sampling()", 8),
     ],
 )

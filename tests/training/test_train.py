@@ -306,7 +306,10 @@ def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need
 
 @pytest.mark.parametrize(
     ("every", "message"),
-    [(1, "step 1: every parameter is finite"), (2, r"step 2: .* was the first")],
+    [
+        thorough(1, "step 1: every parameter is finite"),
+        (2, r"step 2: .* was the first"),
+    ],
 )
 def test_a_diverged_state_is_explained_and_never_saved(
     corpus, tmp_path, every, message
