@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
-# The pre-tokenizer in GPT-2's tokenizer.json, and the options that the file's BPE model may set.
+# tiktoken can replace a tokenizer.json only if the file has GPT-2's pre-tokenizer, and if its BPE
+# model sets no other options than these.
 _PRE_TOKENIZER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 

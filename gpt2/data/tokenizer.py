@@ -283,7 +283,7 @@ def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
     backend.pre_tokenizer = words
     backend.add_special_tokens([END_OF_TEXT])
     tree = json.loads(backend.to_str())
-    # The result is never None, because the pattern is GPT-2's.
+    # Every tokenizer that is trained here is like GPT-2's, so the result is never None.
     ranks, eot = gpt2_like_ranks(tree) or ({}, 0)
     return BytePairTokenizer(ranks, eot, tree)
 

@@ -73,7 +73,11 @@ class TokenWriter:
 @functools.lru_cache(OPEN_MAPS)
 def map_shard(path: str, skip: int, num_tokens: int, dtype: str) -> np.ndarray:
     """Return a memory map of the tokens of a shard."""
-    with reading(path):
+    remedy = (
+        "Restore the file from a copy. If it belongs to a prepared corpus, you can instead remove"
+        " the folder of this corpus, and repeat the command"
+    )
+    with reading(path, remedy):
         offset = skip * np.dtype(dtype).itemsize
         mapped = np.memmap(path, dtype, "r", offset, shape=(num_tokens,))
     return mapped.view(np.ndarray)  # slices of an np.memmap are slow

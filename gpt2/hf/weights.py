@@ -107,7 +107,7 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
     `which` is `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the
     latest if none was validated. Options that depend on the devices of the run are set to their
-    defaults.
+    defaults, except `model.attention=plain`.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
@@ -126,8 +126,11 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 def _load_params(
     workdir: Path, saved: list[int], which: str | int
 ) -> tuple[Config, Tree]:
-    defaults = {"model.attention": "auto", "memory.remat": "none"}
-    config = with_options(load_config(workdir), defaults)
+    config = load_config(workdir)
+    options = {"memory.remat": "none"}
+    if config.model.attention != "plain":  # which every device supports
+        options["model.attention"] = "auto"
+    config = with_options(config, options)
     config = dataclasses.replace(config, parallel=ParallelConfig())
     if not saved:
         raise UserError(

@@ -52,7 +52,7 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # The ring's devices in one domain share their network adapters for traffic to others.
+        # Traffic between domains uses the adapters of all the ring's devices in a domain at once.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

@@ -16,7 +16,7 @@ Metrics = Mapping[str, float]  # name -> value
 class Writer:
     """The interface of writers. If a method raises OSError, the reporter prints one warning."""
 
-    name = ""  # the destination that the warning says cannot be written
+    name = ""  # the destination, as the warning names it: "NAME cannot be written"
 
     def step(self, step: int) -> None:
         """Record that a step is done, whether or not its metrics are logged."""

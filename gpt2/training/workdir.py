@@ -272,9 +272,10 @@ def finish(
 
 
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
-    """Lock the directory, and write the files of a start.
+    """Lock the directory, and write the files that describe the run.
 
-    Move checkpoints that are later than `start`, or whose scores are damaged, to `damaged/`.
+    The run continues from step `start`. Move checkpoints that are later, or whose scores are
+    damaged, to `damaged/`.
     """
     _begin(workdir, config, dataset, start)
     distributed.from_first(0)  # Other processes wait until process 0 has the lock.

@@ -81,7 +81,7 @@ def test_a_timescale_is_the_same_fraction_of_the_run_at_every_size():
 def test_a_size_without_whole_heads_is_refused():
     config = with_options(QUICKSTART, {"model.num_heads": 2})
     (arm,) = make_arms(config, [], one_at_a_time=False)
-    with pytest.raises(UserError, match="3 layers would have 3/2 heads"):
+    with pytest.raises(UserError, match=r"3 layers would have model\.num_heads=3/2"):
         at_depth(arm, Fraction(3, 4))
 
 

@@ -591,7 +591,7 @@ def lion(ideas):
     ("loss", "answer", "why"),
     [
         (4.15, ("discard", 4 * SCREEN_PAIRS), r"not better at depth 3: \+0\.1"),
-        ("diverged", ("discard", 2 * SCREEN_PAIRS + 2), "diverged"),
+        thorough("diverged", ("discard", 2 * SCREEN_PAIRS + 2), "diverged"),
         thorough("failed", ("failed", 2 * SCREEN_PAIRS + 2), "it broke"),
     ],
 )
@@ -724,7 +724,8 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     assert best.text == "code=. (train.py)"
     assert best.arm.name == f"001-code=working-tree-0-g{best.arm.commit[:9]}"
     answer = capsys.readouterr().out
-    assert answer.startswith("keep: the evidence for a gain is strong enough\n")
+    assert answer.startswith("pair 1 of at most 8\npair 2 of at most 8\n")
+    assert "\nkeep: the evidence for a gain is strong enough\n" in answer
     assert "a run of 100 steps takes 0:00:00, and" in answer
     assert "  ledger      1 idea, 1 kept; " in answer
     assert max(map(len, answer.splitlines())) <= 80

@@ -268,7 +268,8 @@ def test_a_search_prints_the_fastest_that_fits_first_and_keeps_what_is_given(
     assert search.search(config, devices, "H100", given) == 0
     out, err = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
-    rows = [" ".join(row.split()) for row in re.split(r"\n(?=\w)", out)]
+    header, *rows = [" ".join(row.split()) for row in re.split(r"\n(?=\w)", out)]
+    assert header.startswith("4 H100: ")
     assert len({*rows}) == len(rows) == len(tried)
     # Tensors cannot be split over eight of four devices.
     skipped = err.count("skipped: ")

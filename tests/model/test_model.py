@@ -284,8 +284,8 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report(use_ingredient):
 @pytest.mark.parametrize(
     "sharded",
     [
-        "parallel.strategy=zero3 parallel.fsdp_gather=layer",
-        thorough("parallel.tensor=2"),  # which pads the vocabulary
+        thorough("parallel.strategy=zero3 parallel.fsdp_gather=layer"),
+        "parallel.tensor=2",  # which pads the vocabulary
     ],
 )
 def test_a_change_of_the_logits_trains_in_shards(use_ingredient, sharded):
@@ -333,7 +333,7 @@ def test_a_term_of_the_scores_may_depend_on_the_layer(use_ingredient, scan_layer
     assert second == 0
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, thorough(False)])
 def test_every_seam_is_called_and_changes_nothing_by_default(
     use_ingredient, scan_layers
 ):

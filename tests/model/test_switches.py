@@ -108,10 +108,7 @@ def steps_of(name, model, tokens):
     return jax.jit(step)(params_of(name))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["default", "modded", "mixtral", *map(thorough, ["llama", "gemma 2", *groups()])],
-)
+@each_group
 def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
     model = model_of(name)
     tokens = tokens_of(2)

@@ -141,11 +141,12 @@ def test_the_latest_stands_for_the_best_where_none_was_validated(saved, tmp_path
     assert steps_in(load_model(tmp_path, None, "best")[1]) == {50}
 
 
+@pytest.mark.parametrize(("trained", "used"), [("splash", "auto"), ("plain", "plain")])
 def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(
-    tmp_path,
+    tmp_path, trained, used
 ):
-    config = make_config("""
-        model.context_length=128 model.attention=splash parallel.data=16
+    config = make_config(f"""
+        model.context_length=128 model.attention={trained} parallel.data=16
         memory.remat=full memory.scan_layers=True""")
     write_run(tmp_path, config)
     params = first_params(config.gpt())
@@ -153,7 +154,8 @@ def test_weights_trained_with_another_devices_attention_and_mesh_load_anywhere(
         checkpointer.save(state_at(1, params), step=1)
     loaded, loaded_params = load_params(tmp_path)
     chex.assert_trees_all_equal(loaded_params, params)
-    expected = make_config("model.context_length=128 memory.scan_layers=True")
+    expected = make_config(f"""
+        model.context_length=128 model.attention={used} memory.scan_layers=True""")
     assert loaded.model == expected.model
     assert loaded.memory == expected.memory
     assert loaded.parallel == ParallelConfig()

@@ -93,7 +93,7 @@ def noise_and_signal():
     ("layout", "options"),
     [
         ("one device", f"train.accumulate_steps={ROWS}"),
-        ("pmap", "train.accumulate_steps=4"),
+        thorough("pmap", "train.accumulate_steps=4"),
         thorough("by layer", "parallel.fsdp_gather=step train.accumulate_steps=4"),
         thorough(
             "one device",

@@ -187,6 +187,7 @@ huggingface_hub.HfFileSystem = hub.open
 """
 
 
+@pytest.mark.thorough
 def test_a_run_continues_on_the_revision_of_the_hub_with_which_it_began(
     tmp_path, monkeypatch
 ):
@@ -286,6 +287,7 @@ train.Reporter.step = stop
 """
 
 
+@pytest.mark.thorough
 def test_a_second_start_compiles_nothing_and_no_start_imports_what_few_runs_need(
     tmp_path,
 ):

@@ -57,7 +57,7 @@ class TextCorpus(Corpus):
         if documents.many and tokenizer.eot is None:
             raise UserError(
                 f"data.tokenizer={data.tokenizer} has no token to put between documents",
-                "Choose one with --config.data.end_of_text=TOKEN",
+                "Name a token of its vocabulary with --config.data.end_of_text=TOKEN",
             )
         opening = np.array([tokenizer.eot or 0], np.int32)
         writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)

@@ -43,13 +43,15 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     width = model.embed_dim * ratio
     kv_heads = model.num_kv_heads * ratio
     mlp_dim = model.mlp_dim * ratio
-    sizes = (layers, heads, width, kv_heads, mlp_dim)
-    if any(size.denominator > 1 for size in sizes):
-        raise UserError(
-            f"{arm.name} with {layers} layers would have {heads} heads, {kv_heads} heads of keys,"
-            f" a width of {width} and an MLP of width {mlp_dim}",
-            "Choose depths for which all of these are whole numbers",
-        )
+    sizes = dict(
+        num_heads=heads, embed_dim=width, num_kv_heads=kv_heads, mlp_dim=mlp_dim
+    )
+    for name, size in sizes.items():
+        if size.denominator > 1:
+            raise UserError(
+                f"{arm.name} with {layers} layers would have model.{name}={size}",
+                "Choose depths for which all sizes are whole numbers",
+            )
     tokens = float(ratio**3)
     before = config.data.batch_size
     # The batch size stays a multiple of the number of micro-batches. It also stays a multiple of a

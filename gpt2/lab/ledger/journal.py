@@ -205,7 +205,7 @@ def append(root: Path, idea: Idea) -> None:
 
 
 def _checksum(tree: dict, before: int) -> int:
-    """Return the checksum of a line, which depends on the checksum of the line `before` it."""
+    """Return the checksum of a line and of all lines before it, whose checksum is `before`."""
     return zlib.crc32(json.dumps(tree, default=vars).encode(), before)
 
 

@@ -108,6 +108,9 @@ def try_idea(
                 # If the seed were known in advance, a user could choose an idea that it favours.
                 sample.seeds.append(secrets.randbelow(2**32))
                 append(root, idea)
+        most = SCREEN_PAIRS if depth else pairs
+        size = f" at depth {depth}" if depth else ""
+        print(f"pair {len(sample.pairs) + 1} of at most {most}{size}", flush=True)
         answer, why = _train_pair(root, ledger, idea, depth, equal)
         pair_seconds = time.monotonic() - now
 

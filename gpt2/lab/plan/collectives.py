@@ -82,7 +82,11 @@ def collectives(text: str) -> list[Collective]:
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Describe each kind of collective: its number, its total bytes, and the bytes sent."""
+    """Describe each kind of collective in a program, summed over one call.
+
+    A description has the number of collectives, the bytes of their arrays, and the bytes that each
+    device sends.
+    """
     rows = {}
     for kind in KINDS:
         members = [each for each in found if each.kind == kind]

@@ -73,6 +73,7 @@ def search(
                 break
             if not results[flags].fails:
                 break
+    print(f"{len(devices)} {board}: time of a step, and memory per device")
     ranked = sorted((result, flags) for flags, result in results.items())
     for result, flags in ranked:
         print(result.summary)

@@ -42,7 +42,8 @@ def find_devices(name: str) -> list[jax.Device]:
         return _describe("cuda", "", topology=topology, target_config=target)
     raise UserError(
         f"--chips={name} does not name devices that exist",
-        "Give CHIP-N for N devices, such as v5e-8 or h100-8. "
+        "Give CHIP-N for N devices, such as v5e-8 or h100-8. For TPUs, N is a power of two. "
+        "For GPUs, N is at most 8 or a multiple of 8. "
         f"The chips are {', '.join([*_TPUS, *known])}",
     )
 

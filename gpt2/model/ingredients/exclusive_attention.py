@@ -9,7 +9,7 @@ from jax import Array
 
 from gpt2.model.seams import Context, Ingredient
 
-TINY = 1e-24  # avoids a division by 0 if a value is 0
+TINY = 1e-24  # avoids a division by 0 where attention's value vector is 0
 
 
 class ExclusiveAttention(Ingredient):

@@ -33,7 +33,8 @@ class ValueResidual(Ingredient):
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
         """Mix the first layer's values into the values of this layer.
 
-        The first layer does the same, so that all layers have the same parameters.
+        The first layer mixes its values with themselves, so that the parameters of every layer have
+        the same names and shapes.
         """
         first = context.carried[self.option]
         first = jnp.where(context.layer == 0, heads.v, first)
