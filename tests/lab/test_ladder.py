@@ -78,10 +78,14 @@ def test_a_timescale_is_the_same_fraction_of_the_run_at_every_size():
         assert per_run == pytest.approx(4.0)
 
 
-def test_a_size_without_whole_heads_is_refused():
-    config = with_options(QUICKSTART, {"model.num_heads": 2})
+@pytest.mark.parametrize(
+    ("option", "value", "size"), [("num_heads", 2, "3/2"), ("num_layers", 6, "9/2")]
+)
+def test_a_size_that_is_not_whole_is_refused(option, value, size):
+    config = with_options(QUICKSTART, {f"model.{option}": value})
     (arm,) = make_arms(config, [], one_at_a_time=False)
-    with pytest.raises(UserError, match=r"3 layers would have model\.num_heads=3/2"):
+    message = rf"baseline at 3/4 of its depth would have model\.{option}={size}"
+    with pytest.raises(UserError, match=message):
         at_depth(arm, Fraction(3, 4))
 
 

@@ -592,7 +592,7 @@ def lion(ideas):
     [
         (4.15, ("discard", 4 * SCREEN_PAIRS), r"not better at depth 3: \+0\.1"),
         thorough("diverged", ("discard", 2 * SCREEN_PAIRS + 2), "diverged"),
-        thorough("failed", ("failed", 2 * SCREEN_PAIRS + 2), "it broke"),
+        ("failed", ("failed", 2 * SCREEN_PAIRS + 2), "it broke"),
     ],
 )
 def test_an_idea_that_is_screened_out_takes_no_place(ideas, lion, loss, answer, why):
@@ -886,7 +886,7 @@ def train_tiny(folder, *options, script="train.py"):
 
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory):
-    """A run whose text, layers and weights are not read in the plainest way."""
+    """A run with packed documents, stacked layers and averaged weights. No test may change it."""
     return train_tiny(tmp_path_factory.mktemp("tiny"), *flags_of(TINY_OPTIONS))
 
 
@@ -899,13 +899,14 @@ def flags_of(options):
     return [f"--config.{option}" for option in options.split()]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
         "",
-        "model.position=rope model.qk_norm=True",
-        "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2",
+        thorough("model.position=rope model.qk_norm=True"),
+        thorough(
+            "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2"
+        ),
     ],
 )
 def test_the_referee_finds_the_loss_that_a_run_with_options_reports(tmp_path, options):
@@ -959,7 +960,7 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_score, tmp_path):
     ("new", "message"),
     [
         ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
-        thorough(2 * ANSWER, "do not have the shape"),
+        (2 * ANSWER, "do not have the shape"),
         (
             "            raise ValueError('tired')\n",
             "it did not answer the referee: ValueError: tired",

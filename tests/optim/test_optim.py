@@ -49,8 +49,6 @@ OPTIMS = {
 }
 
 
-# Edge cases, and options that another optimizer also has.
-RARE = ("ademamix, no fast average", "cautious updates", "before the tail")
 each_optimizer = pytest.mark.parametrize("name", OPTIMS)
 each_layout = pytest.mark.parametrize(
     "scanned", [False, True], ids=["unrolled", "scanned"]
@@ -211,9 +209,7 @@ def by_formula(optim):
 @pytest.mark.parametrize(
     "scanned", [False, thorough(True)], ids=["unrolled", "scanned"]
 )
-@pytest.mark.parametrize(
-    "name", [thorough(name) if name in RARE else name for name in OPTIMS]
-)
+@each_optimizer
 def test_ten_steps_are_those_of_the_papers_formulas(name, scanned):
     optim = optim_of(OPTIMS[name])
     params, average = train(optim, scanned)

@@ -43,13 +43,17 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     width = model.embed_dim * ratio
     kv_heads = model.num_kv_heads * ratio
     mlp_dim = model.mlp_dim * ratio
-    sizes = dict(
-        num_heads=heads, embed_dim=width, num_kv_heads=kv_heads, mlp_dim=mlp_dim
-    )
+    sizes = {
+        "num_layers": layers,
+        "num_heads": heads,
+        "embed_dim": width,
+        "num_kv_heads": kv_heads,
+        "mlp_dim": mlp_dim,
+    }
     for name, size in sizes.items():
         if size.denominator > 1:
             raise UserError(
-                f"{arm.name} with {layers} layers would have model.{name}={size}",
+                f"{arm.name} at {ratio} of its depth would have model.{name}={size}",
                 "Choose depths for which all sizes are whole numbers",
             )
     tokens = float(ratio**3)
