@@ -187,7 +187,6 @@ huggingface_hub.HfFileSystem = hub.open
 """
 
 
-@pytest.mark.thorough
 def test_a_run_continues_on_the_revision_of_the_hub_with_which_it_began(
     tmp_path, monkeypatch
 ):
