@@ -4,8 +4,6 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from functools import reduce
-from operator import getitem
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -164,7 +162,10 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
     options = asdict(default.Options())
     for name, value in given.items():
         *groups, last = name.split(".")
-        reduce(getitem, groups, options)[last] = value
+        group = options
+        for each in groups:
+            group = group[each]
+        group[last] = value
     return options
 
 

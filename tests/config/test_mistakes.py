@@ -123,7 +123,8 @@ def snapshot(folder: Path) -> dict[str, int]:
     """The files of a folder, except the caches: prepared corpora, and Python's bytecode."""
     files = {}
     for path in folder.rglob("*"):
-        is_cached = {"data", "__pycache__"} & {*path.relative_to(folder).parts}
+        parts = path.relative_to(folder).parts
+        is_cached = parts[0] == "data" or "__pycache__" in parts
         if path.is_file() and not is_cached:
             files[str(path)] = path.stat().st_mtime_ns
     return files

@@ -25,6 +25,7 @@ from gpt2.lab.experiments.terms import with_length
 from gpt2.optim import OPTIMIZERS
 
 _BATCH_POWER = 0.383  # batch size ~ tokens**0.383; Bergsma et al. 2025, section 4
+_SIZES = ("num_layers", "num_heads", "embed_dim", "num_kv_heads", "mlp_dim")
 _RATES = ("optim.learning_rate", "optim.adam_learning_rate")
 
 
@@ -38,24 +39,15 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
             f"optim.name={optim.name} has no rule that adapts its learning rate to other widths",
             "Choose another optimizer, such as adamw or muon",
         )
-    layers = model.num_layers * ratio
-    heads = model.num_heads * ratio
-    width = model.embed_dim * ratio
-    kv_heads = model.num_kv_heads * ratio
-    mlp_dim = model.mlp_dim * ratio
-    sizes = {
-        "num_layers": layers,
-        "num_heads": heads,
-        "embed_dim": width,
-        "num_kv_heads": kv_heads,
-        "mlp_dim": mlp_dim,
-    }
-    for name, size in sizes.items():
+    sizes: dict[str, Setting] = {}
+    for name in _SIZES:
+        size = getattr(model, name) * ratio
         if size.denominator > 1:
             raise UserError(
                 f"{arm.name} at {ratio} of its depth would have model.{name}={size}",
                 "Choose depths for which all sizes are whole numbers",
             )
+        sizes[f"model.{name}"] = int(size)
     tokens = float(ratio**3)
     before = config.data.batch_size
     # The batch size stays a multiple of the number of micro-batches. It also stays a multiple of a
@@ -69,11 +61,7 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     # Each step shrinks weights by the fraction rate * weight_decay, also with muP.
     decay = config.train.num_steps / (num_steps * rate)
     options: dict[str, Setting] = {
-        "model.num_layers": int(layers),
-        "model.num_heads": int(heads),
-        "model.embed_dim": int(width),
-        "model.num_kv_heads": int(kv_heads),
-        "model.mlp_dim": int(mlp_dim),
+        **sizes,
         "model.mup_base_width": model.mup_base_width or model.embed_dim,
         "model.mup_base_depth": model.mup_base_depth or model.num_layers,
         "data.batch_size": batch_size,

@@ -82,10 +82,10 @@ def collectives(text: str) -> list[Collective]:
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Describe each kind of collective in a program, summed over one call.
+    """Describe the collectives in one call of a program, by kind.
 
-    A description has the number of collectives, the bytes of their arrays, and the bytes that each
-    device sends.
+    A description contains the number of collectives, the bytes of their arrays, and the bytes that
+    each device sends.
     """
     rows = {}
     for kind in KINDS:
