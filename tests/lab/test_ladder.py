@@ -16,11 +16,20 @@ from gpt2.errors import UserError
 from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.ladder.__main__ import _report
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.multipliers import Course, Losses, judge_course
+from gpt2.lab.ladder.noise import (
+    gains,
+    ledger_pairs,
+    measure_noise,
+    plan_pairs,
+    sweep_pairs,
+)
+from gpt2.lab.ledger.evidence import evidence, level_at
 from tests.helpers import ROOT, thorough, write_run
 from tests.programs.ladder_rates import power_law, simulate, with_irreducible
 
@@ -226,6 +235,47 @@ def test_intervals_include_the_noise_of_seconds():
         first = course.multipliers[0]
         contained += first.low < 2 < first.high
     assert binomtest(contained, 300, 0.95).pvalue > 0.01
+
+
+# Noise, and the pairs that a gain needs
+
+
+def test_pairs_of_a_sweep_are_those_of_power_tables():
+    """As G*Power 3.1 prints for a paired t-test, two-sided, level 5 %, power 80 %."""
+    pairs = {0.2: 199, 0.5: 34, 0.8: 15, 1.0: 10}
+    assert {effect: sweep_pairs(effect) for effect in pairs} == pairs
+    assert sweep_pairs(0.01) == np.inf
+
+
+def test_a_ledger_accepts_four_of_five_ideas_within_its_pairs():
+    pairs = ledger_pairs(4.0)
+    differences = np.random.default_rng(1).standard_normal((1000, pairs)) - 4.0
+    found = (evidence(differences) >= 1 / level_at(1, 0)).any(-1)
+    assert 0.77 < found.mean() < 0.97
+    assert ledger_pairs(2.0) > pairs
+    assert ledger_pairs(0.1) == np.inf
+
+
+def test_a_gain_is_the_difference_between_two_points_of_the_baseline(tmp_path):
+    sweeps = sweeps_in(tmp_path, [3], [1, 1, 1])
+    noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
+    np.testing.assert_allclose(noise.pair, 1e-3, rtol=1e-6)
+    np.testing.assert_allclose(noise.seed, 0, atol=1e-12)
+    noise = noise.assign(compute=COMPUTE[:3], loss=loss_of(COMPUTE[:3]))
+    expected = loss_of(COMPUTE[:3]) - loss_of(1.5 * COMPUTE[:3])
+    np.testing.assert_allclose(gains(noise, 1.5), expected, rtol=1e-9)
+
+
+def test_a_plan_names_the_cheapest_size_in_80_columns(tmp_path, capsys):
+    sweeps = sweeps_in(tmp_path, [3], [1, 1, 1], noise=0.1)
+    noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
+    noise["pair"] = [2.0, 0.1, 0.05]
+    plan = plan_pairs(noise, 1.2, "nats per token")
+    assert plan["size"].to_list() == ["d2", "d4, cheapest", "d8"]
+    assert plan["pairs in a sweep"].to_list() == ["over 1000", "13", "6"]
+    assert plan["pairs in a ledger"].to_list() == ["over 16", "over 16", "11"]
+    print_table(plan)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 # The command

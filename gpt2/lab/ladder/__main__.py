@@ -14,6 +14,7 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
+import math
 import os
 from collections.abc import Sequence
 from fractions import Fraction
@@ -28,11 +29,13 @@ from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep, register
 from gpt2.lab.ablate.sweep_report import print_tuning_notes
 from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.run_folder import find_root
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
+from gpt2.lab.ladder.noise import measure_noise, plan_pairs
 from gpt2.utils import files
 from gpt2.utils.text import counted
 
@@ -41,20 +44,30 @@ _LEAST_SIZES = 3  # a line fits any two sizes exactly
 
 
 def define_flags() -> None:
-    """Define the flags of a sweep, and the flag `--depths`."""
+    """Define the flags of a sweep, `--depths` and `--gain`."""
     command.define_flags()
     flags.DEFINE_list(
         "depths",
         ["2", "3", "4", "6"],
         "The number of layers of each size. There must be at least three sizes.",
     )
+    flags.DEFINE_float(
+        "gain",
+        None,
+        "A compute multiplier, such as 1.2. Print how many pairs of runs would find it at each"
+        " size.",
+    )
 
 
 def main() -> int:
     """Train a ladder, write its report, and return the exit code."""
     root = find_root("workdir", FLAGS.workdir)
+    if FLAGS.gain is not None and not 1 < FLAGS.gain < math.inf:
+        raise UserError(
+            f"--gain={FLAGS.gain} is not a multiplier above 1", "Give --gain=1.2"
+        )
     if FLAGS.report:
-        return _report(root, _load(root))
+        return _report(root, _load(root), FLAGS.gain)
     os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
     slots = make_slots(FLAGS.jobs)
     sweeps = _make_sweeps(root, slots)
@@ -71,7 +84,7 @@ def main() -> int:
         results = [sweep.results() for sweep in chosen]
         grown = add_seeds(chosen, judge(chosen, results))
         if grown == sweeps:
-            return _report(root, sweeps)
+            return _report(root, sweeps, FLAGS.gain)
         sweeps = [register(sweep) for sweep in grown]
 
 
@@ -120,8 +133,8 @@ def _load(root: Path) -> list[Sweep]:
     return sorted(sweeps, key=lambda sweep: sweep.arms[0].config.model.num_layers)
 
 
-def _report(root: Path, sweeps: Sequence[Sweep]) -> int:
-    """Write the report, print the verdicts, and return the exit code."""
+def _report(root: Path, sweeps: Sequence[Sweep], gain: float | None = None) -> int:
+    """Write the report, print the verdicts and the plan for a gain, and return the exit code."""
     with files.locked(root / ".sweep.lock"):
         # Another command may have added arms or seeds while this command trained.
         newest = [continued(sweep).with_choices() for sweep in sweeps]
@@ -129,8 +142,19 @@ def _report(root: Path, sweeps: Sequence[Sweep]) -> int:
             sweep.check_runs()
         print_courses(write_report(root, newest))
     print_tuning_notes(newest)
+    if gain is not None:
+        _print_plan(newest, gain)
     print(f"\nsee report.html, report.md and multipliers.csv in {root}")
     return command.exit_code([run for sweep in sweeps for run in sweep.all_runs()])
+
+
+def _print_plan(sweeps: Sequence[Sweep], gain: float) -> None:
+    """Print how many pairs would find a compute multiplier at each size, and what they cost."""
+    noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
+    print(
+        f"\nWith this noise, a compute multiplier of {gain:g} is found in 4 of 5 cases with:"
+    )
+    print_table(plan_pairs(noise, gain, sweeps[0].unit))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ import pandas as pd
 from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import differences
-from gpt2.lab.experiments.cells import interval, print_table, spread
+from gpt2.lab.experiments.cells import interval, number, print_table, spread
 from gpt2.lab.experiments.curve_plot import BASELINE, COLORS, drawing, visible
 from gpt2.lab.experiments.pages import render, write_markdown
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.multipliers import FARTHEST, STAYS, Course
+from gpt2.lab.ladder.noise import measure_noise
 from gpt2.utils.files import write_text
-from gpt2.utils.text import format_count
+from gpt2.utils.text import format_count, format_duration
 
 
 def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
@@ -43,6 +44,7 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         seeds=sorted({sweep.num_seeds(arm) for sweep in sweeps for arm in sweep.arms}),
         courses=table,
         sizes=_size_table(sweeps, results),
+        noise=_noise_table(sweeps, results),
         farthest=f"{FARTHEST:g}",
         stays=STAYS,
         has_picture=bool(pictures),
@@ -107,6 +109,24 @@ def _size_table(
             "weight decay": f"{config.optim.decay(config.train.num_steps):.3g}",
             "FLOPs": format_count(runs.flops.mean()) if len(runs) else "",
             f"loss ({sweep.unit})": spread(runs.score),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _noise_table(
+    sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
+) -> pd.DataFrame:
+    """Return a table with a row for each size: the cost of a run, and the noise between seeds."""
+    rows = []
+    for size in measure_noise(sweeps, results).itertuples():
+        row = {
+            "size": size.size,
+            "steps": str(size.steps),
+            "FLOPs": format_count(size.flops),
+            "time": format_duration(size.seconds),
+            "deviation of a run": number(size.seed, ".4f"),
+            "deviation of a difference": number(size.pair, ".4f"),
         }
         rows.append(row)
     return pd.DataFrame(rows)

@@ -1,0 +1,119 @@
+"""The noise between seeds at each size of a ladder, and the pairs of runs that a gain needs."""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pandas as pd
+
+from gpt2.lab.ablate.judge import compared
+from gpt2.lab.ablate.power import LEVEL, POWER, Array, paired_difference
+from gpt2.lab.ablate.sweep import Sweep
+from gpt2.lab.experiments.cells import number
+from gpt2.lab.ledger.evidence import findable, level_at
+from gpt2.utils.text import format_count, format_duration
+
+_MOST_PAIRS = 1000  # of a sweep
+_LEDGER_PAIRS = 16  # the default of a ledger's --pairs
+
+
+def measure_noise(
+    sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
+) -> pd.DataFrame:
+    """Return a row for each size: what a run costs, and how much losses differ between seeds.
+
+    `compute` is the baseline's FLOPs or, with `--equal=seconds`, its seconds of training steps.
+    `loss`, `seed` and `pair` are in the unit of the sweep's score: the baseline's mean loss, the
+    standard deviation of its loss, and the standard deviation of the difference between an arm and
+    the baseline at the same seed. The latter is the root mean square over all arms.
+    """
+    amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
+    rows = []
+    for sweep, table in zip(sweeps, results, strict=True):
+        baseline, *arms = sweep.arms
+        runs = compared(table, baseline, "finished").set_index("seed")
+        differences = []
+        for arm in arms:
+            scores = compared(table, arm, "finished").set_index("seed").score
+            # The variance is NaN with fewer than two pairs.
+            differences.append((scores - runs.score).var())
+        row = {
+            "size": sweep.root.name,
+            "steps": baseline.config.train.num_steps,
+            "flops": runs.flops.mean(),
+            "compute": runs[amount].mean(),
+            "seconds": runs.seconds.mean(),
+            "loss": runs.score.mean(),
+            "seed": runs.score.std(),
+            "pair": math.sqrt(pd.Series(differences).mean()),
+        }
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def gains(noise: pd.DataFrame, multiplier: float) -> Array:
+    """Return how far the loss falls at each size if compute grows by `multiplier`.
+
+    Between two sizes, the baseline's loss is a power law of compute. The power law of the two
+    largest sizes continues beyond them.
+    """
+    slopes = np.diff(np.log(noise.loss)) / np.diff(np.log(noise.compute))
+    slopes = np.append(slopes, slopes[-1])
+    return (noise.loss * (1 - multiplier**slopes)).to_numpy()
+
+
+def sweep_pairs(effect: float) -> float:
+    """Return how many pairs a paired sweep of one arm needs to find a difference in 4 of 5 sweeps.
+
+    `effect` is the true difference, divided by the standard deviation of a pair's difference.
+    Return inf if 1,000 pairs are too few.
+    """
+    for pairs in range(2, _MOST_PAIRS + 1):
+        if paired_difference(1 / math.sqrt(pairs), pairs - 1, LEVEL) <= effect:
+            return pairs
+    return math.inf
+
+
+def ledger_pairs(effect: float) -> float:
+    """Return within how many pairs a ledger accepts 4 of 5 first ideas with the gain `effect`.
+
+    `effect` is as in `sweep_pairs`. Return inf if the 16 pairs that are the default are too few.
+    """
+    enough = np.flatnonzero(_findable_effects() <= effect)
+    return enough[0] + 1 if len(enough) else math.inf
+
+
+@cache
+def _findable_effects() -> Array:
+    """Return the smallest effects that 1, 2, ... pairs find for the first idea of a ledger."""
+    return findable(_LEDGER_PAIRS, level_at(1, 0), POWER)
+
+
+def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFrame:
+    """Return a table of strings: the pairs that a compute multiplier needs at each size."""
+    table = noise.assign(gain=gains(noise, multiplier))
+    effects = table.gain / table.pair
+    table["pairs"] = effects.map(sweep_pairs)
+    table["ledger"] = effects.map(ledger_pairs)
+    cost = table.pairs * table.compute
+    rows = []
+    for size in table.itertuples():
+        row = {
+            "size": size.size,
+            f"gain ({unit})": number(size.gain, ".4f"),
+            "pairs in a sweep": f"over {_MOST_PAIRS}",
+            "FLOPs": "-",
+            "time": "-",
+            "pairs in a ledger": f"over {_LEDGER_PAIRS}",
+        }
+        if math.isfinite(size.pairs):
+            row["pairs in a sweep"] = f"{size.pairs:.0f}"
+            row["FLOPs"] = format_count(2 * size.pairs * size.flops)
+            row["time"] = format_duration(2 * size.pairs * size.seconds)
+        if math.isfinite(size.ledger):
+            row["pairs in a ledger"] = f"{size.ledger:.0f}"
+        if size.Index == cost.idxmin():
+            row["size"] += ", cheapest"
+        rows.append(row)
+    return pd.DataFrame(rows)
