@@ -62,9 +62,8 @@ class OptimConfig(default.Optim):
                 f"optim.cautious={self.cautious} needs momentum, which "
                 "optim.name=schedule_free does not have. Set optim.cautious to none or decay"
             )
-        # adam and sgd add the decay to the gradient, where it cannot be masked or scheduled.
         has_decay = self.weight_decay or self.decay_timescale
-        decays_apart = has_decay and self.name not in ("adam", "sgd")
+        decays_apart = has_decay and not self.decay_in_gradient
         changes_decay = self.scheduled_weight_decay or self.cautious in (
             "decay",
             "both",
@@ -99,6 +98,11 @@ class OptimConfig(default.Optim):
         text = self.layer_rates
         what = f"optim.layer_rates={text}"
         return tuple(read_items(what, text, _read_rate, "wte=0.5,h_.*=2"))
+
+    @property
+    def decay_in_gradient(self) -> bool:
+        """Whether weight decay is added to the gradient, where it cannot be masked or scheduled."""
+        return self.name in ("adam", "sgd")
 
     @property
     def averages(self) -> bool:

@@ -61,7 +61,7 @@ def make_optimizer(
     if width_ratio != 1:
         factor = _width_factor(optim, width_ratio)
         parts.append(optax.masked(factor, is_matrix))
-    if optim.name in ("adam", "sgd"):
+    if optim.decay_in_gradient:
         if width_ratio != 1:
             wider = optim.weight_decay * (width_ratio - 1)
             parts.insert(0, optax.add_decayed_weights(wider, is_matrix))

@@ -214,7 +214,7 @@ class Program:
         optim = self.config.optim
         num_steps = self.config.train.num_steps
         per_step = optim.learning_rate * optim.decay(num_steps)
-        if not per_step or optim.name in ("adam", "sgd"):
+        if not per_step or optim.decay_in_gradient:
             return optim.name
         decay = f"weight decay {optim.decay(num_steps):.3g}"
         return f"{optim.name}, {decay} (timescale {1 / per_step:,.0f} steps)"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpt2.errors import UserError, warn
-from gpt2.utils.stores import TakenOver, claim, push, whole_checkpoints
+from gpt2.utils.stores import TakenOver, claim, completion_markers, push
 
 PAUSE = 2.0  # seconds between checks for new checkpoints
 
@@ -43,12 +43,12 @@ def _follow(url: str, folder: Path, ends: threading.Event) -> None:
     sent: set[str] | None = None
     has_warned = False
     while not ends.wait(PAUSE):
-        parts = whole_checkpoints(folder)
-        if parts == sent:
+        markers = completion_markers(folder)
+        if markers == sent:
             continue
         try:
             push(url, folder)
-            sent = parts
+            sent = markers
             has_warned = False
         except TakenOver:
             return os.kill(os.getpid(), signal.SIGTERM)

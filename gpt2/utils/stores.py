@@ -256,7 +256,7 @@ def claim(url: str, folder: Path) -> None:
     push(url, folder)
 
 
-def whole_checkpoints(folder: Path) -> set[str]:
+def completion_markers(folder: Path) -> set[str]:
     """Return the completion markers in a working copy."""
     return set(filter(_is_mark, _list_copy(folder)))
 

@@ -21,7 +21,7 @@ from gpt2.lab.ladder.__main__ import _report
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
-from gpt2.lab.ladder.multipliers import Course, Losses, judge_course
+from gpt2.lab.ladder.multipliers import Losses, judge_course
 from gpt2.lab.ladder.noise import (
     gains,
     ledger_pairs,
@@ -345,13 +345,13 @@ def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path)
 
 def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):
     sweeps = sweeps_in(tmp_path, [2, 5], [1, 1, 1], noise=1.0)
-    words = {"optim.name=lion": Course("to be decided")}
+    words = {"optim.name=lion": "to be decided"}
     grown = add_seeds(sweeps, words)
     assert [sweep.seeds["optim.name=lion"] for sweep in grown] == [5, 5, 5]
     results = [sweep.results() for sweep in grown]
     assert judge(grown, results)["optim.name=lion"].words == "to be decided"
     train(grown, [1, 1, 1], noise=1.0)
-    words = {"optim.name=lion": Course("undecided")}
+    words = {"optim.name=lion": "undecided"}
     assert add_seeds(grown, words) == grown
 
 

@@ -127,7 +127,9 @@ def _varied_values(sweep: Sweep) -> str:
 def with_next_seeds(sweep: Sweep) -> Sweep:
     """Return the sweep with the tuned values chosen so far, and the seeds of the next analysis."""
     sweep = sweep.with_choices()
-    return add_seeds([sweep], judge(sweep, sweep.results()))[0]
+    verdicts = judge(sweep, sweep.results())
+    words = {name: verdict.words for name, verdict in verdicts.items()}
+    return add_seeds([sweep], words)[0]
 
 
 def _report(sweep: Sweep) -> int:

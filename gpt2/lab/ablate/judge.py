@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import pandas as pd
@@ -84,22 +83,15 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     return verdicts
 
 
-class HasWords(Protocol):
-    """The verdict of a sweep or a ladder on an arm."""
-
-    @property
-    def words(self) -> str:
-        """A Decision, or a sentence that says why there is none."""
-
-
-def add_seeds(sweeps: Sequence[Sweep], verdicts: Mapping[str, HasWords]) -> list[Sweep]:
+def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
     """Return sweeps with the seeds of the next analysis for the baseline and all open arms.
 
-    `verdicts` maps the names of arms to their verdicts. The sweeps have the same arms, for example
-    at several sizes. The sweeps do not change while runs have not ended, or if no arm is open.
+    `words` maps the name of each arm to the words of its verdict. An arm is open if these are
+    `Decision.OPEN`. The sweeps have the same arms, for example at several sizes. The sweeps do not
+    change while runs have not ended, or if no arm is open.
     """
     baseline, *arms = sweeps[0].arms
-    open_arms = [arm for arm in arms if verdicts[arm.name].words == Decision.OPEN]
+    open_arms = [arm for arm in arms if words[arm.name] == Decision.OPEN]
     waits = any(len(sweep.chosen) <= len(arms) for sweep in sweeps)
     for sweep in sweeps:
         waits |= any(run.outcome().state == "waiting" for run in sweep.all_runs())

@@ -82,7 +82,9 @@ def main() -> int:
             train_all(runs, slots, sweep.score)
         chosen = [sweep.with_choices() for sweep in sweeps]
         results = [sweep.results() for sweep in chosen]
-        grown = add_seeds(chosen, judge(chosen, results))
+        courses = judge(chosen, results)
+        words = {name: course.words for name, course in courses.items()}
+        grown = add_seeds(chosen, words)
         if grown == sweeps:
             return _report(root, sweeps, FLAGS.gain)
         sweeps = [register(sweep) for sweep in grown]
