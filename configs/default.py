@@ -413,7 +413,7 @@ class Loss:
 # Conditions for `needs`: the optimizers that use an option.
 _ADAM = "optim.name=adamw|adam|ademamix|schedule_free|muon|normuon|soap"
 _BETAS = f"{_ADAM}|lion"
-_MATRIX = "optim.name=muon|normuon|soap"
+_MATRIX = "optim.name=adamw|muon|normuon|soap"
 _MUON = "optim.name=muon|normuon"
 _DECOUPLED = "optim.name=adamw|lion|ademamix|schedule_free|muon|normuon|soap"
 
@@ -442,8 +442,14 @@ class Optim:
     )
     adam_learning_rate: float = option(
         0.0,
-        "peak learning rate of the parameters that muon, normuon and soap train with Adam; 0: "
-        "learning_rate",
+        "peak learning rate of all parameters other than the matrices in blocks; 0: learning_rate",
+        needs=_MATRIX,
+    )
+    hyperball: bool = option(
+        False,
+        "keep the norm of each matrix in a block; learning_rate is then the ratio of an update's "
+        "norm to the matrix's norm, and these matrices do not decay (MuonH and AdamH, Wen et al. "
+        "2025, https://tinyurl.com/muonh)",
         needs=_MATRIX,
     )
     layer_rates: str = option(

@@ -217,6 +217,12 @@ class Config(default.Options):
                 f"train.keep_every={train.keep_every} is not a multiple of "
                 f"train.checkpoint_every={train.checkpoint_every}"
             )
+        if self.optim.hyperball and self.model.zero_init_projections:
+            raise UserError(
+                "With optim.hyperball=True, matrices keep their norm, which is 0 for the last "
+                "kernels of branches with model.zero_init_projections=True",
+                "Set one of the two options to False",
+            )
         self._check_shapes()
 
     def _check_shapes(self) -> None:

@@ -17,6 +17,7 @@ from jax import Array
 
 from gpt2.config import OptimConfig
 from gpt2.errors import UserError
+from gpt2.optim.hyperball import keep_norms, scale_to_matrices
 from gpt2.optim.muon import scale_by_muon
 from gpt2.optim.soap import scale_by_soap
 from gpt2.optim.stacks import matrices_of
@@ -58,6 +59,8 @@ def make_optimizer(
     is_matrix = jax.tree.map(lambda info: bool(info.inputs), parameters)
     decay = _decay(optim, schedule, parameters)
     parts = [direction]
+    if optim.hyperball:
+        parts.append(scale_to_matrices(parameters))
     if width_ratio != 1:
         factor = _width_factor(optim, width_ratio)
         parts.append(optax.masked(factor, is_matrix))
@@ -74,7 +77,10 @@ def make_optimizer(
         parts.append(optax.masked(optax.scale(ratio), is_other))
     if optim.rates:
         parts.append(_layer_rates(optim))
-    optimizer = optax.chain(*parts, optax.scale_by_learning_rate(schedule))
+    parts.append(optax.scale_by_learning_rate(schedule))
+    if optim.hyperball:
+        parts.append(keep_norms(parameters))
+    optimizer = optax.chain(*parts)
     if optim.name == "schedule_free":
         # An average replaces the momentum and the schedule (Defazio et al. 2024, algorithm 1). This
         # average weights each step by the square of the step's rate. optax's transformation counts
@@ -99,7 +105,9 @@ def _decay(
         # The maximum avoids 0 / 0. With a learning rate of 0, the decay is 0.
         peak = jnp.maximum(optim.learning_rate, 1e-30)
         amount = lambda count: optim.weight_decay * schedule(count) / peak  # noqa: E731
-    decays = jax.tree.map(lambda info: info.decays, parameters)
+    decays = jax.tree.map(
+        lambda info: info.decays and not (optim.hyperball and info.inputs), parameters
+    )
     decay = optax.add_decayed_weights(amount, decays)
     if optim.cautious in ("decay", "both"):
         return cautious_decay(decay)
@@ -115,6 +123,9 @@ def _width_factor(
             f"optim.name={optim.name} is not supported with muP (model.mup_base_width)",
             "Choose another optimizer, or leave out --config.model.mup_base_width",
         )
+    if optim.hyperball:
+        # The norm of a direction grows with the width, and of a matrix with its square root.
+        power -= 0.5
     return optax.scale(width_ratio**-power)
 
 

@@ -187,6 +187,7 @@ WRONG = """
     optim.name=schedule_free | schedule
     optim.ema=0.9 optim.tail_average=0.2 | tail_average
     optim.name=sgd optim.scheduled_weight_decay=True | scheduled_weight_decay
+    optim.hyperball=True model.zero_init_projections=True | zero_init_projections
     optim.decay_fraction=0.5 | wsd
     optim.schedule=piecewise:5=0.5,5=0.1 | piecewise
     optim.schedule=piecewise:5=0.5,x | piecewise

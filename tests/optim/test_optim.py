@@ -46,6 +46,7 @@ OPTIMS = {
     "ema": "ema=0.9",
     "tail average": "tail_average=0.4",
     "before the tail": "tail_average=0.09",
+    "hyperball": "hyperball=True adam_learning_rate=5e-3 weight_decay=0.5",
 }
 
 
@@ -161,6 +162,15 @@ def is_decayed(name):
     return name.endswith(("kernel", "embedding"))
 
 
+def on_hyperball(name, param, update, rate):
+    """Return a kernel after a step of Hyperball, whose queries, keys and values are matrices."""
+    axes = (0, 2, 3) if "c_attn" in name else None
+    norm = partial(np.sum, axis=axes, keepdims=True)
+    radius = np.sqrt(norm(param**2))
+    moved = param - rate * radius * update / np.sqrt(norm(update**2))
+    return radius * moved / np.sqrt(norm(moved**2))
+
+
 def by_formula(optim):
     """Return what `train` should return."""
     direction = partial(DIRECTIONS[optim.name], optim, {})
@@ -190,6 +200,9 @@ def by_formula(optim):
                 update = update * mask / max(mask.mean(), 1e-3)
             if optim.cautious in ("decay", "both"):
                 decay = decay * (update * param >= 0)
+            if optim.adam_learning_rate and not is_hidden(name):
+                update = update * optim.adam_learning_rate / optim.learning_rate
+                decay = decay * optim.adam_learning_rate / optim.learning_rate
             moved = -rate * (update + decay)
             if optim.name == "schedule_free":
                 z[name] = z[name] + moved
@@ -199,6 +212,8 @@ def by_formula(optim):
                 params[name] = (1 - share) * z[name] + share * average[name]
             else:
                 params[name] = param + moved
+                if optim.hyperball and is_hidden(name):
+                    params[name] = on_hyperball(name, param, update, rate)
                 newest = (1 - optim.ema) * params[name]
                 average[name] = optim.ema * average[name] + newest
             if step > NUM_STEPS - tail_steps:
@@ -316,12 +331,15 @@ def is_hidden(name):
         thorough("name=lion"),
         thorough(FREE),
         thorough("name=normuon"),
+        thorough("name=muon hyperball=True"),
     ],
 )
 def test_a_wider_model_moves_its_hidden_kernels_less(options):
     optim = optim_of(f"{options} weight_decay=0.0")
     wide = moves(optim, scanned=True, width_ratio=4.0)
     hidden_factor = 2 if "muon" in options else 4
+    if optim.hyperball:
+        hidden_factor = 1
     for name, move in moves(optim).items():
         factor = hidden_factor if is_hidden(name) else 1
         np.testing.assert_allclose(wide[name], move / factor, atol=1e-6)

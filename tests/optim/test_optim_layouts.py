@@ -41,6 +41,7 @@ OPTIMS |= {
     "normuon, tail average": """
         name=normuon orthogonalize=polar_express momentum_warmup=4 tail_average=0.8
         scheduled_weight_decay=True""",
+    "muon on the hyperball": "name=muon hyperball=True adam_learning_rate=2e-3",
 }
 MESH = "fsdp 4 x tensor 2"
 PMAP = "pmap x 8"
@@ -66,6 +67,7 @@ SOME = [
     ("normuon, tail average", MESH, True),
 ]
 MORE = [("muon", MESH, False), ("soap", PMAP, True)]
+MORE.append(("muon on the hyperball", MESH, True))
 SLOW = []
 for combination in itertools.product(OPTIMS, (MESH, PMAP), (False, True)):
     if combination not in SOME + MORE:

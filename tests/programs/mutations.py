@@ -229,6 +229,9 @@ muon's momentum warms up a step early: optim/muon.py, optim_matrices -k 'formula
 soap does not turn its second moment with the basis: optim/soap.py, optim_matrices -k formula
     - jnp.take_along_axis(turned, column_order[:, None, :], axis=2)
     + turned
+hyperball takes one norm for queries, keys and values: optim/hyperball.py, optim -k hyperball
+    - jnp.sum(square, axis=kernel.rows + kernel.columns, keepdims=True)
+    + jnp.sum(square, keepdims=True)
 rope turns a part by the whole's wavelengths: model/attention.py, against_numpy -k rope_share
     - rope_frequencies(cfg.rope_size, cfg.rope_base)
     + rope_frequencies(cfg.rope_size, cfg.rope_base**cfg.rope_share)
