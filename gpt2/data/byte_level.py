@@ -28,7 +28,8 @@ def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     """Return (ranks, eot) of a tokenizer.json, or None if tiktoken cannot replace the file.
 
     tiktoken can replace a file that contains only byte-level BPE with GPT-2's pattern, whose ids
-    increase in the order of the merges, and whose only added token is `<|endoftext|>`.
+    increase in the order of the merges, and whose only added token is `<|endoftext|>`. Comments
+    below state further conditions.
     """
     model = tree["model"]
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})

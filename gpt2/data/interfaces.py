@@ -74,7 +74,7 @@ class Dataset(Protocol):
 
 
 class Corpus(Protocol):
-    """A corpus that a reader has opened. Its text has not been read yet."""
+    """A corpus that a reader has opened. Its text has not been encoded yet."""
 
     def prepare(self, data: DataConfig) -> Dataset:
         """Return the dataset. If it is not on this machine yet, write it first."""

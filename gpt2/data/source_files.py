@@ -12,8 +12,8 @@ from gpt2.utils import stores
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote
 
-# At each start, the content of a corpus's files is hashed if they have at most this number of bytes
-# in total. Otherwise, only their sizes and modification times are hashed.
+# At each start, the content of a corpus's local files is hashed if all its files have at most this
+# number of bytes in total. Otherwise, only sizes and modification times are hashed.
 _HASHED_BYTES = 1 << 26
 
 File = Path | Remote
@@ -30,7 +30,8 @@ class SourceFiles:
         self, find: Callable[[], Sequence[File]], *labels: str, revision: str = ""
     ):
         self.revision = revision
-        self.bytes_read = 0  # bytes read in the newest iteration over the files
+        # Bytes read in the newest iteration over the files, or 0 if the reader does not count them.
+        self.bytes_read = 0
         self._find = find
         self._labels = labels
         self.paths = find()

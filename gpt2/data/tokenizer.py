@@ -36,7 +36,8 @@ GPT2_PATTERN = (
 _VOCAB_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 _ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 GPT2_END_OF_TEXT = 50256
-# Usual end-of-text tokens. A tokenizer.json uses the first of them that is in its vocabulary.
+# Usual end-of-text tokens. Without `data.end_of_text`, a tokenizer.json uses the first of them that
+# is in its vocabulary.
 END_OF_TEXTS = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -56,8 +57,9 @@ class Tokenizer(abc.ABC):
     name: str  # human-readable
     vocab_size: int
     eot: int | None  # the end-of-text token, or None if the vocabulary has none
-    # Whether a text must be encoded whole. If not, it may be cut before white space: the tokens of
-    # its parts, joined, are the same as the tokens of the whole text.
+    # Whether a text must be encoded whole. If not, it may be cut between a character that is not
+    # white space and a space or newline: the tokens of its parts, joined, are the same as the
+    # tokens of the whole text.
     needs_whole: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
@@ -96,7 +98,9 @@ class BytePairTokenizer(Tokenizer):
         pattern: a regular expression for the pieces of a text within which bytes are merged.
     """
 
-    needs_whole = False  # GPT-2's pattern begins a new token at white space
+    # GPT-2's pattern begins a new piece at white space that follows another character. The pattern
+    # of `char` makes each character a piece.
+    needs_whole = False
 
     def __init__(
         self,
@@ -161,7 +165,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, which the `tokenizers` library runs.
 
     The end-of-text token is `end_of_text` if given, otherwise the first of END_OF_TEXTS in the
-    vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the vocabulary.
+    vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the vocabulary, otherwise
+    None.
     """
 
     name = "tokenizer.json"
@@ -174,8 +179,8 @@ class HuggingFaceTokenizer(Tokenizer):
         # If a text contains the characters of a special token, they are encoded as ordinary text.
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        # The library ignores the ids that the file gives added tokens, and numbers all tokens
-        # consecutively.
+        # The library ignores the ids that the file gives added tokens. It numbers added tokens that
+        # are not in the model's vocabulary consecutively, after this vocabulary.
         for token in tree.get("added_tokens", []):
             text = token["content"]
             if vocabulary.get(text) != token["id"]:
@@ -193,9 +198,9 @@ class HuggingFaceTokenizer(Tokenizer):
         for token in self._backend.get_added_tokens_decoder().values():
             if token.special:
                 special.add(token.content)
-        # If a text contains the characters of a special token, a word-level or Unigram model
-        # encodes them as the special token. `encode` replaces this token with the tokens of its
-        # characters.
+        # If a text contains the characters of a special token, a word-level or Unigram model may
+        # encode them as the special token. `encode` replaces this token with the tokens of its
+        # characters. Characters that the vocabulary does not contain are dropped.
         model = tree["model"]
         unknown = vocabulary.get(model.get("unk_token"), model.get("unk_id"))
         self._spellings = dict[int, list[int]]()
@@ -217,7 +222,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(ids, np.int32)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the ids of a text, and the number of bytes that decoding does not restore."""
+        """Return the ids of a text, and the number of its bytes that decoding does not restore.
+
+        If the decoded text differs in any way, the number is at least 1.
+        """
         ids = self.encode(text)
         (back,) = self._backend.decode_batch([ids.tolist()], skip_special_tokens=True)
         if back == text:
@@ -301,7 +309,7 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def tokens_by_name(spec: str) -> int:
-    """Return the vocabulary size of a named tokenizer, or 0 if it is unknown.
+    """Return the vocabulary size of `gpt2`, `byte` or `bpe:SIZE`, or 0 for any other tokenizer.
 
     A trained `bpe:SIZE` may have fewer tokens than its size.
     """
@@ -317,7 +325,12 @@ def is_path(spec: str) -> bool:
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
-    """Return a string that changes whenever the tokenizer that `spec` names changes."""
+    """Return a name unchanged and, for a tokenizer.json, a string that changes with the tokenizer.
+
+    The string contains a hash of the file, `end_of_text`, and the end-of-text token in the
+    tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor the
+    path of a file that can be read.
+    """
     if spec == "char" or tokens_by_name(spec) > 256:
         return spec
     remedy = (
@@ -348,7 +361,7 @@ def build(
     many_documents: bool = True,
     end_of_text: str = "",
 ) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names.
+    """Return the tokenizer that `data.tokenizer` names. Train `char` or `bpe:SIZE` on `texts`.
 
     Args:
         spec: `data.tokenizer`.
@@ -402,7 +415,7 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a hash of the bytes of all tokens.
+    """Return a hash of the bytes of all tokens, and of the id of the end-of-text token.
 
     Tokenizers with the same hash can use the same embedding.
     """

@@ -94,8 +94,8 @@ class Scorer:
 
     Every process that has one of the devices must call the scorer. Without `devices`, all local
     devices are used, and a terminal shows a progress bar. A program is compiled for each bucket
-    of lengths, and another one for requests with segments. Models with other weights use the
-    same programs.
+    of lengths, and another one for each bucket of requests with segments. Models with other weights
+    use the same programs.
 
     `params` may be None to find out whether the files of a task can be read. The scores are then
     meaningless. Windows over a text advance by `stride` tokens or, if `stride` is 0, by half of the

@@ -52,7 +52,8 @@ def validation_data(
 
     If `corpus` is empty, the run's corpus is scored, and the description is what the run recorded
     about its data. Otherwise, the description is None, and `corpus` is split and prepared with the
-    run's options, or with the default options if `workdir` is not given.
+    run's options, or with the default options if `workdir` is not given. `val_fraction` then
+    replaces the option of this name, unless it is None, and the tokenizer is the model's.
     """
     if workdir:
         folder = stores.fetch(workdir)

@@ -56,7 +56,7 @@ def _with_flat_rope(config: Json, family: Family) -> Json:
 
 
 def _refuse_others(path: Path, family: Family, config: Json) -> None:
-    """Raise a UserError for options that Hugging Face's code supports but this code does not."""
+    """Raise a UserError if an option has a value that only Hugging Face's code supports."""
     fixed = {
         "partial_rotary_factor": 1.0,
         "attention_factor": None,

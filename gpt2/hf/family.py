@@ -88,7 +88,7 @@ class Family(NamedTuple):
         title: the human-readable name of the family.
         model_type, architecture: the values in config.json that select the code in transformers.
         switches: options of `model.` and the values that they have in every model of the family.
-            Options that are neither here nor in `options` have their default values.
+            Options that are in neither `switches`, `options` nor FREE have their default values.
         options: fields of `GPTConfig` and their names in config.json.
         activations: names in config.json and the corresponding values of `model.activation`. If
             several names mean the same function, up to rounding, export writes the first.

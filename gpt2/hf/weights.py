@@ -106,8 +106,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
     """Load the options of a run and, on one device, its weights or the average of its weights.
 
     `which` is `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the
-    latest if none was validated. Options that depend on the devices of the run are set to their
-    defaults, except `model.attention=plain`.
+    latest if none was validated. The options of `parallel.`, `memory.remat` and `model.attention`
+    depend on the run's devices. They are set to their defaults, except `model.attention=plain`.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
@@ -163,11 +163,11 @@ def _load_params(
 def with_model_of_weights(
     config: Config, chosen: Collection[str], workdir: Path
 ) -> Config:
-    """Return the config with its `model.` options taken from the weights in `train.init_from`.
+    """Return the config with `model.` options taken from the weights in `train.init_from`.
 
-    Options in `chosen`, which the user has set, do not change. Raise a UserError if such an option
-    does not fit the weights. A run that continues takes the options from its own config.json
-    instead.
+    Options in `chosen`, which the user has set, and the options in FREE do not change. Raise a
+    UserError if an option in `chosen` does not fit the weights. A run that continues takes the
+    options from its own config.json instead.
     """
     names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():

@@ -15,13 +15,13 @@ class Chip(NamedTuple):
         name: name of the chip.
         pattern: regular expression for `device.device_kind`; case is ignored.
         emulated: the 16-bit dtype that the chip does not support, and computes at the speed of
-            float32.
+            float32; empty if it supports both.
         half: TFLOP/s of dense products of bfloat16 or float16, accumulated in float32.
         single: TFLOP/s of float32 products at JAX's default precision, which is TF32 on NVIDIA's
             chips since Ampere, and passes in bfloat16 on TPUs.
         memory: memory in GB (10^9 bytes).
-        near: bandwidth between devices that share NVLink or a torus, in GB/s in one direction.
-        domain: the number of devices that share NVLink or a torus.
+        near: bandwidth between devices of a domain, in GB/s in one direction.
+        domain: the number of devices that share NVLink, a torus, or the PCIe of one machine.
         far: bandwidth to devices outside the domain, in GB/s in one direction.
     """
 
@@ -59,10 +59,10 @@ class Chip(NamedTuple):
 def _read_chips() -> list[Chip]:
     """Read configs/chips.csv, which names the source of each row.
 
-    FLOP/s are without sparsity: half the numbers in NVIDIA's data sheets. `near` is half the
-    bandwidth of NVLink or of Cloud TPU's links, or the bandwidth of the PCIe slot. `far` is the
-    bandwidth of each GPU's network adapter in the manufacturer's own system. For TPU v2, v3 and
-    TPU7, the numbers are for half a chip, which is one JAX device.
+    FLOP/s are without sparsity. If NVIDIA states only FLOP/s with sparsity, they are half of that
+    number. `near` is half the bandwidth of NVLink or of Cloud TPU's links, or the bandwidth of the
+    PCIe slot. `far` is the bandwidth of each GPU's network adapter in the manufacturer's own
+    system. For TPU v2, v3 and TPU7, the numbers are for half a chip, which is one JAX device.
     """
     path = Path(__file__).parents[2] / "configs/chips.csv"
     chips = list[Chip]()
@@ -84,7 +84,7 @@ def find_chip(kind: str) -> Chip | None:
 
     If several chips in the table match, return the first.
     """
-    # Chips with these suffixes are slower than the chip whose name they contain.
+    # Chips with these suffixes have another speed than the chip whose name they contain.
     if re.search(r"\b(Laptop|MIG|Ti|D)\b", kind):
         return None
     for chip in CHIPS:

@@ -18,10 +18,10 @@ from gpt2.telemetry.writers import Metrics, Writer
 class MetricsFile(Writer):
     """The writer of metrics.jsonl, which collects all values of a step in one line.
 
-    A line is written when a later step begins, or at `flush`. If the disk is full, writing raises
-    OSError and retains the lines for the next attempt. The constructor removes lines after
-    `resume_step`, which a continued run will write again, and lines that are incomplete because the
-    run was killed.
+    A line is written at the first value of a later step, at `flush` or at `close`. If the disk is
+    full, writing raises OSError and retains the lines for the next attempt. The constructor removes
+    lines after `resume_step`, which a continued run will write again, and lines that are incomplete
+    because the run was killed.
     """
 
     name = "metrics.jsonl"
@@ -67,7 +67,7 @@ class MetricsFile(Writer):
         """Write the waiting records of steps up to `last`.
 
         A single system call writes all of them, so that a line is incomplete only if the process is
-        killed during the call.
+        killed during the call, or if the disk is full.
         """
         records = [record for record in self._waiting if record["step"] <= last]
         if not records:

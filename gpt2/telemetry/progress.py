@@ -1,4 +1,4 @@
-"""The progress lines that a run prints, one for each step that it logs."""
+"""The progress lines that a run prints: for logged steps, validations and scores of tasks."""
 
 import sys
 import time
@@ -25,8 +25,9 @@ _SHOWN = {
 class Progress(Writer):
     """A writer that prints the metrics of a step as one line.
 
-    `names` lists additional metrics to print: NAME means `train/NAME` and `eval/NAME`. `work`
-    returns the work of the first n steps in any unit, to estimate the remaining time.
+    `names` lists additional metrics to print. A name may omit its prefix: NAME means `train/NAME`
+    and `eval/NAME`. `work` returns the work of the first n steps in any unit, to estimate the
+    remaining time.
     """
 
     name = "standard output"

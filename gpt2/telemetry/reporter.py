@@ -146,7 +146,7 @@ class Reporter(AbstractContextManager):
         self._call_writers(lambda writer: writer.write(step, values))
 
     def flush(self, step: int) -> None:
-        """Write all metrics to disk. A run does this before a checkpoint."""
+        """Write all metrics up to `step` to disk. A run does this before a checkpoint."""
         self._call_writers(lambda writer: writer.flush(step))
 
     def _call_writers(self, call: Callable[[Writer], None]) -> None:

@@ -91,7 +91,8 @@ class StepClock:
     def read(self) -> dict[str, float]:
         """Return metrics of the mean speed of all devices together since the last call.
 
-        The result is empty if no step was completed.
+        `perf/total_seconds` and `perf/goodput` are for the time since the process began. The result
+        is empty if no step was completed since the last call.
         """
         total = self.total_seconds
         steps = self._num_steps
@@ -125,7 +126,7 @@ class StepClock:
     def describe(self) -> str:
         """Return log lines with the total time and the percentage of each phase.
 
-        The phase of the training steps is called `steps`.
+        The phase of the training steps is called `steps`. Phases of less than 0.5 % are left out.
         """
         total = self.total_seconds
         longest_first = sorted(self._seconds.items(), key=lambda item: -item[1])

@@ -656,6 +656,12 @@ def test_screens_are_smaller_than_the_ledgers_size(ideas, depths):
     assert read_ledger(ideas.root).ideas == []
 
 
+def test_a_ledger_of_one_layer_has_no_screens(ideas):
+    ideas.config = with_options(BASE, {"model.num_layers": 1})
+    with pytest.raises(UserError, match="a model of one layer has no smaller depth"):
+        ideas("optim.name=lion", screen=["1"])
+
+
 def test_an_idea_that_rounding_removes_at_a_depth_is_not_screened_there(ideas, lion):
     lion({2: 3.9, 3: 3.9, 4: 3.9}, minutes=0.0)
     ideas("optim.warmup_steps=9", minutes=0.0)

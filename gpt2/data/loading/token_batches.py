@@ -80,7 +80,8 @@ class TokenBatches(Source):
         for name, (weight, part) in dataset.parts.items():
             if config.data.document_mask:
                 self._eot = document_start(part, "data.document_mask=True")
-            if self.rows:  # otherwise parts of equal size would have the same order
+            # With one seed for all parts, parts of equal size would have the same order.
+            if self.rows:
                 seed = hashed((seed, len(self.rows)))
             rows = PACKINGS[config.data.packing](part, self._context_length, seed)
             largest = self._shapes.largest.tokens // self._context_length

@@ -61,7 +61,7 @@ class UserDataset(Dataset):
         }
 
     def open(self, config: Config) -> "UserBatches":
-        """Return the batches of a run. Raise a UserError for options that apply only to text."""
+        """Return the batches of a run. Raise a UserError for options that would have no effect."""
         options = {
             "train.batch_schedule": config.train.batch_schedule,
             "train.context_schedule": config.train.context_schedule,
@@ -132,8 +132,8 @@ class UserBatches(Source):
             pickled = pickle.dumps(self._get_state())
             self._states[step] = base64.b64encode(pickled).decode()
             self._states.pop(step - NUM_STATES, None)
-        # As in PyTorch, the last batch of an epoch may have fewer rows. At the first step, fewer
-        # rows are a mistake.
+        # As in PyTorch, the last batch of an epoch may have fewer rows. Any batch after the first
+        # step may be the last of an epoch, but at the first step, fewer rows are a mistake.
         return self._convert(batch, rows.stop - rows.start, may_be_short=step > 1)
 
     def validation(

@@ -15,14 +15,15 @@ from gpt2.errors import UserError, warn
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote, local_path
 
-# Documents with more characters are encoded in parts, if the tokenizer allows it.
+# Documents with this number of characters or more are encoded in parts, if the tokenizer allows it.
 PART_CHARACTERS = 2**18
 # The largest number of characters of a document that the tokenizer must encode whole.
 WHOLE_CHARACTERS = 2**26
-# A corpus of up to this number of documents is read an additional time, to measure their sizes.
+# In a corpus of up to this number of documents, their sizes help to determine their splits.
 WEIGHED = 2**14
-# Matches a text up to the last point at which GPT-2's pattern begins a new token. If a document is
-# cut at such a point, the tokens of its parts are the tokens of the document.
+# Matches a text up to its last space or newline that follows a character other than white space.
+# There, GPT-2's pattern always begins a new piece. If a document is cut there, the tokens of its
+# parts are therefore the tokens of the document.
 PART_END = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
 # A document is its text, or a UTF-8 file that contains the text.
@@ -58,7 +59,8 @@ class Documents:
     def __init__(self, read: ReadDocuments, data: DataConfig, *, weighs: bool):
         self._read_documents = read
         self._data = data
-        # The numbers of documents, and of documents without text, in the newest iteration.
+        # The number of all documents, and the number of documents without text, in the newest
+        # iteration.
         self.num_documents = 0
         self.num_empty = 0
         first = list(itertools.islice(self._read(), 2))
@@ -81,7 +83,11 @@ class Documents:
                 yield part.text
 
     def parts(self, *, whole: bool) -> Iterator[Part]:
-        """Yield the parts of all documents. If `whole`, each document is one part."""
+        """Yield the parts of all documents.
+
+        If `whole`, each document is one part. If there is only one document, the training part and
+        the validation part of its text are then one part each.
+        """
         if not self.many:
             yield from _split_text(self._first, self._data.val_fraction, whole=whole)
             return
@@ -96,7 +102,8 @@ class Documents:
                 starts_document = False
 
     def _read(self) -> Iterator[Measured]:
-        seen = set[bytes]()  # needs a hundred bytes for each document
+        # With `data.unique`, this set needs about a hundred bytes for each document.
+        seen = set[bytes]()
         self.num_documents = 0
         self.num_empty = 0
         for document in self._read_documents():
@@ -120,10 +127,10 @@ class Documents:
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     """Return the positions of documents that together have about `val_fraction` of all bytes.
 
-    Documents are chosen in the order of their positions, as long as they do not exceed this number
-    of bytes together. A document that would exceed the number is left out. If every document is
-    too large, the smallest one is chosen. For more than WEIGHED documents, return an empty set,
-    because a fraction of many documents has about the same fraction of their bytes.
+    Documents are considered in the order of their positions. A document is chosen, unless the
+    chosen documents would then have more than `val_fraction` of all bytes. If every document is too
+    large, the smallest one is chosen. For more than WEIGHED documents, return an empty set, because
+    a fraction of many documents has about the same fraction of their bytes.
     """
     sizes = defaultdict[float, int](int)  # equal documents have the same position
     for count, document in enumerate(documents, 1):
@@ -158,9 +165,9 @@ def _split_text(
 
 
 def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
-    """Yield a document's text in parts, cut where GPT-2's pattern begins a new token.
+    """Yield a document's text in parts, cut where `PART_END` allows it.
 
-    If `whole`, yield the text as one part, for tokenizers that have another pattern.
+    If `whole`, yield the text as one part, for tokenizers that cannot encode parts.
     """
     text = ""
     with reading(document), _open_text(document) as stream:

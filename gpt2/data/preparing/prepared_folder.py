@@ -30,7 +30,7 @@ PROGRESS = "written.json"
 # bytes in total. Otherwise, only their sizes are compared.
 _READ_BYTES = 1 << 28
 
-# Writes tokenizer.json and the tokens of both splits into a folder.
+# Writes tokenizer.json and, unless tokens are read in place, the tokens of both splits to a folder.
 Write = Callable[[DataConfig, Path], PreparedTokens]
 
 
@@ -64,7 +64,8 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
         num_bytes = sum(split.num_bytes for split in tokens.splits.values())
         warn(
             f"{data.tokenizer} loses or alters {lost / num_bytes:.2%} of the bytes of "
-            f"{data.corpus} ({lost:,}), so bits per byte are not computed"
+            f"{data.corpus} ({lost:,}); if some of them are in the validation split, bits per byte"
+            " are not computed"
         )
     return TokenDataset.single(tokens)
 

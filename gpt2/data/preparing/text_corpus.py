@@ -27,8 +27,8 @@ from gpt2.errors import UserError, log, warn
 from gpt2.utils import files
 from gpt2.utils.text import format_count
 
-AHEAD = 32  # parts that are encoded while a save waits for the disk
-SAVED_TOKENS = 2**24  # tokens between two saves of the progress
+AHEAD = 32  # additional parts that are encoded while a save waits for the disk
+SAVED_TOKENS = 2**24  # smallest number of tokens between two saves of the progress
 SECONDS = 10  # time between progress lines
 
 
@@ -153,7 +153,7 @@ def _resume(
 ) -> tuple[Progress, Tokenizer, Iterator[Part]]:
     """Return the progress of a folder, its tokenizer, and the parts that are still to be written.
 
-    A folder that is damaged, or that contains another corpus, is cleared first.
+    The folder is cleared first if it records no progress, is damaged, or contains another corpus.
     """
     saved = files.read_sealed(directory / PROGRESS)
     damage = saved and files.find_damage(directory, saved["digests"])

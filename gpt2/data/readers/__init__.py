@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[str], Corpus]] = {
 
 
 def open_corpus(spec: str) -> Corpus:
-    """Return the corpus that `data.corpus` names. No text is read yet."""
+    """Return the corpus that `data.corpus` names. No text is encoded yet."""
     usage = find_usage(spec)
     if not usage:
         raise UserError(

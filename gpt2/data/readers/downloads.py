@@ -50,7 +50,7 @@ class HubCorpus(Corpus):
         return TextCorpus(source, partial(self.documents, revision)).prepare(data)
 
     def _find_revision(self, data: DataConfig, source: SourceFiles) -> str:
-        """Return the newest revision or, if the hub does not answer, the one prepared last."""
+        """Return the newest revision or, if it cannot be found, the revision prepared last."""
         prepared = prepared_revisions(data, source)
         try:
             from huggingface_hub import HfApi

@@ -86,7 +86,7 @@ class TokenCorpus(Corpus):
                     )
                 text = tokens[tokens != tokenizer.eot]
                 # The bytes of a token may depend on its neighbours, so only decoding gives the
-                # exact number, which bits per byte of the validation split need.
+                # exact number. Bits per byte need it for the validation split.
                 if name == "validation":
                     split.num_bytes += len(tokenizer.decode_bytes(text))
                 else:
@@ -141,7 +141,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
         if start.startswith(b"\x93NUMPY"):
             array = np.load(file, mmap_mode="r")
             if not array.flags.c_contiguous or not array.dtype.isnative:
-                raise ValueError("its bytes or its axes are in another order")
+                raise ValueError("its bytes or its axes are not in the usual order")
             dtype = array.dtype.name
             offset = size - array.nbytes
             num_tokens = array.size

@@ -42,7 +42,8 @@ def define_flags() -> None:
         "seeds",
         ["3"],
         "Number of seeds of each arm. 3,5,8 also analyses the results after 3 and 5 seeds, and "
-        "then stops arms that have a verdict or are unlikely to get one.",
+        "then stops arms that have a verdict. A sweep also stops arms that are unlikely to get "
+        "one.",
     )
     flags.DEFINE_integer(
         "jobs",
@@ -135,7 +136,8 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
     all_valid = 0 < len(analyses) == len(seeds)
     if not all_valid or analyses[0] < least or analyses[-1] > CHOOSING_SEED:
         raise UserError(
-            f"--seeds={','.join(seeds)} is not a list of numbers from {least} to {CHOOSING_SEED}",
+            f"--seeds={','.join(seeds)} is not a list of different numbers from {least} to"
+            f" {CHOOSING_SEED}",
             "Use for example --seeds=3, or --seeds=3,5,8",
         )
     return analyses

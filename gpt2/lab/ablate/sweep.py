@@ -41,7 +41,8 @@ class Sweep:
     # The earlier number of seeds, if a command increased it after runs had ended; otherwise 0.
     raised_from: int = 0
     # The tuned values of each arm whose tuning runs have all ended: the values with the best mean
-    # score or, if all diverged, the first values. A later command does not choose again.
+    # score or, if each combination of values has a diverged run, the first combination. A later
+    # command does not choose again.
     chosen: Mapping[str, Settings] = dataclasses.field(default_factory=dict)
 
     @property

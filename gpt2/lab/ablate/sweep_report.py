@@ -67,7 +67,7 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
 def _pairs_note(
     verdicts: Mapping[str, Verdict], by_pairs: Mapping[str, Verdict]
 ) -> str:
-    """Return a note on the undecided arms that a paired sweep would have decided, or ""."""
+    """Return a note on the arms on which only a paired sweep would have had a verdict, or ""."""
     names = []
     for name, verdict in by_pairs.items():
         if verdict.words in CLEAR and verdicts[name].words not in CLEAR:
@@ -124,7 +124,7 @@ def _draw(
     samples: Mapping[str, Sample],
     verdicts: Mapping[str, Verdict],
 ) -> list[str]:
-    """Draw the plots for which there are results, and return their file names."""
+    """Draw both plots, and return their file names. Without a difference to plot, draw none."""
     root = sweep.root
     values = [verdict.difference for verdict in verdicts.values()]
     if not np.isfinite(values).any():

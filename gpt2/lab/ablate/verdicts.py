@@ -69,7 +69,7 @@ class Sample:
     """The results of the runs of one arm, or of the baseline."""
 
     scores: pd.Series  # the final losses of the finished runs, by seed; all are finite
-    diverged: int = 0  # number of runs whose loss became NaN or Inf
+    diverged: int = 0  # number of runs whose loss or gradients became NaN or Inf
     failed: int = 0  # number of runs that ended early without diverging
 
     @property

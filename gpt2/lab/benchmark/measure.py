@@ -216,8 +216,8 @@ def _start(name: str, case: Case, number: int) -> Player:
     """Start the process of one of `number` sides.
 
     On a GPU, JAX would allocate three quarters of the memory when it starts, and leave too little
-    for a second process. All sides together may therefore allocate 90 % of the memory, in equal
-    parts.
+    for a second process. Each side that runs JAX may therefore allocate 90 % of the memory, divided
+    by `number`, unless the environment variable is set.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:

@@ -3,7 +3,7 @@
 The suite consists of parts. Each part is a command with a time limit, so that the failure of one
 part does not affect the others. The suite writes the following to the output folder: results.jsonl
 with a row for each result, report.md, the error output of each part, and target.txtpb. The file
-target.txtpb is XLA's description of the GPU, for `gpt2.lab.plan --chips`. Parts that have finished
+target.txtpb is XLA's description of the GPU, for `gpt2.lab.plan --chips`. Parts that have succeeded
 are not run again.
 """
 
@@ -145,7 +145,8 @@ def run_command(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         answers.seek(0)
-        # Lines that do not begin with a brace come from libraries.
+        # Results begin with a brace. Other lines are progress lines of train.py, or come from
+        # libraries.
         lines = [line for line in answers if line.startswith("{")]
     return [json.loads(line) for line in lines], status
 

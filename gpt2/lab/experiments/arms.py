@@ -272,11 +272,14 @@ def _read_value(text: str) -> Settings:
             with contextlib.suppress(ValueError):
                 options[name] = json.loads(value.lower())
     if "seed" in options:
-        raise UserError("The option seed cannot be varied", "Use --seeds=N")
+        raise UserError(
+            "The option seed cannot be varied",
+            "Leave it out. In a sweep or ladder, --seeds=N sets the number of seeds",
+        )
     if "train.num_steps" in options:
         raise UserError(
             "The option train.num_steps cannot be varied, because --equal determines it",
-            "Start a sweep for each number of steps",
+            "Start a separate sweep, ladder or ledger for each value of train.num_steps",
         )
     return options
 

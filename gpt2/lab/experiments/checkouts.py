@@ -69,7 +69,7 @@ def snapshot() -> str:
     for file in others.splitlines():
         if file.endswith(".py"):
             raise UserError(
-                f"git does not track {file}, so code=. would not contain it",
+                f"git does not track {file}, so a commit of the working tree would not contain it",
                 f"Run `git add {file}`, or remove the file",
             )
     return _git("stash", "create") or _git("rev-parse", "HEAD")

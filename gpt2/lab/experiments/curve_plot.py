@@ -50,7 +50,7 @@ def plot_curves(
                     )
                     continue
                 # Runs of an arm are validated at the same steps. If a curve is shorter, its run has
-                # not ended.
+                # not finished.
                 number = min(len(curve.scores) for curve in members)
                 x = np.mean([getattr(c, amount)[:number] for c in members], axis=0)
                 y = np.array([curve.scores[:number] for curve in members])

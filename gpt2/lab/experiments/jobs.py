@@ -61,7 +61,7 @@ def _visible_gpus() -> list[str]:
 
 
 def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
-    """Train the runs that have not ended, and print the score of each run when it ends.
+    """Train the runs that have not ended, and print the score or error of each run when it ends.
 
     Other processes may train the same runs. An interrupted run continues. A run that failed before
     this process began is trained again, but a diverged run is not, because it would diverge again.

@@ -18,7 +18,10 @@ class Slot(NamedTuple):
 
 
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
-    """Start a Python file. Append its output to `log`, and end it when this process ends."""
+    """Start a Python file, and append its output to `log`.
+
+    On Linux, the started process gets SIGTERM when this process ends. Elsewhere, it continues.
+    """
     # This import is here because the child, which runs this file first, must not import JAX.
     from gpt2.parallel.distributed import ALONE
 
@@ -37,7 +40,10 @@ def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
 
 
 def become(cores: str, *command: str) -> None:
-    """Run a Python file in place of this one, on the given cores, until the parent ends."""
+    """Run a Python file in place of this one.
+
+    On Linux, it runs on the given cores, and gets SIGTERM when the parent ends.
+    """
     if sys.platform == "linux":
         os.sched_setaffinity(0, map(int, cores.split(",")))
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

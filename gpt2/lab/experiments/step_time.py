@@ -62,7 +62,8 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
         )
     records = pd.DataFrame(read_metrics(run.workdir / "metrics.jsonl"))
     steps = records["perf/step_seconds"].dropna()
-    step = float(steps[1:].median())  # the first log line includes the compilation
+    # The first log line has the time of the first step alone, which is slower than other steps.
+    step = float(steps[1:].median())
     whole = float(records["perf/total_seconds"].max())
     return step, whole - _STEPS * step
 

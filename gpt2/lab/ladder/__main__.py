@@ -5,8 +5,8 @@ r"""Train arms at several sizes, and report how each arm's compute multiplier ch
 
 The config sets the options for its own depth. The rules of gpt2/lab/ladder/dial.py determine the
 options for the other depths. Each size is a sweep in a folder of its own, such as `d4` for depth 4.
-The same command continues a ladder that was stopped, or adds depths, arms and seeds. Several
-processes may run the command at the same time.
+The same command continues a ladder that was stopped. With more depths, arms or seeds, it adds runs
+to the ladder. Several processes may run the command at the same time.
 """
 
 from gpt2.utils import launch

@@ -14,7 +14,7 @@ from gpt2.lab.experiments.cells import number
 from gpt2.lab.ledger.evidence import findable, level_at
 from gpt2.utils.text import format_count, format_duration
 
-_MOST_PAIRS = 1000  # of a sweep
+_MOST_PAIRS = 1000  # largest number of pairs that a plan considers for a sweep
 _LEDGER_PAIRS = 16  # the default of a ledger's --pairs
 
 
@@ -26,7 +26,7 @@ def measure_noise(
     `compute` is the baseline's FLOPs or, with `--equal=seconds`, its seconds of training steps.
     `loss`, `seed` and `pair` are in the unit of the sweep's score: the baseline's mean loss, the
     standard deviation of its loss, and the standard deviation of the difference between an arm and
-    the baseline at the same seed. The latter is the root mean square over all arms.
+    the baseline at the same seed. `pair` is the root mean square over all arms.
     """
     amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
     rows = []

@@ -86,8 +86,8 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "minutes",
         math.inf,
-        "Time limit in minutes. After the first pair of a size, no pair starts that would end"
-        " after the limit.",
+        "Time limit in minutes. After the first pair of a size that this command trains, no pair"
+        " starts that would end after the limit.",
         0.0,
     )
     flags.DEFINE_float(
@@ -151,7 +151,7 @@ def _open_ledger(root: Path) -> Ledger:
     dataset = prepare_dataset(config.data)
     if not dataset.parts:
         raise UserError(
-            f"data.corpus={config.data.corpus} returns batches, but a ledger needs documents",
+            f"data.corpus={config.data.corpus} returns batches, but a ledger needs text or tokens",
             "Choose another corpus",
         )
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -188,6 +188,12 @@ def _refuse_changes(root: Path, ledger: Ledger, config: Config) -> None:
 def _read_depths(config: Config) -> list[int]:
     """Return the depths in `--screen`, the smallest first. Check that the config allows them."""
     layers = config.model.num_layers
+    if FLAGS.screen and layers == 1:
+        raise UserError(
+            f"--screen={','.join(FLAGS.screen)} is not possible with model.num_layers=1, because"
+            " a model of one layer has no smaller depth",
+            "Leave out --screen",
+        )
     depths = {int(depth) for depth in FLAGS.screen if depth.isdecimal()}
     if len(depths) != len(FLAGS.screen) or not depths <= {*range(1, layers)}:
         raise UserError(

@@ -103,7 +103,7 @@ def arms_at(
 def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
     """Raise a UserError if an idea sets options that are not a part of the recipe.
 
-    Such options affect the text, the seed, the initial weights or the validation.
+    Such options determine, for example, the text, the seed, the validation, or what a run logs.
     """
     for name, about in OPTIONS.items():
         # --equal determines the number of steps.

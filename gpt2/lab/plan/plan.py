@@ -92,7 +92,7 @@ def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
 
 
 def compile_plan(program: Program) -> Plan:
-    """Compile a program's train step. Nothing runs."""
+    """Compile a program's train step for its largest shape. Nothing runs."""
     state = program.state_shapes
     largest = program.at(program.config.shapes.largest)
     try:

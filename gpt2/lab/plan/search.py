@@ -49,10 +49,10 @@ class Result(NamedTuple):
 def search(
     config: Config, devices: Sequence[jax.Device], board: str, given: Collection[str]
 ) -> int:
-    """For each layout, compile variants until one fits. Print all layouts, the fastest first.
+    """For each layout, compile variants until one fits. Print all variants, the fastest first.
 
-    Options with names in `given`, such as `memory.remat`, stay as they are. Return 1 if no layout
-    fits.
+    Variants that do not fit are printed last. Options with names in `given`, such as
+    `memory.remat`, stay as they are. Return 1 if no layout fits.
     """
     results: dict[str, Result] = {}  # flags to add -> result
     for layout in _LAYOUTS:
