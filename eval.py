@@ -41,12 +41,14 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "corpus",
         "",
-        "Corpus whose validation split is scored, as in data.corpus; empty: the run's corpus.",
+        "Corpus whose validation split is scored, as in data.corpus; empty: the run's corpus. With "
+        "--hf, the task validation needs a corpus.",
     )
     flags.DEFINE_float(
         "val_fraction",
         None,
-        "Fraction of --corpus to score; 1: all of it; default: the fraction of the run.",
+        "Fraction of --corpus to score; 1: all of it; default: the fraction of the run, or with "
+        "--hf the default of data.val_fraction.",
         lower_bound=0.0,
         upper_bound=1.0,
     )
@@ -65,7 +67,7 @@ def define_flags() -> None:
 
 
 def main() -> None:
-    """Score the tasks in `--tasks`, print the scores and write them to `--output`."""
+    """Score the tasks in `--tasks`, and print the scores. With `--output`, also write them."""
     args = flags.FLAGS
     tasks = [find_task(spec) for spec in args.tasks if spec != "validation"]
     data = None

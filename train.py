@@ -74,7 +74,7 @@ class Run(NamedTuple):
 @distributed.ends_together()
 def main() -> int:
     """Train, phase by phase, and return the exit code of the program."""
-    # Options: all of them are checked before any work begins.
+    # Options: their values are checked before any work begins.
     config = cli.parse_config()
     options = config.train
     args = flags.FLAGS
@@ -176,7 +176,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     if options.eval_tasks:
         hooks.append(Hook(score_tasks, every=options.eval_tasks_every))
 
-    # Loop: metrics are fetched one step late, so that the devices never wait for the host.
+    # Loop: metrics are fetched one step late, so that devices do not wait for the host to log them.
     with recorder, stop, checkpointer, reporter, clock.phase("step"), closing(upcoming):
         try:
             while step < options.num_steps and not stops:
@@ -207,7 +207,10 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
-        except (Exception, SystemExit):  # from validation, tasks or a user's function
+        except (
+            Exception,
+            SystemExit,
+        ):  # for example in a validation or a user's function
             if checkpointer.can_rescue(state, step):
                 reporter.catch_up()
                 save()

@@ -2,7 +2,8 @@
 
 The defaults are GPT-2 124M, with the training recipe of nanoGPT and llm.c. Each group is a class,
 and each option is a field of its group. The type of a field determines the allowed values:
-`Literal` lists names, and `Annotated` has a range. A number without a range must be at least 0.
+`Literal` lists names, and `Annotated` has a range. A number without a range must be at least 0. For
+some strings, `choices` or `factors` of `option` restrict the values.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -50,7 +51,7 @@ def option(
     """Return a dataclass field for an option, with its default value and its properties.
 
     Args:
-        default: the value of the option for GPT-2 124M.
+        default: the default value.
         help: the meaning of the option, its unit and its source.
         needs: the condition under which the option has an effect: `model.num_experts` means that
             this other option does not have its default, and `optim.name=muon|soap` means that
@@ -59,9 +60,10 @@ def option(
             options in the group.
         may_differ: whether the processes of one run may have different values.
         is_recipe: whether the option belongs to the recipe, that is, to the model or to its
-            training. Such an option does not affect the text, the seed, the initial weights or the
-            validation. Ideas of a ledger may set only such options. For a group, this applies to
-            all options in the group.
+            training. The other options determine the text and its validation split, the seed,
+            `train.init_from`, the number of steps, validations, checkpoints and logs. Ideas of a
+            ledger may set only options of the recipe, and train.num_steps. For a group, this
+            applies to all options in the group.
         is_duration: whether the option counts training steps. Sweeps that change the length of a
             run scale such options.
         is_ingredient: whether a file in gpt2/model/ingredients implements the option.
@@ -183,7 +185,7 @@ class Model:
     window_pattern: str = option(
         "S",
         "one letter per layer, repeated: an S layer attends within the window, an L layer to all "
-        "tokens (Gemma 2, Mistral)",
+        "earlier tokens (Gemma 2, Mistral)",
     )
     attention_softcap: float = option(
         0.0,
@@ -481,10 +483,15 @@ class Optim:
         aliases="min_lr end_learning_rate",
     )
     beta1: BelowOne = option(
-        0.9, "decay per step of the running mean of gradients", needs=_BETAS
+        0.9,
+        "decay per step of the running mean of gradients; lion: the weight of this mean in the "
+        "update; schedule_free: the weight of the average where gradients are computed",
+        needs=_BETAS,
     )
     beta2: BelowOne = option(
-        0.95, "decay per step of the running mean of squared gradients", needs=_BETAS
+        0.95,
+        "decay per step of the running mean of squared gradients; lion: of gradients",
+        needs=_BETAS,
     )
     beta3: BelowOne = option(
         0.9999,
@@ -826,8 +833,8 @@ class Options:
     loss: Loss = option(Loss(), "the training loss", is_recipe=True)
     optim: Optim = option(Optim(), "the optimizer", is_recipe=True)
     train: Train = option(Train(), "steps, validations and checkpoints")
-    # parallel and memory may change when a run continues, because they change results only by
-    # rounding.
+    # parallel and memory may change when a run continues, because without dropout they change
+    # results only by rounding.
     parallel: Parallel = option(Parallel(), "devices", may_change=True, is_recipe=True)
     memory: Memory = option(Memory(), "memory", may_change=True, is_recipe=True)
     logging: Logging = option(Logging(), "logs", may_change=True)

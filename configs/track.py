@@ -4,9 +4,9 @@
     python -m gpt2.lab.ablate --config=configs/track.py:plain --seeds=5 --workdir=track/plain
 
 The text, its validation split, the vocabulary and the target are fixed. docs/track.md has the rules
-and the records. The word after the colon names a recipe in the table of records: `plain` is
-configs/quickstart.py, `modern` is configs/modern.py, `small_batch` is `modern` with half of the
-batch, and `ledger` is `small_batch` with the ideas that the ledger in docs/ledger.md accepted.
+and the records. The word after the colon names a recipe in the table of records. `plain` is based
+on configs/quickstart.py, and `modern` on configs/modern.py. `small_batch` is `modern` with half of
+the batch, and `ledger` is `small_batch` with the ideas that the ledger in docs/ledger.md accepted.
 Expect, for these four recipes in this order: 1.671, 1.667, 1.685 and 1.683 bits per byte after 480,
 120, 200 and 170 steps.
 """

@@ -37,8 +37,8 @@ def run(
     """Parse the command line, call `main`, and exit with the code that `main` returns (None: 0).
 
     `main` receives the arguments that are not flags. The first must be one of `commands`, unless
-    `commands` is empty. With `takes_files`, any number of files may follow. Without `--config`,
-    configs/quickstart.py is read.
+    `commands` is empty. With `takes_files`, any number of files may follow. If the program has the
+    flag `--config`, and the flag is not given, configs/quickstart.py is read.
     """
     raise_at_interrupt()
     faulthandler.enable()

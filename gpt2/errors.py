@@ -46,10 +46,11 @@ class DivergedError(ArithmeticError):
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a UserError in the body into a one-line message and an exit code.
+    """Turn an error that the user can correct into a one-line message and an exit code.
 
-    Ctrl-C exits with 130. If the output is a pipe whose reader has ended, such as `head`, exit with
-    141 and print nothing. The function is also a decorator.
+    These errors are UserError, and others that `describe_exit` recognises. Ctrl-C exits with 130.
+    If the output is a pipe whose reader has ended, such as `head`, exit with 141 and print nothing.
+    Other exceptions are raised again. The function is also a decorator.
     """
     try:
         yield
@@ -132,7 +133,7 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
         if path := error.filename2 or error.filename:
             message += f" ({os.fsdecode(path)})"
         error = UserError(message)
-    # JAX raises this error if JAX_PLATFORMS has a wrong value.
+    # JAX raises this error if JAX_PLATFORMS names a platform that is misspelt or not available.
     if str(error).startswith("Unable to initialize backend"):
         error = UserError(str(error))
     if isinstance(error, UserError):

@@ -134,7 +134,8 @@ class ModelConfig(default.Model):
 class GPTConfig(ModelConfig):
     """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
 
-    # The size of GPT-2's vocabulary. A run replaces it with the size of its tokenizer.
+    # The size of GPT-2's vocabulary. A run passes `model.vocab_size`, or the size of its tokenizer
+    # if this option is 0.
     vocab_size: default.Positive = 50257
     compute_dtype: default.Compute = "float32"
     logits_dtype: default.Logits = "float32"

@@ -265,7 +265,8 @@ class Config(default.Options):
     def at(self, shape: StepShape) -> "Config":
         """Return the config with the batch size and window of `shape` in every step.
 
-        The schedules of shapes are empty, and the context length does not change.
+        The result has no schedules of shapes. Its `model.context_length` is that of this config,
+        even if `shape.context_length` is shorter.
         """
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
@@ -279,7 +280,7 @@ class Config(default.Options):
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences in a micro-batch, over all devices."""
+        """Sequences in a micro-batch of a batch of `data.batch_size`, over all devices."""
         return self.data.batch_size // self.train.accumulate_steps
 
     @classmethod

@@ -154,7 +154,8 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
     """Return the cosines and sines that `plain.rope` reads, for positions `[B or 1, T]` int32.
 
     With `model.rope_scaling`, low frequencies, which complete few turns in `model.rope_context`
-    tokens, are divided by `model.rope_factor`. High frequencies do not change.
+    tokens, are divided by `model.rope_factor`. High frequencies do not change, and frequencies
+    between them are divided by less.
     """
     frequencies = rope_frequencies(cfg.rope_size, cfg.rope_base)
     length = 1.0

@@ -30,8 +30,8 @@ def named_param(
     """Return a parameter of a module. If devices hold shards of the parameter, gather them.
 
     The module must have `ops`. The names in `axes` determine how `parallel.rules` shard the
-    parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon needs, and
-    `decays=True`. See `ParamInfo`.
+    parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon and SOAP need,
+    and `decays=True`. See `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -114,6 +114,7 @@ def kernel_stddev(cfg: GPTConfig, fan_in: int, *, adds_to_residual: bool) -> flo
     if adds_to_residual:
         # Two branches in each layer add to the residual stream. Division by the square root of
         # their number makes the variance of the sum independent of the depth (GPT-2, section 2.3).
+        # CompleteP divides by the number at the base depth, and adjusts for the depth in `Block`.
         stddev /= math.sqrt(2 * (cfg.mup_base_depth or cfg.num_layers))
     return stddev
 
@@ -177,7 +178,7 @@ class Embedding(nn.Module):
         self.embedding = self.ops.param(self, "embedding", normal, shape, info)
 
     def __call__(self, indices: Array) -> Array:
-        """Return the rows at int32 `indices` `[B, T]`, as `[B, T, D]` in the compute dtype."""
+        """Return the rows at int32 `indices` `[B, T]`, as `[B, T, width]` in the compute dtype."""
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
 
     def table(self) -> Array:

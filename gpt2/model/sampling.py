@@ -2,7 +2,8 @@
 
 Prompts of different lengths are padded on the right to a common length and processed in a single
 pass. Few different lengths are used, so that few programs are compiled. The sampling loop is one
-compiled program, which stops when every sequence has ended.
+compiled program. It stops when every sequence has ended, when the requested number of tokens is
+drawn, or when the longest text fills the context.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 `plain.py` holds the reference formula of each operation. `table.py` lists the operations that a
 model calls. `variants.py` defines the platform-specific forms of kernels, and `fsdp.py` gathers
-sharded parameters. Every other file holds kernels for a few operations. The docstring of a file
-says what its kernels compute, on which platform they are faster, and by how much.
+sharded parameters. Every other file holds kernels for a few operations. The docstring of the file
+says what its kernels compute, and how much time or memory traffic they save.
 """
 
 from gpt2.ops.plain import Scoring

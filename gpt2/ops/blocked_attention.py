@@ -42,8 +42,8 @@ def blocked_attention(
 ) -> Array:
     """Compute `plain.attention` in blocks of queries.
 
-    With dropout, or with terms of the scores other than a soft cap, the reference formula is
-    called. `spread` turns a kernel into one that runs on each device's own heads.
+    With dropout, or with terms of the scores other than one constant soft cap, the reference
+    formula is called. `spread` turns a kernel into one that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)

@@ -30,9 +30,9 @@ class Shards:
         axis: the axis that is split.
         stages: factors of the number of shards. If the group's chips fill a torus, these are the
             torus's sides, outermost first; otherwise, the number itself is the only factor.
-        forget: whether the backward pass needs a barrier. It does if there is neither a scan nor
-            rematerialisation: without a barrier, XLA would then store the gathered array from the
-            forward pass until the backward pass, instead of gathering it again.
+        forget: whether the backward pass needs a barrier. It does if there is neither a loop over
+            layers nor rematerialisation: without a barrier, XLA would then store the gathered array
+            from the forward pass until the backward pass, instead of gathering it again.
     """
 
     axis: int
@@ -175,7 +175,7 @@ def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:
     """Compute `plain.look_up` from shards `[V, D / devices]` of a table `[V, D]`.
 
     Indices and vectors are sent over the network instead of the table, which is larger. The
-    gradient of a device's columns is then already the sum over all devices.
+    gradient of a device's columns is then already the sum over all devices of the fsdp group.
     """
     if not isinstance(table, Shard):
         return plain.look_up(table, indices, dtype)

@@ -1,9 +1,10 @@
 """Attention with library kernels: cuDNN's on GPUs, and Pallas' splash attention on TPUs.
 
 Both compute `plain.attention` without dropout and without terms of the scores; splash also supports
-a soft cap. All other cases use the reference formula. cuDNN takes 8.8 ms of a 124M step of 63 ms on
-an H200; with scores stored in memory, the step would move 122 GB instead of 33 GB. Splash is 1.7
-times as fast as attention that stores its scores.
+a constant soft cap. cuDNN needs an even number of positions, and splash a multiple of 128. In all
+other cases, the functions below call the reference formula. cuDNN takes 8.8 ms of a 124M step of
+63 ms on an H200; with scores stored in memory, the step would move 122 GB instead of 33 GB. Splash
+is 1.7 times as fast as attention that stores its scores.
 """
 
 import dataclasses
@@ -24,10 +25,11 @@ from gpt2.utils.remat import CORE_ATTENTION
 def cudnn_attention(
     q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Compute `plain.attention` on GPUs, with cuDNN if the number of positions is even.
+    """Compute `plain.attention` on GPUs with cuDNN.
 
-    `spread` turns a kernel into one that runs on each device's own heads, because XLA's partitioner
-    cannot split cuDNN's kernel.
+    If there is dropout, a term of the scores (such as a soft cap) or an odd number of positions,
+    the reference formula is called. `spread` turns a kernel into one that runs on each device's own
+    heads, because XLA's partitioner cannot split cuDNN's kernel.
     """
     is_odd = q.shape[1] % 2 == 1  # cuDNN has no derivative for odd lengths
     if scoring.terms or scoring.dropout or is_odd:
@@ -65,10 +67,12 @@ def splash_attention(
     interpret: bool,
     spread: Spread | None = None,
 ) -> Array:
-    """Compute `plain.attention` on TPUs, with splash attention if T is a multiple of 128.
+    """Compute `plain.attention` on TPUs with splash attention.
 
-    `interpret` runs the kernel in Pallas' interpreter, so that tests can run on CPUs. `spread` has
-    the same meaning as in `cudnn_attention`.
+    If there is dropout, a term of the scores other than one constant soft cap, or a T that is not a
+    multiple of 128, the reference formula is called. `interpret` runs the kernel in Pallas'
+    interpreter, so that tests can run on CPUs. `spread` has the same meaning as in
+    `cudnn_attention`.
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)

@@ -76,7 +76,8 @@ def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int
 def _choose_chunk(length: int, fitting: int) -> int:
     """Return the largest divisor of `length` that is at most `fitting`.
 
-    If that divisor is tiny, as for a prime `length`, return the smallest divisor above `fitting`.
+    If that divisor is less than an eighth of `fitting` and of `length`, as for a prime `length`,
+    return the smallest divisor above `fitting`.
     """
     divisors = [size for size in range(1, length + 1) if length % size == 0]
     chunk = max(size for size in divisors if size <= fitting)
@@ -237,15 +238,15 @@ one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -> Array:
     """Return a table `[V, D]` with rows of zeros added, so that V is a multiple of `multiple`.
 
-    The lookup of tokens and the output head use the same padded array. Their gradients are then
-    accumulated in the padded table without a copy.
+    If the head is the token embedding, the lookup of tokens and the head use the same padded array.
+    Their gradients are then accumulated in the padded table without a copy.
     """
     padding = -len(table) % multiple
     # `jnp.pad` is called even if there is no padding. Otherwise the gradient would be the direct
     # result of a matrix product. XLA:CPU would then sum the gradient's squares, for its norm, in
     # windows, which takes ten times as long.
     padded = _pad_with_barrier(table, padding) if padding else _pad(table, padding)
-    # The padded table is sharded by columns, like the stored table.
+    # The axis `tensor` splits the padded table in the same way as the table without padding.
     return constrain(padded, "rows", "table")
 
 

@@ -233,9 +233,9 @@ def dot(
 def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
     """Return the float32 sum over the first `num_rows` axes.
 
-    XLA:GPU needs two kernels for such a sum. With `two_stage_sums`, the first stage computes 16
-    partial sums, and is often fused with the operation that computes the rows. The second stage is
-    fused into the operation that reads the sum.
+    XLA:GPU needs two kernels for such a sum. With `two_stage_sums`, and if the number of rows is a
+    multiple of 16, the first stage computes 16 partial sums, and is often fused with the operation
+    that computes the rows. The second stage is fused into the operation that reads the sum.
     """
     rows = math.prod(x.shape[:num_rows])
     if not variants.two_stage_sums or rows % _NUM_PARTIAL_SUMS:

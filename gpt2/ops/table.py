@@ -1,8 +1,9 @@
 """The table of operations that a model calls: the reference formulas, or faster kernels.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py), and passes
-the table to the model. A table with fewer kernels makes a run slower and changes nothing else. The
-functions that FSDP by layer puts in the table (gpt2/parallel/shards.py) only work together.
+the table to the model. With fewer kernels in the table, a run is slower or needs more memory, and
+its results change only by rounding. The functions that FSDP by layer puts in the table
+(gpt2/parallel/shards.py) only work together.
 """
 
 import dataclasses

@@ -45,7 +45,7 @@ class CompiledStep:
     def peak_bytes(self) -> int:
         """The memory that the program needs on one device, in bytes, including its arguments.
 
-        XLA estimates the number. It is 0 on platforms without an estimate.
+        XLA estimates the number. It is 0 on platforms without an estimate, and without jit.
         """
         if jit_is_off() or not (sizes := self._compiled.memory_analysis()):
             return 0
@@ -86,7 +86,9 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
             raise
         raise UserError(
             f"A compiled function failed when it first ran ({first_line(error)})",
-            "Repeat the command with --config.model.attention=plain, which uses no library kernel",
+            "Use attention without a library kernel: repeat the command with "
+            "--config.model.attention=plain or, if it has no --config, set "
+            '"attention": "plain" in the config.json of the workdir',
             exit_code=1,
         ) from error
 

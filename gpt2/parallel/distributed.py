@@ -50,7 +50,8 @@ def initialize(
     """Connect to the other processes of the run, before JAX creates devices.
 
     `coordinator` is HOST:PORT of process 0. If it is None, all three arguments are read from the
-    environment of Slurm, Open MPI or a TPU pod.
+    environment of Slurm, Open MPI or a TPU pod. If there is no such environment either, this
+    process trains alone.
     """
     options = (coordinator, num_processes, process_index)
     if None in options and any(option is not None for option in options):

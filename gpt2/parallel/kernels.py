@@ -1,8 +1,10 @@
 """Choose kernels: make the table of operations (gpt2/ops/table.py) for a model and its devices.
 
-The table contains the reference implementation where a kernel does not support something: a term
-of the scores, dropout of attention weights, or a context length. With JAX_DISABLE_JIT, it contains
-only reference implementations.
+For attention, the table contains a kernel only if the kernel supports the device, the dtype, the
+head size, the context length and the terms of the scores. With `model.attention=auto`, a short
+context on a CPU also uses the reference implementation, which is as fast there. With dropout, the
+functions of the kernels call the reference implementation themselves. With JAX_DISABLE_JIT, the
+table contains only reference implementations.
 """
 
 from collections.abc import Callable, Collection
@@ -35,7 +37,8 @@ from gpt2.parallel.shards import gather_by_layer
 from gpt2.utils.platform import jit_is_off, platform_of
 
 # The head computes with a vocabulary padded to a multiple of this, which fills matrix units and can
-# be split evenly over devices. Parameters, logits and losses always have the true size.
+# be split evenly over devices. On CPUs, only a vocabulary that `tensor` splits is padded.
+# Parameters, and the logits that a model returns, have the true size. Losses are not affected.
 VOCAB_MULTIPLE = 128
 # For up to SHORT positions in float32, or SHORT_NARROW in 16 bits, the reference implementation is
 # as fast as the blocked kernel if the CPU is split into two devices. This split is best for small
@@ -56,8 +59,9 @@ def choose_attention(
 ) -> tuple[str, str]:
     """Return the implementation of attention for a model on a device, and why no kernel is used.
 
-    The reason is empty if the device's preferred kernel is used, or if no kernel is expected. Raise
-    UserError if `model.attention` names a kernel that cannot run.
+    The reason is empty if a kernel is used, or if none is expected: with `model.attention=plain`,
+    with JAX_DISABLE_JIT, and with `auto` for a short context on a CPU. Raise UserError if
+    `model.attention` names a kernel that cannot run.
     """
     is_auto = cfg.attention == "auto"
     preferred = PREFERRED.get(platform_of(device), "plain")
@@ -114,7 +118,10 @@ def _find_obstacle(
 
 
 def _is_older(device: jax.Device) -> bool:
-    """Return whether a device is too old for fused attention: older than TPU v4 or Ampere."""
+    """Return whether a device is older than TPU v4 or Ampere, or is an AMD GPU.
+
+    Library kernels for attention do not run on such a device.
+    """
     # Mosaic, which compiles splash, has no 16-bit products for TPU v2 and v3.
     if device.device_kind in ("TPU v2", "TPU v3"):
         return True

@@ -1,6 +1,7 @@
-"""Distribute whole matrices over devices, so that one device computes each matrix.
+"""Distribute the matrices of an optimizer over devices.
 
-Optimizers such as Muon and SOAP need whole matrices.
+Optimizers such as Muon and SOAP apply a function to whole matrices. Each matrix is made whole on
+one device, which applies the function to it.
 """
 
 import dataclasses

@@ -9,7 +9,8 @@ step    All parameters are gathered before the first micro-batch. Each device ac
         gradients, which are scattered after the last micro-batch.
 layer   Each kernel and table is gathered where the model uses it, in the compute dtype, in both
         the forward and the backward pass. Its gradient is scattered immediately and accumulates in
-        shards (see gpt2/ops/fsdp.py). This cannot be combined with `tensor`.
+        shards (see gpt2/ops/fsdp.py). If the axis `tensor` has several devices, parameters are
+        gathered as with `step`.
 
 Gradients are summed over the axis `data` once, after the last micro-batch.
 """

@@ -36,7 +36,10 @@ def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
 
 
 def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
-    """Gather a tree on this process's first device. Every process must call this."""
+    """Copy a whole tree to every device, and return the copy on this process's first device.
+
+    Every process must call this.
+    """
     replicated = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
 

@@ -125,7 +125,9 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
 
     def _wait_for_others(self, **options: Any) -> None:
-        # If a save has failed in this process, its thread would wait at this barrier forever.
+        # If a save fails in this process, Orbax's background thread calls this function while it
+        # handles the error, and would wait forever for the other processes. Raise the error
+        # instead, so that `ends_together` ends this process, and the runtime ends the others.
         with distributed.ends_together():
             error = sys.exception()
             if isinstance(error, Exception):

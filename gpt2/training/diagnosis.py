@@ -2,7 +2,8 @@
 
 Training steps compute nothing extra for this. The diagnosis repeats the run from the newest
 checkpoint to the bad step, unless a guard has left the state as it was before that step. It then
-runs the bad step with a program that checks the output of every module and every gradient.
+runs the bad step with a program that checks every parameter, the output of every module, the loss
+and every gradient. If a validation loss was not finite, the diagnosis checks only the parameters.
 """
 
 import dataclasses

@@ -13,8 +13,8 @@ class Guard(struct.PyTreeNode):
 
     skipped: Array  # int32 scalar, skipped steps so far
     # int32 scalar, the number of consecutive skipped steps up to the newest; overflows of float16
-    # do not count. If it exceeds `max_bad`, every later step is skipped, so that the diagnosis
-    # finds the state before the bad step.
+    # do not count while the loss scale can be lowered. If the number exceeds `max_bad`, every later
+    # step is skipped, so that the diagnosis finds the state before the bad step.
     bad_in_a_row: Array
     max_bad: int = struct.field(pytree_node=False)  # the value of train.skip_bad_steps
 

@@ -1,7 +1,9 @@
 """A run's program, built once from its options and its devices.
 
-All commands get the model, loss, optimizer, backend and steps from a `Program`. Building it puts no
-arrays on devices, and computes nothing, except that it checks the attention kernel of a library.
+train.py, and the tools that plan and measure training, get the model, loss, optimizer, backend and
+steps from a `Program`. Building it draws no weights and runs no steps. If the model uses cuDNN's
+attention or splash attention, building it runs the check of this kernel on the devices
+(gpt2/parallel/kernel_check.py).
 """
 
 import dataclasses

@@ -291,7 +291,7 @@ def _move_to_damaged(workdir: Path, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # Another process has moved it.
         path.rename(target)
         warn(
-            f"moved {path} to {target}, because it is incomplete or the run continues from an "
+            f"moved {path} to {target}, because it is damaged or the run continues from an "
             "earlier step"
         )
 

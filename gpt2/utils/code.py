@@ -30,7 +30,8 @@ _OBSERVERS = {
 def hash_code(source: Path = SOURCE) -> str:
     """Return a hash of the code in `source` that determines what a run computes.
 
-    The hash ignores comments and formatting, but depends on the version of Python.
+    The hash ignores comments and formatting, but not docstrings, and depends on the version of
+    Python.
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
@@ -46,7 +47,7 @@ def hash_code(source: Path = SOURCE) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return a hash of one Python file, which ignores comments and formatting."""
+    """Return a hash of one Python file, which ignores the same things as `hash_code`."""
     return hashlib.sha256(_bare(path.read_bytes()).encode()).hexdigest()[:12]
 
 

@@ -104,7 +104,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another process holds the lock `path`."""
+    """Return whether a process holds the lock `path`, which may be this process."""
     if not path.exists():
         return False
     with open(path) as file:
@@ -112,7 +112,10 @@ def is_locked(path: Path) -> bool:
 
 
 def lock_for_good(path: Path) -> bool:
-    """Hold the lock `path` until this process ends. Return False if another process holds it."""
+    """Hold the lock `path` until this process ends. Return False if another process holds it.
+
+    On a file system without locks, return True.
+    """
     # The file is never closed, because that would release the lock.
     return _try_lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
 

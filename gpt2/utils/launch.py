@@ -12,9 +12,9 @@ from pathlib import Path
 
 from gpt2 import signals
 
-# With these settings, glibc allocates pages of 2 MB. The kernel clears the temporary memory of
-# every step page by page, and large pages are cleared faster. The process retains freed blocks of
-# up to 256 MB. If it retained larger blocks, fragmentation would double its memory.
+# With these settings, glibc allocates pages of 2 MB. The operating system clears the temporary
+# memory of every step page by page, and large pages are cleared faster. The process retains freed
+# blocks of up to 256 MB. If it retained larger blocks, fragmentation would double its memory.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=268435456"
     ":glibc.malloc.trim_threshold=268435456"
@@ -36,7 +36,8 @@ BEGAN = time.perf_counter()  # in seconds, shortly after this process started
 def prepare_process() -> None:
     """Apply the settings of docs/performance.md that the user has not set. Call this first.
 
-    The C library reads its settings when a process starts, so a CPU run restarts itself once.
+    The C library reads its settings when a process starts, so a CPU run on Linux restarts itself
+    once, unless GLIBC_TUNABLES is set.
     """
     _open_standard_streams()
     signals.begin_process()
@@ -107,7 +108,7 @@ def environment_to_measure() -> dict[str, str]:
 def cpu_environment() -> dict[str, str]:
     """Return the environment variables that child processes need for a CPU run.
 
-    Variables that this process already has are left out.
+    Variables that this process already has with the necessary settings are left out.
     """
     variables = _with_flags(_CPU_FLAG) if has_old_xla() else {}
     if "GLIBC_TUNABLES" not in os.environ:

@@ -1,7 +1,7 @@
 """The axes and the roles of a parameter, declared where the parameter is created.
 
-Sharding rules, optimizers and the count of FLOPs read these declarations, and do not depend on a
-parameter's name.
+Sharding rules, optimizers and the count of FLOPs read these declarations. Only `optim.layer_rates`
+depends on the names of parameters.
 """
 
 import dataclasses

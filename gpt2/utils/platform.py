@@ -13,7 +13,7 @@ def jit_is_off() -> bool:
 
 
 def platform_of(device: jax.Device) -> str:
-    """Return `cpu`, `gpu` or `tpu`.
+    """Return `cpu`, `gpu`, `tpu`, or JAX's name of another platform.
 
     The devices of a topology, for which JAX can only compile, report `cuda` instead of `gpu`.
     """

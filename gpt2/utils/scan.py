@@ -61,9 +61,9 @@ def report(
     module is an expert, `total` and `count` are also summed over all experts. An expert's total
     includes its slots to which no token was assigned.
     """
-    # The logged quantity must have no gradient. Otherwise the gradient of a square root at 0 would
-    # be 0 times infinity, which is NaN.
     auxiliary = jnp.float32(weight * total if weight else 0.0)
+    # The logged quantity must have no gradient. If a module reports a square root, its gradient at
+    # 0 would otherwise be 0 times infinity, which is NaN.
     logged = jax.lax.stop_gradient((jnp.float32(total), jnp.float32(count)))
 
     def nothing() -> Tree:

@@ -173,11 +173,11 @@ def url_or_path(folder: Path) -> str:
 def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
-    Keep local files that have not been uploaded yet. But if another run has written to the store
-    since the last exchange, rename a local folder with such files, and fetch into a new folder.
-    Raise a UserError if the store's newest checkpoint is older than at the last exchange. Update
-    nothing if a process trains in the local folder. `only` is a regular expression for the names of
-    the files to fetch.
+    Keep local files that have not been uploaded yet. But if the store has changed since the last
+    exchange, and the run of the local folder is not the run that began last in the store, rename a
+    local folder with such files, and fetch into a new folder. In this case, raise a UserError if
+    the store's newest checkpoint is older than at the last exchange. Update nothing if a process
+    trains in the local folder. `only` is a regular expression for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -208,8 +208,9 @@ def complete(folder: Path, names: Iterable[str]) -> None:
 def push(url: str | Path, folder: Path) -> None:
     """Upload the files of a working copy that are new or have changed since the last exchange.
 
-    Remove a checkpoint from the store if the working copy has replaced it with a newer one. Raise
-    `TakenOver` if another run has begun at the URL.
+    Remove a checkpoint from the store if the working copy has replaced it with a newer one, and
+    samples.txt if the working copy has removed it. Raise `TakenOver` if another run has begun at
+    the URL.
     """
     if not is_url(url):
         return
@@ -356,7 +357,11 @@ def _read_record(folder: Path) -> _Record:
     path = folder / RECORD
     if not path.exists():
         return _Record()
-    with files.reading(path, "Move the folder, and fetch the run again"):
+    remedy = (
+        f"Move {folder} elsewhere, and repeat the command, which then downloads its files again. "
+        "Files that were not uploaded are only in the moved folder"
+    )
+    with files.reading(path, remedy):
         return _Record(**json.loads(path.read_bytes()))
 
 

@@ -23,7 +23,8 @@ class BigramEmbeddings(Ingredient):
         cfg = self.config
         rows = cfg.bigram_embeddings
         tokens = context.tokens
-        # The first token also has a pair. The id `vocab_size`, which no token has, comes before it.
+        # The first token of a segment also has a pair. The id `vocab_size`, which no token has,
+        # comes before it.
         previous = shift(
             tokens, first_previous(context), context, missing=cfg.vocab_size
         )

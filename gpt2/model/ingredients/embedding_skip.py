@@ -16,7 +16,7 @@ class EmbeddingSkip(Ingredient):
     option = "embedding_skip"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Store the embedded tokens for all layers."""
+        """Store the embedded tokens, after positions and dropout, for all layers."""
 
         def layers_with_embedding(x: Array) -> Array:
             context.shared[self.option] = x

@@ -125,7 +125,8 @@ class Mixture(nn.Module):
     ) -> None:
         """Report the auxiliary losses of the router, summed over tokens.
 
-        Tokens whose entry in `counts` `[B, T, 1]` is 0 are padding, and are left out of the sums.
+        Tokens whose entry in `counts` `[B, T, 1]` is 0 have no target, and are left out of the
+        sums.
         The balance loss (Switch Transformer, equation 4) is 1 if all experts are chosen equally
         often, or if all have the same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv
         2202.08906, equation 5) penalises large logits.
