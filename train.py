@@ -207,10 +207,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                 scores = score()
         except DivergedError as error:
             raise diagnosis.explain(error, state) from None
-        except (
-            Exception,
-            SystemExit,
-        ):  # for example in a validation or a user's function
+        except (Exception, SystemExit):  # from validation, tasks, user code, ...
             if checkpointer.can_rescue(state, step):
                 reporter.catch_up()
                 save()
