@@ -381,6 +381,13 @@ class Data:
         "document per sequence, padded to the context length",
         is_recipe=True,
     )
+    shuffle_documents: bool = option(
+        False,
+        "join or pack the documents in another random order in each epoch, so that epochs combine "
+        "and cut them differently; packing=pad always shuffles its documents",
+        needs="data.packing=concat|bos",
+        is_recipe=True,
+    )
     document_mask: bool = option(
         False,
         "attend only within a document, and count positions from the document's start",

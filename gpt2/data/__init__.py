@@ -5,6 +5,7 @@ interfaces.py               `Corpus`, `Dataset`, `Source`
 readers/                    a reader for each prefix of a corpus, which yields documents or tokens
 preparing/                  documents -> tokens of the training and validation split in a folder
 loading/packing.py          tokens -> rows
+loading/document_order.py   another order of the documents in each epoch
 loading/token_batches.py    rows -> `batch(step)`, a function of the seed and the step
 loading/user_batches.py     batches that a user's function returns
 """

@@ -206,6 +206,7 @@ WRONG = """
     loss.ahead=0.5,,0.25 | ahead
     loss.ahead=-0.5 | -0.5 is neither
     train.context_schedule=9=512 data.packing=bos | bos
+    data.shuffle_documents=True data.packing=pad | data.packing=concat or bos
     optim.layer_rates=wte | layer_rates
     optim.layer_rates=h_(=1 | layer_rates
     optim.layer_rates=wte=1e-46 | 1e-46 is neither

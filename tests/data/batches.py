@@ -12,12 +12,14 @@ from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
 EOT = 99_999
 
 
-def stored(directory, train, validation=(1, 2, 3), eot=EOT):
-    """Stores tokens as a prepared corpus."""
+def stored(directory, train, validation=(1, 2, 3), eot=EOT, num_files=1):
+    """Stores tokens as a prepared corpus, with `num_files` files of training tokens."""
     directory.mkdir(exist_ok=True)
     splits = {"train": Split(), "validation": Split()}
     writer = TokenWriter(directory, 100_000, splits)
-    writer.append("train", np.asarray(train))
+    for part in np.array_split(train, num_files):
+        writer.append("train", part)
+        writer.flush()
     writer.append("validation", np.asarray(validation))
     writer.flush()
     tokenizer = SimpleNamespace(eot=eot)
@@ -32,13 +34,18 @@ def open_batches(
     seed=0,
     packing="concat",
     document_mask=False,
+    shuffle_documents=False,
     shapes=None,
 ):
     """Returns the batches of a run on prepared tokens."""
     shapes = shapes or ShapeSchedule({0: StepShape(batch_size, context_length, 0)})
     config = SimpleNamespace(
         seed=seed,
-        data=SimpleNamespace(packing=packing, document_mask=document_mask),
+        data=SimpleNamespace(
+            packing=packing,
+            document_mask=document_mask,
+            shuffle_documents=shuffle_documents,
+        ),
         model=SimpleNamespace(context_length=context_length),
         train=SimpleNamespace(eval_batches=0, accumulate_steps=1),
         micro_batch_size=batch_size,

@@ -40,15 +40,25 @@ def mixture(corpus, tmp_path_factory):
     return {"long": (Fraction(7, 10), corpus), "short": (Fraction(3, 10), other)}
 
 
-@pytest.mark.parametrize("packing", ["concat", "bos", "pad"])
+@pytest.mark.parametrize(
+    ("packing", "shuffles"),
+    [
+        ("concat", False),
+        ("concat", True),
+        ("bos", False),
+        ("bos", True),
+        ("pad", False),
+    ],
+)
 @pytest.mark.parametrize("kind", ["corpus", "mixture"])
 def test_batches_follow_from_seed_and_step_on_any_number_of_processes(
-    request, kind, packing
+    request, kind, packing, shuffles
 ):
     parts = request.getfixturevalue(kind)
     if kind == "corpus":
         parts = single(parts)
     options = dict(batch_size=B, context_length=T, packing=packing, document_mask=True)
+    options["shuffle_documents"] = shuffles
     loader = open_batches(parts, seed=1, **options)
     late = open_batches(parts, seed=1, **options)
     other = open_batches(parts, seed=2, **options)

@@ -180,6 +180,7 @@ def test_a_function_that_gives_no_batches_is_refused():
     [
         ("data", "packing", "pad"),
         ("data", "document_mask", True),
+        ("data", "shuffle_documents", True),
         ("train", "context_schedule", "0=16"),
     ],
 )

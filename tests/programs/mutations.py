@@ -130,6 +130,12 @@ muP leaves the head's multiplier out: model/gpt.py, against_numpy -k mup
 the first cached token is alone: ingredients/previous_token.py, switches -k 'cached and modded'
     - if context.last_token is None:
     + if True:
+epochs join documents in one order: data/loading/document_order.py, document_order -k concat
+    - order = draw.permutation(len(starts))
+    + order = np.random.default_rng(0).permutation(len(starts))
+epochs pack documents alike: data/loading/packing.py, document_order -k bos
+    - row // num_rows if shuffles_documents else 0
+    + 0
 padding has a target: data/loading/token_batches.py, packing -k mean_over
     - np.full_like(tokens, IGNORED)
     + np.zeros_like(tokens)

@@ -2,6 +2,7 @@
 
 A row contains the tokens of one sequence. All of them except the first are targets. Rows are
 numbered over the whole run, and each epoch reads every row once, in a different order.
+`data.shuffle_documents` is the argument `shuffles_documents` of each packing.
 """
 
 import bisect
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from gpt2.data.loading.document_order import ShuffledDocuments
 from gpt2.data.tokens import PreparedTokens, TokenStream
 from gpt2.errors import UserError
 
@@ -28,12 +30,20 @@ class Rows:
     note: str = ""  # a message about tokens that are cropped, padded or left out
 
 
-def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
+def concat(
+    tokens: PreparedTokens, length: int, seed: int, shuffles_documents: bool
+) -> Rows:
     """Cut the joined documents into windows, which overlap by one token.
 
     Each epoch begins its first window at a random offset, so that epochs cut the text differently.
+    With `shuffles_documents`, each epoch first joins the documents in another order.
     """
-    stream = tokens.stream("train")
+    if shuffles_documents:
+        stream, starts = find_documents(tokens, "data.shuffle_documents=True")
+        if len(starts) == 1:
+            raise single_text("data.shuffle_documents=True")
+    else:
+        stream = tokens.stream("train")
     # One window is left out, so that there is room for the offset.
     num_rows = max(len(stream) // length - 1, 0)
     order = shuffled(num_rows, seed)
@@ -42,40 +52,58 @@ def concat(tokens: PreparedTokens, length: int, seed: int) -> Rows:
     if unread > 0.01:
         note = f"{unread:.1%} of the text left out of each epoch, which begins at a random token"
 
-    @functools.lru_cache(8)
-    def offset(epoch: int) -> int:
+    @functools.lru_cache(1)
+    def epoch_text(epoch: int) -> tuple[int, TokenStream | ShuffledDocuments]:
+        """Return the offset of an epoch's first window, and the text from which it is cut."""
         draw = np.random.default_rng((seed, epoch))
-        return int(draw.integers(length))
+        offset = int(draw.integers(length))
+        if shuffles_documents:
+            return offset, ShuffledDocuments(stream, starts, draw)
+        return offset, stream
 
     def read(row: int) -> np.ndarray:
-        start = offset(row // num_rows) + length * order(row)
-        return stream.read(start, length + 1)
+        offset, text = epoch_text(row // num_rows)
+        return text.read(offset + length * order(row), length + 1)
 
     return Rows(num_rows, read, note)
 
 
-def bos(tokens: PreparedTokens, length: int, seed: int) -> Rows:
+def bos(
+    tokens: PreparedTokens, length: int, seed: int, shuffles_documents: bool
+) -> Rows:
     """Begin each row with a document, and add the longest documents that fit, as in nanochat.
 
     If no document fits, crop the shortest document to fill the row. The longest and the shortest
-    are chosen from the next `AHEAD` documents. All epochs have the same rows.
+    are chosen from the next `AHEAD` documents. All epochs have the same rows, unless
+    `shuffles_documents`: then each epoch packs the documents in another order.
     """
     stream, starts = find_documents(tokens, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
-    drawn = np.random.default_rng(seed).permutation(len(starts))
-    documents, lengths, ends = best_fit(sizes[drawn].tolist(), length + 1)
-    begins = starts[drawn[documents]]
+
+    @functools.lru_cache(1)
+    def pack(epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where the pieces of an epoch's rows begin, their lengths, and the rows' ends."""
+        draw = np.random.default_rng((seed, epoch))
+        drawn = draw.permutation(len(starts))
+        documents, lengths, ends = best_fit(sizes[drawn].tolist(), length + 1)
+        return starts[drawn[documents]], lengths, ends
+
+    _, lengths, ends = pack(0)
+    cropped = 1 - lengths.sum() / len(stream)
     num_rows = len(ends) - 1
     order = shuffled(num_rows, seed)
 
     def read(row: int) -> np.ndarray:
-        number = order(row)
+        begins, lengths, ends = pack(row // num_rows if shuffles_documents else 0)
+        # Every epoch has `num_rows` rows, so that a step's epoch follows from the step alone. If an
+        # epoch packs into more rows, the last ones are left out. If it packs into fewer rows, the
+        # first ones are read twice.
+        number = order(row) % (len(ends) - 1)
         pieces = list[np.ndarray]()
         for piece in range(ends[number], ends[number + 1]):
             pieces.append(stream.read(int(begins[piece]), int(lengths[piece])))
         return np.concatenate(pieces)
 
-    cropped = 1 - lengths.sum() / len(stream)
     return Rows(num_rows, read, f"{cropped:.1%} cropped")
 
 
@@ -110,10 +138,13 @@ def best_fit(
     return np.array(documents), np.array(lengths), np.array(ends)
 
 
-def pad(tokens: PreparedTokens, length: int, seed: int) -> Rows:
+def pad(
+    tokens: PreparedTokens, length: int, seed: int, shuffles_documents: bool = False
+) -> Rows:
     """Put one document, or a part of a long document, in each row. `assemble` pads the rows.
 
-    Every token of the stream except the first is a target once in each epoch.
+    Every token of the stream except the first is a target once in each epoch. A new order of the
+    rows is a new order of the documents, so `shuffles_documents` is always False.
     """
     stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
@@ -143,11 +174,16 @@ def document_start(tokens: PreparedTokens, option: str) -> int:
     """
     eot = tokens.tokenizer.eot
     if eot is None:
-        raise UserError(
-            f"{option} needs several documents, but the corpus is a single text",
-            "Leave the option out",
-        )
+        raise single_text(option)
     return eot
+
+
+def single_text(option: str) -> UserError:
+    """Return the error for an option that needs several documents."""
+    return UserError(
+        f"{option} needs several documents, but the corpus is a single text",
+        "Leave the option out",
+    )
 
 
 def find_documents(
@@ -163,7 +199,9 @@ def find_documents(
     indices = [np.zeros(1, np.int64)]
     for start, chunk in stream.chunks():
         indices.append(start + np.flatnonzero(chunk == eot))
-    return stream, np.unique(np.concatenate(indices))
+    starts = np.concatenate(indices)
+    # If the stream begins with an end-of-text token, index 0 occurs twice.
+    return stream, starts[np.count_nonzero(starts == 0) - 1 :]
 
 
 def hashed(seed: int | tuple[int, int]) -> int:

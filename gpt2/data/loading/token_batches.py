@@ -83,7 +83,9 @@ class TokenBatches(Source):
             # With one seed for all parts, parts of equal size would have the same order.
             if self.rows:
                 seed = hashed((seed, len(self.rows)))
-            rows = PACKINGS[config.data.packing](part, self._context_length, seed)
+            pack = PACKINGS[config.data.packing]
+            shuffles = config.data.shuffle_documents
+            rows = pack(part, self._context_length, seed, shuffles)
             largest = self._shapes.largest.tokens // self._context_length
             needed = math.ceil(largest * weight)
             if rows.num_rows < needed:

@@ -67,6 +67,7 @@ class UserDataset(Dataset):
             "train.context_schedule": config.train.context_schedule,
             "data.document_mask": config.data.document_mask,
             "data.packing": config.data.packing != "concat",
+            "data.shuffle_documents": config.data.shuffle_documents,
         }
         given = [name for name, is_given in options.items() if is_given]
         if given:
