@@ -95,7 +95,8 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
         return False
     if saved != dataset.describe():
         raise UserError(
-            f"The text or tokenizer is no longer what {path.parent} was trained on",
-            "Restore the text and tokenizer, or give another --workdir",
+            f"The text, tokenizer or batch function is no longer what {path.parent} was trained"
+            " on",
+            "Restore what has changed, or give another --workdir",
         )
     return True

@@ -18,7 +18,7 @@ class Chip(NamedTuple):
             float32; empty if it supports both.
         half: TFLOP/s of dense products of bfloat16 or float16, accumulated in float32.
         single: TFLOP/s of float32 products at JAX's default precision, which is TF32 on NVIDIA's
-            chips since Ampere, and passes in bfloat16 on TPUs.
+            chips since Ampere, and bfloat16 on TPUs.
         memory: memory in GB (10^9 bytes).
         near: bandwidth between devices of a domain, in GB/s in one direction.
         domain: the number of devices that share NVLink, a torus, or the PCIe of one machine.
