@@ -1,8 +1,9 @@
 """Rows of a training split, packed as `data.packing` says. Each row can be read by its number.
 
 A row contains the tokens of one sequence. All of them except the first are targets. Rows are
-numbered over the whole run, and each epoch reads every row once, in a different order.
-`data.shuffle_documents` is the argument `shuffles_documents` of each packing.
+numbered over the whole run, and each epoch reads every row once, in a different order. Only `bos`
+with shuffled documents may leave out or repeat some rows. `data.shuffle_documents` is the argument
+`shuffles_documents` of each packing.
 """
 
 import bisect
