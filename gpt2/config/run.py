@@ -101,7 +101,10 @@ class OptimConfig(default.Optim):
 
     @property
     def decay_in_gradient(self) -> bool:
-        """Whether weight decay is added to the gradient, where it cannot be masked or scheduled."""
+        """Whether weight decay is added to the gradient.
+
+        The options `cautious` and `scheduled_weight_decay` then cannot change the decay.
+        """
         return self.name in ("adam", "sgd")
 
     @property

@@ -37,7 +37,7 @@ class Context(struct.PyTreeNode):
             `layers` stores the first arrays, and every layer may replace them with arrays of the
             same shapes and dtypes. All copies of the context in a block share the dictionaries
             `shared` and `carried`, so change the dictionaries in place.
-        deterministic: whether dropout is off.
+        deterministic: False in training, where dropout and the capacity of experts apply.
     """
 
     tokens: Array

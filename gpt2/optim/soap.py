@@ -108,8 +108,8 @@ def _step(
 ) -> tuple[Array, ...]:
     """Return a tuple of stacks: the directions, and then the fields of the next state.
 
-    `stacks` are the gradients, and then the fields of the current state. The fields are those of
-    `SoapState` after `count`, in their order.
+    `stacks` are the gradients, and then the fields of the current state. The fields are all fields
+    of `SoapState` except `count`, in their order.
     """
     beta1 = optim.beta1
     beta2 = optim.beta2

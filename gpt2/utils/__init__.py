@@ -1,1 +1,1 @@
-"""Independent tools for training in JAX, one in each file."""
+"""Tools that other packages share, for arrays, parameters, files and processes."""
