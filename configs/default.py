@@ -760,8 +760,8 @@ class Memory:
         "none",
         "parts of a layer that are recomputed in the backward pass instead of being stored; none: "
         "nothing; full: everything but the layer's input; attention: everything but the linear "
-        "maps of attention; mlp: everything but the linear maps of the MLP; dots: everything but "
-        "all linear maps",
+        "maps and the output of attention; mlp: everything but the linear maps of the MLP; dots: "
+        "everything but all linear maps and the output of attention",
     )
     scan_layers: bool = option(
         False, "run the layers as a loop, whose body is compiled once"

@@ -74,19 +74,19 @@ def check_layout(config: Config, num_devices: int) -> None:
     for size in batch_sizes:
         if size % shards:
             raise UserError(
-                f"A batch of {size} is not divisible by parallel.data={sizes['data']} x "
+                f"A batch of {size} sequences is not divisible by parallel.data={sizes['data']} x "
                 f"parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
                 f"{config.train.accumulate_steps}",
-                f"Use a batch that is a multiple of {shards}",
+                f"Use a number of sequences that is a multiple of {shards}",
             )
     split = Rules.from_config(config.parallel).activations["sequence"]
     parts = math.prod(sizes[axis] for axis in split)
     for shape in shapes:
         if shape.context_length % parts:
             raise UserError(
-                f"A context of {shape.context_length} is not divisible by "
+                f"A context of {shape.context_length} tokens is not divisible by "
                 f"parallel.{'x'.join(split)}={parts}",
-                f"Use a context that is a multiple of {parts}",
+                f"Use a context length that is a multiple of {parts}",
             )
 
 

@@ -44,8 +44,8 @@ class Rules:
         optimizer: table for the optimizer's state, which has the same axes as the parameters.
         compute: table for parameters inside a step, which are gathered over `fsdp`.
         activations: table for activations, and for the output head, whose rows are padded to a
-            multiple of the number of devices that split them. The table does not split the batch
-            axis, because the model already runs on the rows of one device.
+            multiple of `VOCAB_MULTIPLE` (gpt2/parallel/kernels.py). The table does not split the
+            batch axis, because the model already runs on the rows of one device.
     """
 
     strategy: str

@@ -92,7 +92,7 @@ def test_a_mesh_axis_splits_the_first_axis_that_asks_for_it():
 def test_a_validation_splits_too_whatever_batches_a_schedule_has():
     config = Config.from_dict(quickstart.get_config())
     options = {"data.batch_size": 5, "train.batch_schedule": "0=16"}
-    with pytest.raises(UserError, match="A batch of 5 is not divisible"):
+    with pytest.raises(UserError, match="A batch of 5 sequences is not divisible"):
         check_layout(with_options(config, options), 2)
 
 
