@@ -1,7 +1,7 @@
 """Tokenizers: `gpt2`, `byte`, `char`, `bpe:SIZE`, or the path of a tokenizer.json.
 
 A tokenizer encodes ordinary text only: if a document contains the characters `<|endoftext|>`, they
-are encoded as text. The end-of-text token enters a token stream only where documents are joined.
+are encoded as text. The end-of-text token enters a token stream only where a document begins.
 """
 
 import abc
@@ -92,7 +92,7 @@ class BytePairTokenizer(Tokenizer):
 
     Args:
         ranks: the bytes of each token -> its id. Tokens with lower ids are merged first.
-        eot: the end-of-text token.
+        eot: the end-of-text token, or None if the vocabulary has none.
         saved: the JSON that `save` writes.
         name: `bpe:SIZE` by default.
         pattern: a regular expression for the pieces of a text within which bytes are merged.

@@ -34,7 +34,7 @@ TASKS: dict[str, tuple[str, Score]] = {
 def find_task(spec: str) -> tuple[Score, Path]:
     """Return the scoring function and the file of a task, specified as NAME:DIRECTORY."""
     name, _, directory = spec.partition(":")
-    require_choice("--tasks", name, ("validation", *TASKS))
+    require_choice("task", name, ("validation", *TASKS))
     file, score = TASKS[name]
     path = Path(directory) / file
     if not path.is_file():

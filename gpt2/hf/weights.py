@@ -221,8 +221,9 @@ def load_initial_params(
 ) -> dict:
     """Return the weights that `train.init_from` names, with scanned or unrolled layers as in `cfg`.
 
-    A model with a shorter context uses the first position embeddings. A model with a longer context
-    may use `model.rope_scaling`, if the weights were trained without it.
+    With learned positions, a model with a shorter context uses the first position embeddings, and
+    its context cannot be longer. With other positions, the context may have any length. If the
+    weights were trained without `model.rope_scaling`, the model may use it.
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)

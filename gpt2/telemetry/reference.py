@@ -13,9 +13,9 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     """Return loss curves, by the name of each curve. A curve is an array `[N, 2]`.
 
     A row contains a number of tokens and the loss in nats per token. Rows are sorted by tokens.
-    `name` is the name of a file in configs/reference/, or a path. For an empty name, there are no
-    curves. Tokens are NaN for a loss without a position on the token axis, such as the loss of
-    OpenAI's weights.
+    `name` is the name of a CSV file in configs/reference/, without its suffix, or a path. For an
+    empty name, there are no curves. Tokens are NaN for a loss without a position on the token axis,
+    such as the loss of OpenAI's weights.
     """
     if not name:
         return {}

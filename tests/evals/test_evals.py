@@ -550,7 +550,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("cor:", "--tasks=cor is not one of"),
+        ("cor:", "task=cor is not one of"),
         ("core:.", "needs the file core.yaml"),
         ("lambada:{}", "line 1 cannot"),
     ],

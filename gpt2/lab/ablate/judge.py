@@ -88,7 +88,7 @@ def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
 
     `words` maps the name of each arm to the words of its verdict. An arm is open if these are
     `Decision.OPEN`. The sweeps have the same arms, for example at several sizes. The sweeps do not
-    change while runs have not ended, or if no arm is open.
+    change while runs have not ended or tuned values have not been chosen, or if no arm is open.
     """
     baseline, *arms = sweeps[0].arms
     open_arms = [arm for arm in arms if words[arm.name] == Decision.OPEN]

@@ -4,11 +4,11 @@ r"""Measure the time of a training step, alone or together with PyTorch's.
         --config.data.batch_size=2 --peers=torch,torch_compile \
         --vary=model.position=rope
 
-This command measures a step of the config, a step of each PyTorch peer, and a step with one option
-changed, in turn. The time includes clipping and the optimizer, but not warm-up, compilation or
-data. With --peers, dropout is 0, the learning rate is constant and the vocabulary is a multiple of
-64. The losses of the first steps are compared, and nothing is measured if they differ. --rounds=1
-is a quick first measurement.
+This command measures a step of the config, a step of each PyTorch peer and, for each --vary, a step
+with these options changed, in turn. The time includes clipping and the optimizer, but not warm-up,
+compilation or data. With --peers, dropout is 0, the learning rate is constant and the vocabulary is
+a multiple of 64. The losses of the first steps are compared, and nothing is measured if they
+differ. --rounds=1 is a quick first measurement.
 
     python -m gpt2.lab.benchmark suite --output=DIR
 

@@ -89,7 +89,7 @@ def make_parts(output: Path) -> list[Part]:
 def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
     """Run all parts, and return whether all succeeded.
 
-    `overrides` maps dotted names of options to values, which are set in every part.
+    `overrides` maps dotted names of options to values, which are set in every part with a config.
     """
     results = output / "results.jsonl"
     logs = output / "logs"

@@ -99,7 +99,7 @@ class Arm:
         )
 
     def to_tree(self) -> dict[str, object]:
-        """Return the arguments of `from_options` as JSON."""
+        """Return the arguments of `from_options`, as values that JSON can represent."""
         return {"name": self.name, "options": self.options, "commit": self.commit}
 
     @classmethod

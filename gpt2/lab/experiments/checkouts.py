@@ -99,7 +99,7 @@ def check_out(root: Path, commit: str) -> Path:
 
 
 def _git(*arguments: str, folder: Path | None = None) -> str:
-    """Run git in `folder`, or in this checkout. Return its output, or "" if it fails."""
+    """Run git in `folder`, or in the user's checkout. Return its output, or "" if it fails."""
     checkout = str(folder or os.environ.get(CHECKOUT, SOURCE))
     command = ["git", "--no-optional-locks", "-C", checkout, *arguments]
     try:

@@ -28,7 +28,10 @@ _first_outcomes: dict[Path, Outcome] = {}
 
 
 def make_slots(jobs: int) -> list[Slot]:
-    """Return the resources of `jobs` simultaneous runs: a GPU or some of the CPU cores for each."""
+    """Return the resources of `jobs` simultaneous runs: a GPU or some of the CPU cores for each.
+
+    If `jobs` is 1, the runs may use all GPUs and all cores.
+    """
     cores = list(range(os.cpu_count() or 1))
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))

@@ -1,6 +1,7 @@
 """Compute the `Course` of each arm of a ladder: how its compute multiplier changes with size.
 
-The course comes from the first analysis that gives a verdict.
+The course comes from the first analysis that does not leave the arm undecided, or else from the
+last analysis.
 """
 
 from collections.abc import Sequence

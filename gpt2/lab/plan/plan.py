@@ -1,8 +1,8 @@
 """The memory, collectives and time of a training step, from its compiled program. Nothing runs.
 
-The step is compiled from shapes alone, for simulated CPU devices, or for GPUs or TPUs that this
-machine does not have. Simulated devices hold the same state and gradients as GPUs and TPUs, but
-different temporary arrays.
+The step is compiled from shapes alone: for this machine's devices, for simulated CPU devices, or
+for GPUs or TPUs that this machine does not have. Simulated devices hold the same state and
+gradients as GPUs and TPUs, but different temporary arrays.
 """
 
 import math

@@ -20,7 +20,7 @@ from gpt2.utils.stores import fetch, is_url
 
 
 def main(*paths: str) -> None:
-    """Print the breakdown of a trace, and write it to profile.txt."""
+    """Print the breakdown of a trace, and write it to profile.txt unless the path is a URL."""
     if len(paths) != 1:
         raise UserError(
             f"gpt2.lab.profile reads the trace of one run, but {len(paths)} paths are given",

@@ -30,7 +30,7 @@ class Breakdown(NamedTuple):
 
 
 def break_down(trace: Trace) -> Breakdown:
-    """Divide the time of all steps among operations and causes of idle time."""
+    """Return the mean time of a step, divided among operations and causes of idle time."""
     program = _program_of_steps(trace)
     own = [operation for operation in trace.operations if operation.program == program]
     runs = _runs(own, len(trace.steps))
