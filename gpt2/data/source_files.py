@@ -36,7 +36,7 @@ class SourceFiles:
         self._labels = labels
         self.paths = find()
         self.num_bytes = sum(map(_size, self.paths))
-        # If the files or the labels change, the fingerprint changes, and the text is prepared again.
+        # If files or labels change, the fingerprint changes, and the text is prepared again.
         self.fingerprint = _fingerprint(self.paths, labels)
 
     def have_changed(self) -> bool:

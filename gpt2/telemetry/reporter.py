@@ -19,8 +19,8 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
-# A log line has the values of its own step for these metrics. For all other metrics of steps, it has
-# the mean since the previous line.
+# A log line has the values of its own step for these metrics. For all other metrics of steps, it
+# has the mean since the previous line.
 _SINGLE_STEP = {
     "train/grad_norm",
     "train/learning_rate",

@@ -26,8 +26,8 @@ def measure_noise(
     `compute` is the baseline's FLOPs or, with `--equal=seconds`, its seconds of training steps.
     `loss`, `seed` and `pair` are in the unit of the sweep's score: the baseline's mean loss, the
     standard deviation of its loss, and the standard deviation of the difference between an arm and
-    the baseline at the same seed. With several arms, `pair` is the root mean square of their standard
-    deviations.
+    the baseline at the same seed. With several arms, `pair` is the root mean square of their
+    standard deviations.
     """
     amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
     rows = []
