@@ -75,7 +75,7 @@ def validation_data(
         return data, recorded
     if val_fraction is None:
         val_fraction = data.val_fraction
-    # A different fraction would select other documents, some of which the run was trained on.
+    # A different fraction may select other documents, on some of which the run was trained.
     if has_corpus and corpus == data.corpus and val_fraction != data.val_fraction:
         raise UserError(
             f"--val_fraction={val_fraction} may select text that the run was trained on",

@@ -4,7 +4,7 @@ The referee holds the validation split, and reveals it token by token to a proce
 code and the checkpoint of the run (answer.py). The referee receives the logits after each token
 before it sends the next token, normalises the logits itself, and adds up the loss. The logits
 therefore cannot depend on later tokens, and need not be normalised. The process could still read
-the split from the disk: docs/ledger.md says what prevents that.
+the split from the disk; see docs/ledger.md.
 """
 
 import os
