@@ -14,12 +14,13 @@ if __name__ == "__main__":
 
 import contextlib
 import json
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config, flatten
+from gpt2.data.datasets import read_mixture
 from gpt2.errors import UserError, warn
 from gpt2.lab.experiments.cells import spread
 from gpt2.lab.experiments.curve_plot import plot_curves
@@ -46,9 +48,12 @@ class Origin(NamedTuple):
     tokens: Amount
     flops: Amount
     tokenizer: str  # the tokenizer's hash, or its name if no hash is stored
-    # Identifies the validation text by its numbers of bytes and documents, which do not depend on
-    # the tokenizer. If these numbers are unknown, this is the name of the corpus.
+    # The validation text: its numbers of bytes and documents, which do not depend on the tokenizer,
+    # and how much of it a validation reads. If these are unknown, the name of the corpus.
     text: str
+    # For each part of a mixture, the CRC-32 of the validation tokens. Only runs with the same
+    # tokenizer can have the same numbers.
+    crc32: list[int]
 
 
 def define_flags() -> None:
@@ -117,8 +122,13 @@ def main(*directories: str) -> None:
         origin = origins[name]
         if origin.text != usual.text:
             warn(
-                f"{name} is validated on a different text from {first}, so their losses cannot be"
-                " compared"
+                f"{name} is validated on {origin.text}, but {first} is validated on {usual.text},"
+                " so their losses cannot be compared"
+            )
+        elif origin.tokenizer == usual.tokenizer and origin.crc32 != usual.crc32:
+            warn(
+                f"{name} and {first} are validated on different texts of equal length, so their"
+                " losses cannot be compared"
             )
         changed = []
         for option in usual.options | origin.options:
@@ -159,18 +169,46 @@ def _read_origin(workdir: Path) -> Origin:
             config.gpt()
             tokens = config.shapes.tokens
             flops_of = partial(flops, config)
-        # For mixtures and user-supplied batches no text is recorded. A mixture is identified by its
-        # fractions, which are part of the corpus name.
-        text = data["corpus"]
-        if split := facts.get("splits", {}).get("validation"):
-            text = f"{split['num_bytes']} bytes in {split['num_documents']} documents"
+        parts = facts.get("parts") or [facts]
+        # A run validates the first `eval_batches` batches of each part, or all of them if it is 0.
+        limit = tree["train"]["eval_batches"] * batch
         return Origin(
             options=flatten(tree) | {"code": code},
             tokens=tokens,
             flops=flops_of,
-            tokenizer=facts.get("tokenizer_sha256", data["tokenizer"]),
-            text=text,
+            tokenizer=parts[0].get("tokenizer_sha256", data["tokenizer"]),
+            text=_describe_validation(data["corpus"], parts, limit),
+            crc32=[part.get("token_crc32", {}).get("validation", 0) for part in parts],
         )
+
+
+def _describe_validation(
+    corpus: str, parts: Sequence[Mapping[str, Any]], limit: int
+) -> str:
+    """Return a description of the text on which a run is validated.
+
+    `parts` contains the facts of data.json for each part of a mixture, or for the only corpus.
+    Unless `limit` is 0, it is the number of tokens that a validation reads of each part.
+    """
+    texts = list[str]()
+    for part in parts:
+        # Nothing is stored about a user's batches, and data.json may be missing.
+        split = part.get("splits", {}).get("validation", {})
+        text = corpus
+        if split:
+            text = (
+                f"{split['num_bytes']:,} bytes in {split['num_documents']:,} documents"
+            )
+        elif "code" in part:
+            text = f"{corpus} with the code {part['code']}"
+        if 0 < limit < split.get("num_tokens", math.inf) - 1:
+            text = f"the first {limit:,} tokens of {text}"
+        texts.append(text)
+    if len(texts) == 1:
+        return texts[0]
+    weights = read_mixture(corpus).values()
+    terms = zip(weights, texts, strict=True)
+    return " + ".join(f"{weight} * ({text})" for weight, text in terms)
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import matplotlib.image
 import numpy as np
 from matplotlib.figure import Figure
 
+from gpt2.lab.compare import _read_origin
 from gpt2.lab.experiments.curve_plot import plot_curves
 from gpt2.lab.experiments.results import Curve
 from gpt2.utils.files import seal, write_json
@@ -22,11 +23,18 @@ def write_run(folder, tokenizer, *records, corpus="pystdlib", options=""):
     write_rows(folder / "metrics.jsonl", records)
 
 
-def write_data(folder, tokenizer, num_bytes):
-    """Write the facts that a run stores about its text, without the training split."""
-    held_out = {"num_bytes": num_bytes, "num_documents": 3}
-    facts = {"tokenizer_sha256": tokenizer, "splits": {"validation": held_out}}
-    write_json(folder / "data.json", seal(facts))
+def facts_of(tokenizer, num_bytes, crc32=7):
+    """Return the facts that a run stores about a text, without the training split."""
+    held_out = {"num_bytes": num_bytes, "num_documents": 3, "num_tokens": 500}
+    return {
+        "tokenizer_sha256": tokenizer,
+        "splits": {"validation": held_out},
+        "token_crc32": {"validation": crc32},
+    }
+
+
+def write_data(folder, *facts, **more):
+    write_json(folder / "data.json", seal(facts_of(*facts, **more)))
 
 
 def compare(folder, *given):
@@ -75,23 +83,59 @@ def test_what_cannot_be_compared_is_refused(tmp_path):
 
 
 def test_runs_differ_by_the_text_and_tokenizer_that_they_had_and_not_by_names(tmp_path):
-    for name in "abcd":
+    for name in "abcdefg":
         corpus = "text:moved" if name == "b" else "text:books"
-        write_run(tmp_path / name, "bpe:4096", SCORED, corpus=corpus)
+        batches = {"f": 8, "g": 7}.get(name, 0)
+        options = f"data.batch_size=8 train.eval_batches={batches}"
+        write_run(tmp_path / name, "bpe:4096", SCORED, corpus=corpus, options=options)
     write_data(tmp_path / "a", "first", 1000)
     write_data(tmp_path / "b", "first", 1000)
     write_data(tmp_path / "c", "first", 1001)
-    write_data(tmp_path / "d", "second", 1000)
-    code, stdout, stderr = compare(tmp_path, "a", "b", "c")
+    write_data(tmp_path / "d", "second", 1000, crc32=9)
+    write_data(tmp_path / "e", "first", 1000, crc32=8)
+    write_data(tmp_path / "f", "first", 1000)
+    write_data(tmp_path / "g", "first", 1000)
+    code, stdout, stderr = compare(tmp_path, *"abcefg")
     assert code == 0
     assert "5.0000" in stdout
-    assert stderr.startswith("warning: c is")
-    assert stderr.count("warning") == 1
+    assert stderr == (
+        "warning: c is validated on 1,001 bytes in 3 documents, but a is validated on 1,000 bytes"
+        " in 3 documents, so their losses cannot be compared\n"
+        "warning: e and a are validated on different texts of equal length, so their losses cannot"
+        " be compared\n"
+        "warning: g is validated on the first 448 tokens of 1,000 bytes in 3 documents, but a is"
+        " validated on 1,000 bytes in 3 documents, so their losses cannot be compared\n"
+    )
     code, stdout, stderr = compare(tmp_path, "a", "d")  # two vocabularies of one name
     assert code == 0
     assert stderr == ""
     assert "2.5000" in stdout
     assert "5.0000" not in stdout
+
+
+def test_a_mixture_is_known_by_the_texts_and_fractions_of_its_parts(tmp_path):
+    origins = []
+    for number, (corpus, size, crc32) in enumerate(
+        [
+            ("3*text:a+1*text:b", 1000, 7),
+            ("0.75*text:moved+0.25*text:b", 1000, 7),
+            ("3*text:a+1*text:b", 1001, 7),
+            ("1*text:a+1*text:b", 1000, 7),
+            ("3*text:a+1*text:b", 1000, 8),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        write_run(folder, "byte", SCORED, corpus=corpus)
+        parts = [facts_of("hash", size), facts_of("hash", 20, crc32)]
+        write_json(folder / "data.json", seal({"tokenizer": "byte", "parts": parts}))
+        origins.append(_read_origin(folder))
+    first = origins[0]
+    assert first.tokenizer == "hash"
+    assert first.text == (
+        "3/4 * (1,000 bytes in 3 documents) + 1/4 * (20 bytes in 3 documents)"
+    )
+    same = [(each.text, each.crc32) == (first.text, first.crc32) for each in origins]
+    assert same == [True, True, False, False, False]
 
 
 def test_a_run_of_other_code_is_compared_and_its_differences_are_printed_whole(
