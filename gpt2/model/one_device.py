@@ -15,7 +15,10 @@ from gpt2.utils.platform import jit_is_off
 
 
 def with_kernels(model: GPT, device: jax.Device | None = None) -> GPT:
-    """Return a model that computes with the kernels for a device, by default JAX's first device."""
+    """Return a model that computes with the kernels for a device, by default JAX's first device.
+
+    With JAX_DISABLE_JIT, the model computes with the reference implementations.
+    """
     if jit_is_off():
         return model.clone(ops=Ops())
     ops = ops_for(model.config, device or jax.devices()[0])

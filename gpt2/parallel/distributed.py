@@ -33,12 +33,13 @@ ALONE = "GPT2_ALONE"
 # Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
 
-# Milliseconds for which `from_all` waits for the texts of the other processes, which may first
+# Milliseconds for which `from_all` waits for the strings of the other processes, which may first
 # prepare data for hours. If one of them dies, its missing heartbeat ends the wait.
 _DAY = 86_400_000
 _exchanges = itertools.count()  # numbers the calls of `from_all`
 
-# Matches error messages of collectives and of the runtime that show that a process has ended.
+# Matches the error messages of collectives and of the runtime if another process has ended. It also
+# matches other errors of Gloo and NCCL, which usually have the same cause.
 _LOST_PEER = re.compile(
     "Gloo|NCCL|closed by peer|UNAVAILABLE|heartbeat|CoordinationService", re.I
 )
@@ -122,7 +123,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def _find_launcher() -> str | None:
     """Return JAX's name of the launcher that started this process as one of several.
 
-    Return None if the process is the only one.
+    Return None if the process is the only one, or if the variable `ALONE` is set.
     """
     variables = os.environ
     if ALONE in variables:
@@ -174,9 +175,9 @@ def from_first(number: int) -> int:
 
 
 def from_all(text: str) -> list[str]:
-    """Return the texts of all processes. Every process must call this.
+    """Return the strings of all processes, by index. Every process must call this.
 
-    The texts are exchanged through the coordinator, so JAX's devices need not exist yet.
+    The strings are exchanged through the coordinator, so JAX's devices need not exist yet.
     """
     if (client := global_state.client) is None:
         return [text]

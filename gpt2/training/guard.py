@@ -9,12 +9,15 @@ from jax import Array
 
 
 class Guard(struct.PyTreeNode):
-    """Counts of skipped steps, which do not change parameters or optimizer moments."""
+    """Counts of skipped steps, which do not change parameters or optimizer moments.
+
+    Overflows of float16 are not counted while the loss scale can be lowered.
+    """
 
     skipped: Array  # int32 scalar, skipped steps so far
-    # int32 scalar, the number of consecutive skipped steps up to the newest; overflows of float16
-    # do not count while the loss scale can be lowered. If the number exceeds `max_bad`, every later
-    # step is skipped, so that the diagnosis finds the state before the bad step.
+    # int32 scalar, the number of consecutive skipped steps up to the newest. If it exceeds
+    # `max_bad`, every later step is skipped, so that the diagnosis finds the state before the bad
+    # step.
     bad_in_a_row: Array
     max_bad: int = struct.field(pytree_node=False)  # the value of train.skip_bad_steps
 

@@ -25,7 +25,10 @@ class LossScale(struct.PyTreeNode):
         return cls(jnp.float32(2.0**12), jnp.int32(0))
 
     def update(self, finite: Array) -> "LossScale":
-        """Halve the scale after an overflow, and double it after `GROWTH_INTERVAL` good steps."""
+        """Halve the scale after an overflow, and double it after `GROWTH_INTERVAL` good steps.
+
+        The scale remains between 1 and 2^24.
+        """
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
         scale = jnp.where(
             finite, jnp.where(grown, self.scale * 2, self.scale), self.scale / 2

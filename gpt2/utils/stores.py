@@ -35,7 +35,8 @@ from fsspec.utils import tokenize
 from gpt2.errors import UserError, warn
 from gpt2.utils import files
 
-# Matches the files of a Hugging Face model, without files for other frameworks.
+# Matches the files of a Hugging Face model that this project reads: JSON and safetensors files,
+# except those in subfolders.
 HUGGING_FACE = r"[^/]+\.(json|safetensors)$"
 RECORD = ".store.json"
 _OWNER = ".owner"  # contains a random key of the run that began last
