@@ -34,8 +34,8 @@ class UserError(Exception):
 class DivergedError(ArithmeticError):
     """The error of a step whose results contain NaN or Inf.
 
-    `what` begins the message, for example "the loss is". `before` is True if NaN or Inf
-    was computed from the state before the step, and False if from the new state.
+    `what` begins the message, for example "the loss is". `before` is True if NaN or Inf was
+    computed from the state before the step, and False if it was computed from the new state.
     """
 
     def __init__(self, step: int, what: str, *, before: bool):
@@ -89,7 +89,8 @@ def set_on_exit(command: str) -> None:
 def run_on_exit(code: int, reason: str) -> None:
     """Run the command of `logging.on_exit`, at most once.
 
-    If the command fails, print a warning. The process still exits with `code`.
+    If the command fails or takes longer than a minute, print a warning. The process still exits
+    with `code`.
     """
     command = _on_exit
     set_on_exit("")

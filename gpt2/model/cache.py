@@ -56,7 +56,7 @@ def extend(
 ) -> tuple[Array, KVCache]:
     """Append tokens to cached sequences, and return the logits of the next tokens.
 
-    A caller appends a complete prompt first, and then one token at a time.
+    For example, append a complete prompt first, and then one token at a time.
 
     Args:
         model: a `GPT`, or an instance of a subclass.

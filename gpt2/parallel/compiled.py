@@ -38,7 +38,10 @@ class CompiledStep:
 
     @property
     def compile_seconds(self) -> float:
-        """The time for tracing and compiling, in seconds."""
+        """The time from the start of tracing to the end of compilation, in seconds.
+
+        It includes the wait for programs that are compiled earlier.
+        """
         return self._compiling.result()[1]
 
     @property

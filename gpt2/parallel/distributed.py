@@ -116,7 +116,7 @@ def ends_together() -> Iterator[None]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error says that another process of the run is gone."""
+    """Return whether an error usually means that another process of the run has ended."""
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
 
 

@@ -19,8 +19,9 @@ from gpt2.utils.trees import Tree
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Return how matrices `[..., rows, columns]` are stored: rows over fsdp, columns over tensor.
 
-    Kernels whose rows are the model's width are stored in this way. A side is not split if its size
-    is not a multiple of the mesh axis. Vectors (one row, or one column) are not split either.
+    With the default `parallel.rules`, kernels whose rows are the model's width are stored in this
+    way. A side is not split if its size is not a multiple of the mesh axis. Vectors (one row, or
+    one column) are not split either.
     """
     sides = [
         axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None

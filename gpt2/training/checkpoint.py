@@ -155,10 +155,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         return sorted(self._manager.all_steps())
 
     def can_rescue(self, state: TrainState, step: int) -> bool:
-        """Return whether, after a failure, the state after `step` is finite and not saved yet.
+        """Return whether the state after `step` can and should be saved after a failure.
 
-        With several processes, return False: the processes that did not fail would not save their
-        parts.
+        The state must be finite, not deleted and not saved yet, and `step` must not be 0. With
+        several processes, return False: the processes that did not fail would not save their parts.
         """
         several = jax.process_count() > 1
         if several or step == 0 or step in self.all_steps():
@@ -292,7 +292,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             self.close()
 
     def _recover(self, error: Exception) -> None:
-        """Warn that a save failed, and remove the incomplete checkpoint."""
+        """Remove an incomplete checkpoint, and warn that its save failed.
+
+        With several processes, raise the exception that ends them instead.
+        """
         if jax.process_count() > 1:
             raise self._for_all(error)
         step = self._saving

@@ -76,6 +76,7 @@ def check_options(workdir: Path, config: Config) -> None:
     """Refuse a directory in which this run cannot start or continue, before data are prepared.
 
     `model.vocab_size` may be 0 until the data are prepared. `refuse_changes` then checks it later.
+    Also refuse a `logging.reference` or a `logging.wandb` that cannot be used.
     """
     _require_writable(workdir)
     require_safe_path(workdir)
@@ -181,7 +182,8 @@ def read_data(workdir: Path) -> dict[str, Any] | None:
 def check_data(workdir: Path, dataset: Dataset) -> None:
     """Refuse to continue a run with another text or tokenizer.
 
-    Also refuse processes whose texts differ.
+    Also refuse processes whose texts differ. If the description of the run's data is missing or
+    damaged, print a warning.
     """
     distributed.require_same(dataset.describe())
     path = workdir / _DATA

@@ -176,9 +176,9 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
     Keep local files that have not been uploaded yet. But if the store has changed since the last
     exchange, and the run of the local folder is not the run that began last in the store, rename a
-    local folder with such files, and fetch into a new folder. In this case, raise a UserError if
-    the store's newest checkpoint is older than at the last exchange. Update nothing if a process
-    trains in the local folder. `only` is a regular expression for the names of the files to fetch.
+    local folder with such files, and fetch into a new folder; raise a UserError instead if the
+    store's newest checkpoint is older than at the last exchange. Update nothing if a process trains
+    in the local folder. `only` is a regular expression for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -279,7 +279,8 @@ def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
     """Delete the local copies of files that another run has replaced in the store.
 
     If the working copy has files that were changed since the last exchange, or that are no longer
-    in the store, rename the working copy instead.
+    in the store, rename the working copy instead. Raise a UserError if the store's newest
+    checkpoint is older than at the last exchange.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)

@@ -126,10 +126,9 @@ class Mixture(nn.Module):
         """Report the auxiliary losses of the router, summed over tokens.
 
         Tokens whose entry in `counts` `[B, T, 1]` is 0 have no target, and are left out of the
-        sums.
-        The balance loss (Switch Transformer, equation 4) is 1 if all experts are chosen equally
-        often, or if all have the same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv
-        2202.08906, equation 5) penalises large logits.
+        sums. The balance loss (Switch Transformer, equation 4) is 1 if all experts are chosen
+        equally often, or if all have the same mean probability. The z-loss (ST-MoE, Zoph et al.
+        2022, arXiv 2202.08906, equation 5) penalises large logits.
         """
         cfg = self.config
         sizes = counts.sum(1)  # [B, 1], the number of tokens in each row
