@@ -115,8 +115,8 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
             bad_lines.append(number)
     if bad_lines:
         warn(
-            f"{path} has {len(bad_lines)} lines that are not metrics records. They are skipped. "
-            f"The first is line {bad_lines[0]}"
+            f"{path} contains lines that are not metrics records, which are skipped. Their number"
+            f" is {len(bad_lines)}, and the first is line {bad_lines[0]}"
         )
 
 

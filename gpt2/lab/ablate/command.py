@@ -185,6 +185,6 @@ def exit_code(runs: Sequence[Run]) -> int:
     number = states.count("failed") + states.count("waiting")
     if number:
         print(
-            f"{counted(number, 'run')} failed or have not ended; to train them, repeat the command"
+            f"failed or not ended: {counted(number, 'run')}; to train them, repeat the command"
         )
     return int(number > 0)

@@ -23,7 +23,7 @@ def find_commit(name: str) -> str:
     commit = _git(*verify, f"{name}^{{commit}}")
     if not commit:
         raise UserError(
-            f"code={name} is not a branch, tag or commit of {SOURCE}",
+            f"code={name} is not a branch, tag or commit of this repository",
             "Run `git branch` to see the branches",
         )
     return commit
@@ -109,7 +109,7 @@ def _git(*arguments: str, folder: Path | None = None) -> str:
     # git refuses to read a checkout that belongs to another user, as may happen in a container.
     if "dubious ownership" in done.stderr:
         raise UserError(
-            f"git refuses to read {SOURCE}, which belongs to another user",
-            f"Run `git config --global --add safe.directory {os.path.abspath(SOURCE)}`",
+            f"git refuses to read {checkout}, which belongs to another user",
+            f"Run `git config --global --add safe.directory {os.path.abspath(checkout)}`",
         )
     return done.stdout.strip() if done.returncode == 0 else ""
