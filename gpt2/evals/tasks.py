@@ -35,6 +35,11 @@ def find_task(spec: str) -> tuple[Score, Path]:
     """Return the scoring function and the file of a task, specified as NAME:DIRECTORY."""
     name, _, directory = spec.partition(":")
     require_choice("task", name, ("validation", *TASKS))
+    if name == "validation":
+        raise UserError(
+            f"task={spec}: validation reads no directory",
+            "Use eval.py --tasks=validation. A run validates by itself, see train.eval_every",
+        )
     file, score = TASKS[name]
     path = Path(directory) / file
     if not path.is_file():

@@ -552,6 +552,7 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
     [
         ("cor:", "task=cor is not one of"),
         ("core:.", "needs the file core.yaml"),
+        ("validation", "validation reads no directory"),
         ("lambada:{}", "line 1 cannot"),
     ],
 )
