@@ -924,14 +924,15 @@ def test_arms_of_the_same_step_are_measured_once(tmp_path):
     assert make_measuring_run(tmp_path, larger).folder != run.folder
 
 
-def write_measure(root, arm):
-    """Writes what a measuring run leaves: steps of 0.1 s, but the first, and a start of 20 s."""
+def write_measure(root, arm, start=20, step_seconds=0.1):
+    """Writes what a measuring run leaves: the first line's steps took longer than all others."""
     run = make_measuring_run(root, arm)
     write_run(run, 3.7)
     lines = []
-    for step, seconds in (10, 0.4), (20, 0.1), (30, 0.1), (40, 0.1):
+    for step in (10, 20, 30, 40):
+        seconds = 4 * step_seconds if step == 10 else step_seconds
         line = {"step": step, "perf/step_seconds": seconds}
-        lines.append(line | {"perf/total_seconds": 20 + 0.1 * step})
+        lines.append(line | {"perf/total_seconds": start + step_seconds * step})
     lines[-1]["eval/loss"] = 3.7
     write_rows(run.workdir / "metrics.jsonl", lines)
 
@@ -946,13 +947,37 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     asked, last, amounts, total = describe_runs([sweep], slots).splitlines()
     text = capsys.readouterr().out
     assert "measuring the steps of baseline" in text
-    assert "0.1 seconds per step" in text
+    assert "baseline: 0.1 seconds per step, measured" in text
     assert "seed" not in text
     assert asked == "would train (times include start-up and compilation)"
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
     tokens = 1000 * sweep.arms[0].config.tokens_per_step
     assert amounts.startswith(f"1 run, {format_count(tokens)} tokens and ")
     assert total.startswith("about 0:02:00 in all, ")
+
+
+def test_a_ladder_measures_arms_at_its_smallest_size_and_the_baseline_at_each(
+    tmp_path, capsys
+):
+    sweeps = [sweep_in(tmp_path / name, "optim.name=muon") for name in ("d2", "d4")]
+    (small, small_muon), (large, large_muon) = (sweep.arms for sweep in sweeps)
+    write_measure(tmp_path / "d2", small)
+    write_measure(tmp_path / "d2", small_muon, start=30, step_seconds=0.2)
+    write_measure(tmp_path / "d4", large, start=40, step_seconds=0.5)
+    _, *lines, note, _, total = describe_runs(sweeps, make_slots(1)).splitlines()
+    assert (
+        "d4: optim.name=muon: 1 seconds per step, estimated" in capsys.readouterr().out
+    )
+    assert len(lines) == 12
+    assert "d4: optim.name=muon seed 1  1000 steps  0:17:40 (estimated)" in lines
+    assert sum("estimated" in line for line in lines) == 3
+    assert note.startswith("estimated: the baseline's time at that size, multiplied by")
+    assert note.endswith("time at d2")
+    # The starts take 20 + 30 + 40 + 60 s, and the steps 1000 * (0.1 + 0.2 + 0.5 + 1) s.
+    assert total.startswith("about 1:37:30 in all, ")
+    # A time that is known already is not estimated.
+    write_measure(tmp_path / "d4", large_muon, start=40, step_seconds=0.5)
+    assert "estimated" not in describe_runs(sweeps, make_slots(1))
 
 
 def test_runs_at_once_share_the_cores(monkeypatch):

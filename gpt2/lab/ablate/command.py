@@ -16,7 +16,7 @@ from gpt2.lab.experiments.arms import Arm, draw_trials, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import Slot
 from gpt2.lab.experiments.run_folder import ENDED, Run
-from gpt2.lab.experiments.step_time import equalize, measure
+from gpt2.lab.experiments.step_time import Times, equalize, forecast
 from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score, flops
 from gpt2.utils.text import counted, format_count, format_duration
 
@@ -76,7 +76,8 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Only print the runs and how long they would take. Short runs measure the times.",
+        "Only print the runs and how long they would take. Short runs measure the times. In a "
+        "ladder, they measure the baseline at each size, and other arms only at the smallest.",
     )
     flags.DEFINE_bool(
         "report",
@@ -146,32 +147,50 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
     """List the runs of sweeps, with their tokens, FLOPs and durations.
 
-    The durations are estimated from the time of a step, which a short run of each arm measures.
+    There are several sweeps for the sizes of a ladder, the smallest first. The durations are
+    computed from the times of a start and of a step, which `forecast` measures or estimates.
     """
+    first = sweeps[0].root.name
+    if len(sweeps) > 1:
+        print(f"measuring the baseline at each size, and the other arms at {first}")
     lines = ["would train (times include start-up and compilation)"]
+    smallest: dict[str, Times] = {}
+    any_estimated = False
     seconds = 0.0
     tokens = 0.0
     num_flops = 0.0
     for sweep in sweeps:
         size = f"{sweep.root.name}: " if len(sweeps) > 1 else ""
-        durations = {}
-        for arm in sweep.arms:
-            step, start = measure(sweep.root, arm, slots)
-            print(f"{size}{step:.4g} seconds per step", flush=True)
-            durations[arm.name] = start + arm.config.train.num_steps * step
+        times = dict[str, Times]()
+        for name, arm_times in forecast(sweep.arms, sweep.root, slots, smallest):
+            times[name] = arm_times
+            how = "measured" if arm_times.is_measured else "estimated"
+            print(f"{size}{name}: {arm_times.step:.4g} seconds per step, {how}")
+            any_estimated |= not arm_times.is_measured
+        smallest = smallest or times
         # The duration of a run does not depend on the values that tuning will choose.
-        chosen = {name: sweep.chosen.get(name, {}) for name in durations}
+        chosen = {name: sweep.chosen.get(name, {}) for name in times}
         for run in replace(sweep, chosen=chosen).all_runs():
             if run.outcome().state in ENDED:
                 continue
             steps = run.config.train.num_steps
-            seconds += durations[run.arm]
+            step, start, is_measured = times[run.arm]
+            run_seconds = start + steps * step
+            seconds += run_seconds
             tokens += run.config.shapes.tokens(steps)
             num_flops += flops(run.config, steps)
-            duration = format_duration(durations[run.arm])
+            duration = format_duration(run_seconds)
+            if not is_measured:
+                duration += " (estimated)"
             lines.append(f"{size}{run.label}  {steps} steps  {duration}")
+    num_runs = len(lines) - 1
+    if any_estimated:
+        lines.append(
+            "estimated: the baseline's time at that size, multiplied by the ratio of the arm's"
+            f" time to the baseline's time at {first}"
+        )
     lines.append(
-        f"{counted(len(lines) - 1, 'run')}, {format_count(tokens)} tokens and"
+        f"{counted(num_runs, 'run')}, {format_count(tokens)} tokens and"
         f" {num_flops:.2g} FLOPs in all\n"
         f"about {format_duration(seconds / len(slots))} in all, without validations and"
         " checkpoints"

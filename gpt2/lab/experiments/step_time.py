@@ -3,8 +3,9 @@
 import contextlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -51,7 +52,7 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     Both are measured by a short run, which is trained only once and stored in `root`.
     """
     run = make_measuring_run(root, arm)
-    print(f"measuring the steps of {arm.name}", flush=True)
+    print(f"measuring the steps of {arm.name}, in {root}", flush=True)
     # A score after few steps is meaningless, so it is not printed.
     with contextlib.redirect_stdout(None):
         train_all([run], slots[:1], LOSS)
@@ -66,6 +67,42 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     step = float(steps[1:].median())
     whole = float(records["perf/total_seconds"].max())
     return step, whole - _STEPS * step
+
+
+class Times(NamedTuple):
+    """The durations that determine how long the runs of an arm take, in seconds."""
+
+    step: float
+    start: float  # start-up and compilation
+    is_measured: bool = True
+
+
+def forecast(
+    arms: Sequence[Arm],
+    root: Path,
+    slots: Sequence[Slot],
+    smallest: Mapping[str, Times],
+) -> Iterator[tuple[str, Times]]:
+    """Yield the name and the times of each arm of one size. The baseline is the first arm.
+
+    `smallest` contains the times at the smallest size of a ladder. It is empty at this size, and
+    for a sweep: then all arms are measured. At the other sizes of a ladder, only the baseline is
+    measured. The times of another arm are the baseline's times, multiplied by the ratio of the arm
+    to the baseline at the smallest size. Times that `root` contains already are used as they are.
+    """
+    baseline, *others = arms
+    usual = Times(*measure(root, baseline, slots))
+    yield baseline.name, usual
+    for arm in others:
+        is_stored = make_measuring_run(root, arm).outcome().state == "finished"
+        if is_stored or not smallest:
+            yield arm.name, Times(*measure(root, arm, slots))
+            continue
+        small = smallest[arm.name]
+        small_baseline = smallest[baseline.name]
+        step = usual.step * small.step / small_baseline.step
+        start = usual.start * small.start / small_baseline.start
+        yield arm.name, Times(step, start, is_measured=False)
 
 
 def equalize(
