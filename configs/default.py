@@ -420,11 +420,11 @@ class Loss:
 
 
 # Conditions for `needs`: the optimizers that use an option.
-_ADAM = "optim.name=adamw|adam|ademamix|schedule_free|muon|normuon|soap"
+_ADAM = "optim.name=adamw|adam|ademamix|schedule_free|muon|normuon|soap|soap_muon"
 _BETAS = f"{_ADAM}|lion"
-_MATRIX = "optim.name=adamw|muon|normuon|soap"
-_MUON = "optim.name=muon|normuon"
-_DECOUPLED = "optim.name=adamw|lion|ademamix|schedule_free|muon|normuon|soap"
+_MATRIX = "optim.name=adamw|muon|normuon|soap|soap_muon"
+_MUON = "optim.name=muon|normuon|soap_muon"
+_DECOUPLED = "optim.name=adamw|lion|ademamix|schedule_free|muon|normuon|soap|soap_muon"
 
 
 @dataclass(frozen=True)
@@ -441,6 +441,7 @@ class Optim:
         "muon",
         "normuon",
         "soap",
+        "soap_muon",
     ] = option(
         "adamw",
         "the optimizer; docs/optimizers.md describes all optimizers",
@@ -526,7 +527,9 @@ class Optim:
         needs=_MUON,
     )
     precondition_every: Positive = option(
-        10, "number of steps between updates of soap's bases", needs="optim.name=soap"
+        10,
+        "number of steps between updates of the bases of soap and soap_muon",
+        needs="optim.name=soap|soap_muon",
     )
     eps: AboveZero = option(
         1e-8, "epsilon, added to the denominator of Adam's update", needs=_ADAM

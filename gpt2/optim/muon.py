@@ -56,9 +56,7 @@ def scale_by_muon(
     This tree, and the trees of gradients, contain only matrices.
     """
     neurons = optim.name == "normuon"
-    momentum = optax.constant_schedule(optim.momentum)
-    if steps := optim.momentum_warmup:  # starts at 0.85, as in modded-nanogpt
-        momentum = optax.linear_schedule(0.85, optim.momentum, steps)
+    momentum = momentum_schedule(optim)
 
     def init(params: Tree) -> MuonState:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -105,6 +103,21 @@ def scale_by_muon(
         return direction, MuonState(count, mean, running)
 
     return optax.GradientTransformation(init, update)
+
+
+def momentum_schedule(optim: OptimConfig) -> optax.Schedule:
+    """Return the decay of the momentum as a function of the step."""
+    if steps := optim.momentum_warmup:  # starts at 0.85, as in modded-nanogpt
+        return optax.linear_schedule(0.85, optim.momentum, steps)
+    return optax.constant_schedule(optim.momentum)
+
+
+def muon_update(matrices: Array, method: str, platform: str) -> Array:
+    """Return the updates of Muon for momenta `[S, m, n]`, scaled to `UPDATE_RMS`."""
+    dtype = matrices.dtype if platform == "cpu" else jnp.bfloat16
+    orthogonal = orthogonalized(matrices.astype(dtype), method)
+    scale = UPDATE_RMS * max(matrices.shape[1:]) ** 0.5
+    return orthogonal.astype(matrices.dtype) * scale
 
 
 def orthogonalized(matrices: Array, method: str) -> Array:

@@ -263,8 +263,9 @@ def _schedule_free(
 def _with_adam(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Muon, NorMuon or SOAP for matrices, and Adam for all other parameters."""
-    scale_by_matrices = scale_by_soap if optim.name == "soap" else scale_by_muon
+    """Muon, NorMuon, SOAP or SOAP-Muon for matrices, and Adam for all other parameters."""
+    uses_bases = optim.name in ("soap", "soap_muon")
+    scale_by_matrices = scale_by_soap if uses_bases else scale_by_muon
     kinds = jax.tree.map(lambda info: "hidden" if info.inputs else "adam", parameters)
     directions = {
         "adam": _adam(optim, num_steps, parameters, matrices),
@@ -300,4 +301,5 @@ OPTIMIZERS = {
     "muon": Optimizer(_with_adam, 0.5),
     "normuon": Optimizer(_with_adam, 0.5),
     "soap": Optimizer(_with_adam),
+    "soap_muon": Optimizer(_with_adam, 0.5),
 }

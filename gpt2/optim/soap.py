@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+"""SOAP and SOAP-Muon: Adam in the eigenbasis of Shampoo's preconditioner."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +10,7 @@ import optax
 from jax import Array
 
 from gpt2.config import OptimConfig
+from gpt2.optim.muon import momentum_schedule, muon_update
 from gpt2.optim.stacks import Kernel, kernels, map_stacks, to_matrices
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
@@ -24,7 +25,8 @@ class SoapState(NamedTuple):
 
     count: Array  # type: ignore[assignment]  # int32, number of updates so far
     mu: Tree  # running means of gradients, with the parameters' shapes
-    # Running means of squared gradients in the eigenbasis, with the parameters' shapes.
+    # Running means of squared gradients in the eigenbasis, with the parameters' shapes. For
+    # SOAP-Muon, these are means of the squared momentum.
     nu: Tree
     row_gram: Tree  # running means of G G^T, [..., rows, rows]
     column_gram: Tree  # running means of G^T G, [..., columns, columns]
@@ -40,6 +42,10 @@ def scale_by_soap(
     `parameters` is a tree of `ParamInfo`. This tree, and the trees of gradients, contain only
     matrices. As in the authors' code, the first step only computes the bases. If the first gradient
     of a matrix is nearly singular, the basis depends on rounding.
+
+    SOAP-Muon is Muon whose momentum is divided, in the eigenbasis, by the root of its running mean
+    square before it is orthogonalised (github.com/KellerJordan/modded-nanogpt, pull request 278).
+    Here, as in pull request 321, this applies to all matrices. The first step is Muon's.
     """
 
     def init(params: Tree) -> SoapState:
@@ -69,7 +75,7 @@ def scale_by_soap(
             return x.reshape(-1, *x.shape[-2:])
 
         bases = jax.tree.map(stack, state[3:])
-        step = partial(_step, optim)
+        step = partial(_step, optim, matrices.platform)
         stacks = (*in_shape, *bases)
         direction, mu, nu, *bases = map_stacks(
             matrices,
@@ -104,30 +110,43 @@ def _square(kernel: Kernel, x: Array, side: int) -> Array:
 
 
 def _step(
-    optim: OptimConfig, stacks: tuple[Array, ...], count: Array
+    optim: OptimConfig, platform: str, stacks: tuple[Array, ...], count: Array
 ) -> tuple[Array, ...]:
     """Return a tuple of stacks: the directions, and then the fields of the next state.
 
     `stacks` are the gradients, and then the fields of the current state. The fields are all fields
     of `SoapState` except `count`, in their order.
     """
-    beta1 = optim.beta1
+    is_muon = optim.name == "soap_muon"
+    beta1 = momentum_schedule(optim)(count) if is_muon else optim.beta1
     beta2 = optim.beta2
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
+
+    def average() -> tuple[Array, Array]:
+        """Return the running mean of gradients, and the value of it from which a step is made."""
+        mean = beta1 * mu + (1 - beta1) * grads
+        if is_muon and optim.nesterov:
+            return mean, beta1 * mean + (1 - beta1) * grads
+        return mean, mean
 
     def start() -> tuple[Array, ...]:
         rank = min(grads.shape[1:])
         rows = _eigenvectors(row_gram, rank)
         columns = _eigenvectors(column_gram, rank)
+        if is_muon:
+            mean, ahead = average()
+            return ahead, mean, nu, rows, columns
         return jnp.zeros_like(grads), mu, nu, rows, columns
 
     def project(x: Array) -> Array:
         return row_basis.mT @ x @ column_basis
 
     def advance() -> tuple[Array, ...]:
-        mean = beta1 * mu + (1 - beta1) * grads
-        square = beta2 * nu + (1 - beta2) * jnp.square(project(grads))
-        adam = project(mean) / (jnp.sqrt(square) + optim.eps)
+        mean, ahead = average()
+        moved = project(ahead)
+        squared = jnp.square(moved if is_muon else project(grads))
+        square = beta2 * nu + (1 - beta2) * squared
+        adam = moved / (jnp.sqrt(square) + optim.eps)
         correction = jnp.sqrt(1 - beta2**count) / (1 - beta1**count)
         direction = correction * (row_basis @ adam @ column_basis.mT)
 
@@ -149,6 +168,8 @@ def _step(
         row_gram = beta2 * row_gram + (1 - beta2) * (grads @ grads.mT)
         column_gram = beta2 * column_gram + (1 - beta2) * (grads.mT @ grads)
         direction, mu, nu, *bases = jax.lax.cond(count == 0, start, advance)
+    if is_muon:
+        direction = muon_update(direction, optim.orthogonalize, platform)
     return direction, mu, nu, row_gram, column_gram, *bases
 
 

@@ -235,6 +235,9 @@ muon's momentum warms up a step early: optim/muon.py, optim_matrices -k 'formula
 soap does not turn its second moment with the basis: optim/soap.py, optim_matrices -k formula
     - jnp.take_along_axis(turned, column_order[:, None, :], axis=2)
     + turned
+soap_muon averages squares of gradients, as soap does: optim/soap.py, optim_matrices -k soap_muon
+    - moved if is_muon else project(grads)
+    + project(grads)
 hyperball takes one norm for queries, keys and values: optim/hyperball.py, optim -k hyperball
     - jnp.sum(square, axis=kernel.rows + kernel.columns, keepdims=True)
     + jnp.sum(square, keepdims=True)
