@@ -43,6 +43,7 @@ def option(
     is_recipe: bool = False,
     is_duration: bool = False,
     is_ingredient: bool = False,
+    is_random: bool = False,
     choices: tuple[str, ...] = (),
     factors: str = "",
     aliases: str = "",
@@ -67,6 +68,8 @@ def option(
         is_duration: whether the option counts training steps. Sweeps that change the length of a
             run scale such options.
         is_ingredient: whether a file in gpt2/model/ingredients implements the option.
+        is_random: whether the option makes training random, as dropout does. Each micro-batch has
+            its own random masks.
         choices: the allowed names. Text may follow a name that ends with a colon.
         factors: an example value, if the option is a list of numbers.
         aliases: names of the option in other codebases, separated by spaces.
@@ -81,6 +84,7 @@ def option(
         "is_recipe": is_recipe,
         "is_duration": is_duration,
         "is_ingredient": is_ingredient,
+        "is_random": is_random,
         "choices": choices,
         "factors": factors,
         "aliases": tuple(aliases.split()),
@@ -117,6 +121,14 @@ class Model:
     dropout: BelowOne = option(
         0.0,
         "dropout probability of embeddings, attention weights and residual branches",
+        is_random=True,
+    )
+    stochastic_depth: BelowOne = option(
+        0.0,
+        "probability with which the last layer drops a residual branch of a sequence in training; "
+        "it falls linearly towards the first layer (Huang et al. 2016, arXiv 1603.09382)",
+        is_ingredient=True,
+        is_random=True,
     )
     bias: bool = option(True, "whether linear layers and norms have biases")
     tie_embeddings: bool = option(
@@ -606,7 +618,7 @@ class Train:
     accumulate_steps: Positive = option(
         1,
         "number of micro-batches per optimizer step",
-        may_change=True,  # but not with dropout, whose masks depend on it
+        may_change=True,  # but not with random masks, which depend on it
         is_recipe=True,
         aliases="gradient_accumulation_steps",
     )

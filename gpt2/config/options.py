@@ -41,6 +41,7 @@ class Option:
     is_recipe: bool = False
     is_duration: bool = False
     is_ingredient: bool = False
+    is_random: bool = False
     choices: tuple[str, ...] = ()
     factors: str = ""
     aliases: tuple[str, ...] = ()

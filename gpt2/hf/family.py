@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpt2.config import GPTConfig, ModelConfig
+from gpt2.config.options import OPTIONS
 
 Json = dict[str, Any]  # the content of config.json
 
-# Fields that affect how a model is initialised or computed, but not its architecture.
-FREE = ("dropout", "attention", "init", "init_std", "zero_init_projections")
+# Fields that affect how a model is initialised, trained or computed, but not its architecture.
+FREE = {"attention", "init", "init_std", "zero_init_projections"}
+FREE |= {
+    name.removeprefix("model.") for name, option in OPTIONS.items() if option.is_random
+}
 # The options of scaled rope, and their names in config.json in every family with rope.
 SCALED_ROPE = {
     "rope_scaling": "rope_type",

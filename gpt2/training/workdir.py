@@ -169,8 +169,8 @@ def deciding_options(config: Config) -> dict[str, Any]:
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
             options[name] = value
-    if config.model.dropout:  # The number of micro-batches changes its masks.
-        options["train.accumulate_steps"] = config.train.accumulate_steps
+        if OPTIONS[name].is_random and value:  # Each micro-batch has its own masks.
+            options["train.accumulate_steps"] = config.train.accumulate_steps
     return options
 
 

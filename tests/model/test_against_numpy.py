@@ -1,6 +1,7 @@
 """Every switch computes what a plain reference in numpy computes (tests/numpy_model.py)."""
 
 import dataclasses
+from functools import partial
 
 import chex
 import jax
@@ -98,6 +99,47 @@ def test_dropout_is_that_of_plain_numpy_with_the_same_masks(monkeypatch, name):
         return numpy_model.logits(cfg, params, np.asarray(tokens[0]), factors)
 
     assert_rounded(dropped[0], compute, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "scanned"),
+    [("default", False), thorough("hyper_connections", True), thorough("post", True)],
+)
+def test_stochastic_depth_is_that_of_plain_numpy_with_the_linear_rule(
+    monkeypatch, name, scanned
+):
+    drawn = jnp.array([0.6, 0.4]).reshape(2, 1, 1)  # for two sequences
+    keys = []
+
+    def draw(key, p, shape):
+        assert shape == drawn.shape
+        keys.append(key)
+        return drawn < p
+
+    monkeypatch.setattr(jax.random, "bernoulli", draw)
+    config = model_of(name).config
+    cfg = dataclasses.replace(config, stochastic_depth=0.5, scan_layers=scanned)
+    params = params_of(name)
+    tokens = tokens_of(5)
+    dropped = GPT(cfg).apply(
+        {"params": in_layout(params, scanned=scanned)},
+        tokens,
+        deterministic=False,
+        rngs={"dropout": jax.random.key(3)},
+    )
+    if not scanned:
+        assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == 4
+    # Of two layers, the first keeps a branch with a probability of 0.75, and the second of 0.5.
+    weights = np.ones((cfg.num_heads, cfg.context_length, cfg.context_length))
+    for row, layers in enumerate([(1 / 0.75, 0.0), (1 / 0.75, 1 / 0.5)]):
+        factors = [1.0]  # of the embedding, and then of weights, attention and MLP
+        for factor in layers:
+            factors += [weights, factor, factor]
+
+        compute = partial(
+            numpy_model.logits, config, tokens=np.asarray(tokens[row]), factors=factors
+        )
+        assert_rounded(dropped[row], compute, params)
 
 
 # One expert per token, and two with a capacity that drops tokens.

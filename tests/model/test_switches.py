@@ -41,7 +41,7 @@ from tests.model.switches import (
 
 # Options that need no switch: sizes, and those that test_model.py and test_ops.py cover.
 COVERED = {"vocab_size", "context_length", "num_layers", "num_heads", "embed_dim"}
-COVERED |= {"dropout", "attention"}
+COVERED |= {"dropout", "stochastic_depth", "attention"}
 
 each_switch = pytest.mark.parametrize("name", ALL)
 # Switches whose test takes seconds run only in combination by default.
@@ -97,7 +97,8 @@ def test_the_option_of_a_deleted_ingredient_is_refused(monkeypatch, name):
     monkeypatch.setattr(ingredients, "INGREDIENTS", others)
     collect = ingredients.ingredients_of.__wrapped__  # without its cache
     assert collect(GPTConfig()) == ()
-    value = OPTIONS[name].kind(4)
+    kind = OPTIONS[name].kind
+    value = 0.5 if kind is float else kind(4)
     with pytest.raises(UserError, match=f"{name}={value} has no effect, because"):
         collect(GPTConfig(**{member: value}))
 

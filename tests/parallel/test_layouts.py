@@ -230,7 +230,7 @@ def test_experts_train_in_any_layout_as_on_one_device(case, reference):
 
 @pytest.mark.thorough
 def test_dropout_draws_alike_whenever_parameters_are_gathered(reference):
-    model = dataclasses.replace(MODEL, dropout=0.1)
+    model = dataclasses.replace(MODEL, dropout=0.1, stochastic_depth=0.5)
 
     def train(layout):
         return setup(Case(layout, accumulate=4, model=model)).train()

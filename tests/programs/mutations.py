@@ -238,6 +238,9 @@ soap does not turn its second moment with the basis: optim/soap.py, optim_matric
 soap_muon averages squares of gradients, as soap does: optim/soap.py, optim_matrices -k soap_muon
     - moved if is_muon else project(grads)
     + project(grads)
+stochastic depth begins with the first layer: ingredients/stochastic_depth.py, against_numpy
+    - number = context.layer + 1
+    + number = self.config.num_layers - context.layer
 hyperball takes one norm for queries, keys and values: optim/hyperball.py, optim -k hyperball
     - jnp.sum(square, axis=kernel.rows + kernel.columns, keepdims=True)
     + jnp.sum(square, keepdims=True)

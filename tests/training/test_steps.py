@@ -165,8 +165,9 @@ def on_devices(options, loss=next_token_loss):
 
 @pytest.mark.thorough
 def test_dropout_differs_by_device_and_not_by_backend():
-    by_pmap = losses_by_part(on_devices("parallel.backend=pmap model.dropout=0.5"), 8)
-    by_pjit = losses_by_part(on_devices("model.dropout=0.5"), 8)
+    random = "model.dropout=0.5 model.stochastic_depth=0.5"
+    by_pmap = losses_by_part(on_devices(f"parallel.backend=pmap {random}"), 8)
+    by_pjit = losses_by_part(on_devices(random), 8)
     assert num_distinct(by_pmap) == 8
     np.testing.assert_allclose(by_pmap, by_pjit, rtol=1e-6)
 

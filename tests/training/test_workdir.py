@@ -77,6 +77,11 @@ def test_a_damaged_file_next_to_the_checkpoints_is_written_again(
             "model.dropout=0.1 train.accumulate_steps=2",
             "train.accumulate_steps=1, not 2",
         ),
+        (
+            "model.stochastic_depth=0.1",
+            "model.stochastic_depth=0.1 train.accumulate_steps=2",
+            "train.accumulate_steps=1, not 2",
+        ),
         ("", "train.num_steps=9 parallel.fsdp=2 logging.tensorboard=False", ""),
         ("", "model.attention=plain train.accumulate_steps=2", ""),
     ],

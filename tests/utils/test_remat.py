@@ -97,7 +97,12 @@ def test_the_compiled_program_computes_the_other_products_again(policy, scan_unr
 )
 def test_remat_changes_no_loss_and_no_gradient(policy, scan_layers, dropout):
     attention = "auto" if dropout else "blocked"
-    plain = replaced(scan_layers=scan_layers, dropout=dropout, attention=attention)
+    plain = replaced(
+        scan_layers=scan_layers,
+        dropout=dropout,
+        stochastic_depth=dropout,
+        attention=attention,
+    )
     rematted = dataclasses.replace(plain, remat=policy)
     key = jax.random.key(5) if dropout else None
     arguments = init(plain), tokens_of(1), key
