@@ -291,7 +291,7 @@ def write_run(run, final, state="finished", error="", noise=None):
         loss = 8 + (final - 8) * fraction
         lines.append({"step": step, "perf/step_seconds": 0.1, "eval/loss": loss})
     write_rows(run.workdir / "metrics.jsonl", lines)
-    outcome = {"state": state, "error": error}
+    outcome = {"state": state, "error": error, "seconds": 0.1}
     (run.folder / "outcome.json").write_text(json.dumps(outcome))
 
 

@@ -18,9 +18,14 @@ from scipy import integrate, stats
 
 from configs import quickstart
 from gpt2.config import Config, load_config, with_options
+from gpt2.data import prepare_dataset
 from gpt2.errors import UserError
-from gpt2.lab.experiments.checkouts import find_commit, snapshot
-from gpt2.lab.experiments.run_folder import Run
+from gpt2.lab.experiments.arms import Arm
+from gpt2.lab.experiments.checkouts import check_out, find_commit, snapshot
+from gpt2.lab.experiments.jobs import make_slots
+from gpt2.lab.experiments.processes import SANDBOX
+from gpt2.lab.experiments.processes import start as start_run
+from gpt2.lab.experiments.run_folder import Run, options_from
 from gpt2.lab.experiments.terms import LOSS, flops
 from gpt2.lab.ledger import __main__ as command
 from gpt2.lab.ledger import referee, trial
@@ -35,7 +40,7 @@ from gpt2.lab.ledger.evidence import (
 )
 from gpt2.lab.ledger.ideas import arms_at
 from gpt2.lab.ledger.journal import append, read_ledger
-from gpt2.lab.ledger.referee import score
+from gpt2.lab.ledger.training_text import open_text, with_training_text
 from tests.helpers import (
     ROOT,
     SECONDS,
@@ -212,18 +217,25 @@ class Ideas:
         self.loss = loss
         self.noise = 0.003
         self.meanwhile = lambda run: None
+        self.scored = lambda run: None
         self._set = monkeypatch.setattr
         tokenizer = SimpleNamespace(vocab_size=4096)
         dataset = SimpleNamespace(tokenizer=tokenizer, parts={"": None})
         self._set(command, "prepare_dataset", lambda _: dataset)
+        self._set(command, "open_text", lambda *_: dataset)
         self._set(command, "snapshot", lambda: "")
         self._set(command, "_become_judge", lambda root, ledger: None)
         self._set(trial, "train_all", self._train)
-        self._set(trial, "score", lambda run: run.read(LOSS)[-1][LOSS])
+        self._set(trial, "score", self._score)
         self._set(command.cli, "parse_config", lambda: self.config)
         self._set(command.cli, "overrides", dict)
         self._set(command.cli, "config_file", lambda: "configs/quickstart.py")
         self.config = BASE
+
+    def _score(self, run, dataset):
+        self.scored(run)
+        loss = run.read(LOSS)[-1][LOSS]
+        return referee.Score(loss, loss)
 
     def _train(self, runs, slots, score):
         for run in runs:
@@ -243,6 +255,7 @@ class Ideas:
     def __call__(self, idea, **flags):
         """Tries an idea, and returns its answer and how many runs that took."""
         options = dict(pairs=8, minutes=math.inf, least=0.0, equal="tokens", json=True)
+        options["slowdown"] = math.inf
         options |= dict(ledger=str(self.root), idea=idea, dry_run=False, screen=[])
         self._set(command, "FLAGS", SimpleNamespace(**options | flags))
         before = len(self.trained)
@@ -292,6 +305,20 @@ def test_a_gain_is_kept_and_the_next_idea_is_tried_on_top_of_it(ideas, capsys):
 def test_a_gain_below_what_is_worth_keeping_is_not_kept(ideas):
     assert ideas("optim.name=lion", least=0.2)[0] == "discard"
     assert ideas("optim.name=lion", least=0.05)[0] == "keep"
+
+
+@pytest.mark.parametrize(("limit", "answer"), [(2.9, "discard"), (3.1, "keep")])
+def test_a_gain_of_slower_runs_is_not_kept_beyond_a_limit(ideas, capsys, limit, answer):
+    def timed(run):
+        path = run.folder / "outcome.json"
+        seconds = 3.0 if run.arm.startswith("001") else 1.0
+        path.write_text(json.dumps({"state": "finished", "seconds": seconds}))
+
+    ideas.meanwhile = timed
+    assert ideas("optim.name=lion", slowdown=limit)[0] == answer
+    if answer == "discard":
+        why = json.loads(capsys.readouterr().out)["why"]
+        assert why == "its runs take 3.00 times as long as the best version's"
 
 
 def test_every_idea_and_the_best_train_with_seeds_that_stood_nowhere_before(ideas):
@@ -748,6 +775,19 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
         ideas("code=.")
 
 
+def test_files_that_git_ignores_leave_the_copies_of_code(ideas, project):
+    (project / ".gitignore").write_text("__pycache__/\n")
+    git(project, "add .", "commit -q -m ignored", "branch next")
+    ideas("code=next", minutes=0.0)
+    (copy,) = (ideas.root / "code").glob("*/gpt2")
+    planted = copy / "__pycache__" / "file.cpython-313.pyc"
+    planted.parent.mkdir()
+    planted.write_bytes(b"better")
+    check_out(ideas.root, copy.parent.name)
+    assert not planted.exists()
+    assert (copy / "file.py").exists()
+
+
 def test_code_has_to_begin_at_what_was_kept(ideas, project):
     git(project, "branch old", "branch merged my/idea", "checkout -b side my/idea")
     (project / "gpt2/side.py").write_text("")
@@ -898,6 +938,11 @@ def tiny_run(tmp_path_factory):
     return train_tiny(tmp_path_factory.mktemp("tiny"), PACKED)
 
 
+def score(run):
+    """Return the referee's loss on the validation split that the run has read, too."""
+    return referee.score(run, prepare_dataset(run.config.data)).loss
+
+
 @pytest.fixture(scope="module")
 def tiny_score(tiny_run):
     return score(tiny_run)
@@ -906,7 +951,7 @@ def tiny_score(tiny_run):
 @pytest.mark.parametrize(
     "options",
     [
-        "",
+        thorough(""),
         thorough("model.position=rope model.qk_norm=True"),
         thorough(
             "model.smear=True model.bigram_embeddings=64 train.accumulate_steps=2"
@@ -937,9 +982,6 @@ def test_what_a_run_writes_about_itself_does_not_move_its_score(
     assert score(run) == tiny_score
 
 
-ANSWER = "            answers.write(np.asarray(logits, np.float32).tobytes())\n"
-
-
 def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_score, tmp_path):
     """In training, its logits are nearly those of the next token, which it copies."""
     project = tmp_path / "project"
@@ -959,29 +1001,227 @@ def test_a_model_that_peeks_at_later_tokens_gains_nothing(tiny_score, tmp_path):
     assert score(run) > tiny_score - 0.01
 
 
+# A model that answers the referee without JAX. It prefers the tokens near 100.
+STUB = """
+import os, sys, time
+import numpy as np
+
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+earlier = []
+while header := sys.stdin.buffer.read(8):
+    rows, length = map(int, np.frombuffer(header, np.int32))
+    for position in range(length):
+        tokens = np.frombuffer(sys.stdin.buffer.read(4 * rows), np.int32)
+        first = tokens if position == 0 else first
+        logits = np.tile(-((np.arange(257) - 100.0) ** 2) / 1000, (rows, 1))
+        CHANGE
+        answers.write(logits.astype(np.float32).tobytes())
+        answers.flush()
+        earlier += tokens.tolist()
+"""
+NEXT_ROW = "if position == 7: logits[range(rows - 1), first[1:]] += 9"
+EARLIER = "np.add.at(logits, (slice(None), earlier), 0.01)"
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """Returns a function that scores a run whose answering process does a statement more."""
+    monkeypatch.setattr(referee, "_SECONDS", 5.0)
+    corpus = tmp_path / "text.txt"
+    letters = np.random.default_rng(0).integers(60, 123, 2000)
+    corpus.write_text("".join(map(chr, letters)))
+    options = dict(corpus=f"text:{corpus}", tokenizer="byte", val_fraction=0.1)
+    options |= dict(data_dir=str(tmp_path / "prepared"), batch_size=4)
+    options = {f"data.{name}": value for name, value in options.items()}
+    config = with_options(BASE, options | {"model.context_length": 8})
+    config = with_options(config, {"model.vocab_size": 257})
+    run = Run("arm", config, tmp_path / "arm", source=tmp_path / "source")
+    run.workdir.mkdir(parents=True)
+    (run.folder / "outcome.json").write_text('{"state": "finished"}')
+    answer = run.source / "gpt2/lab/ledger/answer.py"
+    answer.parent.mkdir(parents=True)
+
+    def score(change="pass"):
+        answer.write_text(STUB.replace("CHANGE", change))
+        return referee.score(run, prepare_dataset(config.data))
+
+    score.run = run
+    return score
+
+
+def test_the_referee_normalises_every_answer(stub):
+    data = prepare_dataset(stub.run.config.data)
+    stream = data.parts[""][1].stream("validation")
+    targets = stream.read(1, len(stream))
+    logits = -((np.arange(257) - 100.0) ** 2) / 1000
+    nats = np.log(np.exp(logits).sum()) - logits[targets]
+    score = stub()
+    assert score.loss == pytest.approx(nats.mean(), abs=1e-6)
+    # Neither a constant nor a huge value for every token is a better distribution.
+    assert stub("logits += 50").loss == pytest.approx(score.loss, abs=1e-4)
+    assert stub("logits[:] = 1e30").loss == pytest.approx(math.log(257))
+
+
 @pytest.mark.parametrize(
-    ("new", "message"),
+    ("change", "message"),
     [
-        ("            logits = logits * np.nan\n" + ANSWER, "not finite"),
-        (2 * ANSWER, "do not have the shape"),
+        ("logits *= np.nan", "not finite"),
+        ("logits[:, 0] = -np.inf", "not finite"),
+        ("logits = np.tile(logits, (2, 1))", "do not have the shape"),
+        thorough("logits = logits[:, :128]", "took too long"),
         (
-            "            raise ValueError('tired')\n",
+            "raise ValueError('tired')",
             "it did not answer the referee: ValueError: tired",
         ),
-        thorough("            import time; time.sleep(99)\n", "took too long"),
+        ("sys.exit()", "it did not answer the referee"),
+        thorough("time.sleep(99)", "took too long"),
+        # The first token of a row is the last target of the row before it.
+        (NEXT_ROW, "its answers for a row depend on other rows"),
+        (EARLIER, "its answers for a row depend on other rows"),
     ],
 )
-def test_answers_that_are_none_are_named(tiny_run, tmp_path, monkeypatch, new, message):
-    project = tmp_path / "project"
-    copy_project(project)
-    path = project / "gpt2/lab/ledger/answer.py"
-    text = path.read_text()
-    assert text.count(ANSWER) == 1
-    path.write_text(text.replace(ANSWER, new))
-    run = replace(tiny_run, source=project)
-    monkeypatch.setattr(referee, "_SECONDS", 30.0)
+def test_answers_that_are_none_or_know_other_rows_are_refused(stub, change, message):
     with pytest.raises(referee.NoAnswerError, match=message):
-        score(run)
+        stub(change)
+
+
+def test_every_process_of_judged_code_starts_in_the_sandbox(
+    stub, tmp_path, monkeypatch
+):
+    script = tmp_path / "sandbox.sh"
+    marks = tmp_path / "marks"
+    script.write_text(f'echo "$1" >> {marks}; shift; exec "$@"\n')
+    monkeypatch.setenv(SANDBOX, f"sh {script} {{folder}}")
+    stub()
+    folder = str(stub.run.folder)
+    assert marks.read_text().split() == [folder, folder]
+    options_from("print(json.dumps({}))", "path", tmp_path)
+    log = stub.run.folder / "log.txt"
+    (slot,) = make_slots(1)
+    assert start_run([script, "-", "true"], log, slot).wait() == 1  # it is not Python
+    *_, read, trained = marks.read_text().split()
+    assert trained == folder
+    assert not Path(read).exists()  # a folder that only this process has written
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_the_sandbox_of_the_page_hides_texts_runs_and_the_judge(tmp_path, monkeypatch):
+    page = (ROOT / "docs/ledger.md").read_text()
+    (command,) = re.findall(r'export GPT2_SANDBOX="(.*?)"', page, re.DOTALL)
+    command = command.replace("--tmpfs /tmp ", "")  # the folder of this test is in /tmp
+    command = command.replace("$PWD", str(tmp_path)).replace("$HOME", str(tmp_path))
+    run = tmp_path / "ideas/runs/arm"
+    for name in (".cache/corpus", "texts/text.txt", "ideas/runs/other/weights"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text("secret")
+    (run / "run").mkdir(parents=True)
+    (tmp_path / "ideas/ledger.jsonl").write_text("ledger")
+    script = tmp_path / "tries.py"
+    script.write_text(
+        f"""
+import json, os, pathlib
+here = pathlib.Path({str(tmp_path)!r})
+
+def works(action, *arguments):
+    try:
+        action(*arguments)
+    except OSError:
+        return False
+    return True
+
+results = dict(
+    edits=works((here / "ideas/ledger.jsonl").write_text, "keep"),
+    reads=works((here / "texts/text.txt").read_text),
+    prepared=works((here / ".cache/corpus").read_text),
+    copies=works((here / "ideas/runs/other/weights").read_text),
+    kills=works(os.kill, {os.getpid()}, 0),
+)
+(here / "ideas/runs/arm/run/results.json").write_text(json.dumps(results))
+"""
+    )
+
+    def results():
+        (slot,) = make_slots(1)
+        assert start_run([str(script)], run / "log.txt", slot).wait() == 0
+        return json.loads((run / "run/results.json").read_text())
+
+    assert all(results().values())
+    monkeypatch.setenv(SANDBOX, command)
+    assert not any(results().values())
+
+
+# The text
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Returns the options of two corpora, and sets the folder in which they are prepared."""
+    monkeypatch.setenv("GPT2_DATA_DIR", str(tmp_path / "prepared"))
+    draw = np.random.default_rng(0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        for number in range(20):
+            letters = draw.integers(97, 123, 200)
+            path = tmp_path / name / f"{number}.txt"
+            path.write_text("".join(map(chr, letters)))
+    one, two = f"text:{tmp_path}/one/*.txt", f"text:{tmp_path}/two/*.txt"
+    return one, f"1*{one}+2*{two}"
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_runs_of_a_ledger_read_the_same_training_text_and_no_validation(
+    tmp_path, texts, is_mixture
+):
+    options = {"data.corpus": texts[is_mixture], "data.tokenizer": "byte"}
+    options |= {"data.val_fraction": 0.1, "data.batch_size": 6}
+    options |= {"model.context_length": 32, "model.vocab_size": 257}
+    arm = Arm("000-start", with_options(BASE, options))
+    root = tmp_path / "ideas"
+    root.mkdir()
+    dataset = open_text(root, arm.config.data)
+    config = with_training_text(root, arm).config
+    assert os.environ["GPT2_DATA_DIR"].startswith(str(root))
+    assert str(tmp_path) not in re.sub(str(root), "", json.dumps(config.to_dict()))
+    own = prepare_dataset(config.data)
+    for step in (1, 9):
+        batch = dataset.open(arm.config).batch(step)
+        np.testing.assert_equal(own.open(config).batch(step), batch)
+    every = b"".join(
+        path.read_bytes() for path in root.rglob("*") if path.suffix == ".npy"
+    )
+    for (_, part), (_, theirs) in zip(
+        dataset.parts.values(), own.parts.values(), strict=True
+    ):
+        piece = part.stream("validation").read(100, 16).astype(part.dtype).tobytes()
+        assert piece not in every
+        assert part.stream("train").read(100, 16).astype(part.dtype).tobytes() in every
+        first = part.stream("train").read(0, 1024)
+        np.testing.assert_array_equal(theirs.stream("validation").read(0, 2048), first)
+
+
+def test_a_ledger_whose_text_changes_is_refused(tmp_path, texts):
+    data = with_options(BASE, {"data.corpus": texts[0], "data.tokenizer": "byte"}).data
+    root = tmp_path / "ideas"
+    root.mkdir()
+    folder = os.environ["GPT2_DATA_DIR"]
+    open_text(root, data)
+    os.environ["GPT2_DATA_DIR"] = folder
+    (tmp_path / "one/new.txt").write_text("another document")
+    with pytest.raises(UserError, match=r"has changed since .*ideas started"):
+        open_text(root, data)
+
+
+def test_the_best_is_scored_before_code_of_the_idea_runs(ideas):
+    events = []
+    ideas.meanwhile = lambda run: events.append(("trained", run))
+    ideas.scored = lambda run: events.append(("scored", run))
+    ideas("optim.name=lion")
+    order = [f"{what} {run.arm[:3]}" for what, run in events[:4]]
+    assert order == ["trained 000", "scored 000", "trained 001", "scored 001"]
+    corpus = f"tokens:{ideas.root}/data/0/*.npy"
+    assert {run.config.data.corpus for _, run in events} == {corpus}
 
 
 # Real runs
@@ -1002,7 +1242,7 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     make_repository(project, "train.py", f"{train}# only a comment\n")
     lion = start_ledger(project, "optim.name=lion")
     for line in lion.stderr:
-        if line.startswith("2 of 2 runs ended"):
+        if line.startswith("1 of 1 runs ended: 001-"):
             lion.kill()
             break
     lion.communicate()

@@ -90,6 +90,9 @@ def check_out(root: Path, commit: str) -> Path:
         if not source.exists():
             path = str(source.absolute())
             _git("worktree", "add", "-f", "--detach", path, commit)
+        if source.exists():
+            # A run could have written compiled files of Python, which git ignores.
+            _git("clean", "-ffdXq", folder=source)
         if not source.exists() or _git("status", "--porcelain", folder=source):
             raise UserError(
                 f"{source} is not a clean git worktree",

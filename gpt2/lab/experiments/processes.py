@@ -2,12 +2,17 @@
 
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
+
+# The environment variable with the command that starts all processes of judged code, for example in
+# a sandbox. In this command, `{folder}` stands for the only folder that the process must write.
+SANDBOX = "GPT2_SANDBOX"
 
 
 class Slot(NamedTuple):
@@ -17,20 +22,30 @@ class Slot(NamedTuple):
     environment: dict[str, str]
 
 
+def confined(command: Sequence[str], folder: Path) -> list[str]:
+    """Return the command that starts `command` in the user's sandbox, if there is one."""
+    prefix = []
+    for word in shlex.split(os.environ.get(SANDBOX, "")):
+        prefix.append(word.replace("{folder}", str(folder.absolute())))
+    return [*prefix, *command]
+
+
 def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
     """Start a Python file, and append its output to `log`.
 
     On Linux, the started process gets SIGTERM when this process ends. Elsewhere, it continues.
+    In a sandbox, the process may write the folder that contains `log`.
     """
     # This import is here because the child, which runs this file first, must not import JAX.
     from gpt2.parallel.distributed import ALONE
 
     cores = ",".join(map(str, slot.cores))
+    # The child runs this file, which then replaces itself with the given file. With -P, this file
+    # does not import modules from its own folder.
+    child = [sys.executable, "-P", __file__, cores, *command]
     with open(log, "ab") as file:
         return subprocess.Popen(
-            # The child runs this file, which then replaces itself with the given file. With -P,
-            # this file does not import modules from its own folder.
-            [sys.executable, "-P", __file__, cores, *command],
+            confined(child, log.parent),
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -12,12 +12,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from gpt2.config import Config, flatten
 from gpt2.errors import UserError
+from gpt2.lab.experiments.processes import confined
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.training.checkpoint_files import latest_step
 from gpt2.utils.code import SOURCE, hash_code, read_starts
@@ -180,9 +182,10 @@ def options_from(program: str, path: Path | str, source: Path) -> Settings:
     the code that it judges.
     """
     code = f"import json, runpy, sys; path = sys.argv[1]; {program}"
-    with reading(path, ""):
+    with reading(path, ""), tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-P", "-c", code, str(path)]
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code, str(path)],
+            confined(command, Path(folder)),
             capture_output=True,
             text=True,
             timeout=_SECONDS_TO_READ,

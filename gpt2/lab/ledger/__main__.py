@@ -53,6 +53,7 @@ from gpt2.lab.ledger.evidence import SCREEN_PAIRS, findable
 from gpt2.lab.ledger.ideas import arms_at, is_working_tree, make_idea
 from gpt2.lab.ledger.journal import Idea, Ledger, Sample, append, read_ledger
 from gpt2.lab.ledger.ledger_plot import plot_ledger
+from gpt2.lab.ledger.training_text import open_text, with_training_text
 from gpt2.lab.ledger.trial import LOCK, try_idea
 from gpt2.utils import files
 from gpt2.utils.code import SOURCE, hash_code
@@ -93,6 +94,12 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "least", 0.0, "Smallest gain that is worth keeping, in nats per token.", 0.0
     )
+    flags.DEFINE_float(
+        "slowdown",
+        math.inf,
+        "Discard an idea whose runs take more than this multiple of the best version's time.",
+        0.0,
+    )
     flags.DEFINE_enum(
         "equal",
         "tokens",
@@ -117,18 +124,21 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _open_ledger(root)
         _become_judge(root, ledger)
-        if FLAGS.dry_run and FLAGS.idea:
-            print(_describe_pairs(root, ledger))
-            return 0
         idea = ledger.best
         if FLAGS.idea:
+            dataset = open_text(root, ledger.ideas[0].arm.config.data)
+            if FLAGS.dry_run:
+                print(_describe_pairs(root, ledger))
+                return 0
             idea = try_idea(
                 root,
+                dataset,
                 FLAGS.idea,
                 FLAGS.equal,
                 FLAGS.pairs,
                 FLAGS.minutes,
                 FLAGS.least,
+                FLAGS.slowdown,
             )
         with files.locked(root / LOCK):
             ledger = read_ledger(root)
@@ -262,7 +272,6 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         "seconds": idea.seconds,
         "steps": steps[0],
         "best_steps": steps[1],
-        "reported": np.mean(np.diff(idea.reported)) if idea.reported else math.nan,
         "run_seconds": seconds,
         "best_run_seconds": best_seconds,
         "level": idea.level,
@@ -325,7 +334,7 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     screening = ""
     for depth in (*idea.screens, 0):
         _, arm = arms_at(root, ledger, idea, depth, FLAGS.equal)
-        step, start = measure(root, arm, make_slots(1))
+        step, start = measure(root, with_training_text(root, arm), make_slots(1))
         seconds = 2 * (start + arm.config.train.num_steps * step)
         if depth:
             duration = format_duration(SCREEN_PAIRS * seconds)

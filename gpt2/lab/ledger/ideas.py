@@ -23,6 +23,7 @@ from gpt2.lab.experiments.step_time import equalize
 from gpt2.lab.experiments.terms import choose_score
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ledger.journal import Idea, Ledger, Sample
+from gpt2.lab.ledger.training_text import with_training_text
 from gpt2.utils.code import hash_code
 
 # Files that an idea may change. The code that judges ideas is not among them.
@@ -68,7 +69,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
     _refuse_unread(root, best, arm, changed)
     if value != text and changed:
         text += f" ({', '.join(changed)})"
-    _, arm = equalize([best, arm], equal, root, make_slots(1))
+    _, arm = _equalize(root, [best, arm], equal)
     idea = Idea(number, text, ledger.best.number, arm, code)
     for depth in ledger.ideas[0].screens:
         try:
@@ -97,7 +98,18 @@ def arms_at(
         return arms
     ratio = Fraction(depth, ledger.ideas[0].arm.config.model.num_layers)
     small = [replace(at_depth(arm, ratio), name=f"{arm.name}-d{depth}") for arm in arms]
-    return equalize(small, equal, root, make_slots(1))
+    return _equalize(root, small, equal)
+
+
+def _equalize(root: Path, arms: list[Arm], equal: str) -> list[Arm]:
+    """Return the arms with lengths on equal terms. Runs that measure read the training split."""
+    blind = [with_training_text(root, arm) for arm in arms]
+    sized = equalize(blind, equal, root, make_slots(1))
+    equal_arms = []
+    for arm, measured in zip(arms, sized, strict=True):
+        config = replace(measured.config, data=arm.config.data)
+        equal_arms.append(replace(arm, config=config))
+    return equal_arms
 
 
 def _refuse_options(text: str, best: Arm, arm: Arm) -> None:

@@ -36,8 +36,6 @@ class Sample:
     seeds: list[int] = field(default_factory=list)
     # For each seed, the losses of the best version and of the idea, measured by the referee.
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    # For each seed, the same two losses, as the runs themselves measured them.
-    reported: list[tuple[float, float]] = field(default_factory=list)
     # For each seed, the durations of the best version's run and of the idea's run, in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
 
@@ -66,6 +64,12 @@ class Idea(Sample):
     why: str = ""  # the reason for the answer
     level: float = 0.0  # the level at which the answer was found
     seconds: float = 0.0  # the duration of all commands that compared this idea
+
+    @property
+    def slowdown(self) -> float:
+        """The time of the idea's runs, divided by the time of the best version's runs."""
+        best_seconds, seconds = np.array(self.times).sum(0)
+        return float(seconds / best_seconds)
 
     @property
     def screen_means(self) -> dict[int, float]:

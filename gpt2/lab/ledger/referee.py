@@ -7,53 +7,116 @@ therefore cannot depend on later tokens, and need not be normalised. The process
 the split from the disk; see docs/ledger.md.
 """
 
+import itertools
 import os
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
-import scipy  # its submodules are imported when they are used
 
-from gpt2.data import prepare_dataset
+from gpt2.config import Config
+from gpt2.data import Dataset, prepare_dataset
 from gpt2.data.interfaces import Batch
 from gpt2.lab.experiments.jobs import find_error
+from gpt2.lab.experiments.processes import confined
 from gpt2.lab.experiments.run_folder import Run
 from gpt2.parallel.distributed import ALONE
 
 ALL_ROWS = slice(None)
 _SECONDS = 600.0  # time limit for all answers, in addition to ten times the run's time
 _PIPE_BYTES = 1 << 20
+# For each dtype, the largest difference between two measurements of one mean loss that rounding can
+# explain, in nats per token. For dtypes that are not listed, it is 0.01.
+TOLERANCES = {"float32": 1e-4}
 
 
 class NoAnswerError(Exception):
     """The code of a run did not answer, or its answer is not finite or has the wrong shape."""
 
 
-def score(run: Run) -> float:
-    """Return the validation loss of a finished run, in nats per token."""
-    config = run.config
-    parts, _ = prepare_dataset(config.data).open(config).validation(ALL_ROWS)
-    limit = _SECONDS + 10 * run.outcome().seconds
-    answers = _Answers(run.source, run.folder, config.model.vocab_size, limit)
-    loss = 0.0
-    try:
-        for weight, batches in parts.values():
-            nats = 0.0
-            count = 0
-            for batch in batches:
-                for tokens, targets in split_documents(batch):
-                    nats += answers.loss(tokens, targets)
-                    count += int(np.count_nonzero(targets >= 0))
-            loss += weight * nats / count
+class Score(NamedTuple):
+    """The losses of a run, which the referee has measured, in nats per token."""
+
+    loss: float  # on the validation split
+    own_loss: float  # on the text with which the run itself validates
+
+
+class _Row(NamedTuple):
+    """A row of validation tokens with its answers, and a random number that may choose the row."""
+
+    draw: float
+    tokens: np.ndarray  # [T]
+    targets: np.ndarray  # [T]
+    nats: np.ndarray  # [T]
+
+
+def score(run: Run, dataset: Dataset) -> Score:
+    """Return the losses of a finished run. The run has not read the validation split in `dataset`.
+
+    Another process of the run's code answers some rows again, in another order and among others.
+    Raise a NoAnswerError if its answers differ. They would differ if the code used one row, which
+    may contain the text after another row, to answer the other.
+    """
+    own = prepare_dataset(run.config.data)
+    with _Answers(run) as answers:
+        loss, rows = _measure(answers, dataset, run.config)
+        own_loss, _ = _measure(answers, own, run.config)
         answers.end()
-    finally:
-        answers.process.kill()
-        answers.process.wait()
-    return loss
+    # The batch has the same shape as the other batches, so that rounding is the same.
+    tokens = np.zeros(
+        (run.config.micro_batch_size, run.config.model.context_length), np.int32
+    )
+    targets = np.full_like(tokens, -1)
+    expected = np.zeros(tokens.shape)
+    for number, row in enumerate(rows):
+        tokens[number] = row.tokens
+        targets[number] = row.targets
+        expected[number] = row.nats
+    with _Answers(run) as answers:
+        nats = answers.nats(tokens, targets)
+        answers.end()
+    errors = np.abs(nats - expected)[targets >= 0]
+    tolerance = TOLERANCES.get(run.config.precision.compute, 0.01)
+    if errors.mean() > tolerance or errors.max() > 10 * tolerance:
+        raise NoAnswerError(
+            "its answers for a row depend on other rows, by up to"
+            f" {errors.max():.4f} nats per token"
+        )
+    return Score(loss, own_loss)
+
+
+def _measure(
+    answers: "_Answers", dataset: Dataset, config: Config
+) -> tuple[float, list[_Row]]:
+    """Return the loss on a validation split, and rows that are drawn at random from all rows.
+
+    At most half of the rows are drawn, so that a row is likely to lose the row after it.
+    """
+    parts, _ = dataset.open(config).validation(ALL_ROWS)
+    random = np.random.default_rng()
+    rows = list[_Row]()
+    num_rows = 0
+    loss = 0.0
+    for weight, batches in parts.values():
+        total = 0.0
+        count = 0
+        for batch in batches:
+            for tokens, targets in split_documents(batch):
+                nats = answers.nats(tokens, targets)
+                total += nats.sum()
+                count += int(np.count_nonzero(targets >= 0))
+                is_row = (targets >= 0).any(1)
+                num_rows += int(is_row.sum())
+                draws = random.random(len(tokens))
+                every = map(_Row, draws, tokens, targets, nats)
+                rows += itertools.compress(every, is_row)
+                rows = sorted(rows, key=lambda row: row.draw)[: len(tokens)]
+        loss += weight * total / count
+    return loss, rows[: max(1, num_rows // 2)]
 
 
 def split_documents(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -84,15 +147,18 @@ def split_documents(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 class _Answers:
     """A process that computes logits with the model of a run, on request."""
 
-    def __init__(self, source: Path, folder: Path, vocab_size: int, limit: float):
-        self._log = folder / "answers.txt"
-        self._vocab_size = vocab_size
+    def __init__(self, run: Run):
+        self._log = run.folder / "answers.txt"
+        self._vocab_size = run.config.model.vocab_size
+        limit = _SECONDS + 10 * run.outcome().seconds
         self._deadline = time.monotonic() + limit
-        command = ["-P", "-m", "gpt2.lab.ledger.answer", str(folder.absolute() / "run")]
-        variables = {ALONE: "1", "PYTHONPATH": str(source.absolute())}
+        workdir = str(run.workdir.absolute())
+        module = "gpt2.lab.ledger.answer"
+        command = [sys.executable, "-P", "-m", module, workdir]
+        variables = {ALONE: "1", "PYTHONPATH": str(run.source.absolute())}
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
+                confined(command, run.folder),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -102,16 +168,23 @@ class _Answers:
                 start_new_session=True,  # Ctrl-C reaches only this process
             )
 
-    def loss(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """Return the sum of the cross-entropies of `[B, T]`, in nats. Ignore targets of -1."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def nats(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the cross-entropies of `[B, T]`, in nats, and 0 for targets of -1."""
+        nats = np.zeros(targets.shape)
         has_target = (targets >= 0).any(0)
         if not has_target.any():
-            return 0.0
+            return nats
         rows = len(tokens)
         length = 1 + int(np.flatnonzero(has_target)[-1])
         self._send(np.array([rows, length]))
         self._send(tokens[:, 0])
-        nats = 0.0
         for position in range(length):
             answer = self._receive(4 * rows * self._vocab_size)
             if position + 1 < length:  # the child computes the next logits meanwhile
@@ -121,8 +194,12 @@ class _Answers:
             logits = logits[target >= 0].astype(np.float64)
             if not np.isfinite(logits).all():
                 raise NoAnswerError("its logits are not finite")
+            # In float64, 1e30 + log(V) is 1e30. Without its maximum, each row is a distribution
+            # that adds up to 1, however large its logits are.
+            logits -= logits.max(axis=1, keepdims=True)
             chosen = np.take_along_axis(logits, target[target >= 0, None], axis=1)
-            nats += (scipy.special.logsumexp(logits, axis=1) - chosen[:, 0]).sum()
+            normaliser = np.log(np.exp(logits).sum(axis=1))
+            nats[target >= 0, position] = normaliser - chosen[:, 0]
         return nats
 
     def end(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt2.config import with_options
+from gpt2.data import Dataset
 from gpt2.errors import UserError, warn
 from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.experiments.jobs import make_slots, train_all
@@ -22,13 +23,11 @@ from gpt2.lab.ledger.evidence import (
 )
 from gpt2.lab.ledger.ideas import arms_at, make_idea
 from gpt2.lab.ledger.journal import Idea, Ledger, append, read_ledger
-from gpt2.lab.ledger.referee import NoAnswerError, score
+from gpt2.lab.ledger.referee import TOLERANCES, NoAnswerError, score
+from gpt2.lab.ledger.training_text import with_training_text
 from gpt2.utils import files
 
 LOCK = ".ledger.lock"
-# For each dtype, the largest difference between a run's own validation loss and the referee's that
-# causes no warning, in nats per token. For dtypes that are not listed, it is 0.01.
-_TOLERANCES = {"float32": 1e-4}
 _IS_BEST = "it is the same as the best version, so nothing was trained"
 
 
@@ -65,11 +64,19 @@ def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
 
 
 def try_idea(
-    root: Path, text: str, equal: str, pairs: int, minutes: float, least: float
+    root: Path,
+    dataset: Dataset,
+    text: str,
+    equal: str,
+    pairs: int,
+    minutes: float,
+    least: float,
+    slowdown: float,
 ) -> Idea:
     """Train pairs until there is an answer, and return the idea with its answer.
 
-    `text` is the flag --idea. The other arguments are the flags of the same names.
+    `dataset` contains the validation split. `text` is the flag --idea. The other arguments are the
+    flags of the same names.
     """
     start = time.monotonic()
     pair_seconds = 0.0
@@ -90,6 +97,9 @@ def try_idea(
                 why = reason
             elif not answer:
                 answer, why = _decide(ledger, idea, pairs, least)
+                if answer == Answer.KEEP and idea.slowdown > slowdown:
+                    answer = Answer.DISCARD
+                    why = f"its runs take {idea.slowdown:.2f} times as long as the best version's"
             if ledger.best.number != idea.best:
                 answer = Answer.UNDECIDED
                 why = "another idea was kept meanwhile; repeat the command to compare with it"
@@ -111,7 +121,7 @@ def try_idea(
         most = SCREEN_PAIRS if depth else pairs
         size = f" at depth {depth}" if depth else ""
         print(f"pair {len(sample.pairs) + 1} of at most {most}{size}", flush=True)
-        answer, why = _train_pair(root, ledger, idea, depth, equal)
+        answer, why = _train_pair(root, dataset, ledger, idea, depth, equal)
         pair_seconds = time.monotonic() - now
 
 
@@ -156,7 +166,7 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
 
 
 def _train_pair(
-    root: Path, ledger: Ledger, idea: Idea, depth: int, equal: str
+    root: Path, dataset: Dataset, ledger: Ledger, idea: Idea, depth: int, equal: str
 ) -> tuple[Answer, str]:
     """Train the best and the idea with the last seed, and add the pair to the ledger.
 
@@ -169,21 +179,22 @@ def _train_pair(
     arms = arms_at(root, ledger, idea, depth, equal)
     for seed in idea.sample(depth).seeds:
         for arm in arms:
-            config = with_options(arm.config, {"seed": seed})
-            runs.append(replace(arm, config=config).make_run(root, 0))
+            blind = with_training_text(root, arm)
+            config = with_options(blind.config, {"seed": seed})
+            runs.append(replace(blind, config=config).make_run(root, 0))
     pair = runs[-2:]
     earlier = pair[1].outcome()
     if earlier.state == "failed":  # a run that failed is not repeated
         return Answer.FAILED, earlier.error
-    train_all(pair, make_slots(1), LOSS)
-    check_comparable(runs, LOSS)
     losses = list[float]()
-    reported = list[float]()
     for run in pair:
+        # The best is scored before the code of the idea runs, which could alter its files.
+        train_all([run], make_slots(1), LOSS)
         end = run.outcome()
         if end.state == "finished":
             try:
-                losses.append(score(run))
+                check_comparable([*runs[:-2], *pair[: len(losses) + 1]], LOSS)
+                losses.append(_score(run, dataset))
             except NoAnswerError as error:
                 end = Outcome("failed", str(error))
         if end.state == "diverged" and run == pair[0]:
@@ -198,24 +209,29 @@ def _train_pair(
             return Answer.DISCARD, f"diverged: {end.error}"
         if end.state != "finished":
             return Answer.FAILED, end.error
-        reported.append(math.nan)
-        # The idea's code wrote the metrics, so reading them may raise any error.
-        with contextlib.suppress(Exception):
-            reported[-1] = run.read(LOSS)[-1][LOSS]
-        difference = abs(reported[-1] - losses[-1])
-        if not difference <= _TOLERANCES.get(run.config.precision.compute, 0.01):
-            warn(
-                f"{run.label} reports a validation loss of {reported[-1]:.4f}, but the"
-                f" referee measured {losses[-1]:.4f}"
-            )
     with files.locked(root / LOCK):
         idea = read_ledger(root).newest(idea)
         sample = idea.sample(depth)
         # If there are as many pairs as seeds, another process has already added this pair.
         if len(sample.pairs) * 2 < len(runs):
             sample.pairs.append((losses[0], losses[1]))
-            sample.reported.append((reported[0], reported[1]))
             best_seconds, seconds = [run.outcome().seconds for run in pair]
             sample.times.append((best_seconds, seconds))
             append(root, idea)
     return Answer.OPEN, ""
+
+
+def _score(run: Run, dataset: Dataset) -> float:
+    """Return the referee's loss of a run. Warn if the run's own measurements are different."""
+    measured = score(run, dataset)
+    reported = math.nan
+    # The idea's code wrote the metrics, so reading them may raise any error.
+    with contextlib.suppress(Exception):
+        reported = run.read(LOSS)[-1][LOSS]
+    difference = abs(reported - measured.own_loss)
+    if not difference <= TOLERANCES.get(run.config.precision.compute, 0.01):
+        warn(
+            f"{run.label} reports a loss of {reported:.4f} on the start of its training split,"
+            f" but the referee measured {measured.own_loss:.4f} there"
+        )
+    return measured.loss

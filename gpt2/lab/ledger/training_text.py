@@ -1,0 +1,97 @@
+"""The text of a ledger: runs read the training split. Only the judge reads the validation split.
+
+When a ledger starts, the training split is copied to the ledger's folder, and runs read this copy.
+Neither their options nor their environment name the corpus or the folder of prepared corpora, which
+also contain the validation split. A run validates on the first tokens of its training split, and
+the judge ignores this loss.
+"""
+
+import glob
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from gpt2.config import DataConfig
+from gpt2.data import Dataset, prepare_dataset
+from gpt2.data.datasets import read_mixture
+from gpt2.data.tokens import map_shard
+from gpt2.errors import UserError
+from gpt2.lab.experiments.arms import Arm
+from gpt2.utils import files
+
+_FOLDER = "data"
+_FACTS = "data.json"
+_TOKENIZER = "tokenizer.json"
+_NUM_VALIDATED = 1024  # tokens of each corpus with which a run validates
+
+
+def open_text(root: Path, data: DataConfig) -> Dataset:
+    """Return the dataset of a ledger, after copying the training split to the ledger's folder.
+
+    Raise a UserError if the text differs from the text with which the ledger started.
+    """
+    folder = root.absolute() / _FOLDER
+    facts = folder / _FACTS
+    dataset = prepare_dataset(data, files.read_sealed(facts))
+    with files.locked(root / ".data.lock"):
+        if not folder.exists():
+            with files.new_directory(folder) as partial:
+                _copy_training_split(dataset, partial)
+                files.write_json(partial / _FACTS, files.seal(dataset.describe()))
+    if files.read_sealed(facts) != dataset.describe():
+        raise UserError(
+            f"The text or tokenizer of data.corpus={data.corpus} has changed since {root} started",
+            "Restore the text and tokenizer, or start another --ledger",
+        )
+    # Processes that this process starts read prepared corpora in this folder. They may not be able
+    # to write there.
+    os.environ["GPT2_DATA_DIR"] = str(folder / "prepared")
+    prepare_dataset(_training_options(root, data))
+    return dataset
+
+
+def _copy_training_split(dataset: Dataset, folder: Path) -> None:
+    """Write the tokenizer and, for each corpus, the tokens that runs read."""
+    dataset.tokenizer.save(folder / _TOKENIZER)
+    for number, (_, part) in enumerate(dataset.parts.values()):
+        copy = folder / str(number)
+        copy.mkdir()
+        for index, shard in enumerate(part.splits["train"].shards):
+            file, skip, num_tokens = shard
+            path = str(part.directory / file)
+            tokens = map_shard(path, skip, num_tokens, part.dtype)
+            np.save(copy / f"train-{index:05}.npy", tokens)
+        first = part.stream("train").read(0, _NUM_VALIDATED)
+        np.save(copy / "validation.npy", first.astype(part.dtype))
+
+
+def with_training_text(root: Path, arm: Arm) -> Arm:
+    """Return an arm whose runs read only the training split of the ledger."""
+    data = _training_options(root, arm.config.data)
+    return replace(arm, config=replace(arm.config, data=data))
+
+
+def _training_options(root: Path, data: DataConfig) -> DataConfig:
+    """Return the options of `data.` with which a run reads only the training split."""
+    folder = root.absolute() / _FOLDER
+    numbers = [1]
+    weights = read_mixture(data.corpus)
+    if weights:
+        # A mixture names whole numbers, because 1/3, for example, has no exact decimal fraction.
+        common = math.lcm(*(weight.denominator for weight in weights.values()))
+        numbers = [int(common * weight) for weight in weights.values()]
+    parts = []
+    for index, number in enumerate(numbers):
+        tokens = f"tokens:{glob.escape(str(folder))}/{index}/*.npy"
+        parts.append(f"{number}*{tokens}" if weights else tokens)
+    return replace(
+        data,
+        corpus="+".join(parts),
+        tokenizer=str(folder / _TOKENIZER),
+        end_of_text="",
+        unique=False,
+        data_dir="",
+    )
