@@ -55,7 +55,7 @@ def match_files(pattern: str) -> Sequence[File]:
     if not files:
         raise UserError(
             f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
-            "Give a file, or a glob that matches the files of a folder, such as 'books/**/*.txt'",
+            "Check the path. `**` matches folders, as in 'FOLDER/**/*.txt'",
         )
     return files
 

@@ -133,8 +133,9 @@ def main(*directories: str) -> None:
         changed = []
         for option in usual.options | origin.options:
             value = origin.options.get(option)
-            if value != usual.options.get(option):
-                changed.append(f"{option}={value}")
+            before = usual.options.get(option)
+            if value != before:
+                changed.append(f"{option}={value} instead of {before}")
         print(f"{name} differs from {first} in {', '.join(changed) or 'no option'}")
     print(f"see {output}")
 
@@ -220,8 +221,10 @@ def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFram
         row = {
             "run": name,
             "tokens": format_count(tokens) if np.isfinite(tokens) else "",
-            "training time": format_duration(seconds) if np.isfinite(seconds) else "",
-            f"validation ({unit})": spread([curve.scores[-1] for curve in members]),
+            "time of steps": format_duration(seconds) if np.isfinite(seconds) else "",
+            f"last validation ({unit})": spread(
+                [curve.scores[-1] for curve in members]
+            ),
         }
         rows.append(row)
     return pd.DataFrame(rows)

@@ -308,8 +308,8 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
         before = load_config(workdir).train.num_steps
         if before != num_steps:
             log(
-                f"the run continues with train.num_steps={num_steps}, not {before}, which may"
-                " change the learning rates to come",
+                f"the run continues with train.num_steps={num_steps}, not {before}, so the"
+                f" learning rate now follows the schedule of {num_steps} steps",
                 sys.stdout,
             )
     files.write_json(workdir / "config.json", config.to_dict())

@@ -40,4 +40,7 @@ def plot_differences(
         labels = [name.replace(",", ",\n") for name in names]
         axes.set_yticks(range(len(names)), labels)
         axes.margins(y=0.15)
-        axes.set_xlabel(f"difference from the baseline ({unit}); lower is better")
+        axes.set_xlabel(
+            f"difference from the baseline ({unit}); lower is better\n"
+            "diamonds: means with intervals; dots: single runs or pairs"
+        )

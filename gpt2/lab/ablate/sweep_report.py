@@ -1,5 +1,6 @@
 """The report of a sweep: report.md, report.html, verdicts.json, results.csv and plots."""
 
+import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -143,5 +144,9 @@ def _draw(
         if validated:
             curves[arm.name] = validated
     plot_differences(root / "differences.png", shown, dots, sweep.unit)
-    plot_curves(root / "curves.png", curves, sweep.unit)
-    return ["differences.png", "curves.png"]
+    pictures = ["differences.png"]
+    # A single validation is not a curve.
+    if any(len(curve.scores) > 1 for curve in itertools.chain(*curves.values())):
+        plot_curves(root / "curves.png", curves, sweep.unit)
+        pictures.append("curves.png")
+    return pictures

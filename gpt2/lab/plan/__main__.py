@@ -95,8 +95,9 @@ def _print(plan: Plan, kind: str) -> None:
             "devices": f"{program.backend.mesh.size} ({kind})",
             "layout": program.backend.layout,
             "parameters": f"{program.num_params:,}",
+            "steps": f"{config.train.num_steps:,}",
             "tokens per step": f"{config.tokens_per_step:,}",
-            "FLOPs per step": format_count(config.tokens_per_step * per_token),
+            "FLOPs per step": f"{config.tokens_per_step * per_token:.3g}",
             "checkpoint": format_bytes(plan.bytes_saved),
         },
         "memory per device": {
@@ -113,13 +114,13 @@ def _print(plan: Plan, kind: str) -> None:
     print(
         f"time, if a device reaches {ATTAINABLE:.0%} of its peak FLOP/s and then sends its data"
     )
-    print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "memory"))
+    print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "of its memory"))
     here = board_name(kind)
     for board in [here] if here else BOARDS:
         print(_ROW.format(board, *_forecast(plan, board)))
 
 
-_ROW = "  {:<16} {:>8} {:>8} {:>9} {:>20} {:>7}"
+_ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>13}"
 
 
 def _forecast(plan: Plan, board: str) -> list[str]:
