@@ -83,8 +83,8 @@ validation has the z-loss too: losses/next_token.py, against_numpy -k validation
     - next_token_loss(model.clone(config=config))
     + next_token_loss(model.clone(config=config), LossConfig(z_loss=0.1))
 weight decay on norms and biases: optim/optimizers.py, optim -k 'formulas and adamw'
-    - jax.tree.map(lambda info: info.decays, parameters)
-    + jax.tree.map(lambda info: True, parameters)
+    - lambda info: info.decays and not
+    + lambda info: not
 the average keeps the parameters before the step: optim/transforms.py, optim -k formulas
     - (1 - weight) * (param + update)
     + (1 - weight) * param
