@@ -25,7 +25,7 @@ UpToOne = Annotated[float, "(0, 1]"]
 Fraction = Annotated[float, "[0, 1]"]
 
 # Types of options. They have names, because gpt2/config uses them for the fields of GPTConfig.
-Attention = Literal["auto", "plain", "blocked", "cudnn", "splash"]
+Attention = Literal["auto", "plain", "blocked", "cudnn", "splash", "tokamax"]
 Compute = Literal["float32", "bfloat16", "float16"]
 Logits = Literal["float32", "bfloat16"]
 Remat = Literal["none", "full", "attention", "mlp", "dots"]
@@ -329,7 +329,8 @@ class Model:
     attention: Attention = option(
         "auto",
         "implementation of attention; plain: the reference implementation; blocked: for CPUs; "
-        "cudnn: for GPUs; splash: for TPUs; auto: the fastest one that supports the model",
+        "cudnn: for GPUs; splash: for TPUs; tokamax: for GPUs from Hopper on, with a soft cap; "
+        "auto: the fastest of the other implementations that supports the model",
         may_change=True,
     )
 

@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 # docstrings and layout. A line costs nothing, so squeezing lines gains nothing.
 ROOMS = {
     "model": 12.3,
-    "ops": 11.0,
+    "ops": 11.2,
     "optim": 6.8,
-    "parallel": 8.6,
+    "parallel": 8.7,
     "training": 11.9,
     "data": 16.6,
     "telemetry": 5.1,
@@ -34,11 +34,11 @@ ROOMS = {
     "lab/benchmark": 5.7,
     "lab": 43.8,
 }
-TOKENS = 143_100  # under gpt2/
+TOKENS = 143_500  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
-TESTS = 149_500
+TESTS = 150_600
 TESTS_DENSITY = 12.8
-WORDS = 34_700
+WORDS = 35_200
 TRAIN_LINES = 230
 
 LAYOUT = {

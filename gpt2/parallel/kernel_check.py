@@ -27,7 +27,7 @@ from gpt2.utils.platform import host_device
 
 # Other kernels are not checked: they are JAX code of this project, which XLA compiles like the
 # reference implementation.
-LIBRARY_KERNELS = ("cudnn", "splash")
+LIBRARY_KERNELS = ("cudnn", "splash", "tokamax")
 # The largest number of positions to check: two of splash's largest blocks. More would need much
 # memory, because the reference implementation stores a score for each pair of positions.
 MAX_LENGTH = 1024

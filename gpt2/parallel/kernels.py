@@ -31,6 +31,7 @@ from gpt2.ops.head_loss import (
 from gpt2.ops.linear import add_rows, linear, linear_separately
 from gpt2.ops.norm import norm
 from gpt2.ops.table import AttentionFn, LookUpFn, Spread
+from gpt2.ops.tokamax_attention import is_installed, tokamax_attention
 from gpt2.ops.variants import variants_for
 from gpt2.parallel.rules import Rules, constrain, find_shards, map_devices
 from gpt2.parallel.shards import gather_by_layer
@@ -49,6 +50,9 @@ SHORT_NARROW = 64
 
 # The value of `model.attention` for the preferred kernel of each platform.
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
+
+# Kernels that `auto` never chooses: no GPU has run tokamax in this project yet.
+OPTIONAL = ("tokamax",)
 
 # The names of options that add a term to the scores. No kernel supports these terms.
 Terms = Collection[str]
@@ -91,16 +95,25 @@ def _find_obstacle(
     unsupported = [*terms]
     if cfg.attention_softcap and name == "cudnn":
         unsupported.append("model.attention_softcap")
+    if cfg.dropout and name == "tokamax":
+        unsupported.append("model.dropout")
     if unsupported:
         return f"cannot compute {unsupported[0]}"
     is_native = PREFERRED.get(platform_of(device)) == name
+    if name == "tokamax":
+        is_native = _is_hopper_or_newer(device)
     if name != "blocked" and (not is_native or _is_older(device)):
         return f"does not run on this device ({device.device_kind})"
+    if name == "tokamax" and not is_installed():
+        return "needs Python 3.12 and the package tokamax: pip install -e '.[tokamax]'"
+    if name == "tokamax" and cfg.compute_dtype != "bfloat16":
+        return f"needs bfloat16, but precision.compute is {cfg.compute_dtype}"
     if name == "cudnn" and jnp.dtype(cfg.compute_dtype).itemsize != 2:
         return (
             f"needs bfloat16 or float16, but precision.compute is {cfg.compute_dtype}"
         )
-    if name == "cudnn" and (cfg.head_size % 8 or cfg.head_size > 128):
+    is_on_gpu = name in ("cudnn", "tokamax")
+    if is_on_gpu and (cfg.head_size % 8 or cfg.head_size > 128):
         return (
             f"needs a head size that is a multiple of 8 and at most 128, "
             f"but the head size is {cfg.head_size}"
@@ -128,6 +141,13 @@ def _is_older(device: jax.Device) -> bool:
     capability = getattr(device, "compute_capability", "9")
     # The compute capability of an AMD GPU is a name, not a number.
     return not capability[0].isdigit() or float(capability) < 8
+
+
+def _is_hopper_or_newer(device: jax.Device) -> bool:
+    """Return whether tokamax has kernels for a GPU, forward and backward: Hopper and B200."""
+    if platform_of(device) != "gpu" or _is_older(device):
+        return False
+    return 9 <= float(device.compute_capability) < 11
 
 
 def make_ops(
@@ -201,11 +221,13 @@ def make_ops(
 def get_attention(
     name: str, platform: str, spread: Spread | None = None
 ) -> AttentionFn:
-    """Return the attention function for `name`, a kernel in `PREFERRED` or `plain`."""
+    """Return the attention function for `name`, a kernel or `plain`."""
     if name == "blocked":
         return partial(blocked_attention, spread=spread)
     if name == "cudnn":
         return partial(cudnn_attention, spread=spread)
+    if name == "tokamax":
+        return partial(tokamax_attention, spread=spread)
     if name == "splash":
         return partial(splash_attention, interpret=platform != "tpu", spread=spread)
     return plain.attention

@@ -356,3 +356,22 @@ def test_the_stream_is_rows_on_chips_that_are_not_here(tmp_path):
     # By the gradient of positions as a sum over 32 sequences, XLA would store them innermost.
     assert "bf16[32,128,512]" in text.read_text()
     assert "[128,512,32]" not in text.read_text()
+
+
+HAS_TOKAMAX = importlib.util.find_spec("tokamax")
+
+
+@pytest.mark.skipif(not (HAS_PLUGIN and HAS_TOKAMAX), reason="needs CUDA and tokamax")
+def test_scores_with_a_soft_cap_are_not_stored_on_chips_that_are_not_here(tmp_path):
+    text = tmp_path / "step.hlo"
+    options = """
+        --chips=h100-1 --config.model.context_length=512 --config.data.batch_size=2
+        --config.model.embed_dim=128 --config.model.num_heads=2 --config.model.num_layers=1
+        --config.precision.compute=bfloat16 --config.model.attention_softcap=50.0"""
+    flags = [*TINY, *options.split(), f"--text={text}"]
+    succeed(None, *flags, imports=True, script=PLAN)
+    assert "[2,2,512,512]" in text.read_text()
+    use = "--config.model.attention=tokamax"
+    succeed(None, *flags, use, imports=True, script=PLAN)
+    assert text.read_text().count('custom_call_target="mosaic_gpu') >= 3
+    assert "512,512]" not in text.read_text()

@@ -1,5 +1,6 @@
 """Every kernel equals its formula, values and gradients, in the variant of every platform."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from gpt2.ops.linear import (
 from gpt2.ops.norm import norm
 from gpt2.ops.plain import SoftCap
 from gpt2.ops.variants import VARIANTS, variants_for
+from gpt2.parallel import kernels
 from gpt2.parallel.kernels import choose_attention, get_attention
 from gpt2.parallel.mesh import make_mesh
 from gpt2.parallel.rules import BATCH_AXES, Rules, map_devices
@@ -38,7 +40,7 @@ each_platform = pytest.mark.parametrize("platform", VARIANTS)
 each_variant = pytest.mark.parametrize(
     "platform", ["cpu", thorough("gpu"), thorough("tpu")]
 )
-each_kernel = pytest.mark.parametrize("name", ["blocked", "cudnn", "splash"])
+each_kernel = pytest.mark.parametrize("name", ["blocked", "cudnn", "splash", "tokamax"])
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -292,6 +294,61 @@ def test_odd_lengths_are_the_formulas_where_cudnn_would_refuse_them():
         check_attention("cudnn", q[:, 1:], k[:, 1:], v[:, 1:], None, "bfloat16")
 
 
+def masked_attention(
+    q, k, v, *, mask, scale, is_causal, local_window_size, logits_soft_cap
+):
+    """Compute `tokamax.dot_product_attention` as its documentation defines it."""
+    assert is_causal
+    groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = scale * jnp.einsum("btkgh,bskh->bkgts", groups, k).astype("float32")
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(q.shape[1])
+    visible = distance >= 0
+    if local_window_size is not None:
+        before, after = local_window_size
+        visible = visible & (distance <= before) & (distance >= -after)
+    if mask is not None:
+        visible = visible & mask[:, :, None]
+    weights = jax.nn.softmax(scores, where=visible).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+
+
+@pytest.mark.parametrize("is_real", [False, True], ids=["stand-in", "tokamax"])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("cap", [(), (SoftCap(0.4),)], ids=["uncapped", "capped"])
+def test_what_tokamax_is_called_with_is_the_formula(monkeypatch, is_real, window, cap):
+    """By tokamax's reference implementation where the package is installed."""
+    function = masked_attention
+    if is_real:
+        library = pytest.importorskip("tokamax")
+        function = partial(library.dot_product_attention, implementation="xla")
+    calls = []
+
+    def attention(*arrays, implementation, **options):
+        calls.append(implementation)
+        return function(*arrays, **options)
+
+    module = SimpleNamespace(dot_product_attention=attention)
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    q = normal(0, 2, 40, 4, 8).astype("bfloat16")
+    k, v = (normal(seed, 2, 40, 2, 8).astype("bfloat16") for seed in (1, 2))
+    segments = jnp.sort(random_integers(0, 3, 2, 40))
+    for documents in (None, segments):
+        options = {"window": window, "terms": cap, "scale": 0.7}
+        check_attention("tokamax", q, k, v, documents, "bfloat16", **options)
+    assert {*calls} == {"mosaic"}
+
+
+def test_tokamax_does_not_compute_what_would_overflow_in_float16(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # any import of it fails
+    q, k, v = (x.astype("float16") for x in qkv(2, 8, 4, 8))
+    check_attention("tokamax", q, k, v, None, "float16", terms=(CAP,))
+    q, k, v = (x.astype("bfloat16") for x in (q, k, v))
+    with pytest.raises(ImportError):
+        check_attention("tokamax", q, k, v, None, "bfloat16", terms=(CAP,))
+
+
 @each_kernel
 def test_a_cap_that_is_learned_has_the_formulas_gradient(name):
     cap = jnp.float32(0.7)
@@ -354,6 +411,9 @@ def test_new_positions_attend_to_a_cache_as_to_all_at_once(new, kv_heads, dtype)
 DEVICES = {
     "CPU": ("cpu", "9"),
     "NVIDIA L4": ("cuda", "8.9"),
+    "NVIDIA H100": ("cuda", "9.0"),
+    "NVIDIA B200": ("cuda", "10.0"),
+    "RTX 5090": ("cuda", "12.0"),
     "Tesla T4": ("gpu", "7.5"),
     "AMD": ("gpu", "gfx942"),
     "TPU v5 lite": ("tpu", "9"),
@@ -410,6 +470,47 @@ def test_auto_attention_of_gpus_is_cudnn_where_it_can_run():
     check_choice("plain", "NVIDIA L4", attention_softcap=0.4)
     check_choice("plain", "AMD")
     check_choice("plain", "Tesla T4", "float16")
+
+
+def choose_tokamax(kind, **options):
+    platform, capability = DEVICES[kind]
+    device = SimpleNamespace(
+        device_kind=kind, platform=platform, compute_capability=capability
+    )
+    sizes = {"num_heads": 2, "embed_dim": 128, "compute_dtype": "bfloat16"}
+    cfg = GPTConfig(**sizes | {"attention": "tokamax"} | options)
+    return choose_attention(cfg, device, score_term_options(cfg))
+
+
+def test_tokamax_is_chosen_by_its_name_alone(monkeypatch):
+    monkeypatch.setattr(kernels, "is_installed", lambda: True)
+    for kind in ("NVIDIA H100", "NVIDIA B200"):
+        assert choose_tokamax(kind, attention_softcap=50.0) == ("tokamax", "")
+        check_choice("plain", kind, attention_softcap=50.0)
+        check_choice("cudnn", kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("NVIDIA L4", {}, r"does not run on this device \(NVIDIA L4\)"),
+        ("RTX 5090", {}, "does not run on this device"),
+        ("AMD", {}, "does not run on this device"),
+        ("TPU v5 lite", {}, "does not run on this device"),
+        ("NVIDIA H100", {"dropout": 0.1}, "cannot compute model.dropout"),
+        ("NVIDIA H100", {"position": "alibi"}, "cannot compute model.position"),
+        ("NVIDIA H100", {"compute_dtype": "float16"}, "needs bfloat16, but .* float16"),
+        ("NVIDIA H100", {"embed_dim": 512}, "the head size is 256"),
+    ],
+)
+def test_tokamax_is_refused_where_it_cannot_run(monkeypatch, kind, options, message):
+    monkeypatch.setattr(kernels, "is_installed", lambda: True)
+    with pytest.raises(UserError, match=f"model.attention=tokamax .*{message}"):
+        choose_tokamax(kind, **options)
+    if not options:
+        monkeypatch.setattr(kernels, "is_installed", lambda: False)
+        with pytest.raises(UserError, match=r"pip install -e '\.\[tokamax\]'"):
+            choose_tokamax("NVIDIA H100")
 
 
 def test_auto_attention_of_tpus_is_splash_where_it_can_run():

@@ -96,7 +96,9 @@ def compile_plan(program: Program) -> Plan:
     state = program.state_shapes
     largest = program.at(program.config.shapes.largest)
     try:
-        compiled = largest.compile_train(state, program.batch_shapes)
+        # tokamax compiles for the default device, which would be this machine's CPU.
+        with jax.default_device(program.backend.mesh.devices.flat[0]):
+            compiled = largest.compile_train(state, program.batch_shapes)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
