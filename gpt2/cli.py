@@ -212,6 +212,15 @@ def chosen_options() -> set[str]:
     return chosen
 
 
+def define_cluster() -> None:
+    """Define `--cluster`, for programs that call gpt2.utils.ray_cluster.connect."""
+    flags.DEFINE_string(
+        "cluster",
+        "",
+        "ray[:ADDRESS]: use the nodes of a Ray cluster to train runs and to encode texts.",
+    )
+
+
 def define_run() -> None:
     """Define the flags of a run: its options, its directory and its processes."""
     define_config()

@@ -13,12 +13,14 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data.datasets import prepare_dataset
 from gpt2.signals import exit_at_interrupt
+from gpt2.utils.ray_cluster import connect
 
 
 def main() -> None:
     """Prepare the corpus of `--config`, and print its numbers of tokens, bytes and documents."""
     config = cli.parse_config()
     exit_at_interrupt("the same command continues")
+    connect(flags.FLAGS.cluster)
     data = config.data
     dataset = prepare_dataset(data)
     for _, part in dataset.parts.values():
@@ -37,8 +39,9 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    """Define the flags of a config, and `--inspect`."""
+    """Define the flags of a config, `--cluster` and `--inspect`."""
     cli.define_config()
+    cli.define_cluster()
     flags.DEFINE_bool(
         "inspect", False, "Also print the first three rows of the first training step."
     )

@@ -23,13 +23,11 @@ import jax
 from jax._src.distributed import global_state  # its key-value store has no public name
 
 from gpt2.errors import UserError, describe_exit, exit_process, log
+from gpt2.utils.launch import ALONE
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The environment variable of processes that train alone, even if a launcher such as Slurm started
-# their parent as one of several processes.
-ALONE = "GPT2_ALONE"
 # Seconds without a heartbeat after which the runtime considers a process dead.
 HEARTBEAT_SECONDS = 20
 

@@ -24,8 +24,9 @@ def printed(folder, program, cores):
     """What a program prints that `processes.start` runs."""
     (folder / "program.py").write_text(program)
     log = folder / "log.txt"
-    slot = processes.Slot(cores, {"MARK": "here"})
-    assert processes.start([str(folder / "program.py"), "a b"], log, slot).wait() == 0
+    slot = processes.LocalSlot(cores, {})
+    command = [str(folder / "program.py"), "a b"]
+    assert slot.start(command, log, {"MARK": "here"}).wait() == 0
     return log.read_text()
 
 

@@ -24,7 +24,6 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.checkouts import check_out, find_commit, snapshot
 from gpt2.lab.experiments.jobs import make_slots
 from gpt2.lab.experiments.processes import SANDBOX
-from gpt2.lab.experiments.processes import start as start_run
 from gpt2.lab.experiments.run_folder import Run, options_from
 from gpt2.lab.experiments.terms import LOSS, flops
 from gpt2.lab.ledger import __main__ as command
@@ -257,6 +256,7 @@ class Ideas:
         options = dict(pairs=8, minutes=math.inf, least=0.0, equal="tokens", json=True)
         options["slowdown"] = math.inf
         options |= dict(ledger=str(self.root), idea=idea, dry_run=False, screen=[])
+        options["cluster"] = ""
         self._set(command, "FLAGS", SimpleNamespace(**options | flags))
         before = len(self.trained)
         code = command.main()
@@ -1099,7 +1099,7 @@ def test_every_process_of_judged_code_starts_in_the_sandbox(
     options_from("print(json.dumps({}))", "path", tmp_path)
     log = stub.run.folder / "log.txt"
     (slot,) = make_slots(1)
-    assert start_run([script, "-", "true"], log, slot).wait() == 1  # it is not Python
+    assert slot.start([script, "-", "true"], log, {}).wait() == 1  # it is not Python
     *_, read, trained = marks.read_text().split()
     assert trained == folder
     assert not Path(read).exists()  # a folder that only this process has written
@@ -1144,7 +1144,7 @@ results = dict(
 
     def results():
         (slot,) = make_slots(1)
-        assert start_run([str(script)], run / "log.txt", slot).wait() == 0
+        assert slot.start([str(script)], run / "log.txt", {}).wait() == 0
         return json.loads((run / "run/results.json").read_text())
 
     assert all(results().values())

@@ -190,6 +190,21 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
         yield text
 
 
+def group_parts(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Yield the parts in lists of at least PART_CHARACTERS characters, except the last list."""
+    group = list[Part]()
+    num_characters = 0
+    for part in parts:
+        group.append(part)
+        num_characters += len(part.text)
+        if num_characters >= PART_CHARACTERS:
+            yield group
+            group = []
+            num_characters = 0
+    if group:
+        yield group
+
+
 def _open_text(document: Document) -> TextIO:
     if isinstance(document, str):
         # JSON and Python strings may contain half a surrogate pair, which UTF-8 cannot encode.

@@ -11,25 +11,35 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from gpt2.config import DataConfig
 from gpt2.data.interfaces import Corpus, Dataset
-from gpt2.data.preparing.documents import Documents, Part, ReadDocuments
+from gpt2.data.preparing.documents import (
+    Documents,
+    Part,
+    ReadDocuments,
+    group_parts,
+)
 from gpt2.data.preparing.prepared_folder import PROGRESS, TOKENIZER, prepare_tokens
 from gpt2.data.source_files import SourceFiles
 from gpt2.data.tokenizer import Tokenizer, build, load
 from gpt2.data.tokens import PreparedTokens, Split, TokenWriter
 from gpt2.errors import UserError, log, warn
 from gpt2.utils import files
+from gpt2.utils.ray_cluster import RayExecutor, is_connected
 from gpt2.utils.text import format_count
 
-AHEAD = 32  # additional parts that are encoded while a save waits for the disk
+AHEAD = (
+    32  # additional groups of parts that are encoded while a save waits for the disk
+)
 SAVED_TOKENS = 2**24  # smallest number of tokens between two saves of the progress
 SECONDS = 10  # time between progress lines
+
+Encoded = tuple[np.ndarray, int]  # the result of `Tokenizer.encode_counting`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +73,7 @@ class TextCorpus(Corpus):
         writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)
         unsaved = 0
         reported = time.monotonic()
-        for part, encoded in encode_in_parallel(tokenizer, parts):
-            tokens, num_lost = encoded.result()
+        for part, (tokens, num_lost) in encode_in_parallel(tokenizer, parts):
             if part.starts_document and documents.many:
                 tokens = np.concatenate([opening, tokens])
             writer.append(part.split, tokens)
@@ -104,17 +113,32 @@ class TextCorpus(Corpus):
 
 def encode_in_parallel(
     tokenizer: Tokenizer, parts: Iterable[Part]
-) -> Iterator[tuple[Part, Future[tuple[np.ndarray, int]]]]:
-    """Yield each part, in order, with a future of the result of `encode_counting`."""
-    num_workers = os.cpu_count() or 1
-    waiting = deque[tuple[Part, Future]]()
-    with ThreadPoolExecutor(num_workers) as pool:
-        for part in parts:
-            encoded = pool.submit(tokenizer.encode_counting, part.text)
-            waiting.append((part, encoded))
+) -> Iterator[tuple[Part, Encoded]]:
+    """Yield each part, in order, with the result of `encode_counting`.
+
+    Parts are encoded in threads or, if this process has joined a Ray cluster, on its nodes.
+    """
+
+    def encode(texts: list[str]) -> list[Encoded]:
+        return [tokenizer.encode_counting(text) for text in texts]
+
+    executor: Executor
+    if is_connected():
+        executor = RayExecutor()
+        num_workers = executor.num_workers
+    else:
+        num_workers = os.cpu_count() or 1
+        executor = ThreadPoolExecutor(num_workers)
+    waiting = deque[tuple[list[Part], Future[list[Encoded]]]]()
+    with executor:
+        for group in group_parts(parts):
+            texts = [part.text for part in group]
+            waiting.append((group, executor.submit(encode, texts)))
             if len(waiting) > 2 * num_workers + AHEAD:
-                yield waiting.popleft()
-        yield from waiting
+                first, encoded = waiting.popleft()
+                yield from zip(first, encoded.result(), strict=True)
+        for group, encoded in waiting:
+            yield from zip(group, encoded.result(), strict=True)
 
 
 @dataclasses.dataclass

@@ -42,6 +42,7 @@ from gpt2.lab.experiments.arms import differences, make_arms
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
 from gpt2.lab.experiments.run_folder import find_root
 from gpt2.utils import files
+from gpt2.utils.ray_cluster import connect
 from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
@@ -66,6 +67,7 @@ def main() -> int:
         check_paired(sweep, FLAGS.paired or sweep.paired)
         return _report(sweep)
     os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
+    connect(FLAGS.cluster)
     slots = make_slots(FLAGS.jobs)
     sweep = _read_sweep(root, slots)
     if FLAGS.dry_run:

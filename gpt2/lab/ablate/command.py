@@ -47,10 +47,12 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer(
         "jobs",
-        1,
-        "Number of runs at a time, each on its own GPU or its own part of the CPU cores.",
+        None,
+        "Number of runs at a time, each on its own GPU or its own part of the CPU cores. Default: "
+        "1 or, with --cluster, as many as possible",
         1,
     )
+    cli.define_cluster()
     flags.DEFINE_enum(
         "equal", "tokens", TERMS, "The training cost that is the same for all arms."
     )

@@ -16,22 +16,29 @@ from typing import TextIO
 import numpy as np
 
 from gpt2.errors import UserError
-from gpt2.lab.experiments.processes import Slot, start
+from gpt2.lab.experiments.processes import LocalSlot
+from gpt2.lab.experiments.ray_runs import NODE_LOST, RaySlot, make_ray_slots
 from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
+from gpt2.utils.ray_cluster import is_connected
 
+Slot = LocalSlot | RaySlot  # the resources of one run at a time
 _DIVERGED = 3  # the exit code of train.py for a run that diverged
 # The outcome of each run when this process first read it. A run that had already failed is trained
 # again. Outcomes are compared rather than times, because the clocks of file servers differ.
 _first_outcomes: dict[Path, Outcome] = {}
 
 
-def make_slots(jobs: int) -> list[Slot]:
+def make_slots(jobs: int | None = None) -> Sequence[Slot]:
     """Return the resources of `jobs` simultaneous runs: a GPU or some of the CPU cores for each.
 
-    If `jobs` is 1, the runs may use all GPUs and all cores.
+    If `jobs` is 1, the runs may use all GPUs and all cores. Without `jobs`, there is one run at a
+    time or, on a Ray cluster, as many as possible.
     """
+    if is_connected():
+        return make_ray_slots(jobs)
+    jobs = jobs or 1
     cores = list(range(os.cpu_count() or 1))
     if sys.platform == "linux":
         cores = sorted(os.sched_getaffinity(0))
@@ -45,10 +52,12 @@ def make_slots(jobs: int) -> list[Slot]:
         )
     if gpus:
         every_core = frozenset(cores)
-        return [Slot(every_core, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]]
-    slots = []
+        return [
+            LocalSlot(every_core, {"CUDA_VISIBLE_DEVICES": gpu}) for gpu in gpus[:jobs]
+        ]
+    slots = list[Slot]()
     for part in np.array_split(cores, jobs):
-        slots.append(Slot(frozenset(map(int, part)), {}))
+        slots.append(LocalSlot(frozenset(map(int, part)), {}))
     return slots
 
 
@@ -93,6 +102,10 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                 if code is not None:
                     training.remove(job)
                     free.append(job.slot)
+                    if code == NODE_LOST:
+                        job.lock.close()
+                        print(f"{job.run.label} has lost its node, and will continue")
+                        continue
                     result = job.end(code, score)
                     done = sum(map(_has_ended, runs))
                     line = (
@@ -146,7 +159,7 @@ class _Training:
     def __init__(self, run: Run, lock: TextIO, slot: Slot):
         self.run = run
         self.slot = slot
-        self._lock = lock
+        self.lock = lock
         run.prepare()
         self._log = run.folder / "log.txt"
         self._log.touch()
@@ -158,14 +171,13 @@ class _Training:
             f"--config={run.folder / 'config.json'}",
             f"--workdir={run.workdir}",
         ]
-        environment = slot.environment | {"WANDB_NAME": run.label}
-        self.process = start(command, self._log, slot._replace(environment=environment))
+        self.process = slot.start(command, self._log, {"WANDB_NAME": run.label})
 
     def end(self, code: int, score: str) -> str:
         """Write the outcome of the run, release its lock, and return its score or its error."""
         outcome = self._read_outcome(code)
         write_json(self.run.folder / "outcome.json", outcome._asdict())
-        self._lock.close()
+        self.lock.close()
         if outcome.state == "finished":
             return f"{score} {self.run.read(score)[-1][score]:.4f}"
         return f"{outcome.state}: {outcome.error}"

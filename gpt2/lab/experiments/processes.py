@@ -6,7 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +15,38 @@ from typing import NamedTuple
 SANDBOX = "GPT2_SANDBOX"
 
 
-class Slot(NamedTuple):
-    """The CPU cores and environment variables for one run at a time."""
+class LocalSlot(NamedTuple):
+    """The CPU cores and environment variables for one run at a time on this machine."""
 
     cores: Set[int]
     environment: dict[str, str]
+
+    def start(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str]
+    ) -> subprocess.Popen:
+        """Start a Python file, with some variables in addition to those of this process.
+
+        Append the output of the file to `log`. On Linux, the started process gets SIGTERM when this
+        process ends. Elsewhere, it continues. In a sandbox, the process may write the folder that
+        contains `log`.
+        """
+        # This import is here because the child, which runs this file first, may have another
+        # version of the code.
+        from gpt2.utils.launch import ALONE
+
+        cores = ",".join(map(str, self.cores))
+        # The child runs this file, which then replaces itself with the given file. With -P, this
+        # file does not import modules from its own folder.
+        child = [sys.executable, "-P", __file__, cores, *command]
+        with open(log, "ab") as file:
+            return subprocess.Popen(
+                confined(child, log.parent),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, ALONE: "1", **self.environment, **environment},
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops its runs
+            )
 
 
 def confined(command: Sequence[str], folder: Path) -> list[str]:
@@ -28,30 +55,6 @@ def confined(command: Sequence[str], folder: Path) -> list[str]:
     for word in shlex.split(os.environ.get(SANDBOX, "")):
         prefix.append(word.replace("{folder}", str(folder.absolute())))
     return [*prefix, *command]
-
-
-def start(command: Sequence[str], log: Path, slot: Slot) -> subprocess.Popen:
-    """Start a Python file, and append its output to `log`.
-
-    On Linux, the started process gets SIGTERM when this process ends. Elsewhere, it continues.
-    In a sandbox, the process may write the folder that contains `log`.
-    """
-    # This import is here because the child, which runs this file first, must not import JAX.
-    from gpt2.parallel.distributed import ALONE
-
-    cores = ",".join(map(str, slot.cores))
-    # The child runs this file, which then replaces itself with the given file. With -P, this file
-    # does not import modules from its own folder.
-    child = [sys.executable, "-P", __file__, cores, *command]
-    with open(log, "ab") as file:
-        return subprocess.Popen(
-            confined(child, log.parent),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {ALONE: "1"} | slot.environment,
-            start_new_session=True,  # Ctrl-C reaches only this process, which stops its runs
-        )
 
 
 def become(cores: str, *command: str) -> None:

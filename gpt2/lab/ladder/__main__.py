@@ -37,6 +37,7 @@ from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.noise import measure_noise, plan_pairs
 from gpt2.utils import files
+from gpt2.utils.ray_cluster import connect
 from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
@@ -69,6 +70,7 @@ def main() -> int:
     if FLAGS.report:
         return _report(root, _load(root), FLAGS.gain)
     os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
+    connect(FLAGS.cluster)
     slots = make_slots(FLAGS.jobs)
     sweeps = _make_sweeps(root, slots)
     if FLAGS.dry_run:

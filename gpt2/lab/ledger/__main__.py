@@ -57,6 +57,7 @@ from gpt2.lab.ledger.training_text import open_text, with_training_text
 from gpt2.lab.ledger.trial import LOCK, try_idea
 from gpt2.utils import files
 from gpt2.utils.code import SOURCE, hash_code
+from gpt2.utils.ray_cluster import connect
 from gpt2.utils.text import counted, format_duration
 
 FLAGS = flags.FLAGS
@@ -71,6 +72,7 @@ EXIT_CODES = {
 def define_flags() -> None:
     """Define the flags of this command."""
     cli.define_config()
+    cli.define_cluster()
     flags.DEFINE_string("ledger", None, "Folder of the ledger.")
     flags.DEFINE_string(
         "idea",
@@ -124,6 +126,7 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _open_ledger(root)
         _become_judge(root, ledger)
+        connect(FLAGS.cluster)
         idea = ledger.best
         if FLAGS.idea:
             dataset = open_text(root, ledger.ideas[0].arm.config.data)

@@ -24,7 +24,7 @@ from gpt2.data.interfaces import Batch
 from gpt2.lab.experiments.jobs import find_error
 from gpt2.lab.experiments.processes import confined
 from gpt2.lab.experiments.run_folder import Run
-from gpt2.parallel.distributed import ALONE
+from gpt2.utils.launch import ALONE
 
 ALL_ROWS = slice(None)
 _SECONDS = 600.0  # time limit for all answers, in addition to ten times the run's time
