@@ -217,6 +217,7 @@ class Ideas:
         self.noise = 0.003
         self.meanwhile = lambda run: None
         self.scored = lambda run: None
+        self.own_loss = lambda run, loss: loss
         self._set = monkeypatch.setattr
         tokenizer = SimpleNamespace(vocab_size=4096)
         dataset = SimpleNamespace(tokenizer=tokenizer, parts={"": None})
@@ -234,7 +235,7 @@ class Ideas:
     def _score(self, run, dataset):
         self.scored(run)
         loss = run.read(LOSS)[-1][LOSS]
-        return referee.Score(loss, loss)
+        return referee.Score(loss, self.own_loss(run, loss))
 
     def _train(self, runs, slots, score):
         for run in runs:
@@ -455,6 +456,7 @@ def test_too_few_pairs_name_a_number_that_is_enough(ideas):
         ("data.corpus=text:other.txt", r"sets data\.corpus, which is not a part"),
         ("data.val_fraction=0.2", r"val_fraction"),
         ("data.tokenizer=byte", "tokenizer"),
+        ("seed=1", "seed cannot be varied"),
         ("data.data_dir=/forged", r"data\.data_dir"),
         ("data.end_of_text=e", r"data\.end_of_text"),
         ("train.init_from=run:ideas/runs/000-start/seed-0/run", r"train\.init_from"),
@@ -1079,6 +1081,7 @@ def test_the_referee_normalises_every_answer(stub):
         # The first token of a row is the last target of the row before it.
         (NEXT_ROW, "its answers for a row depend on other rows"),
         (EARLIER, "its answers for a row depend on other rows"),
+        ("open(f'{sys.argv[1]}/../notes', 'a').close()", "it changed files of"),
     ],
 )
 def test_answers_that_are_none_or_know_other_rows_are_refused(stub, change, message):
@@ -1211,6 +1214,13 @@ def test_a_ledger_whose_text_changes_is_refused(tmp_path, texts):
     (tmp_path / "one/new.txt").write_text("another document")
     with pytest.raises(UserError, match=r"has changed since .*ideas started"):
         open_text(root, data)
+
+
+def test_a_loss_that_the_referee_does_not_find_is_only_reported(ideas, capsys):
+    ideas.own_loss = lambda run, loss: loss - run.arm.startswith("001")
+    assert ideas("optim.beta2=0.97")[0] == "discard"
+    warning = r"warning: 001-\S+ seed \d+ reports a loss of 4\.\d+ on the start of its"
+    assert re.search(warning, capsys.readouterr().err)
 
 
 def test_the_best_is_scored_before_code_of_the_idea_runs(ideas):

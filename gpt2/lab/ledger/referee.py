@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -29,6 +30,7 @@ from gpt2.utils.launch import ALONE
 ALL_ROWS = slice(None)
 _SECONDS = 600.0  # time limit for all answers, in addition to ten times the run's time
 _PIPE_BYTES = 1 << 20
+_LOG = "answers.txt"
 # For each dtype, the largest difference between two measurements of one mean loss that rounding can
 # explain, in nats per token. For dtypes that are not listed, it is 0.01.
 TOLERANCES = {"float32": 1e-4}
@@ -62,10 +64,14 @@ def score(run: Run, dataset: Dataset) -> Score:
     may contain the text after another row, to answer the other.
     """
     own = prepare_dataset(run.config.data)
+    before = _list_files(run)
     with _Answers(run) as answers:
         loss, rows = _measure(answers, dataset, run.config)
         own_loss, _ = _measure(answers, own, run.config)
         answers.end()
+    # In a sandbox, the two processes could exchange answers only through these files.
+    if _list_files(run) != before:
+        raise NoAnswerError("it changed files of the run while it answered the referee")
     # The batch has the same shape as the other batches, so that rounding is the same.
     tokens = np.zeros(
         (run.config.micro_batch_size, run.config.model.context_length), np.int32
@@ -87,6 +93,17 @@ def score(run: Run, dataset: Dataset) -> Score:
             f" {errors.max():.4f} nats per token"
         )
     return Score(loss, own_loss)
+
+
+def _list_files(run: Run) -> dict[Path, tuple[int, int]]:
+    """Return the inode and the time of the last change of each file of a run, by path."""
+    files = dict[Path, tuple[int, int]]()
+    for path in run.folder.rglob("*"):
+        status = path.lstat()
+        files[path] = (status.st_ino, status.st_ctime_ns)
+    # Each process that answers begins with an empty log.
+    files.pop(run.folder / _LOG, None)
+    return files
 
 
 def _measure(
@@ -148,7 +165,7 @@ class _Answers:
     """A process that computes logits with the model of a run, on request."""
 
     def __init__(self, run: Run):
-        self._log = run.folder / "answers.txt"
+        self._log = run.folder / _LOG
         self._vocab_size = run.config.model.vocab_size
         limit = _SECONDS + 10 * run.outcome().seconds
         self._deadline = time.monotonic() + limit
