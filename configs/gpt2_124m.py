@@ -31,7 +31,7 @@ OPENWEBTEXT = (
 _FEW_KERNELS = {
     "memory.scan_layers": True,
     "memory.scan_unroll": 12,
-}  # docs/performance.md explains why these options lead to fewer kernels
+}  # docs/performance.md shows how many kernels these options save
 _TURING = {"precision.compute": "float16"}  # Turing GPUs have no bfloat16
 # Machines, with the names of `gpt2.lab.plan --chips`: the number of devices, the number of
 # sequences per device and micro-batch, and options.

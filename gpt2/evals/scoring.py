@@ -58,9 +58,10 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
     If `context` and `tokens` together are too long, the beginning of `context` is removed.
     """
     if not len(context) or not 0 < len(tokens) <= context_length:
-        raise UserError(
-            f"An example has {len(context)} tokens of context and {len(tokens)} tokens to score",
-            f"Use at least one token of context and 1 to {context_length} tokens to score",
+        # `reading` adds the file and the line of the example.
+        raise ValueError(
+            f"it has {len(context)} tokens of context and {len(tokens)} to score; allowed are 1 or"
+            f" more of context and 1 to {context_length} to score"
         )
     text = np.array([*context, *tokens], np.int32)
     text = text[-context_length - 1 :]

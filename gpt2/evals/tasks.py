@@ -37,8 +37,9 @@ def find_task(spec: str) -> tuple[Score, Path]:
     require_choice("task", name, ("validation", *TASKS))
     if name == "validation":
         raise UserError(
-            f"task={spec}: validation reads no directory",
-            "Use eval.py --tasks=validation. A run validates by itself, see train.eval_every",
+            f"{spec} is not possible, because validation reads no directory",
+            "In eval.py, use --tasks=validation. Leave it out of train.eval_tasks, because a run "
+            "validates every train.eval_every steps",
         )
     file, score = TASKS[name]
     path = Path(directory) / file

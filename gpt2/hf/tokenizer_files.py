@@ -45,8 +45,8 @@ def save_tokenizer(
         # Training never adds the tokens of a template, so their embeddings may be untrained.
         tree["post_processor"] = None
         warn(
-            "The exported tokenizer.json has no post_processor, because training adds no "
-            "special tokens to a text"
+            "The exported tokenizer.json has no post_processor, because training did not add the "
+            "special tokens that it would add"
         )
     files.write_text(directory / "tokenizer.json", json.dumps(tree, ensure_ascii=False))
     config = {

@@ -61,8 +61,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "reference",
         "",
-        "Published losses to plot: the name of a file in configs/reference, or a CSV file with the "
-        "columns tokens,loss.",
+        "Published losses to plot: the name of a file in configs/reference without .csv, or a CSV "
+        "file with the columns tokens,loss.",
     )
     flags.DEFINE_string("output", "compare.png", "Path of the plot.")
 

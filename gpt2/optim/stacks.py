@@ -107,9 +107,10 @@ def map_stacks(
     trees: tuple[Tree, ...],
     *scalars: Array,
 ) -> tuple[Tree, ...]:
-    """Map `function(stacks, *scalars) -> tuple of stacks` over all matrices of trees `[k, ?, ?]`.
+    """Apply `function(stacks, *scalars) -> tuple of stacks` to all matrices in `trees`.
 
-    Matrices of equal shapes are stacked for one call. `matrices` assigns them to devices.
+    The leaves of the trees are `[k, rows, columns]`, with any k, rows and columns. Matrices of
+    equal shapes are stacked for one call. `matrices` assigns them to devices.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

@@ -116,9 +116,9 @@ def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
 def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | None:
     """Return the axis along which a parameter is gathered by layer, or None.
 
-    `fsdp` must split the parameter over several devices, along an axis whose shards operations
-    support. If the axis `tensor` of the mesh has several devices, no parameter is gathered by
-    layer. Vectors are never gathered by layer, because they are too small.
+    A parameter is gathered by layer only if `fsdp` splits it over several devices, along one of
+    the axes in `GATHERED_BY_LAYER`. If the axis `tensor` of the mesh has several devices, no
+    parameter is gathered by layer. Vectors are never gathered by layer, because they are too small.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:

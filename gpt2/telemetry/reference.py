@@ -24,9 +24,9 @@ def read_reference(name: str) -> dict[str, np.ndarray]:
     published = REFERENCES / f"{name}.csv"
     path = published if published.is_file() else Path(name)
     with reading(
-        name,
-        "Give the name of a file in configs/reference/, or a CSV file with the columns "
-        "tokens,loss",
+        f"The reference {name}",
+        "Give the name of a file in configs/reference/ without .csv, such as nanogpt-124m, or a "
+        "CSV file with the columns tokens,loss",
     ):
         table = pd.read_csv(path, comment="#")
         if "name" not in table:

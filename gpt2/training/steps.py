@@ -2,9 +2,9 @@
 
 A step uses no device, mesh or file. It sums over the rows of its batch with `map_sum`, which a
 backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
-`function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up the
-results across all devices. It does so once, but FSDP by layer adds up gradients in each layer and
-micro-batch instead. Both results are trees of arrays.
+`function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up both
+trees of arrays across all devices, once at the end of the step. Only FSDP by layer adds up
+gradients in each layer of each micro-batch.
 
 gpt2/training/losses/next_token.py explains how a batch becomes a loss. The loss returns the sums
 `{name: (sum, count)}`. At the end, each sum is divided once by its count, and becomes the metric

@@ -176,7 +176,7 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
             if whole:
                 if len(text) > WHOLE_CHARACTERS:
                     raise UserError(
-                        f"A document has more than {WHOLE_CHARACTERS:,} characters. This is "
+                        f"{document} has more than {WHOLE_CHARACTERS:,} characters. This is "
                         "too many for a tokenizer.json, because it must encode each document whole",
                         "Divide the document, or use --config.data.tokenizer=gpt2 or bpe:SIZE",
                     )

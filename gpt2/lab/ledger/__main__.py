@@ -212,7 +212,7 @@ def _read_depths(config: Config) -> list[int]:
         raise UserError(
             f"--screen={','.join(FLAGS.screen)} must list different depths from 1 to"
             f" {layers - 1}, below model.num_layers={layers}",
-            "Give for example --screen=2,3",
+            f"Give for example --screen={layers - 1}",
         )
     for depth in depths:
         # This raises an error if the size is impossible.

@@ -114,7 +114,8 @@ class Ledger:
     """The content of a ledger.jsonl."""
 
     ideas: list[Idea] = field(default_factory=list)  # ordered by number
-    # Numbers of the ideas with a seed for the ledger's size, in the order of their first seeds.
+    # Numbers of the ideas that have drawn a seed for the ledger's own size, not only for a screen.
+    # The idea that drew its first seed first comes first.
     tests: dict[int, None] = field(default_factory=dict)
 
     @property

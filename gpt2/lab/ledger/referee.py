@@ -211,8 +211,8 @@ class _Answers:
             logits = logits[target >= 0].astype(np.float64)
             if not np.isfinite(logits).all():
                 raise NoAnswerError("its logits are not finite")
-            # In float64, 1e30 + log(V) is 1e30. Without its maximum, each row is a distribution
-            # that adds up to 1, however large its logits are.
+            # In float64, 1e30 + log(V) is 1e30. If the maximum were not subtracted, the normaliser
+            # of huge logits would lose log(V), and probabilities would add up to more than 1.
             logits -= logits.max(axis=1, keepdims=True)
             chosen = np.take_along_axis(logits, target[target >= 0, None], axis=1)
             normaliser = np.log(np.exp(logits).sum(axis=1))

@@ -27,8 +27,8 @@ def find_devices(name: str) -> list[jax.Device]:
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
     if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
-        # If there are several machines, all 8 GPUs of each take part. TPU slices are not affected,
-        # because their sizes are powers of two.
+        # Refuse the number: with several machines, all 8 GPUs of each take part. This refuses no
+        # TPU slices, because their sizes are powers of two.
         number = 0
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))
