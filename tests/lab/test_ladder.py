@@ -1,5 +1,6 @@
 """Ladders: the options of each size, compute multipliers, and the verdicts on their course."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -264,6 +265,10 @@ def test_a_gain_is_the_difference_between_two_points_of_the_baseline(tmp_path):
     noise = noise.assign(compute=COMPUTE[:3], loss=loss_of(COMPUTE[:3]))
     expected = loss_of(COMPUTE[:3]) - loss_of(1.5 * COMPUTE[:3])
     np.testing.assert_allclose(gains(noise, 1.5), expected, rtol=1e-9)
+    sizes = COMPUTE[0] * np.array([1.0, 11.4, 64.0])  # of 2, 3 and 4 layers
+    noise = noise.assign(compute=sizes, loss=with_irreducible(sizes))
+    expected = with_irreducible(sizes) - with_irreducible(1.2 * sizes)
+    np.testing.assert_allclose(gains(noise, 1.2), expected, rtol=0.02)
 
 
 def test_a_plan_names_the_cheapest_size_in_80_columns(tmp_path, capsys):
@@ -272,10 +277,22 @@ def test_a_plan_names_the_cheapest_size_in_80_columns(tmp_path, capsys):
     noise["pair"] = [2.0, 0.1, 0.05]
     plan = plan_pairs(noise, 1.2, "nats per token")
     assert plan["size"].to_list() == ["d2", "d4, cheapest", "d8"]
-    assert plan["pairs in a sweep"].to_list() == ["over 1000", "13", "6"]
+    assert plan["pairs in a sweep"].to_list() == ["over 1000", "12", "6"]
     assert plan["pairs in a ledger"].to_list() == ["over 16", "over 16", "11"]
     print_table(plan)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    noise["pair"] = [9.0, 9.0, np.nan]
+    plan = plan_pairs(noise, 1.2, "nats per token")
+    assert plan["size"].to_list() == ["d2", "d4", "d8"]
+    assert plan["pairs in a sweep"].to_list() == ["over 1000", "over 1000", "-"]
+
+
+def test_a_report_of_a_ladder_needs_no_run_of_every_size(tmp_path):
+    sweeps = sweeps_in(tmp_path, [3], [1, 2, 4])
+    shutil.rmtree(sweeps[2].root / "runs")
+    table = write_report(tmp_path, sweeps)
+    assert table.verdict.to_list() == ["to be decided"]
+    assert "| d8 | 1778 | - |" in (tmp_path / "report.md").read_text()
 
 
 # The command

@@ -33,9 +33,8 @@ from gpt2.utils import files
 from gpt2.utils.ray_cluster import RayExecutor, is_connected
 from gpt2.utils.text import format_count
 
-AHEAD = (
-    32  # additional groups of parts that are encoded while a save waits for the disk
-)
+# Additional groups of parts that are encoded while a save waits for the disk.
+AHEAD = 32
 SAVED_TOKENS = 2**24  # smallest number of tokens between two saves of the progress
 SECONDS = 10  # time between progress lines
 

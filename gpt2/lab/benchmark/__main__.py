@@ -35,6 +35,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import DEFAULTS, Config, with_options
+from gpt2.config.options import OPTIONS
 from gpt2.data.tokenizer import tokens_by_name
 from gpt2.errors import UserError, require_choice
 from gpt2.lab.benchmark import measure, suite
@@ -115,11 +116,12 @@ def make_config(peers: list[str]) -> Config:
         return config
     for peer in peers:
         require_choice("--peers", peer, measure.PEERS)
+    random = [name for name, option in OPTIONS.items() if option.is_random]
     options = {
+        **dict.fromkeys(random, 0.0),
         "optim.schedule": "constant",
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": 0,
-        "model.dropout": 0.0,
         # The vocabulary is a multiple of 64, as in nanoGPT.
         "model.vocab_size": 64 * math.ceil(config.model.vocab_size / 64),
     }

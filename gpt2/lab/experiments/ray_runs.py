@@ -116,9 +116,8 @@ def _run(
     process = LocalSlot(os.sched_getaffinity(0), {}).start(command, log, {})
     try:
         while process.poll() is None:
-            time.sleep(
-                0.2
-            )  # Ray can interrupt the loop, but not a call of process.wait
+            # Ray can interrupt this loop, but not a call of process.wait.
+            time.sleep(0.2)
         return process.returncode
     finally:
         process.terminate()

@@ -1,5 +1,6 @@
 """The report of a ladder: report.md, report.html, multipliers.csv and a plot."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,11 +124,13 @@ def _noise_table(
         row = {
             "size": size.size,
             "steps": str(size.steps),
-            "FLOPs": format_count(size.flops),
+            "FLOPs": "-",
             "time": format_duration(size.seconds),
             "deviation of a run": number(size.seed, ".4f"),
             "deviation of a difference": number(size.pair, ".4f"),
         }
+        if math.isfinite(size.flops):  # a run of the baseline has finished
+            row["FLOPs"] = format_count(size.flops)
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -11,11 +11,10 @@ from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.power import LEVEL, POWER, Array, paired_difference
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.cells import number
-from gpt2.lab.ledger.evidence import findable, level_at
+from gpt2.lab.ledger.evidence import MOST_PAIRS, findable, level_at
 from gpt2.utils.text import format_count, format_duration
 
 _MOST_PAIRS = 1000  # largest number of pairs that a plan considers for a sweep
-_LEDGER_PAIRS = 16  # the default of a ledger's --pairs
 
 
 def measure_noise(
@@ -56,11 +55,10 @@ def measure_noise(
 def gains(noise: pd.DataFrame, multiplier: float) -> Array:
     """Return how far the loss falls at each size if compute grows by `multiplier`.
 
-    Between two sizes, the baseline's loss is a power law of compute. The power law of the two
-    largest sizes continues beyond them.
+    Around each size, the baseline's loss is a power law of compute. Its exponent is the slope of
+    the parabola through the size and its nearest sizes, in log loss against log compute.
     """
-    slopes = np.diff(np.log(noise.loss)) / np.diff(np.log(noise.compute))
-    slopes = np.append(slopes, slopes[-1])
+    slopes = np.gradient(np.log(noise.loss), np.log(noise.compute), edge_order=2)
     return (noise.loss * (1 - multiplier**slopes)).to_numpy()
 
 
@@ -88,7 +86,7 @@ def ledger_pairs(effect: float) -> float:
 @cache
 def _findable_effects() -> Array:
     """Return the smallest effects that 1, 2, ... pairs find for the first idea of a ledger."""
-    return findable(_LEDGER_PAIRS, level_at(1, 0), POWER)
+    return findable(MOST_PAIRS, level_at(1, 0), POWER)
 
 
 def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFrame:
@@ -97,24 +95,27 @@ def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFram
     effects = table.gain / table.pair
     table["pairs"] = effects.map(sweep_pairs)
     table["ledger"] = effects.map(ledger_pairs)
-    cost = table.pairs * table.compute
+    cost = (table.pairs * table.compute).replace(math.inf, math.nan)
     rows = []
     for size in table.itertuples():
         row = {
             "size": size.size,
             f"gain ({unit})": number(size.gain, ".4f"),
-            "pairs in a sweep": f"over {_MOST_PAIRS}",
+            "pairs in a sweep": "-",
             "FLOPs": "-",
             "time": "-",
-            "pairs in a ledger": f"over {_LEDGER_PAIRS}",
+            "pairs in a ledger": "-",
         }
+        if size.gain > 0 and size.pair >= 0:  # False for NaN, if runs have not finished
+            row["pairs in a sweep"] = f"over {_MOST_PAIRS}"
+            row["pairs in a ledger"] = f"over {MOST_PAIRS}"
         if math.isfinite(size.pairs):
             row["pairs in a sweep"] = f"{size.pairs:.0f}"
             row["FLOPs"] = format_count(2 * size.pairs * size.flops)
             row["time"] = format_duration(2 * size.pairs * size.seconds)
         if math.isfinite(size.ledger):
             row["pairs in a ledger"] = f"{size.ledger:.0f}"
-        if size.Index == cost.idxmin():
+        if cost[size.Index] == cost.min():  # False for NaN
             row["size"] += ", cheapest"
         rows.append(row)
     return pd.DataFrame(rows)

@@ -49,7 +49,7 @@ from gpt2.lab.experiments.run_folder import find_root
 from gpt2.lab.experiments.step_time import measure
 from gpt2.lab.experiments.terms import TERMS
 from gpt2.lab.ladder.dial import at_depth
-from gpt2.lab.ledger.evidence import SCREEN_PAIRS, findable
+from gpt2.lab.ledger.evidence import MOST_PAIRS, SCREEN_PAIRS, findable
 from gpt2.lab.ledger.ideas import arms_at, is_working_tree, make_idea
 from gpt2.lab.ledger.journal import Idea, Ledger, Sample, append, read_ledger
 from gpt2.lab.ledger.ledger_plot import plot_ledger
@@ -85,7 +85,9 @@ def define_flags() -> None:
         [],
         "Depths of smaller models. An idea must first lower the loss at these depths.",
     )
-    flags.DEFINE_integer("pairs", 16, "Largest number of pairs of runs for an idea.", 2)
+    flags.DEFINE_integer(
+        "pairs", MOST_PAIRS, "Largest number of pairs of runs for an idea.", 2
+    )
     flags.DEFINE_float(
         "minutes",
         math.inf,

@@ -55,6 +55,7 @@ _DECAY = 1.3  # the exponent in gamma_t
 _TAU = 3.0  # the scale of expected gains, in standard deviations
 _FUTILE = 0.2  # `is_futile` uses an interval of level 1 - _FUTILE
 _NUM_DRAWN = 1000  # number of simulated ideas
+MOST_PAIRS = 16  # the default of --pairs
 # Number of pairs at each small size. With more pairs, screening would discard fewer true gains.
 SCREEN_PAIRS = 4
 
