@@ -18,7 +18,7 @@ import time
 from absl import flags
 
 from gpt2 import cli
-from gpt2.errors import log
+from gpt2.errors import located, log
 from gpt2.evals.figures import print_table, write_json
 from gpt2.evals.perplexity import validation
 from gpt2.evals.scoring import Scorer
@@ -78,7 +78,8 @@ def main() -> None:
     began = time.perf_counter()
     figures = validation(scorer, tokenizer, *data) if data else []
     for score, path in tasks:
-        figures += score(scorer, tokenizer, path)
+        with located(path):
+            figures += score(scorer, tokenizer, path)
     print_table(figures)
     seconds = time.perf_counter() - began
     log(f"read {scorer.num_tokens:,} tokens in {seconds:.1f} s", sys.stdout)

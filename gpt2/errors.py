@@ -20,15 +20,18 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
-        self.exit_code = exit_code
+        super().__init__(what, remedy, exit_code)
         self.what = what.rstrip(".")
-        message = f"{self.what}. {remedy}".rstrip(". ")
+        self.remedy = remedy
+        self.exit_code = exit_code
+        self.is_located = False  # whether `located` has added a place
+
+    def __str__(self) -> str:
+        message = f"{self.what}. {self.remedy}".rstrip(". ")
         if not message.endswith("?"):
             message += "."
         # File names and flags may contain control characters, which would garble the terminal.
-        super().__init__(
-            "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
-        )
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 class DivergedError(ArithmeticError):
@@ -42,6 +45,21 @@ class DivergedError(ArithmeticError):
         self.step = step
         self.before = before
         super().__init__(f"{what} not finite at step {step}")
+
+
+@contextlib.contextmanager
+def located(place: object) -> Iterator[None]:
+    """Begin the message of a UserError of the body with the file, line or option that is wrong.
+
+    The message does not change if it contains `place`, or if an inner `located` has changed it.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not error.is_located and str(place) not in error.what:
+            error.what = f"{place}: {error.what}"
+        error.is_located = True
+        raise
 
 
 @contextlib.contextmanager

@@ -25,7 +25,9 @@ from gpt2.config.options import (
     read_items,
 )
 from gpt2.config.shapes import ShapeSchedule, StepShape, read_steps
-from gpt2.errors import UserError, first_line
+from gpt2.errors import UserError, located
+from gpt2.utils import stores
+from gpt2.utils.files import reading
 
 # Option of `train.` -> the field of `StepShape` that the option changes during a run.
 _SHAPE_SCHEDULES = {
@@ -218,7 +220,8 @@ class Config(default.Options):
         if train.keep_every % (train.checkpoint_every or math.inf):
             raise UserError(
                 f"train.keep_every={train.keep_every} is not a multiple of "
-                f"train.checkpoint_every={train.checkpoint_every}"
+                f"train.checkpoint_every={train.checkpoint_every}",
+                "Set train.keep_every to such a multiple, or to 0",
             )
         if self.optim.hyperball and self.model.zero_init_projections:
             raise UserError(
@@ -245,8 +248,9 @@ class Config(default.Options):
                     f"divide both model.context_length and the {done:,} tokens of earlier steps"
                 )
         if any(getattr(self.train, name) for name in _SHAPE_SCHEDULES):
-            for shape in pieces.values():
-                self.at(shape)  # checks the options of this shape
+            for start, shape in pieces.items():
+                with located(f"train.*_schedule at step {start}"):
+                    self.at(shape)  # checks the options of this shape
 
     @cached_property
     def shapes(self) -> ShapeSchedule:
@@ -364,10 +368,10 @@ def read_options(name: str) -> Options:
         path = Path(__file__).parents[2] / path
     if not path.is_file():
         raise UserError(
-            f"--config={name} is not a file",
-            "Give a path such as configs/quickstart.py",
+            f"{name} is not a file, so it contains no options",
+            "Give --config or recipe= a path such as configs/quickstart.py",
         )
-    try:
+    with reading(name, "Correct the file, or restore it from a copy"):
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             if "seed" not in tree:
@@ -375,10 +379,6 @@ def read_options(name: str) -> Options:
             return complete(tree, is_record=True)
         get_config = runpy.run_path(str(path))["get_config"]
         return complete(get_config(argument) if argument else get_config())
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from error
-    except Exception as error:  # a config file is code, and may raise any type
-        raise UserError(f"{name} cannot be read ({first_line(error)})") from error
 
 
 def load_config(workdir: Path) -> Config:
@@ -386,6 +386,7 @@ def load_config(workdir: Path) -> Config:
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(
-            f"{workdir} does not contain a run", "Give a workdir of train.py"
+            f"{stores.url_or_path(workdir)} does not contain a run",
+            "Give a workdir of train.py",
         )
     return Config.from_dict(read_options(str(path)))

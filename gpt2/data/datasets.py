@@ -15,7 +15,7 @@ from gpt2.data.readers.downloads import with_revision
 from gpt2.data.tokenizer import build
 from gpt2.data.tokens import PreparedTokens
 from gpt2.errors import UserError
-from gpt2.utils import files
+from gpt2.utils import files, stores
 
 _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # the plus sign before a part of a mixture
 # The description in the data.json of a run, or None if there is none.
@@ -95,8 +95,9 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
         return False
     if saved != dataset.describe():
         raise UserError(
-            f"The text, tokenizer or batch function is no longer what {path.parent} was trained"
-            " on",
-            "Restore what has changed, or give another --workdir",
+            "The text, tokenizer or batch function is no longer what "
+            f"{stores.url_or_path(path.parent)} was trained on",
+            "Restore what has changed. Otherwise, train with another --workdir, or evaluate another"
+            " text with eval.py's --corpus",
         )
     return True

@@ -53,8 +53,10 @@ def match_files(pattern: str) -> Sequence[File]:
     # In a name such as `[2024] notes`, the brackets are not a wildcard.
     files = find(pattern) or find(pattern.replace("[", "[[]"))
     if not files:
+        is_relative = not (stores.is_url(pattern) or Path(pattern).is_absolute())
+        where = f" in {Path.cwd()}" if is_relative else ""
         raise UserError(
-            f"data.corpus: no file matches {pattern!r} in {Path.cwd()}",
+            f"data.corpus: no file matches {pattern!r}{where}",
             "Check the path. `**` matches folders, as in 'FOLDER/**/*.txt'",
         )
     return files

@@ -192,6 +192,11 @@ class HuggingFaceTokenizer(Tokenizer):
         if not end_of_text:
             known = [text for text in (*END_OF_TEXTS, eos) if text in vocabulary]
             end_of_text = known[0] if known else ""
+        if end_of_text and end_of_text not in vocabulary:
+            raise UserError(
+                f"data.end_of_text={end_of_text} is not a token of the vocabulary",
+                "Name a token of this tokenizer, or leave the option out",
+            )
         self.eot = vocabulary[end_of_text] if end_of_text else None
         self.saved = tree | {"end_of_text": end_of_text}
         special = {end_of_text} & vocabulary.keys()

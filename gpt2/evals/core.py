@@ -79,7 +79,8 @@ class Task(NamedTuple):
         """Return whether the model solves each example."""
         requests = []
         for index in range(len(self.examples)):
-            group = self.requests(index, tokenizer, scorer.context_length)
+            with reading(f"An example of the CORE task {self.label}"):
+                group = self.requests(index, tokenizer, scorer.context_length)
             requests.append(group)
         scores = scorer.score_groups(requests, self.label)
         solved = []
@@ -126,6 +127,9 @@ def _read_tasks(path: Path) -> list[Task]:
             num_shots = entry["num_fewshot"][0]
             delimiter = entry.get("continuation_delimiter", " ")
             require(label not in tasks, f"the task {label} is listed twice")
+            require(
+                label in chances, f"eval_meta_data.csv has no row for the task {label}"
+            )
             require(kind in KINDS, f"icl_task_type={kind} is not one of {KINDS}")
             require(
                 type(num_shots) is int and num_shots >= 0,

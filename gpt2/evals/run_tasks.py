@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from gpt2.config import TrainConfig
 from gpt2.data.tokenizer import Tokenizer
+from gpt2.errors import located
 from gpt2.evals.scoring import Scorer
 from gpt2.evals.tasks import find_task
 from gpt2.model import GPT
@@ -36,7 +37,8 @@ class RunTasks:
         scores = dict[str, float]()
         for spec in filter(None, self.options.eval_tasks.split(",")):
             score, path = find_task(spec)
-            for figure in score(scorer, self.tokenizer, path):
-                metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)
-                scores[f"eval/{figure.task}/{metric}"] = figure.value
+            with located(path):
+                for figure in score(scorer, self.tokenizer, path):
+                    metric = re.sub("[^a-zA-Z0-9]+", "_", figure.metric)
+                    scores[f"eval/{figure.task}/{metric}"] = figure.value
         return scores

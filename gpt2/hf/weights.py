@@ -134,10 +134,10 @@ def _load_params(
     config = dataclasses.replace(config, parallel=ParallelConfig())
     if not saved:
         raise UserError(
-            f"{workdir} has no checkpoint yet",
-            "Wait until the run saves one, or train for more steps",
+            f"{stores.url_or_path(workdir)} has no checkpoint yet",
+            "Wait until the run saves one, or repeat the command that trains it",
         )
-    remedy = "Restore the checkpoint from a copy, or choose another --checkpoint"
+    remedy = "Restore the checkpoint from a copy, or choose another checkpoint"
     if which == "best":
         for candidate in saved:
             if damage := find_damage(workdir, candidate, ("metrics",)):

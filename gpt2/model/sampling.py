@@ -118,7 +118,10 @@ def generate(
             vocabulary; 0: all tokens of the model may be drawn.
     """
     if not all(len(prompt) for prompt in prompts):
-        raise UserError("A prompt is empty", "Give each prompt at least one token")
+        raise UserError(
+            "A prompt is empty",
+            "Give each prompt at least one token, on the command line with --prompt",
+        )
     cfg = model.config
     if cfg.scan_layers:  # a scan would copy the cache of all layers for every token
         cfg = dataclasses.replace(cfg, scan_layers=False, scan_unroll=1)

@@ -77,7 +77,8 @@ def check_layout(config: Config, num_devices: int) -> None:
                 f"A batch of {size} sequences is not divisible by parallel.data={sizes['data']} x "
                 f"parallel.fsdp={sizes['fsdp']} x train.accumulate_steps="
                 f"{config.train.accumulate_steps}",
-                f"Use a number of sequences that is a multiple of {shards}",
+                f"Use a data.batch_size, and sizes in train.batch_schedule, that are multiples of "
+                f"{shards}",
             )
     split = Rules.from_config(config.parallel).activations["sequence"]
     parts = math.prod(sizes[axis] for axis in split)
@@ -85,8 +86,9 @@ def check_layout(config: Config, num_devices: int) -> None:
         if shape.context_length % parts:
             raise UserError(
                 f"A context of {shape.context_length} tokens is not divisible by "
-                f"parallel.{'x'.join(split)}={parts}",
-                f"Use a context length that is a multiple of {parts}",
+                + " x ".join(f"parallel.{axis}={sizes[axis]}" for axis in split),
+                "Use a model.context_length, and lengths in train.context_schedule, that are "
+                f"multiples of {parts}",
             )
 
 

@@ -84,6 +84,7 @@ def check_options(workdir: Path, config: Config) -> None:
     read_reference(config.logging.reference)
     if config.logging.wandb:
         check_wandb()
+    location = stores.url_or_path(workdir)
     if not (workdir / "config.json").exists():
         data = stores.local_folder(data_folder(config.data.data_dir)).resolve()
         for path in workdir.glob("*"):
@@ -92,19 +93,18 @@ def check_options(workdir: Path, config: Config) -> None:
                 continue
             if not data.is_relative_to(path.resolve()):
                 raise UserError(
-                    f"--workdir={workdir} contains {path.name}, but no run",
+                    f"--workdir={location} contains {path.name}, but no run",
                     "Give another --workdir",
                 )
         return
     if saved_steps(workdir) == [0]:
-        location = stores.url_or_path(workdir)
         raise UserError(
             f"--workdir={location} contains imported weights, not a run that can continue",
             f"Give another --workdir and --config.train.init_from=run:{location}",
         )
     if not saved_steps(workdir) and (workdir / "samples.txt").exists():
         raise UserError(
-            f"--workdir={workdir} contains a finished run without checkpoints",
+            f"--workdir={location} contains a finished run without checkpoints",
             "Give another --workdir",
         )
     refuse_changes(workdir, config)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, located
 
 
 @contextlib.contextmanager
@@ -25,14 +25,16 @@ def reading(
     """Turn any exception of the body into a UserError: "WHAT cannot be read (REASON)".
 
     Exceptions of every type are caught, because a damaged file can make a library raise any type.
+    A UserError of the body keeps its remedy, and becomes "WHAT: ..." unless it names a place.
     """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = _reason(error).partition("\n")[0]
-        raise UserError(f"{what} {failed} ({reason})", remedy) from error
+    with located(what):
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            reason = _reason(error).partition("\n")[0]
+            raise UserError(f"{what} {failed} ({reason})", remedy) from error
 
 
 def _reason(error: Exception) -> str:

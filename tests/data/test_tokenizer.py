@@ -334,7 +334,7 @@ def test_end_of_text_may_be_named_and_is_saved(tmp_path):
     exported.mkdir()
     save_tokenizer(exported, named, 64)
     assert tokenizer.load(exported / "tokenizer.json").eot == 3
-    with pytest.raises(UserError, match="it lacks 'nothing'"):
+    with pytest.raises(UserError, match=r"json: data\.end_of_text=nothing is not"):
         build(spec, end_of_text="nothing")
 
 
@@ -368,6 +368,11 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
     )
     with pytest.raises(UserError, match="has no token to put between documents"):
         prepare_dataset(data)
+    misspelt = dataclasses.replace(data, end_of_text="[ENDE]")
+    with pytest.raises(
+        UserError, match=r"own\.json: data\.end_of_text=\[ENDE\] is not"
+    ):
+        prepare_dataset(misspelt)
     data = dataclasses.replace(data, end_of_text="[END]")
     descriptions = []
     for _ in range(2):

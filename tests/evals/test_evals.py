@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from gpt2.config import TrainConfig
-from gpt2.data.tokenizer import build
+from gpt2.data.tokenizer import CharTokenizer, build
 from gpt2.errors import UserError
 from gpt2.evals import scoring
-from gpt2.evals.core import core
+from gpt2.evals.core import Example, Task, core
 from gpt2.evals.examples import hellaswag, lambada
 from gpt2.evals.figures import mean, ratio
 from gpt2.evals.perplexity import detokenize, wikitext
@@ -145,7 +145,7 @@ def test_long_contexts_lose_their_beginning_and_nothing_else():
     assert request.tokens.tolist() == [*range(74, 200), 7, 8]
     assert request.targets.tolist() == [-1] * 125 + [7, 8, 9]
     for wrong in (([], [1]), ([1], []), ([1], [2] * 129)):
-        with pytest.raises(UserError, match=r"tokens? of context"):
+        with pytest.raises(ValueError, match=r"tokens? of context"):
             continuation(*wrong, 128)
 
 
@@ -464,6 +464,36 @@ def test_a_wrong_task_of_core_is_an_error(change, tmp_path):
 def test_a_task_of_core_is_there_once(number, tmp_path):
     with pytest.raises(UserError, match=r"core\.yaml.*(empty|twice)"):
         score_toy(tmp_path, tasks=[TASK] * number)
+
+
+def test_an_error_of_a_library_names_the_line_of_the_example(tmp_path):
+    path = tmp_path / "lambada.jsonl"
+    path.write_text('{"text": "ab"}\n{"text": "abc"}\n')
+    letters = CharTokenizer("ab", has_eot=False)
+    unseen = r"lambada\.jsonl, line 2: The vocabulary of the char tokenizer .* 'c'\. Use only"
+    scorer = Scorer(GPT(CFG), None)
+    with pytest.raises(UserError, match=unseen):
+        lambada(scorer, letters, path)
+    path.write_text('{"text": "ab"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"line 2 cannot be read .it has 0 tokens"):
+        lambada(scorer, BYTES, path)
+
+
+def test_a_task_of_core_without_a_row_of_the_table_is_an_error(tmp_path):
+    with pytest.raises(
+        UserError, match=r"eval_meta_data\.csv has no row for the task toy"
+    ):
+        score_toy(tmp_path, chance="other,50")
+
+
+def test_an_example_of_core_with_nothing_before_its_answer_is_an_error():
+    example = Example(["", "a"], 1)
+    task = Task("toy", "language_modeling", 0, 0.0, [example])
+    letters = CharTokenizer("a", has_eot=False)
+    with pytest.raises(
+        UserError, match=r"CORE task toy cannot be read .it has 0 tokens"
+    ):
+        task.solved(Scorer(GPT(CFG), None), letters)
 
 
 # 0.25 is a fraction in place of a percentage, and 100 leaves a model nothing to gain.

@@ -311,6 +311,15 @@ def test_a_folder_that_another_process_has_written_first_is_told_in_a_line(
     assert capsys.readouterr().err == f"error: Directory not empty ({folder}).\n"
 
 
+def test_options_that_contradict_each_other_are_told_with_their_file(source):
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"n_head": 5}))
+    told = rf"{path}: model\.num_heads=5 does not divide"
+    with pytest.raises(UserError, match=told):
+        hf.load(source)
+
+
 @pytest.mark.parametrize("text", ["[" * 99_999, "5", "{"])
 def test_a_config_that_is_no_object_is_told_in_a_line(text, source):
     for name in (INDEX, "config.json"):

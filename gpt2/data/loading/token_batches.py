@@ -94,7 +94,8 @@ class TokenBatches(Source):
                     f"The training split of {num_tokens} tokens has {rows.num_rows} rows of "
                     f"model.context_length={self._context_length}, but a batch needs "
                     f"{needed} rows",
-                    "Lower --config.data.batch_size or --config.model.context_length",
+                    "Lower --config.model.context_length, or --config.data.batch_size and the "
+                    "sizes in train.batch_schedule",
                 )
             self.rows[name] = rows
             self._ratios[name] = weight / left

@@ -170,13 +170,15 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
     If `whole`, yield the text as one part, for tokenizers that cannot encode parts.
     """
     text = ""
-    with reading(document), _open_text(document) as stream:
+    # A document may also be a text, which is too long for a message.
+    name = "A document" if isinstance(document, str) else str(document)
+    with reading(name), _open_text(document) as stream:
         while chunk := stream.read(PART_CHARACTERS):
             text += chunk
             if whole:
                 if len(text) > WHOLE_CHARACTERS:
                     raise UserError(
-                        f"{document} has more than {WHOLE_CHARACTERS:,} characters. This is "
+                        f"{name} has more than {WHOLE_CHARACTERS:,} characters. This is "
                         "too many for a tokenizer.json, because it must encode each document whole",
                         "Divide the document, or use --config.data.tokenizer=gpt2 or bpe:SIZE",
                     )

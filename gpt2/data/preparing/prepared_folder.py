@@ -63,9 +63,9 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
     if lost := sum(split.num_lost for split in tokens.splits.values()):
         num_bytes = sum(split.num_bytes for split in tokens.splits.values())
         warn(
-            f"{data.tokenizer} loses or alters {lost / num_bytes:.2%} of the bytes of "
-            f"{data.corpus} ({lost:,}); if some of them are in the validation split, bits per byte"
-            " are not computed"
+            f"the tokenizer {data.tokenizer} loses or alters {lost / num_bytes:.2%} of the bytes"
+            f" of {data.corpus} ({lost:,} bytes); if some of them are in the validation split, bits"
+            " per byte are not computed"
         )
     return TokenDataset.single(tokens)
 

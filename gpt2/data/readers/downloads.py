@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
     from tensorflow_datasets.core import DatasetBuilder
 
-_OFFLINE = "Check the name and the network, or use --config.data.corpus=pystdlib"
+_OFFLINE = "Check the names and the network, or use --config.data.corpus=pystdlib"
 # The branch on which the hub stores its Parquet copy of a data set.
 _PARQUET = "refs/convert/parquet"
 _HUB_SECONDS = 10  # time limit for the hub's answer
@@ -104,9 +104,8 @@ class HubCorpus(Corpus):
         # For a large data set, the hub's copy may contain only the first 5 GB, in `partial-train`.
         if not hub.exists(folder):
             raise UserError(
-                f"The hub's Parquet copy of {repository} (revision {revision}) has no training "
-                f"split, or only a part of it, in {subset!r}; its subsets are "
-                f"{', '.join(subsets[:20])}",
+                "The hub's Parquet copy of the data set has no training split, or only a part of "
+                f"it, in {subset!r}; its subsets are {', '.join(subsets[:20])}",
                 f"Choose a subset with hf:{repository}/SUBSET#{self.column}, or the data set's own"
                 f" files with parquet:hf://datasets/{repository}/PATH/*.parquet#{self.column}",
             )

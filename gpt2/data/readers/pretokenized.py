@@ -130,7 +130,7 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
     if meta.exists():  # nanoGPT stores its list of characters in this file
         raise UserError(
             f"{meta} shows that the tokens in its folder stand for characters",
-            f"Use text:{file.parent}/input.txt and --config.data.tokenizer=char",
+            f"Use --config.data.corpus=text:{file.parent}/input.txt --config.data.tokenizer=char",
         )
     remedy = "Leave this file out of tokens:GLOB, or download it again"
     with reading(file, remedy), file.open("rb") as stream:

@@ -23,8 +23,8 @@ def find_commit(name: str) -> str:
     commit = _git(*verify, f"{name}^{{commit}}")
     if not commit:
         raise UserError(
-            f"code={name} is not a branch, tag or commit of this repository",
-            "Run `git branch` to see the branches",
+            f"code={name} is not a branch, tag or commit of the git repository in {_checkout()}",
+            "Run `git branch` there to see the branches",
         )
     return commit
 
@@ -88,12 +88,16 @@ def check_out(root: Path, commit: str) -> Path:
     # The lock is needed because several processes may check out the same commit at the same time.
     with locked(source.parent.with_suffix(".lock")):
         if not source.exists():
-            path = str(source.absolute())
-            _git("worktree", "add", "-f", "--detach", path, commit)
-        if source.exists():
-            # A run could have written compiled files of Python, which git ignores.
-            _git("clean", "-ffdXq", folder=source)
-        if not source.exists() or _git("status", "--porcelain", folder=source):
+            add = ("worktree", "add", "-f", "--detach", str(source.absolute()), commit)
+            _git(*add)
+            if not source.exists():
+                raise UserError(
+                    f"git cannot check out the commit {commit}",
+                    f"To see why, run `git -C {_checkout()} {' '.join(add)}`",
+                )
+        # A run could have written compiled files of Python, which git ignores.
+        _git("clean", "-ffdXq", folder=source)
+        if _git("status", "--porcelain", folder=source):
             raise UserError(
                 f"{source} is not a clean git worktree",
                 f"Remove {source}, and repeat the command",
@@ -101,9 +105,14 @@ def check_out(root: Path, commit: str) -> Path:
     return source
 
 
+def _checkout() -> str:
+    """Return the folder of the user's checkout."""
+    return os.path.abspath(os.environ.get(CHECKOUT, SOURCE))
+
+
 def _git(*arguments: str, folder: Path | None = None) -> str:
     """Run git in `folder`, or in the user's checkout. Return its output, or "" if it fails."""
-    checkout = str(folder or os.environ.get(CHECKOUT, SOURCE))
+    checkout = str(folder or _checkout())
     command = ["git", "--no-optional-locks", "-C", checkout, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -94,7 +94,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                 if hash_code(run.source) != codes[run.source]:
                     raise UserError(
                         f"The code in {run.source} has changed since this command began",
-                        "Restore the code, and repeat the command",
+                        "Undo the changes in this folder, and repeat the command",
                     )
                 training.append(_Training(run, lock, free.pop()))
             for job in training[:]:

@@ -129,5 +129,6 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
         if text != data:
             raise UserError(
                 f"{run.folder} was trained on a different text from {first.folder}",
-                "Restore the corpus, or remove one of the runs",
+                "Remove the folder of the run whose text is wrong, and make sure that data.corpus "
+                "contains the right text. Then repeat the command, which trains the run again",
             )

@@ -192,7 +192,11 @@ def options_from(program: str, path: Path | str, source: Path) -> Settings:
             env=os.environ | {"PYTHONPATH": str(source.absolute())},
         )
         if done.returncode:  # the last line of a traceback is the error
-            raise ValueError(done.stderr.strip().rpartition("\n")[2])
+            reason = done.stderr.strip().rpartition("\n")[2]
+            kind, _, message = reason.partition(": ")
+            if kind.endswith(".UserError"):
+                raise UserError(message)
+            raise ValueError(reason)
         return flatten(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -45,7 +45,8 @@ def choose_score(arms: Sequence[Arm]) -> str:
         raise UserError(
             "Arms differ in train.eval_batches, data.batch_size, model.context_length or"
             " data.tokenizer, so they would be validated on different parts of the split",
-            "Use --config.train.eval_batches=0 to validate on the whole split",
+            "Use --config.train.eval_batches=0 to validate on the whole split. A ledger must start "
+            "with this option",
         )
     return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
 
@@ -58,9 +59,10 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
     named = changes_shape or ":" in optim.schedule
     if named and num_steps != before:
         raise UserError(
-            f"A schedule of {arm.name} contains step numbers for a run of {before} steps, but in"
-            f" this comparison the run has {num_steps} steps",
-            "Use a schedule without step numbers",
+            f"optim.schedule, train.batch_schedule, train.context_schedule or train.window_schedule"
+            f" of {arm.name} contains step numbers for a run of {before} steps, but in this"
+            f" comparison the run has {num_steps} steps",
+            "Use schedules without step numbers",
         )
     options = {"train.num_steps": max(1, num_steps)}
     for name, about in OPTIONS.items():

@@ -65,7 +65,8 @@ def main() -> int:
     root = find_root("workdir", FLAGS.workdir)
     if FLAGS.gain is not None and not 1 < FLAGS.gain < math.inf:
         raise UserError(
-            f"--gain={FLAGS.gain} is not a multiplier above 1", "Give --gain=1.2"
+            f"--gain={FLAGS.gain} is not a multiplier above 1",
+            "Give for example --gain=1.2",
         )
     if FLAGS.report:
         return _report(root, _load(root), FLAGS.gain)
@@ -99,7 +100,7 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
         raise UserError(
             f"--depths={','.join(FLAGS.depths)} is not a list of {_LEAST_SIZES} or more"
             " different numbers of layers",
-            "Give --depths=2,3,4,6",
+            "Give for example --depths=2,3,4,6",
         )
     arms = make_arms(cli.parse_config(), FLAGS.vary, one_at_a_time=FLAGS.one_at_a_time)
     if len(arms) == 1:

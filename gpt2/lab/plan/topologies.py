@@ -76,5 +76,9 @@ def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
     except Exception as error:  # its type depends on what is missing
         reason = str(error).strip().partition("\n")[0]
         extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
-        what = f"--chips needs a compiler for {platform} devices ({reason})"
-        raise UserError(what, f"Run `pip install -e '.[{extra}]'`") from error
+        what = f"The {platform} devices of --chips cannot be simulated ({reason})"
+        remedy = (
+            f"If their compiler is missing, run `pip install -e '.[{extra}]'`. Otherwise, give "
+            "another number of devices"
+        )
+        raise UserError(what, remedy) from error
