@@ -1,11 +1,14 @@
 """Ledgers: what evidence is worth, and what one command makes of an idea."""
 
+import ctypes
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import zlib
 from dataclasses import replace
@@ -45,6 +48,7 @@ from tests.helpers import (
     SECONDS,
     TINY,
     copy_project,
+    environment,
     finish,
     git,
     make_repository,
@@ -1029,7 +1033,6 @@ EARLIER = "np.add.at(logits, (slice(None), earlier), 0.01)"
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """Returns a function that scores a run whose answering process does a statement more."""
-    monkeypatch.setattr(referee, "_SECONDS", 5.0)
     corpus = tmp_path / "text.txt"
     letters = np.random.default_rng(0).integers(60, 123, 2000)
     corpus.write_text("".join(map(chr, letters)))
@@ -1081,10 +1084,13 @@ def test_the_referee_normalises_every_answer(stub):
         # The first token of a row is the last target of the row before it.
         (NEXT_ROW, "its answers for a row depend on other rows"),
         (EARLIER, "its answers for a row depend on other rows"),
-        ("open(f'{sys.argv[1]}/../notes', 'a').close()", "it changed files of"),
     ],
 )
-def test_answers_that_are_none_or_know_other_rows_are_refused(stub, change, message):
+def test_answers_that_are_none_or_know_other_rows_are_refused(
+    stub, change, message, monkeypatch
+):
+    if message == "took too long":
+        monkeypatch.setattr(referee, "_SECONDS", 5.0)
     with pytest.raises(referee.NoAnswerError, match=message):
         stub(change)
 
@@ -1095,37 +1101,62 @@ def test_every_process_of_judged_code_starts_in_the_sandbox(
     script = tmp_path / "sandbox.sh"
     marks = tmp_path / "marks"
     script.write_text(f'echo "$1" >> {marks}; shift; exec "$@"\n')
-    monkeypatch.setenv(SANDBOX, f"sh {script} {{folder}}")
+    monkeypatch.setenv(SANDBOX, f"sh {script} {{run}}:{{output}}")
     stub()
-    folder = str(stub.run.folder)
-    assert marks.read_text().split() == [folder, folder]
     options_from("print(json.dumps({}))", "path", tmp_path)
     log = stub.run.folder / "log.txt"
     (slot,) = make_slots(1)
     assert slot.start([script, "-", "true"], log, {}).wait() == 1  # it is not Python
-    *_, read, trained = marks.read_text().split()
-    assert trained == folder
-    assert not Path(read).exists()  # a folder that only this process has written
+    starts = [line.split(":") for line in marks.read_text().split()]
+    first, second, reading, training = starts
+    run = str(stub.run.folder)
+    assert training == [run, str(stub.run.workdir)]
+    assert first[0] == second[0] == run
+    outputs = {first[1], second[1], reading[1]}
+    assert len(outputs) == 3
+    for output in outputs:  # folders that only one process has written
+        assert not Path(output).exists()
 
 
-@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
-def test_the_sandbox_of_the_page_hides_texts_runs_and_the_judge(tmp_path, monkeypatch):
+needs_bwrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+
+
+def sandbox_on_page(folder):
+    """Return the shell commands of docs/ledger.md that set the sandbox, for a test's folder."""
     page = (ROOT / "docs/ledger.md").read_text()
-    (command,) = re.findall(r'export GPT2_SANDBOX="(.*?)"', page, re.DOTALL)
-    command = command.replace("--tmpfs /tmp ", "")  # the folder of this test is in /tmp
-    command = command.replace("$PWD", str(tmp_path)).replace("$HOME", str(tmp_path))
-    run = tmp_path / "ideas/runs/arm"
-    for name in (".cache/corpus", "texts/text.txt", "ideas/runs/other/weights"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True)
-        path.write_text("secret")
-    (run / "run").mkdir(parents=True)
-    (tmp_path / "ideas/ledger.jsonl").write_text("ledger")
-    script = tmp_path / "tries.py"
-    script.write_text(
-        f"""
-import json, os, pathlib
-here = pathlib.Path({str(tmp_path)!r})
+    pattern = r"^    mkdir -p texts.*?--die-with-parent\"$"
+    (commands,) = re.findall(pattern, page, re.MULTILINE | re.DOTALL)
+    # On the page, /tmp contains neither the checkout nor Python.
+    visible = "--tmpfs /tmp"
+    for path in (folder, ROOT, sys.prefix):
+        visible += f" --ro-bind {path} {path}"
+    assert commands.count("--tmpfs /tmp ") == 1
+    return commands.replace("--tmpfs /tmp", visible)
+
+
+@pytest.fixture
+def set_sandbox(tmp_path, monkeypatch):
+    """Returns a function that sets the sandbox of the page, with `tmp_path` as the checkout."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def set_sandbox():
+        (tmp_path / "ideas/runs").mkdir(parents=True, exist_ok=True)
+        script = f'{sandbox_on_page(tmp_path)}; printf %s "$GPT2_SANDBOX"'
+        shell = ["bash", "-c", script]
+        command = subprocess.check_output(shell, cwd=tmp_path, text=True)
+        monkeypatch.setenv(SANDBOX, command)
+
+    return set_sandbox
+
+
+# Tries what a sandbox should prevent. The last attempts read notes of an earlier process, and leave
+# notes for a later one.
+ATTEMPTS = """
+import ctypes, json, os, pathlib, sys
+here = pathlib.Path(sys.argv[1])
+run = here / "ideas/runs/arm"
+ipc = ctypes.CDLL(None)
+key = int(sys.argv[2])
 
 def works(action, *arguments):
     try:
@@ -1139,20 +1170,70 @@ results = dict(
     reads=works((here / "texts/text.txt").read_text),
     prepared=works((here / ".cache/corpus").read_text),
     copies=works((here / "ideas/runs/other/weights").read_text),
-    kills=works(os.kill, {os.getpid()}, 0),
+    kills=works(os.kill, key, 0),
+    writes_config=works((run / "config.json").write_text, "{}"),
+    writes_log=works((run / "answers.txt").write_text, ""),
+    links=works(os.replace, run / "run/link", run / "log.txt"),
+    replaces=works(os.rename, run / "run", run / "moved"),
 )
-(here / "ideas/runs/arm/run/results.json").write_text(json.dumps(results))
+if results["replaces"]:
+    os.rename(run / "moved", run / "run")
+notes = [pathlib.Path(f"/dev/shm/{key}"), here / "notes", here / ".cache/notes"]
+notes += [here / "texts/notes", here / "ideas/runs/notes"]
+for number, path in enumerate(notes):
+    results[f"reads_note_{number}"] = path.exists()
+    works(path.write_text, "note")
+results["shared_memory"] = ipc.shmget(key, 1, 0) >= 0
+ipc.shmget(key, 1, 0o1600)  # IPC_CREAT, and readable by this user
+(run / "run/results.json").write_text(json.dumps(results))
 """
-    )
+
+
+@needs_bwrap
+def test_the_sandbox_of_the_page_hides_texts_runs_and_the_judge(tmp_path, set_sandbox):
+    run = tmp_path / "ideas/runs/arm"
+    for name in (".cache/corpus", "texts/text.txt", "ideas/runs/other/weights"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text("secret")
+    (run / "run").mkdir(parents=True)
+    (tmp_path / "ideas/ledger.jsonl").write_text("ledger")
+    script = tmp_path / "tries.py"
+    script.write_text(ATTEMPTS)
 
     def results():
+        (run / "run/link").unlink(missing_ok=True)
+        (run / "run/link").symlink_to(tmp_path / "ideas/ledger.jsonl")
+        (run / "log.txt").unlink(missing_ok=True)
         (slot,) = make_slots(1)
-        assert slot.start([str(script)], run / "log.txt", {}).wait() == 0
+        command = [str(script), str(tmp_path), str(os.getpid())]
+        assert slot.start(command, run / "log.txt", {}).wait() == 0
         return json.loads((run / "run/results.json").read_text())
 
-    assert all(results().values())
-    monkeypatch.setenv(SANDBOX, command)
-    assert not any(results().values())
+    memory = ctypes.CDLL(None)
+    try:
+        results()
+        assert all(results().values())
+    finally:
+        Path(f"/dev/shm/{os.getpid()}").unlink()
+        memory.shmctl(memory.shmget(os.getpid(), 1, 0), 0, None)  # IPC_RMID
+    for path in tmp_path.rglob("notes"):
+        path.unlink()
+    set_sandbox()
+    for _ in range(2):
+        assert not any(results().values())
+
+
+@needs_bwrap
+def test_a_process_that_answers_in_the_sandbox_cannot_leave_notes(stub, set_sandbox):
+    set_sandbox()
+    usual = stub()
+    before = sorted(stub.run.folder.rglob("*"))
+    for folder in (stub.run.folder, stub.run.workdir, stub.run.source):
+        with pytest.raises(referee.NoAnswerError, match="Read-only file system"):
+            stub(f"open('{folder}/notes', 'a')")
+    assert stub("open('/dev/shm/notes', 'x') if not earlier else 0") == usual
+    assert sorted(stub.run.folder.rglob("*")) == before
 
 
 # The text
@@ -1278,6 +1359,32 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     starts = [read_rows(path) for path in root.rglob("environment.jsonl")]
     # The pairs of one idea, and one pair of the other; no run begins twice.
     assert [len(rows) for rows in starts] == [1] * (2 * pairs + 2)
+
+
+@needs_bwrap
+@pytest.mark.thorough
+def test_a_new_ledger_trains_and_scores_in_the_sandbox_of_the_page(
+    tmp_path, monkeypatch
+):
+    project = tmp_path / "project"
+    copy_project(project)
+    make_repository(project, "train.py", "# an idea")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = ["--config.train.eval_batches=2", "--ledger=ideas", "--json", "--pairs=4"]
+    options += ["--idea=optim.learning_rate=1e30"]
+    command = shlex.join([sys.executable, "-m", "gpt2.lab.ledger", *TINY, *options])
+    script = f"{sandbox_on_page(tmp_path)}; exec {command}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=project,
+        env=environment() | {"PYTHONPATH": str(project)},
+        capture_output=True,
+        text=True,
+        timeout=10 * SECONDS,
+    )
+    # The run of the best version was scored, because the run of the idea began after it.
+    assert done.returncode == 10, done.stderr
+    assert "the loss is not finite" in json.loads(done.stdout)["why"]
 
 
 TRACE = """

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 # The environment variable with the command that starts all processes of judged code, for example in
-# a sandbox. In this command, `{folder}` stands for the only folder that the process must write.
+# a sandbox. In this command, `{run}` stands for the folder of the run, which the process must read,
+# and `{output}` for the only folder that it must write. The judge writes to the folder of the run,
+# where a link that judged code had made could lead the judge to another file.
 SANDBOX = "GPT2_SANDBOX"
 
 
@@ -27,8 +29,8 @@ class LocalSlot(NamedTuple):
         """Start a Python file, with some variables in addition to those of this process.
 
         Append the output of the file to `log`. On Linux, the started process gets SIGTERM when this
-        process ends. Elsewhere, it continues. In a sandbox, the process may write the folder that
-        contains `log`.
+        process ends. Elsewhere, it continues. In a sandbox, the process may read the folder that
+        contains `log`, and write its folder `run`.
         """
         # This import is here because the child, which runs this file first, may have another
         # version of the code.
@@ -40,7 +42,7 @@ class LocalSlot(NamedTuple):
         child = [sys.executable, "-P", __file__, cores, *command]
         with open(log, "ab") as file:
             return subprocess.Popen(
-                confined(child, log.parent),
+                confined(child, log.parent, log.parent / "run"),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -49,11 +51,15 @@ class LocalSlot(NamedTuple):
             )
 
 
-def confined(command: Sequence[str], folder: Path) -> list[str]:
-    """Return the command that starts `command` in the user's sandbox, if there is one."""
+def confined(command: Sequence[str], run: Path, output: Path) -> list[str]:
+    """Return the command that starts `command` in the user's sandbox, if there is one.
+
+    In the sandbox, the process may read the folder `run`, and write only the folder `output`.
+    """
     prefix = []
     for word in shlex.split(os.environ.get(SANDBOX, "")):
-        prefix.append(word.replace("{folder}", str(folder.absolute())))
+        word = word.replace("{run}", str(run.absolute()))
+        prefix.append(word.replace("{output}", str(output.absolute())))
     return [*prefix, *command]
 
 

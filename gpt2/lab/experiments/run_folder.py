@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
     # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str
     error: str = ""  # the log line that states the cause
-    seconds: float = 0.0  # duration of the run's process, measured by its parent
+    seconds: float = 0.0  # duration of the run's process, measured outside of it
     attempt: str = ""  # a random id, because two attempts may fail with the same error
 
 
@@ -163,7 +163,8 @@ class Run:
 
     def prepare(self) -> None:
         """Write config.json for train.py, and remove the outcome of an earlier attempt."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # A sandbox may allow train.py to write the workdir, but not to create it.
+        self.workdir.mkdir(parents=True, exist_ok=True)
         (self.folder / "outcome.json").unlink(missing_ok=True)
         write_json(self.folder / "config.json", self.options())
 
@@ -185,7 +186,7 @@ def options_from(program: str, path: Path | str, source: Path) -> Settings:
     with reading(path, ""), tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-P", "-c", code, str(path)]
         done = subprocess.run(
-            confined(command, Path(folder)),
+            confined(command, Path(folder), Path(folder)),
             capture_output=True,
             text=True,
             timeout=_SECONDS_TO_READ,

@@ -131,6 +131,8 @@ def main() -> int:
         connect(FLAGS.cluster)
         idea = ledger.best
         if FLAGS.idea:
+            # A sandbox cannot hide a folder that does not exist.
+            (root / "runs").mkdir(exist_ok=True)
             dataset = open_text(root, ledger.ideas[0].arm.config.data)
             if FLAGS.dry_run:
                 print(_describe_pairs(root, ledger))

@@ -12,6 +12,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,6 @@ from gpt2.utils.launch import ALONE
 ALL_ROWS = slice(None)
 _SECONDS = 600.0  # time limit for all answers, in addition to ten times the run's time
 _PIPE_BYTES = 1 << 20
-_LOG = "answers.txt"
 # For each dtype, the largest difference between two measurements of one mean loss that rounding can
 # explain, in nats per token. For dtypes that are not listed, it is 0.01.
 TOLERANCES = {"float32": 1e-4}
@@ -64,14 +64,10 @@ def score(run: Run, dataset: Dataset) -> Score:
     may contain the text after another row, to answer the other.
     """
     own = prepare_dataset(run.config.data)
-    before = _list_files(run)
     with _Answers(run) as answers:
         loss, rows = _measure(answers, dataset, run.config)
         own_loss, _ = _measure(answers, own, run.config)
         answers.end()
-    # In a sandbox, the two processes could exchange answers only through these files.
-    if _list_files(run) != before:
-        raise NoAnswerError("it changed files of the run while it answered the referee")
     # The batch has the same shape as the other batches, so that rounding is the same.
     tokens = np.zeros(
         (run.config.micro_batch_size, run.config.model.context_length), np.int32
@@ -93,17 +89,6 @@ def score(run: Run, dataset: Dataset) -> Score:
             f" {errors.max():.4f} nats per token"
         )
     return Score(loss, own_loss)
-
-
-def _list_files(run: Run) -> dict[Path, tuple[int, int]]:
-    """Return the inode and the time of the last change of each file of a run, by path."""
-    files = dict[Path, tuple[int, int]]()
-    for path in run.folder.rglob("*"):
-        status = path.lstat()
-        files[path] = (status.st_ino, status.st_ctime_ns)
-    # Each process that answers begins with an empty log.
-    files.pop(run.folder / _LOG, None)
-    return files
 
 
 def _measure(
@@ -165,7 +150,7 @@ class _Answers:
     """A process that computes logits with the model of a run, on request."""
 
     def __init__(self, run: Run):
-        self._log = run.folder / _LOG
+        self._log = run.folder / "answers.txt"
         self._vocab_size = run.config.model.vocab_size
         limit = _SECONDS + 10 * run.outcome().seconds
         self._deadline = time.monotonic() + limit
@@ -173,9 +158,12 @@ class _Answers:
         module = "gpt2.lab.ledger.answer"
         command = [sys.executable, "-P", "-m", module, workdir]
         variables = {ALONE: "1", "PYTHONPATH": str(run.source.absolute())}
+        # In a sandbox, this folder is the only one that the process can write. The process that
+        # answers next gets another one, so it cannot read notes of this process.
+        self._output = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
-                confined(command, run.folder),
+                confined(command, run.folder, Path(self._output.name)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -191,6 +179,7 @@ class _Answers:
     def __exit__(self, *error: object) -> None:
         self.process.kill()
         self.process.wait()
+        self._output.cleanup()
 
     def nats(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return the cross-entropies of `[B, T]`, in nats, and 0 for targets of -1."""
