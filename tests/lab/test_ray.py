@@ -31,7 +31,7 @@ class Nodes:
 
     def __init__(self, cluster):
         self._node = dict(num_cpus=1, object_store_memory=10**8)
-        head = dict(include_dashboard=False, **self._node)
+        head = dict(include_dashboard=False, resources={"turn": 1}, **self._node)
         self._cluster = cluster(initialize_head=True, head_node_args=head)
         self.flag = f"--cluster=ray:{self._cluster.address}"
         self._second = None
@@ -117,6 +117,23 @@ def test_a_folder_that_a_node_lacks_is_one_sentence(connected, tmp_path):
     process.wait()
     with pytest.raises(UserError, match=r"missing/log.txt.*All nodes need the same"):
         process.poll()
+
+
+@pytest.mark.peers
+def test_the_time_of_a_run_does_not_contain_its_time_in_the_queue(connected, tmp_path):
+    (tmp_path / "short.py").write_text("import time; time.sleep(3)")
+    options = {"resources": {"turn": 1}}  # one process at a time
+    command = [str(tmp_path / "short.py")]
+    began = time.monotonic()
+    processes = []
+    for name in ("first.txt", "second.txt"):
+        processes.append(RayProcess(options, command, tmp_path / name, {}))
+    for process in processes:
+        process.wait()
+        assert process.poll() == 0
+    seconds = [process.seconds for process in processes]
+    assert min(seconds) >= 3
+    assert sum(seconds) < time.monotonic() - began
 
 
 OPTIONS = [

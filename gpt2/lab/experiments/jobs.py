@@ -17,7 +17,12 @@ import numpy as np
 
 from gpt2.errors import UserError
 from gpt2.lab.experiments.processes import LocalSlot
-from gpt2.lab.experiments.ray_runs import NODE_LOST, RaySlot, make_ray_slots
+from gpt2.lab.experiments.ray_runs import (
+    NODE_LOST,
+    RayProcess,
+    RaySlot,
+    make_ray_slots,
+)
 from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
@@ -186,6 +191,8 @@ class _Training:
         """Return the outcome of the process, determined from its exit code and its log."""
         attempt = secrets.token_hex(4)
         seconds = time.monotonic() - self._began
+        if isinstance(self.process, RayProcess):
+            seconds = self.process.seconds
         if not code:
             return Outcome("finished", "", seconds, attempt)
         if code < 0:

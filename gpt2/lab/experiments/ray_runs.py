@@ -77,15 +77,18 @@ class RayProcess:
         import ray
 
         self._ray = ray
+        # The duration of the process when it has ended, without the time in Ray's queue.
+        self.seconds = 0.0
         # Ray must not repeat the call, because the process may still be saving its state.
         remote = ray.remote(max_retries=0, **options)(_run)
-        self._code = remote.remote(os.getcwd(), command, log, environment)
+        self._end = remote.remote(os.getcwd(), command, log, environment)
 
     def poll(self) -> int | None:
         """Return the exit code, NODE_LOST, or None if the process has not ended."""
         errors = self._ray.exceptions
         try:
-            return self._ray.get(self._code, timeout=0)
+            code, self.seconds = self._ray.get(self._end, timeout=0)
+            return code
         except errors.GetTimeoutError:
             return None
         except errors.OutOfMemoryError:
@@ -100,17 +103,18 @@ class RayProcess:
 
     def terminate(self) -> None:
         """Send SIGTERM to the process."""
-        self._ray.cancel(self._code)
+        self._ray.cancel(self._end)
 
     def wait(self) -> None:
         """Wait until the process has ended."""
-        self._ray.wait([self._code])
+        self._ray.wait([self._end])
 
 
 def _run(
     folder: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
-) -> int:
-    """Run a Python file in a folder, in a worker of Ray, and return the exit code."""
+) -> tuple[int, float]:
+    """Run a Python file in a worker of Ray, and return its exit code and its seconds."""
+    began = time.monotonic()
     os.chdir(folder)
     os.environ.update(environment)
     process = LocalSlot(os.sched_getaffinity(0), {}).start(command, log, {})
@@ -118,7 +122,7 @@ def _run(
         while process.poll() is None:
             # Ray can interrupt this loop, but not a call of process.wait.
             time.sleep(0.2)
-        return process.returncode
+        return process.returncode, time.monotonic() - began
     finally:
         process.terminate()
         process.wait()
