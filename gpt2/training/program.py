@@ -241,7 +241,8 @@ class Program:
         }
         if self.config.optim.warmup_steps >= num_steps:
             rows["warning"] = (
-                f"the learning rate only rises, because all {num_steps} steps are warm-up"
+                f"the learning rate only rises, because optim.warmup_steps="
+                f"{self.config.optim.warmup_steps} is not less than train.num_steps={num_steps}"
             )
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 

@@ -114,8 +114,8 @@ def make_sweep(
         num_steps = arm.config.train.num_steps
         if arm.config.optim.warmup_steps >= num_steps:
             warn(
-                f"{arm.name}: the learning rate only rises, because all {num_steps} steps are"
-                " warm-up"
+                f"{arm.name}: the learning rate only rises, because optim.warmup_steps="
+                f"{arm.config.optim.warmup_steps} is not less than train.num_steps={num_steps}"
             )
         config = arm.config.with_vocabulary(dataset.tokenizer.vocab_size)
         complete.append(replace(arm, config=config))

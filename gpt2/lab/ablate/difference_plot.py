@@ -18,6 +18,8 @@ def plot_differences(
     verdicts: Mapping[str, Verdict],
     scores: Mapping[str, pd.Series],
     unit: str,
+    *,
+    paired: bool,
 ) -> None:
     """Plot each arm's difference from the baseline, with its interval and its runs.
 
@@ -42,5 +44,5 @@ def plot_differences(
         axes.margins(y=0.15)
         axes.set_xlabel(
             f"difference from the baseline ({unit}); lower is better\n"
-            "diamonds: means with intervals; dots: single runs or pairs"
+            f"diamonds: means with intervals; dots: {'pairs' if paired else 'runs'}"
         )

@@ -40,6 +40,7 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
     write_text(root / "results.csv", rows.to_csv(index=False))
     for_programs = pd.DataFrame(map(vars, verdicts.values()), index=verdicts)
     for_programs = for_programs.drop(columns="detectable", errors="ignore")
+    for_programs = for_programs.rename(columns={"error": "standard_error"})
     write_text(root / "verdicts.json", for_programs.to_json(orient="index", indent=2))
     pictures = _draw(sweep, results, samples, verdicts)
     broken = results[results.state.isin(["diverged", "failed"])]
@@ -99,7 +100,10 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
         undecided = f"{Decision.UNDECIDED}: .*"
         shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
         print_table(shown)
-        print("differences: arm minus baseline; below 0, the arm is better")
+        print(
+            "differences: arm minus baseline; below 0, the arm is better\n"
+            "intervals: hold for all arms together"
+        )
     if note:
         print("\n" + textwrap.fill(note, 80))
 
@@ -143,7 +147,9 @@ def _draw(
         ]
         if validated:
             curves[arm.name] = validated
-    plot_differences(root / "differences.png", shown, dots, sweep.unit)
+    plot_differences(
+        root / "differences.png", shown, dots, sweep.unit, paired=sweep.paired
+    )
     pictures = ["differences.png"]
     # A single validation is not a curve.
     if any(len(curve.scores) > 1 for curve in itertools.chain(*curves.values())):

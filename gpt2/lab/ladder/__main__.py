@@ -79,9 +79,10 @@ def main() -> int:
         return 0
     sweeps = [register(sweep) for sweep in sweeps]
     while True:
-        for sweep in sweeps:
+        for number, sweep in enumerate(sweeps, start=1):
             runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
-            print(f"{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
+            size = f"size {number} of {len(sweeps)}"
+            print(f"{size}: {counted(len(runs), 'run')}, in {sweep.root}", flush=True)
             train_all(runs, slots, sweep.score)
         chosen = [sweep.with_choices() for sweep in sweeps]
         results = [sweep.results() for sweep in chosen]
