@@ -187,6 +187,7 @@ def _plot(
         ticks = near_one if 0.1 < low < high < 50 else [10.0**n for n in range(-9, 10)]
         shown = [tick for tick in ticks if low < tick < high]
         axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
+        axes.yaxis.set_minor_formatter("")
         # The default labels are TeX formulas, but `drawing` does not typeset formulas.
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}")
         title = "seconds of training steps" if amount == "seconds" else "training FLOPs"
