@@ -138,8 +138,8 @@ def test_the_same_command_without_a_mistake_continues_the_run(pristine, tmp_path
     assert done.code == 0, done
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2, 3]
     # Of two steps the rate rose in all, of three it does not.
-    assert "are warm-up" in (pristine / "train.py.out").read_text()
-    assert "are warm-up" not in done.stdout
+    assert "the learning rate only rises" in (pristine / "train.py.out").read_text()
+    assert "the learning rate only rises" not in done.stdout
 
 
 def test_every_command_has_help_and_options_of_our_own_whatever_lies_there(tmp_path):

@@ -185,6 +185,7 @@ def test_progress_is_the_fraction_of_the_files_that_was_read(
 ):
     monkeypatch.setattr(text_corpus, "SECONDS", -1)
     monkeypatch.setattr(text_corpus, "AHEAD", 0)
+    monkeypatch.setattr(documents_module, "PART_CHARACTERS", 4096)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     for number in range(4):
         # Compressed, these documents are a tenth as large.

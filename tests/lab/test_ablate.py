@@ -1145,7 +1145,7 @@ def test_a_failure_is_told_by_its_exception_and_not_by_what_follows(tmp_path):
     log.write_text(
         "step 3\nNameError: name 'x' is not defined\n----\nFor simplicity, ...\n"
     )
-    failed = SimpleNamespace(_log=log, _log_start=0, _began=0.0)
+    failed = SimpleNamespace(_log=log, _log_start=0, _began=0.0, process=None)
     outcome = _Training._read_outcome(failed, 1)
     assert outcome.error == "NameError: name 'x' is not defined"
     log.write_text("error: no such file\nwarning: more\n")

@@ -317,8 +317,8 @@ Kaggle's one host waits for others: parallel/distributed.py, processes -k tpu_po
     - if hosts:
     + if hosts and hosts != "local":
 a sweep's runs join what a launcher began: lab/experiments/processes.py, cluster -k launcher
-    - | {ALONE: "1"}
-    + | {}
+    - ALONE: "1", **self.environment
+    + **self.environment
 marks are sent among what they mark: utils/stores.py, stores -k mark_comes
     - for group in (names - marks, marks)
     + for group in (names,)
