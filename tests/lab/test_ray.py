@@ -164,7 +164,9 @@ def wait_until(process, reached):
 
 
 def workdirs(root):
-    return sorted(root.rglob("seed-*/run"))
+    """Return the workdirs of a sweep or a ladder, without a look into their checkpoints."""
+    pattern = "runs/*/seed-*/run"
+    return sorted([*root.glob(pattern), *root.glob(f"d*/{pattern}")])
 
 
 def wait_for_checkpoints(process, root, number, step):
@@ -191,6 +193,7 @@ def assert_same_runs(root, other):
 
 
 @pytest.mark.peers
+@pytest.mark.slow
 def test_a_sweep_that_is_stopped_and_loses_a_node_has_the_same_runs(nodes, tmp_path):
     root = tmp_path / "ray"
     first = begin(root, "--seeds=1", nodes.flag)
