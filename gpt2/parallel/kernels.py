@@ -48,11 +48,9 @@ VOCAB_MULTIPLE = 128
 SHORT = 128
 SHORT_NARROW = 64
 
-# The value of `model.attention` for the preferred kernel of each platform.
+# The value of `model.attention` for the preferred kernel of each platform. `auto` never chooses
+# tokamax, because no GPU has run it in this project yet.
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
-
-# Kernels that `auto` never chooses: no GPU has run tokamax in this project yet.
-OPTIONAL = ("tokamax",)
 
 # The names of options that add a term to the scores. No kernel supports these terms.
 Terms = Collection[str]

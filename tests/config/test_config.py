@@ -15,7 +15,7 @@ from gpt2.errors import UserError
 from gpt2.ops.plain import ACTIVATIONS
 from gpt2.optim import OPTIMIZERS, SCHEDULES
 from gpt2.optim.muon import POLYNOMIALS
-from gpt2.parallel.kernels import OPTIONAL, PREFERRED
+from gpt2.parallel.kernels import PREFERRED
 from gpt2.utils.remat import KEPT
 from tests.helpers import configured
 
@@ -104,7 +104,7 @@ def test_options_know_what_concerns_them():
 def test_every_choice_has_an_implementation_and_every_implementation_is_a_choice():
     implemented = {
         "model.activation": ACTIVATIONS,
-        "model.attention": ("auto", "plain", *PREFERRED.values(), *OPTIONAL),
+        "model.attention": ("auto", "plain", "tokamax", *PREFERRED.values()),
         "optim.name": OPTIMIZERS,
         "optim.schedule": SCHEDULES,
         "optim.orthogonalize": POLYNOMIALS,
