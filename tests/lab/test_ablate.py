@@ -1033,7 +1033,14 @@ def test_each_process_tries_a_failed_run_once_whatever_the_clock(tmp_path, monke
     assert tries.read_text() == "xx"
 
 
-def test_a_run_that_fails_does_not_keep_others_from_training(tmp_path, monkeypatch):
+def test_a_run_that_fails_does_not_keep_others_from_training(
+    tmp_path, monkeypatch, capsys
+):
+    def clock():  # each run takes two minutes
+        return 120.0 * len(list(tmp_path.glob("*/outcome.json")))
+
+    times = SimpleNamespace(monotonic=clock, sleep=lambda _: None)
+    monkeypatch.setattr(jobs, "time", times)
     monkeypatch.setattr(jobs.signal, "signal", lambda *_: None)
     source = tmp_path / "project"
     shutil.copytree(ROOT / "configs", source / "configs")
@@ -1041,6 +1048,10 @@ def test_a_run_that_fails_does_not_keep_others_from_training(tmp_path, monkeypat
     runs = [Run(name, BASE, tmp_path / name, source=source) for name in ("a", "b")]
     jobs.train_all(runs, make_slots(1), LOSS)
     assert [run.outcome().state for run in runs] == ["failed", "failed"]
+    assert capsys.readouterr().out == (
+        "1 of 2 runs ended, about 0:02:00 left: a seed 0, failed: error: broken\n"
+        "2 of 2 runs ended: b seed 0, failed: error: broken\n"
+    )
 
 
 # Real runs

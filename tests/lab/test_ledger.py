@@ -241,7 +241,7 @@ class Ideas:
         loss = run.read(LOSS)[-1][LOSS]
         return referee.Score(loss, self.own_loss(run, loss))
 
-    def _train(self, runs, slots, score):
+    def _train(self, runs, slots):
         for run in runs:
             if run.outcome().state in ("finished", "diverged"):
                 continue

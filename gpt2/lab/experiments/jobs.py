@@ -27,6 +27,7 @@ from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
 from gpt2.utils.files import is_locked, write_json
 from gpt2.utils.ray_cluster import is_connected
+from gpt2.utils.text import format_duration
 
 Slot = LocalSlot | RaySlot  # the resources of one run at a time
 _DIVERGED = 3  # the exit code of train.py for a run that diverged
@@ -77,13 +78,16 @@ def _visible_gpus() -> list[str]:
     return [gpu for gpu in visible.split(",") if gpu not in ("", "-1")]
 
 
-def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
-    """Train the runs that have not ended, and print the score or error of each run when it ends.
+def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> None:
+    """Train the runs that have not ended. When a run ends, print its score or error.
 
-    Other processes may train the same runs. An interrupted run continues. A run that failed before
-    this process began is trained again, but a diverged run is not, because it would diverge again.
-    On SIGTERM, the runs in progress save their state.
+    Without `score`, print only that a run has finished. Other processes may train the same runs. An
+    interrupted run continues. A run that failed before this process began is trained again, but a
+    diverged run is not, because it would diverge again. On SIGTERM, the runs in progress save their
+    state.
     """
+    start = time.monotonic()
+    num_ended = 0  # in this process
     free = list(slots)
     training = list[_Training]()
     codes = {run.source: hash_code(run.source) for run in runs}
@@ -112,10 +116,13 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str) -> None:
                         print(f"{job.run.label} has lost its node, and will continue")
                         continue
                     result = job.end(code, score)
+                    num_ended += 1
                     done = sum(map(_has_ended, runs))
-                    line = (
-                        f"{done} of {len(runs)} runs ended: {job.run.label}, {result}"
-                    )
+                    line = f"{done} of {len(runs)} runs ended"
+                    if num_left := len(runs) - done:
+                        seconds = (time.monotonic() - start) / num_ended * num_left
+                        line += f", about {format_duration(seconds)} left"
+                    line += f": {job.run.label}, {result}"
                     print(textwrap.fill(line, 80, subsequent_indent="  "), flush=True)
             time.sleep(0.2)
     finally:
@@ -179,13 +186,15 @@ class _Training:
         self.process = slot.start(command, self._log, {"WANDB_NAME": run.label})
 
     def end(self, code: int, score: str) -> str:
-        """Write the outcome of the run, release its lock, and return its score or its error."""
+        """Write the outcome of the run, release its lock, and return the score or the error."""
         outcome = self._read_outcome(code)
         write_json(self.run.folder / "outcome.json", outcome._asdict())
         self.lock.close()
-        if outcome.state == "finished":
+        if outcome.state == "finished" and score:
             return f"{score} {self.run.read(score)[-1][score]:.4f}"
-        return f"{outcome.state}: {outcome.error}"
+        if outcome.error:
+            return f"{outcome.state}: {outcome.error}"
+        return outcome.state
 
     def _read_outcome(self, code: int) -> Outcome:
         """Return the outcome of the process, determined from its exit code and its log."""

@@ -14,7 +14,7 @@ from gpt2.errors import UserError
 from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.jobs import Slot, train_all
 from gpt2.lab.experiments.run_folder import Run
-from gpt2.lab.experiments.terms import LOSS, flops, with_length
+from gpt2.lab.experiments.terms import flops, with_length
 from gpt2.telemetry.metrics import read_metrics
 from gpt2.utils.code import hash_code
 
@@ -53,9 +53,9 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     """
     run = make_measuring_run(root, arm)
     print(f"measuring the steps of {arm.name}, in {root}", flush=True)
-    # A score after few steps is meaningless, so it is not printed.
+    # The end of a short run is not worth a line.
     with contextlib.redirect_stdout(None):
-        train_all([run], slots[:1], LOSS)
+        train_all([run], slots[:1])
     if run.outcome().state != "finished":
         raise UserError(
             f"The short run that measures {arm.name} failed",

@@ -189,7 +189,7 @@ def _train_pair(
     losses = list[float]()
     for run in pair:
         # The best is scored before the code of the idea runs, which could alter its files.
-        train_all([run], make_slots(1), LOSS)
+        train_all([run], make_slots(1))
         end = run.outcome()
         if end.state == "finished":
             try:
