@@ -3,7 +3,7 @@
     python eval.py --workdir=runs/quickstart
     python eval.py --hf=DIR --tasks=lambada:data/tasks,hellaswag:data/tasks
 
-The table shows the convention of each score, its number of examples and its standard error.
+The table shows how each score was computed, its number of examples and its standard error.
 docs/evaluation.md describes the files of the tasks.
 """
 
@@ -41,8 +41,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "corpus",
         "",
-        "Corpus whose validation split is scored, as in data.corpus; empty: the run's corpus. With "
-        "--hf, the task validation needs a corpus.",
+        "Corpus whose validation split is scored, in the form of data.corpus; empty: the run's "
+        "corpus. With --hf, the task validation needs a corpus.",
     )
     flags.DEFINE_float(
         "val_fraction",

@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 @distributed.ends_together()
 def main() -> int:
-    """Train, phase by phase, and return the exit code of the program."""
+    """Train, phase by phase, and return the exit code of the process."""
     # Options: their values are checked before any work begins.
     config = cli.parse_config()
     options = config.train
@@ -105,7 +105,7 @@ def main() -> int:
     if folder.is_finished(workdir, config, start):
         with mirror:
             return 0
-    # Initial weights are loaded before the workdir is written, because they may not fit the model.
+    # Initial weights are loaded first. If they do not fit the model, the workdir is not written.
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, program.flops_per_token)
@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
-    """Return the state before the first step."""
+    """Return the state before the first step. `train.init_from` may replace the drawn weights."""
     if not (source := program.config.train.init_from):
         return program.init_state()
     params = load_initial_params(source, program.model.config, dataset.tokenizer)
@@ -151,7 +151,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Validate the newest state. If its loss is not finite, raise DivergedError."""
+        """Return the newest state's validation scores. If its loss diverged, raise DivergedError."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)
@@ -197,7 +197,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
                     reporter.write(step, scores)
                     saves = checkpointer.improves(scores["eval/loss"]) or saves
                 elif saves:
-                    score(num_batches=1)  # a state that has diverged is not saved
+                    score(num_batches=1)  # raises an error if the state has diverged
                 for hook in hooks:
                     if options.is_due(step, hook.every):
                         hook.run(step, state)

@@ -16,12 +16,12 @@ from gpt2.errors import UserError
 from gpt2.parallel import Backend, distributed
 from gpt2.utils.trees import Batch
 
-# The weight and the batches of each corpus of a mixture.
+# Name of a corpus in a mixture -> its weight and its batches. A single corpus has an empty name.
 Validation = dict[str, tuple[float, Iterable[Batch]]]
 
 
 class Batches:
-    """The batches of a run. Each process reads the rows of its own devices in advance."""
+    """The batches of a run. Each process reads its own devices' rows ahead of the steps."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
@@ -53,9 +53,9 @@ class Batches:
         return self._source.describe(num_steps)
 
     def reopen(self) -> "Batches":
-        """Return new batches of the same data, which may begin at an earlier step.
+        """Return a new `Batches` of the same data, to read the batches of earlier steps again.
 
-        This is necessary because batches of a user's function can only be read forwards.
+        The batches of a user's function can only be read forwards, so this object cannot go back.
         """
         return Batches(*self._arguments)
 
@@ -64,23 +64,23 @@ class Batches:
     ) -> Generator[Batch, None, None]:
         """Yield the batches of the steps `start` + 1, ..., `stop`.
 
-        `position` is what the method `position` returned after step `start`. Only a user's batches
-        need it.
+        `position` is the list that the method `position` returned after step `start`. It is empty
+        if the batches depend only on the step, and then has no effect.
         """
         if position:
             if len(position) != jax.process_count():
                 raise UserError(
-                    f"The checkpoint stores the positions of {len(position)} processes in their "
-                    f"batches, but this run has {jax.process_count()} processes",
+                    f"The checkpoint was saved by {len(position)} processes, each with its own "
+                    f"position in the data, but this run has {jax.process_count()} processes",
                     f"Start {len(position)} processes",
                 )
             self._source.restore(position[jax.process_index()])
         return self._ahead(map(self._read, range(start + 1, stop + 1)))
 
     def _ahead(self, batches: Iterable[HostBatch]) -> Generator[Batch, None, None]:
-        """Read batches in another thread, and put them on the devices in this thread.
+        """Read batches in another thread, but put them on the devices in this thread.
 
-        While a step runs for the first time, no other thread may use the devices.
+        While a step runs for the first time, no other thread may use the devices: see `run_alone`.
         """
         with closing(prefetch(batches)) as read:
             for batch in read:
@@ -103,7 +103,11 @@ class Batches:
         return placed, targets_per_byte
 
     def examples(self, start: int = 0) -> tuple[dict[StepShape, Batch], Batch]:
-        """Return `({shape: zeros}, validation batch)` for the shapes of steps after `start`."""
+        """Return batches with which the steps after `start` are compiled.
+
+        The first result maps each shape of these steps to a batch of zeros. The second result is a
+        validation batch.
+        """
         validation, _ = self.validation(1)
         _, first = next(iter(validation.values()))
         example = next(iter(first))

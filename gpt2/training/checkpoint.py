@@ -1,10 +1,11 @@
 """Save and restore the checkpoints of a run, asynchronously and in shards.
 
 A checkpoint is either complete or absent. It has the items `params`, `rest` (the other members of
-the TrainState), `guard` if the run has one, `layout` (how the layers are stored, and the position
-of each process in its batches), `metrics` if the state was validated, and `digests` of all files,
-because Orbax does not notice altered values. A run may continue in another layout, and weights can
-be read without the optimizer's state. This is the only file that uses Orbax.
+the TrainState), `guard` (counts of skipped steps) if the run has one, `layout` (how the layers are
+stored, and the position of each process in its batches), `metrics` if the state was validated, and
+`digests` of all files, because Orbax does not notice altered values. A run may continue in another
+layout, and weights can be read without the optimizer's state. This is the only file that uses
+Orbax.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ METRIC = "eval/loss"
 
 @functools.cache  # once in a process
 def _silence_orbax() -> None:
-    # Orbax also raises the errors that it logs.
+    # Orbax also raises the errors that it logs, so its log lines would repeat them.
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     # A failed write ends the event loop of a save, while the writes of other arrays go on.
     # `_recover` reports the failure once. Without these filters, each of those writes would print a
@@ -81,7 +82,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._workdir = Path(workdir).resolve()
         self._directory = self._workdir / "checkpoints"
         self._saving: int | None = None
-        self.failure = ""  # why the newest state could not be saved
+        self.failure = ""  # why the last save failed; empty if it did not
         score = itemgetter(METRIC)
         best = policy.BestN(
             get_metric_fn=score,
@@ -118,7 +119,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             metrics=ocp.JsonCheckpointHandler("metrics"),
         )
         handlers.add("digests", ocp.args.JsonSave, _DigestHandler("digests"))
-        # Orbax reads the scores of all checkpoints, one of which may be damaged.
+        # Orbax reads the scores of all checkpoints here, and fails if a file of scores is damaged.
         with files.reading(self._directory, "", failed="cannot be opened"):
             self._manager = ocp.CheckpointManager(
                 self._directory, options=self._options, handler_registry=handlers
@@ -144,7 +145,7 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def improves(self, eval_loss: float) -> bool:
         """Return whether a validation loss is lower than the losses of all checkpoints."""
-        self.wait()  # A save that fails cannot be the best checkpoint.
+        self.wait()  # If the last save fails, its loss does not count.
         # Process 0 decides, because other processes may not have the file with the scores.
         best = self.best()
         is_better = best is None or eval_loss < best[1]
@@ -157,8 +158,9 @@ class Checkpointer(contextlib.AbstractContextManager):
     def can_rescue(self, state: TrainState, step: int) -> bool:
         """Return whether the state after `step` can and should be saved after a failure.
 
-        The state must be finite, not deleted and not saved yet, and `step` must not be 0. With
-        several processes, return False: the processes that did not fail would not save their parts.
+        The state must be finite and not saved yet, its arrays must not have been donated to a step
+        that failed, and `step` must not be 0. With several processes, return False: the processes
+        that did not fail would not save their parts.
         """
         several = jax.process_count() > 1
         if several or step == 0 or step in self.all_steps():
@@ -193,8 +195,8 @@ class Checkpointer(contextlib.AbstractContextManager):
             "position": list(position),
         }
         try:
-            # Each process has its own working copy of a URL, but only process 0 uploads its copy.
-            # Process 0 therefore writes whole arrays.
+            # If the workdir is a URL, each process has a local copy of it, but only process 0
+            # uploads its copy. Process 0 therefore writes whole arrays.
             is_url = stores.is_url(stores.url_or_path(self._workdir))
             if jax.process_count() > 1 and is_url:
                 state = jax.tree.map(_gathered, state)
@@ -325,10 +327,10 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of the other items, once these are complete and before Orbax commits."""
+    """Writes the digests of the other items, before Orbax makes the checkpoint visible."""
 
     def finalize(self, directory: PathLike) -> None:
-        """Write the digests. Orbax calls this in process 0, after it has finalized the others."""
+        """Write the digests. Orbax calls this in process 0, once the other items are complete."""
         folder = Path(directory)
         sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))

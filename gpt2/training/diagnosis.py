@@ -1,9 +1,10 @@
 """Find the first tensor with NaN or Inf after a run diverged.
 
-Training steps compute nothing extra for this. The diagnosis repeats the run from the newest
-checkpoint to the bad step, unless a guard has left the state as it was before that step. It then
-runs the bad step with a program that checks every parameter, the output of every module, the loss
-and every gradient. If a validation loss was not finite, the diagnosis checks only the parameters.
+Training steps compute nothing extra for this. The diagnosis needs the state before the bad step. A
+run with a guard, which skips bad steps (guard.py), still has this state. Otherwise, the diagnosis
+repeats the run from the newest checkpoint to the bad step. It then runs the bad step with a program
+that checks every parameter, the output of every module, the loss and every gradient. If a
+validation loss was not finite, the diagnosis checks only the parameters.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ _LAYER = re.compile(r"^h_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Explains NaN and Inf. `first_state` returns the state before step 1."""
+    """Finds the first tensor with NaN or Inf. `first_state` returns the state before step 1."""
 
     program: Program
     batches: Batches
@@ -52,9 +53,9 @@ class Diagnosis:
         self.checkpointer.wait()
         try:
             origin = self._find_origin(error, state)
-        # Any error ends only the diagnosis, for example a lack of memory.
+        # A failure of the diagnosis, such as a lack of memory, must not replace the error itself.
         except Exception as failure:
-            origin = f"the first such tensor was not found ({failure})"
+            origin = f"the first tensor with NaN or Inf was not found ({failure})"
         remedy = "Lower --config.optim.learning_rate"
         if origin == _FINITE:
             remedy = "Check the hardware, and whether batches change when they are read again"
@@ -74,7 +75,10 @@ class Diagnosis:
         start = find_start(self.workdir)
         position = self.checkpointer.position(start)
         if "" in position:
-            return "the batches of a function that saves no state cannot be read again"
+            return (
+                "the first tensor with NaN or Inf was not found, because the batches of a "
+                "function that saves no state cannot be read again"
+            )
         repeated = self.batches.reopen().train(start, error.step, position)
         # With a guard, `state` is still the state before the bad step.
         repeats_steps = state.guard is None
@@ -103,7 +107,7 @@ class Diagnosis:
 
 
 def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
-    """Return `probe(params, batch, map_sum) -> flags` [number of tensors], int32.
+    """Return `probe(params, batch, map_sum) -> flags`, int32 `[number of tensors]`.
 
     A flag above 0 means NaN or Inf. Tracing fills `names` with the names of the tensors, in the
     order in which they are computed.

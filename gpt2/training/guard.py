@@ -9,15 +9,15 @@ from jax import Array
 
 
 class Guard(struct.PyTreeNode):
-    """Counts of skipped steps, which do not change parameters or optimizer moments.
+    """Counts of skipped steps. A skipped step changes neither parameters nor optimizer state.
 
     Overflows of float16 are not counted while the loss scale can be lowered.
     """
 
     skipped: Array  # int32 scalar, skipped steps so far
     # int32 scalar, the number of consecutive skipped steps up to the newest. If it exceeds
-    # `max_bad`, every later step is skipped, so that the diagnosis finds the state before the bad
-    # step.
+    # `max_bad`, the run ends. The devices skip all steps until the host notices, so that the
+    # diagnosis can use the state before the bad step.
     bad_in_a_row: Array
     max_bad: int = struct.field(pytree_node=False)  # the value of train.skip_bad_steps
 
@@ -27,7 +27,10 @@ class Guard(struct.PyTreeNode):
         return cls(jnp.int32(0), jnp.int32(0), max_bad)
 
     def capped(self) -> "Guard":
-        """Return a restored guard, with `bad_in_a_row` reduced to `max_bad` if it is larger."""
+        """Return a restored guard, with `bad_in_a_row` reduced to `max_bad` if it is larger.
+
+        Without the reduction, a run that continues with a smaller `max_bad` would skip every step.
+        """
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:

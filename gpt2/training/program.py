@@ -1,9 +1,9 @@
 """A run's program, built once from its options and its devices.
 
 train.py, and the tools that plan and measure training, get the model, loss, optimizer, backend and
-steps from a `Program`. Building it draws no weights and runs no steps. If the model uses cuDNN's
-attention or splash attention, building it runs the check of this kernel on the devices
-(gpt2/parallel/kernel_check.py).
+steps from a `Program`. Building it draws no weights and runs no steps. If the model uses a
+library's attention kernel (cuDNN, splash or tokamax), building the program runs a check of this
+kernel on the devices (gpt2/parallel/kernel_check.py).
 """
 
 import dataclasses
@@ -53,8 +53,9 @@ from gpt2.utils.trees import Tree
 class Program:
     """The computation of a run, and its layout on devices.
 
-    `model.vocab_size` is not 0 in the config. The optimizer is an optax chain that contains the
-    schedule. The steps are pure functions: see `gpt2.training.steps` and `statistics`.
+    In the config, `model.vocab_size` must not be 0, because it determines the shapes of parameters;
+    `Config.with_vocabulary` sets it. The optimizer is an optax chain that contains the schedule.
+    The steps are pure functions: see `gpt2.training.steps` and `statistics`.
     """
 
     config: Config
@@ -65,9 +66,10 @@ class Program:
     train_step: Callable
     watch_step: Callable
     eval_step: Callable
-    # Returns a program with the same devices, model, loss, schedule and optimizer.
+    # Builds a program for another config, with the same devices, model, loss, schedule and
+    # optimizer.
     with_config: Callable[[Config], "Program"]
-    # How attention's kernel failed in `check_attention`. Empty if it did not fail.
+    # How attention's kernel failed in `check_attention`; empty if it did not fail.
     kernel_fault: str
 
     @classmethod
@@ -81,7 +83,7 @@ class Program:
         schedule: Callable = make_schedule,
         optimizer: Callable = make_optimizer,
     ) -> "Program":
-        """Return the program of a config whose `model.vocab_size` is not 0."""
+        """Build the program of a config. Its `model.vocab_size` must not be 0."""
         check_layout(config, len(devices))
         gpt_config = config.gpt()
         terms = score_term_options(gpt_config)
@@ -274,7 +276,7 @@ class Program:
     def compile(self, step: Tree, state: Tree, batch: Tree) -> CompiledStep:
         """Compile a jitted or pmapped `step(state, batch)`.
 
-        XLA's compiler options are those that suit the model and the device.
+        `compiler_options` chooses XLA's options for the model's rematerialisation and the platform.
         """
         cfg = self.model.config
         options = compiler_options(
@@ -310,7 +312,7 @@ def draw_params(model: GPT, key: Array) -> Tree:
 
 
 def _check_micro_batches(config: Config, backend: Backend) -> None:
-    """Raise a UserError if a step does not compute whole gradients of several micro-batches."""
+    """Raise a UserError unless a step computes the whole gradients of several micro-batches."""
     if backend.num_shards * config.train.accumulate_steps == 1:
         raise UserError(
             "logging.noise_scale=True compares the gradients of micro-batches, but a step has only "

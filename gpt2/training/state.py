@@ -1,4 +1,4 @@
-"""The state that a training step reads and writes, as one pure value."""
+"""The state that a training step takes and returns, as one immutable pytree."""
 
 import jax.numpy as jnp
 import optax

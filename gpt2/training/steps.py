@@ -49,7 +49,7 @@ def means(sums: Sums, prefix: str) -> Metrics:
 
 
 def _divisor(count: Array) -> Array:
-    # A count may be a sum of weights, and below 1.
+    # A count may be a sum of weights, and then below 1, so this is not max(count, 1).
     return jnp.where(count > 0, count, 1.0)
 
 
@@ -82,7 +82,8 @@ def make_update(
     skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
     `measures_noise` adds the gradient's noise and signal to the metrics. This needs several
     micro-batches or several devices.
-    `norm(grads)` is the global norm. `choose(condition, f, g)` returns the result of `f` or `g`.
+    `norm(grads)` is the global norm. `choose(condition, f, g)` returns `f()` if the condition is
+    true, and otherwise `g()`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 

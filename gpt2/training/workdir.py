@@ -4,7 +4,7 @@ config.json         all options but on_exit; `train.py --config=config.json` rep
 data.json           a description of the prepared corpus, which shows if the text was changed
 tokenizer.json      the tokenizer, so that samples can be drawn without the corpus
 environment.jsonl   versions, code and command, with one line for each start
-.lock               locked by the process that trains in this folder, so that no other one does
+.lock               locked by the process that trains in this folder, so that only one does
 """
 
 import contextlib
@@ -75,8 +75,9 @@ def require_same_start(config: Config, **facts: object) -> None:
 def check_options(workdir: Path, config: Config) -> None:
     """Refuse a directory in which this run cannot start or continue, before data are prepared.
 
-    `model.vocab_size` may be 0 until the data are prepared. `refuse_changes` then checks it later.
-    Also refuse a `logging.reference` or a `logging.wandb` that cannot be used.
+    `model.vocab_size` is not checked if it is 0, because the tokenizer then determines it. Call
+    `refuse_changes` again once the data are prepared. Also refuse a `logging.reference` or a
+    `logging.wandb` that cannot be used.
     """
     _require_writable(workdir)
     require_safe_path(workdir)
@@ -115,8 +116,8 @@ def _require_writable(workdir: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     try:
-        # Permissions do not show whether a directory can be written. They allow root everything,
-        # but even root cannot write in /proc.
+        # Create a file, because permissions do not show whether a directory can be written. They
+        # allow root everything, but even root cannot write in /proc.
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise UserError(
@@ -169,7 +170,8 @@ def deciding_options(config: Config) -> dict[str, Any]:
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_change:
             options[name] = value
-        if OPTIONS[name].is_random and value:  # Each micro-batch has its own masks.
+        # Each micro-batch draws its own random masks, so their number affects the training.
+        if OPTIONS[name].is_random and value:
             options["train.accumulate_steps"] = config.train.accumulate_steps
     return options
 
@@ -198,7 +200,7 @@ def find_start(workdir: Path) -> int:
     start = distributed.from_first(_find_start(workdir) or 0)
     location = stores.url_or_path(workdir)
     if start and jax.process_index() and stores.is_url(location):
-        stores.fetch(location)  # Each process reads its own copy of a URL.
+        stores.fetch(location)  # Each process reads its own copy of the files.
         if damage := find_damage(workdir, start):
             raise UserError(damage, "Start all processes again")
     return start

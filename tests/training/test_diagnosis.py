@@ -166,7 +166,7 @@ def test_a_validation_names_the_parameter_if_it_is_one(tmp_path):
     explained = diagnosis.explain(error, state)
     assert "every parameter is finite" in str(explained)
     explained = diagnosis.explain(error, None)  # which breaks the diagnosis
-    assert "the first such tensor was not found" in str(explained)
+    assert "the first tensor with NaN or Inf was not found" in str(explained)
 
 
 @pytest.mark.thorough

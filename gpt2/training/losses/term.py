@@ -32,7 +32,6 @@ class LossTerm:
 
         `logits` are `[B, T, V]`, and -1e9 in columns that pad the vocabulary. `log_normaliser`
         `[B, T]` is the log of softmax's normaliser. The positions may be a part of the batch.
-        `step` is None in validation. The sums to log do not include the weight, which the config
-        states.
+        `step` is None in validation. The sums to log are not multiplied by the term's weight.
         """
         raise NotImplementedError
