@@ -16,7 +16,7 @@ from gpt2.utils.parameters import is_declared
 
 @functools.cache
 def count_compute_parameters(cfg: GPTConfig) -> int:
-    """Count the parameters with which a token is computed: matrices, biases and norms.
+    """Count the parameters that the computation of one token uses: matrices, biases, norms.
 
     The count excludes tables whose rows are looked up (one axis of such a table is named `table`),
     and experts that the token does not use. It includes the output head, even if the head is the

@@ -242,7 +242,7 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Return unrolled parameters, each in a `DeclaredParam` box with its `ParamInfo`."""
+        """Draw parameters in the unrolled layout, each in a `DeclaredParam` with its `ParamInfo`."""
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
@@ -285,7 +285,7 @@ class LogitsSeam(nn.Module):
 
     @nn.compact
     def __call__(self, logits: Array, context: Context) -> Array:
-        """Change the float32 logits `[B, T, V]`."""
+        """Apply the seam `logits` of every ingredient to float32 logits `[B, T, V]`."""
         for ingredient in ingredients_of(self.config):
             logits = ingredient.logits(self, logits, context)
         return logits
@@ -294,7 +294,7 @@ class LogitsSeam(nn.Module):
 def make_context(
     tokens: Array, segments: Array | None = None, deterministic: bool = True
 ) -> Context:
-    """Return the context of tokens `[B, T]` int32, whose positions start at 0."""
+    """Return the context of tokens `[B, T]` int32. Positions start at 0 in each segment."""
     chex.assert_rank(tokens, 2)
     chex.assert_type(tokens, int)
     positions = jnp.arange(tokens.shape[1])[None]

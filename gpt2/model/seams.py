@@ -114,7 +114,7 @@ class Ingredient:
         return branch
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
-        """Change the queries, keys and values, which have been normalized and rotated."""
+        """Change queries, keys and values, after the norms and rotation of queries and keys."""
         return heads
 
     def score_terms(

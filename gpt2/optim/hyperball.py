@@ -34,7 +34,7 @@ def scale_to_matrices(parameters: Tree) -> optax.GradientTransformation:
 
 
 def keep_norms(parameters: Tree) -> optax.GradientTransformation:
-    """Return a transformation of final updates, after which each matrix keeps its norm."""
+    """Return a transformation that changes the final updates so that each matrix keeps its norm."""
 
     def project(info: ParamInfo, update: Array, param: Array) -> Array:
         if not info.inputs:

@@ -48,8 +48,9 @@ def make_optimizer(
         parameters: the `ParamInfo` of each parameter (`GPT.parameters`), in the layout in which the
             parameters are trained.
         num_steps: the number of steps of the run.
-        width_ratio: the model's width divided by the width for which the rates were tuned. As in
-            microsoft/mup, the product of the rate and `weight_decay` is the same in a wider model.
+        width_ratio: the model's width divided by the width for which the rates were tuned. In a
+            wider model, matrices have lower rates. As in microsoft/mup, the product of a matrix's
+            rate and its `weight_decay` stays the same.
         matrices: the assignment of whole matrices to devices.
     """
     optim = dataclasses.replace(optim, weight_decay=optim.decay(num_steps))
@@ -124,7 +125,8 @@ def _width_factor(
             "Choose another optimizer, or leave out --config.model.mup_base_width",
         )
     if optim.hyperball:
-        # The norm of a direction grows with the width, and of a matrix with its square root.
+        # `scale_to_matrices` divides a direction by the direction's norm, which grows with the
+        # width, and multiplies it by the matrix's norm, which grows with the width's square root.
         power -= 0.5
     return optax.scale(width_ratio**-power)
 

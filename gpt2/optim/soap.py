@@ -28,7 +28,8 @@ class SoapState(NamedTuple):
     # Running means of squared gradients in the eigenbasis, with the parameters' shapes. For
     # SOAP-Muon, these are means of the squared momentum.
     nu: Tree
-    row_gram: Tree  # running means of G G^T, [..., rows, rows]
+    # With gradients G of matrices: running means of G G^T, [..., rows, rows].
+    row_gram: Tree
     column_gram: Tree  # running means of G^T G, [..., columns, columns]
     row_basis: Tree  # eigenvectors of `row_gram` at the last refresh
     column_basis: Tree  # eigenvectors of `column_gram` at the last refresh
@@ -43,9 +44,10 @@ def scale_by_soap(
     matrices. As in the authors' code, the first step only computes the bases. If the first gradient
     of a matrix is nearly singular, the basis depends on rounding.
 
-    SOAP-Muon is Muon whose momentum is divided, in the eigenbasis, by the root of its running mean
-    square before it is orthogonalised (github.com/KellerJordan/modded-nanogpt, pull request 278).
-    Here, as in pull request 321, this applies to all matrices. The first step is Muon's.
+    SOAP-Muon divides the momentum, in the eigenbasis, by the root of the momentum's running mean
+    square, and orthogonalises the result as Muon does (github.com/KellerJordan/modded-nanogpt, pull
+    request 278). Here, as in pull request 321, this applies to all matrices. The first step is a
+    step of Muon.
     """
 
     def init(params: Tree) -> SoapState:
@@ -123,7 +125,7 @@ def _step(
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
 
     def average() -> tuple[Array, Array]:
-        """Return the running mean of gradients, and the value of it from which a step is made."""
+        """Return the running mean of gradients, and the mean from which the step is computed."""
         mean = beta1 * mu + (1 - beta1) * grads
         if is_muon and optim.nesterov:
             return mean, beta1 * mean + (1 - beta1) * grads

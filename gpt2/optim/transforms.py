@@ -119,7 +119,7 @@ class AverageState(NamedTuple):
 def average_parameters(
     decay: float = 0, start: int = 0
 ) -> optax.GradientTransformation:
-    """Return a transformation that averages the parameters. It has to be the last one of a chain.
+    """Return a transformation that averages the parameters. It must be the last of a chain.
 
     With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise, it is the
     mean of the parameters over all updates after the first `start` updates. During the first

@@ -23,8 +23,7 @@ class BigramEmbeddings(Ingredient):
         cfg = self.config
         rows = cfg.bigram_embeddings
         tokens = context.tokens
-        # The first token of a segment also has a pair. The id `vocab_size`, which no token has,
-        # comes before it.
+        # The first token of a segment is paired with the id `vocab_size`, which no token has.
         previous = shift(
             tokens, first_previous(context), context, missing=cfg.vocab_size
         )

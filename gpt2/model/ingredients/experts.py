@@ -91,8 +91,8 @@ class Mixture(nn.Module):
             capacity = min(T, math.ceil(cfg.expert_capacity * K * T / E))
             dropped = counts * (index >= capacity)
             report(self, "dropped", dropped.sum(), counts.sum() * K)
-        # Choices beyond the capacity get the index after the last slot. With mode="drop", JAX
-        # ignores this index, and with mode="fill", its value is 0.
+        # A choice (a token and one of its experts) beyond the capacity gets the index after the
+        # last slot. With mode="drop", JAX writes nothing there, and with mode="fill", it reads 0.
         nowhere = E * capacity
         slots = jnp.where(index < capacity, chosen * capacity + index, nowhere)
 
