@@ -3,8 +3,9 @@
 A block of queries reads only the keys up to the end of the block. A block is large enough for its
 matrix products to use all threads (docs/performance.md, XLA:CPU note 7), and heads are processed in
 groups, so that a group's scores fit in the caches. The backward pass recomputes the scores, as
-FlashAttention does (Dao et al. 2022, algorithm 4). The reference formula takes a quarter of a 124M
-step on two cores, and spends half of that time on scores above the diagonal, which are masked.
+FlashAttention does (Dao et al. 2022, algorithm 4). The reference implementation takes a quarter of
+a 124M step on two cores, and spends half of that time on scores above the diagonal, which are
+masked.
 
 Arrays in this file are `[groups, g, T, H]`, with g heads in a group.
 """
@@ -43,7 +44,7 @@ def blocked_attention(
     """Compute `plain.attention` in blocks of queries.
 
     With dropout, or with terms of the scores other than one constant soft cap, the reference
-    formula is called. `spread` turns a kernel into one that runs on each device's own heads.
+    implementation is called. `spread` turns a kernel into one that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
@@ -89,7 +90,7 @@ def _blocked_fwd(q, k, v, segments, options):
         return _forward(*operands, blocks=blocks, options=options)
 
     results = jax.lax.map(run, (groups, sequences))
-    # A remat policy that stores attention's output needs the normalisers too.
+    # A remat policy that stores attention's output must also store the normalisers.
     out, log_normaliser = checkpoint_name(results, CORE_ATTENTION)
     residuals = (*groups, segments, out, log_normaliser)
     return _join(out, q), residuals

@@ -24,7 +24,7 @@ AXIS = "fsdp"
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How an array is split over the devices of an fsdp group.
+    """How an array is split over an fsdp group: the devices along the mesh axis `fsdp`.
 
     Attributes:
         axis: the axis that is split.

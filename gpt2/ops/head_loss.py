@@ -22,14 +22,15 @@ from gpt2.ops.table import LookUpFn
 from gpt2.ops.variants import Variants
 from gpt2.utils.trees import Batch, Tree
 
-# Bytes of a chunk's float32 logits: 42,000 tokens with GPT-2's vocabulary. With four chunks, a step
-# of 32,768 tokens takes 1.03 times as long on an H200 as with one, and needs 6.7 GiB less.
+# The largest size of a chunk's float32 logits in bytes. With GPT-2's vocabulary, these are the
+# logits of 42,000 tokens. With four chunks, a step of 32,768 tokens takes 1.03 times as long on an
+# H200 as with one chunk, and needs 6.7 GiB less.
 LOGITS_BYTES = 8 * 2**30
 SCARCE_LOGITS_BYTES = 2**29  # memory is scarce with FSDP by layer
 CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits in their caches
-# Smallest number of tokens of a chunk on CPUs. There is a limit because every chunk adds to the
-# gradient of the whole table. The addition takes longer if the table does not fit in a cache, so
-# chunks are then larger.
+# The smallest number of tokens in a chunk on CPUs. Chunks are not smaller, because every chunk adds
+# its gradient to the gradient of the whole table. This addition takes longer if the table does not
+# fit in a cache, so the chunks of a large table are larger.
 CPU_ROWS = 512
 LARGE_TABLE_BYTES = 2**25
 LARGE_TABLE_ROWS = 2048

@@ -95,7 +95,8 @@ class _LinearMap(NamedTuple):
     def activate(self, x: Array) -> Array:
         """Apply the activation to `x`, if there is one."""
         if self.is_fused:
-            # XLA recognises this formula if `x` is a matrix. cuBLAS computes it in float32.
+            # If `x` is a matrix, XLA replaces this formula with the GELU of cuBLAS, which computes
+            # in float32, although `x` has 16 bits.
             rows = x.reshape(-1, x.shape[-1])
             return jax.nn.gelu(rows, approximate=True).reshape(x.shape)
         return self.activation(x) if self.activation else x

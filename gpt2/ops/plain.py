@@ -1,9 +1,9 @@
-"""The reference formulas of GPT-2's operations. JAX derives their gradients.
+"""The reference implementations of GPT-2's operations. JAX derives their gradients.
 
 `GPT(config)` computes with these functions. A backend replaces them with faster functions of the
-same signatures (gpt2/ops/table.py), which tests compare with the formulas. gpt2/model/gpt.py
-explains the dimension letters. Products of 16-bit operands accumulate in float32. Softmax,
-statistics of rows and losses are computed in float32.
+same signatures (gpt2/ops/table.py), and tests compare both. gpt2/model/gpt.py explains the
+dimension letters. Products of 16-bit operands accumulate in float32. Softmax, statistics of rows
+and losses are computed in float32.
 """
 
 import dataclasses

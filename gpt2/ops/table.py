@@ -1,4 +1,4 @@
-"""The table of operations that a model calls: the reference formulas, or faster kernels.
+"""The table of operations that a model calls: reference implementations, or faster kernels.
 
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py), and passes
 the table to the model. With fewer kernels in the table, a run is slower or needs more memory, and

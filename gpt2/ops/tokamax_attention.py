@@ -1,8 +1,8 @@
 """Attention with tokamax's kernel (Pallas, Mosaic) on Hopper and Blackwell GPUs, with a soft cap.
 
-cuDNN has no soft cap, and the reference formula stores its scores. Compiled for an H100, a 124M
-step of 8 sequences with a soft cap needs 13.1 GiB with the formula, and 6.2 GiB with this kernel.
-No GPU has run the kernel in this project yet.
+cuDNN has no soft cap, and the reference implementation stores its scores. Compiled for an H100, a
+124M step of 8 sequences with a soft cap needs 13.1 GiB with the reference implementation, and
+6.2 GiB with this kernel. No GPU has run the kernel in this project yet.
 """
 
 import importlib.util
@@ -31,8 +31,8 @@ def tokamax_attention(
 
     `spread` has the same meaning as in `cudnn_attention`.
     """
-    # Without a soft cap of at most 60, tokamax subtracts the largest score. With such a cap, the
-    # exponentials of float16 would overflow.
+    # With a soft cap of at most 60, tokamax does not subtract the largest score from the scores.
+    # Their exponentials would then overflow in float16, so only bfloat16 is used.
     is_narrow = q.dtype != jnp.bfloat16
     if scoring.softcap is None or scoring.dropout or is_narrow:
         return plain.attention(q, k, v, scoring)

@@ -168,7 +168,7 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def from_first(number: int) -> int:
-    """Return the argument of process 0. Every process must call this."""
+    """Return the number that process 0 passed. Every process must call this."""
     return int(from_all(f"{number:d}")[0])
 
 

@@ -41,10 +41,10 @@ from gpt2.utils.platform import jit_is_off, platform_of
 # be split evenly over devices. On CPUs, only a vocabulary that `tensor` splits is padded.
 # Parameters, and the logits that a model returns, have the true size. Losses are not affected.
 VOCAB_MULTIPLE = 128
-# For up to SHORT positions in float32, or SHORT_NARROW in 16 bits, the reference implementation is
-# as fast as the blocked kernel if the CPU is split into two devices. This split is best for small
-# models (parallel.cpu_devices). On one device, the blocked kernel shortens a step of the quickstart
-# to 0.96 of its time.
+# On CPUs, `auto` uses the reference implementation for up to SHORT positions in float32, or
+# SHORT_NARROW in 16 bits. It is as fast there as the blocked kernel if the CPU is split into two
+# devices, which is best for small models (parallel.cpu_devices). On one device, the blocked kernel
+# shortens a step of the quickstart to 0.96 of its time.
 SHORT = 128
 SHORT_NARROW = 64
 
@@ -96,7 +96,7 @@ def _find_obstacle(
     if cfg.dropout and name == "tokamax":
         unsupported.append("model.dropout")
     if unsupported:
-        return f"cannot compute {unsupported[0]}"
+        return f"does not support {unsupported[0]}"
     is_native = PREFERRED.get(platform_of(device)) == name
     if name == "tokamax":
         is_native = _is_hopper_or_newer(device)

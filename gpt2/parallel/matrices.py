@@ -20,8 +20,8 @@ def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """Return how matrices `[..., rows, columns]` are stored: rows over fsdp, columns over tensor.
 
     With the default `parallel.rules`, kernels whose rows are the model's width are stored in this
-    way. A side is not split if its size is not a multiple of the mesh axis. Vectors (one row, or
-    one column) are not split either.
+    way. A side is not split if its size is not a multiple of the mesh axis's size. Vectors (one
+    row, or one column) are not split either.
     """
     sides = [
         axis if mesh.shape[axis] > 1 and size % mesh.shape[axis] == 0 else None

@@ -3,8 +3,8 @@
 The model names the axes of its parameters and activations by meaning (`embed`, `mlp`, `heads`,
 `vocab`, ...). `Rules` map these names to mesh axes, according to the options `parallel.rules` and
 `parallel.strategy`. There are separate tables for parameters between steps (`storage`), for
-optimizer state, for parameters inside a step (`compute`), and for activations. FSDP is the
-difference between `storage` and `compute`.
+optimizer state, for parameters inside a step (`compute`), and for activations. With FSDP, `storage`
+splits parameters over the mesh axis `fsdp`, and `compute` does not.
 """
 
 import dataclasses
