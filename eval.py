@@ -3,7 +3,7 @@
     python eval.py --workdir=runs/quickstart
     python eval.py --hf=DIR --tasks=lambada:data/tasks,hellaswag:data/tasks
 
-The table shows how each score was computed, its number of examples and its standard error.
+It prints each score, how it was computed, its number of examples and its standard error.
 docs/evaluation.md describes the files of the tasks.
 """
 

@@ -151,7 +151,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Return the newest state's validation scores. If its loss diverged, raise DivergedError."""
+        """Return the state's validation scores. If the loss is not finite, raise DivergedError."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)

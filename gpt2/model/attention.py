@@ -58,7 +58,7 @@ class Attention(nn.Module):
         heads = Heads(q, k, v)
         for ingredient in ingredients_of(cfg):
             heads = ingredient.heads(self, heads, context)
-        # An axis of size 1 would broadcast silently.
+        # Check shapes, because an axis of size 1 would broadcast silently.
         chex.assert_shape(heads.q, (*x.shape[:2], N, H))
         chex.assert_shape(heads[1:], (*x.shape[:2], cfg.kv_heads, H))
         chex.assert_trees_all_equal_dtypes(*heads)
@@ -154,8 +154,8 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
     """Return the cosines and sines that `plain.rope` reads, for positions `[B or 1, T]` int32.
 
     With `model.rope_scaling`, low frequencies, which complete few turns in `model.rope_context`
-    tokens, are divided by `model.rope_factor`. High frequencies do not change, and frequencies
-    between them are divided by less.
+    tokens, are divided by `model.rope_factor`. High frequencies do not change. Frequencies between
+    low and high ones are divided by a smaller number.
     """
     frequencies = rope_frequencies(cfg.rope_size, cfg.rope_base)
     length = 1.0

@@ -242,7 +242,7 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Draw parameters in the unrolled layout, each in a `DeclaredParam` with its `ParamInfo`."""
+        """Draw parameters of unrolled layers, each in a `DeclaredParam` with its `ParamInfo`."""
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
@@ -273,7 +273,7 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def logical_axes(self) -> Tree:
-        """Return a tree like the parameters, with the axis names of each as a PartitionSpec."""
+        """Return a tree like the parameters, with each parameter's axis names as PartitionSpec."""
         return jax.tree.map(lambda info: PartitionSpec(*info.axes), self.parameters())
 
 

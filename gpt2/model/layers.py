@@ -29,9 +29,9 @@ def named_param(
 ) -> Array:
     """Return a parameter of a module. If devices hold shards of the parameter, gather them.
 
-    The module must have `ops`. The names in `axes` determine how `parallel.rules` shard the
-    parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon and SOAP need,
-    and `decays=True`. See `ParamInfo`.
+    The module must have the attribute `ops`. The names in `axes` determine how `parallel.rules`
+    shard the parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon and
+    SOAP need, and `decays=True`. See `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -91,7 +91,7 @@ class Linear(nn.Module):
 
     @property
     def _result(self) -> str:
-        """The name of the result in the policies of gpt2/utils/remat.py."""
+        """The name that the policies of gpt2/utils/remat.py use for the result."""
         return ATTENTION_LINEAR if "heads" in self.axes else MLP_LINEAR
 
     @nn.nowrap

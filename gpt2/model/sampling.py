@@ -114,8 +114,8 @@ def generate(
         sampling: the distribution of the next token.
         seed: the seed of the random numbers.
         eot: the token that ends a sequence, which is not returned; None: no token ends a sequence.
-        vocab_size: only tokens below this number are drawn, because larger ones are padding of the
-            vocabulary; 0: all tokens of the model may be drawn.
+        vocab_size: only token ids below this number are drawn, because larger ids are padding of
+            the vocabulary; 0: all token ids of the model may be drawn.
     """
     if not all(len(prompt) for prompt in prompts):
         raise UserError(

@@ -3,8 +3,8 @@
 The logits `[B, T, V]` are the largest array of a training step. Here, only the logits of one chunk
 exist at a time, and the gradients of a chunk are computed in the same pass. For example, the
 float32 logits of thirty sequences of 1,024 tokens take 6.2 GB with GPT-2's vocabulary. Under FSDP
-by layer, where memory is scarce, the logits of a chunk take 0.4 GB. Without chunks, a 124M step on
-two cores takes a quarter longer.
+by layer, where memory is scarce, one chunk of these logits takes 0.4 GB. Without chunks, a 124M
+step on two cores takes a quarter longer.
 """
 
 from collections.abc import Callable

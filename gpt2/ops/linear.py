@@ -37,7 +37,7 @@ def linear(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Compute `plain.linear`. The gradient of a float32 kernel is in float32."""
+    """Compute `plain.linear`. The gradient of a float32 kernel is not rounded to `dtype`."""
     if activation is plain.gelu_tanh:
         activation = gelu_tanh
     spec = _LinearMap(num_contract, activation, jnp.dtype(dtype), variants)
@@ -88,7 +88,7 @@ class _LinearMap(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether cuBLAS computes the activation together with the previous product."""
+        """Whether cuBLAS computes the activation within the product that computes its input."""
         can_fuse = self.activation is gelu_tanh and self.dtype.itemsize == 2
         return can_fuse and self.variants.fuse_activation
 

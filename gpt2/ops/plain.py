@@ -223,7 +223,8 @@ def attention_cached(
     )
     scores = scores.reshape(B, N, T, S) * scoring.scale
     for term in scoring.terms:
-        # A term takes positions [T, 1] that all sequences share. Here each sequence has its own.
+        # A term takes positions [T, 1] that all sequences share. Here each sequence has its own
+        # positions.
         def apply_term(scores: Array, query: Array, term: ScoreTerm = term) -> Array:
             return term(scores[None], query, key)[0]
 

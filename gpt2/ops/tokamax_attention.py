@@ -27,9 +27,10 @@ def is_installed() -> bool:
 def tokamax_attention(
     q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Compute `plain.attention` on GPUs, with tokamax if a soft cap is the only term.
+    """Compute `plain.attention` on GPUs with tokamax, in bfloat16.
 
-    `spread` has the same meaning as in `cudnn_attention`.
+    With dropout, with terms of the scores other than one constant soft cap, or in another dtype,
+    the reference implementation is called. `spread` has the same meaning as in `cudnn_attention`.
     """
     # With a soft cap of at most 60, tokamax does not subtract the largest score from the scores.
     # Their exponentials would then overflow in float16, so only bfloat16 is used.

@@ -90,8 +90,8 @@ def scale_by_muon(
             running = jax.tree.map(mean_square, shapes, state.neurons, *squares)
             scaled = jax.tree.map(_normalize, shapes, orthogonal, running, *squares)
         else:
-            # The root mean square of an orthogonal matrix follows from its sides (Liu et al. 2025,
-            # lemma 1).
+            # The entries of an orthogonal matrix have a root mean square of 1 / sqrt(longer side)
+            # (Liu et al. 2025, lemma 1).
             running = None
             scaled = jax.tree.map(
                 lambda kernel, x: x * (UPDATE_RMS * max(kernel.sides) ** 0.5),

@@ -17,7 +17,7 @@ from gpt2.utils.trees import Tree
 
 
 class SoapState(NamedTuple):
-    """The state of `scale_by_soap`. Trees have the paths of the parameters.
+    """The state of `scale_by_soap`. Each tree has the same paths as the parameters.
 
     The leading axes of the Gram matrices and bases enumerate a kernel's matrices. The columns of a
     basis are its vectors.
@@ -28,7 +28,7 @@ class SoapState(NamedTuple):
     # Running means of squared gradients in the eigenbasis, with the parameters' shapes. For
     # SOAP-Muon, these are means of the squared momentum.
     nu: Tree
-    # With gradients G of matrices: running means of G G^T, [..., rows, rows].
+    # Running means of G G^T, [..., rows, rows], where G is the gradient of a matrix.
     row_gram: Tree
     column_gram: Tree  # running means of G^T G, [..., columns, columns]
     row_basis: Tree  # eigenvectors of `row_gram` at the last refresh

@@ -121,7 +121,7 @@ def is_lost_peer(error: BaseException) -> bool:
 def _find_launcher() -> str | None:
     """Return JAX's name of the launcher that started this process as one of several.
 
-    Return None if the process is the only one, or if the variable `ALONE` is set.
+    Return None if the process is the only one, or if GPT2_ALONE is set in the environment.
     """
     variables = os.environ
     if ALONE in variables:

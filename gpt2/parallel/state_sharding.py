@@ -52,8 +52,8 @@ def optimizer_specs(
 ) -> Tree:
     """Return a PartitionSpec for every leaf of an optimizer's state.
 
-    A leaf belongs to the parameter whose path is the end of the leaf's path. The leaf is split like
-    this parameter in `storage`. Leaves that belong to no parameter are replicated.
+    If the path of a leaf ends with the path of a parameter, the leaf belongs to this parameter, and
+    is split like the parameter in `storage`. Leaves that belong to no parameter are replicated.
     """
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(params),

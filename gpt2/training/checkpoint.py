@@ -359,7 +359,7 @@ def _cause(error: Exception) -> str:
 
 
 def _parts(state: TrainState) -> dict[str, Tree]:
-    """Return the parts of a state that are saved, by the names of their folders."""
+    """Return `{folder: part}` for the parts of a state that are saved in folders of their own."""
     rest = vars(state) | {"params": None}
     guard = rest.pop("guard")
     parts = {"params": state.params, "rest": rest}

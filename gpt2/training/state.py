@@ -43,7 +43,7 @@ class TrainState(struct.PyTreeNode):
     step: Array  # int32 scalar
     params: Tree  # plain nested dictionaries
     opt_state: optax.OptState
-    loss_scale: LossScale | None  # for float16, which also has a guard
+    loss_scale: LossScale | None  # only with float16, which also has a guard
     guard: Guard | None = None  # for `train.skip_bad_steps` and float16
 
     @classmethod

@@ -1,7 +1,7 @@
 """One step of training and one of evaluation, as pure functions.
 
-A step uses no device, mesh or file. It sums over the rows of its batch with `map_sum`, which a
-backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
+The code of a step mentions no device, mesh or file. It sums over the rows of its batch with
+`map_sum`, which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
 `function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up both
 trees of arrays across all devices, once at the end of the step. Only FSDP by layer adds up
 gradients in each layer of each micro-batch.
@@ -108,7 +108,7 @@ def make_update(
 
         sums, grads = map_sum(sum_gradients)(state.params, batch)
         with jax.named_scope("optimizer"):
-            # XLA:CPU would store quotients, but not products: docs/performance.md, note 1.
+            # XLA:CPU would store quotients, but not products (docs/performance.md, XLA:CPU note 1).
             inverse = 1.0 / (scale * _divisor(sums["loss"][1]))
             grads = jax.tree.map(lambda g: g * inverse, grads)
             metrics = means(sums, "train/")

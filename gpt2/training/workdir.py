@@ -64,7 +64,7 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
 def require_same_start(config: Config, **facts: object) -> None:
     """Refuse a run whose processes have different options, `facts` or code.
 
-    Devices need not exist yet.
+    The processes are compared without JAX's devices, which need not exist yet.
     """
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_differ:
@@ -196,7 +196,10 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 
 def find_start(workdir: Path) -> int:
-    """Return the newest step with an undamaged checkpoint, as process 0 finds it, or 0."""
+    """Return the newest step with an undamaged checkpoint, or 0 if there is none.
+
+    Process 0 searches for the checkpoint, and all processes return its result.
+    """
     start = distributed.from_first(_find_start(workdir) or 0)
     location = stores.url_or_path(workdir)
     if start and jax.process_index() and stores.is_url(location):
@@ -303,7 +306,7 @@ def _move_to_damaged(workdir: Path, name: str) -> None:
 @distributed.only_first
 def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     lock(workdir, start)
-    # Samples from an earlier end of this run would make it look finished: see `is_finished`.
+    # If this run was shorter before, its samples would make it look finished: see `is_finished`.
     (workdir / "samples.txt").unlink(missing_ok=True)
     if start:
         num_steps = config.train.num_steps

@@ -2,9 +2,9 @@
 
 Huang et al. 2016, arXiv 1603.09382. Of L layers, layer l drops its branches with the probability
 p * l / L, where p is `model.stochastic_depth` (the linear decay rule, equation 4). Each sequence
-and each branch has its own mask, as with "drop path" in vision transformers. The branches that
-remain are divided by the probability of remaining, so that evaluation uses all branches as they
-are.
+and each branch has its own mask, as with "drop path" in vision transformers. The outputs of
+the branches that remain are divided by the probability of remaining, so that evaluation can use all
+branches without a factor.
 """
 
 import flax.linen as nn

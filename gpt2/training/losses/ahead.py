@@ -15,8 +15,8 @@ from gpt2.utils.trees import Batch, Sums
 class Ahead(LossTerm):
     """The losses of tokens further ahead, logged without weights as `loss_ahead_2`, ...
 
-    `loss.ahead` lists the weights. `loss.ahead_fade` is the number of steps over which they fall to
-    0.
+    `loss.ahead` lists the weights. If `loss.ahead_fade` is not 0, the weights fall to 0 over this
+    number of steps.
     """
 
     option = "ahead"
