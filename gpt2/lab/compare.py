@@ -3,8 +3,9 @@
 python -m gpt2.lab.compare runs/first runs/second [--reference=published.csv]
     [--output=compare.png]
 
-Each argument is the workdir of a run, or the folder of a sweep, which has one curve for each arm. A
-reference is a CSV file with the columns `tokens` and `loss`, and `name` if it has several curves.
+Each argument is the workdir of a run, or the folder of a sweep. A sweep has one curve for each arm,
+which is the mean over its seeds. --reference adds published losses: a CSV file has the columns
+`tokens` and `loss`, and the column `name` if it contains several curves.
 """
 
 from gpt2.utils import launch
@@ -48,11 +49,12 @@ class Origin(NamedTuple):
     tokens: Amount
     flops: Amount
     tokenizer: str  # the tokenizer's hash, or its name if no hash is stored
-    # The validation text: its numbers of bytes and documents, which do not depend on the tokenizer,
-    # and how much of it a validation reads. If these are unknown, the name of the corpus.
+    # A description of the validation text: its numbers of bytes and documents, which do not depend
+    # on the tokenizer, and how much of the text a validation reads. If the numbers are unknown, the
+    # name of the corpus replaces them.
     text: str
-    # For each part of a mixture, the CRC-32 of the validation tokens. Only runs with the same
-    # tokenizer can have the same numbers.
+    # For each part of a mixture, the CRC-32 of the validation tokens, or 0 if it is unknown. These
+    # numbers can be compared only between runs with the same tokenizer.
     crc32: list[int]
 
 
@@ -61,8 +63,8 @@ def define_flags() -> None:
     flags.DEFINE_string(
         "reference",
         "",
-        "Published losses to plot: the name of a file in configs/reference without .csv, or a CSV "
-        "file with the columns tokens,loss.",
+        "Published losses to plot: the name of a file in configs/reference (without its suffix "
+        ".csv), or the path of a CSV file with the columns tokens,loss.",
     )
     flags.DEFINE_string("output", "compare.png", "Path of the plot.")
 
@@ -100,15 +102,16 @@ def main(*directories: str) -> None:
     if not curves:
         raise UserError(
             f"No run has a validation loss in {unit} yet",
-            "Name a run that has been validated, or only runs with the same tokenizer",
+            "Add a run that has been validated. Runs that all have the same tokenizer are compared "
+            "in nats per token, so they need no bits per byte",
         )
     first, *others = curves
     usual = origins[first]
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
         warn(
-            f"--reference={reference} can only be compared if its losses are for the tokenizer of"
-            f" these runs, {tokenizer}"
+            f"--reference={reference} can be compared with these runs only if its losses were"
+            f" measured with their tokenizer, {tokenizer}"
         )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T
@@ -155,7 +158,7 @@ def _find_workdirs(path: str) -> dict[str, list[Path]]:
 
 
 def _read_origin(workdir: Path) -> Origin:
-    """Read the origin of a run, whose code may have other options than this code."""
+    """Read the `Origin` of a run. The code that trained it may have other options than ours."""
     with reading(workdir, "Use the workdir of a run of train.py"):
         tree = json.loads((workdir / "config.json").read_text("utf-8"))
         facts = read_sealed(workdir / "data.json") or {}
@@ -165,13 +168,15 @@ def _read_origin(workdir: Path) -> Origin:
         batch = data["batch_size"] * tree["model"]["context_length"]
         tokens: Amount = partial(operator.mul, batch)
         flops_of = unknown
-        with contextlib.suppress(UserError):  # the run's code may have other options
+        # `from_dict` refuses options that only the code of the run has. FLOPs are then unknown.
+        with contextlib.suppress(UserError):
             config = Config.from_dict(tree)
             config.gpt()
             tokens = config.shapes.tokens
             flops_of = partial(flops, config)
         parts = facts.get("parts") or [facts]
-        # A run validates the first `eval_batches` batches of each part, or all of them if it is 0.
+        # A validation reads the first `eval_batches` batches of each part, or all batches if
+        # `eval_batches` is 0.
         limit = tree["train"]["eval_batches"] * batch
         return Origin(
             options=flatten(tree) | {"code": code},
@@ -189,11 +194,12 @@ def _describe_validation(
     """Return a description of the text on which a run is validated.
 
     `parts` contains the facts of data.json for each part of a mixture, or for the only corpus.
-    Unless `limit` is 0, it is the number of tokens that a validation reads of each part.
+    `limit` is the number of tokens that a validation reads from each part, or 0 for all tokens.
     """
     texts = list[str]()
     for part in parts:
-        # Nothing is stored about a user's batches, and data.json may be missing.
+        # data.json does not describe the text of batches that a user's function returns, and the
+        # file may be missing.
         split = part.get("splits", {}).get("validation", {})
         text = corpus
         if split:
@@ -213,7 +219,7 @@ def _describe_validation(
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Return a table with a row for each name: tokens, time and score at the ends of the curves."""
+    """Return a table with a row for each name: tokens, time and score where its curves end."""
     rows = []
     for name, members in curves.items():
         tokens = members[0].tokens[-1]

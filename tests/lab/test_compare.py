@@ -53,7 +53,9 @@ def test_runs_without_a_validation_are_named_and_tokenizers_choose_the_unit(tmp_
     assert code == 0
     assert "young has no validation loss in nats per token" in stdout
     assert "5.5000" in stdout
-    assert stderr.startswith("warning: --reference=points.csv can only be compared if")
+    assert stderr.startswith(
+        "warning: --reference=points.csv can be compared with these runs"
+    )
     assert matplotlib.image.imread(tmp_path / "drawn.png").std() > 0
     code, stdout, _ = compare(tmp_path, "first", "other", "partly")
     assert code == 0

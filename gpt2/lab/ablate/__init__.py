@@ -1,4 +1,4 @@
-"""Sweeps: a baseline and its arms, trained with several seeds, and verdicts on the differences.
+"""Sweeps: a baseline and its variants (arms), trained with several seeds, and verdicts on the arms.
 
 Start reading at __main__.py; then sweep.py (the runs), judge.py (the verdicts) and sweep_report.py.
 """

@@ -1,12 +1,12 @@
-r"""Train variants of a run with several seeds, and report which variants differ.
+r"""Train a baseline and variants of it with several seeds, and report which variants differ.
 
     python -m gpt2.lab.ablate --config=configs/quickstart.py --seeds=3 \
         --vary=optim.name=adamw,muon --workdir=ablations/muon
 
-The same command continues a sweep that was stopped, and trains failed runs again. With more seeds
-or values it adds runs to the sweep. Several processes, for example of an array job, may run the
-command at the same time, and share the work. `--report` trains nothing, and writes a report on the
-runs that have ended so far.
+The same command continues a sweep that was stopped, and trains failed runs again. With a larger
+number in --seeds, or with more values in --vary, the command adds runs to the sweep. Several
+processes, for example of an array job, may run the command at the same time, and share the work.
+With --report, the command trains nothing, and writes a report on the runs that have ended so far.
 """
 
 from gpt2.utils import launch
@@ -49,13 +49,13 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """Define the flags of a comparison of arms, and the flag `--paired`."""
+    """Define the flags that sweeps and ladders share, plus `--paired`."""
     command.define_flags()
     flags.DEFINE_bool(
         "paired",
         False,
-        "Judge arms by the differences between runs with the same seed. This choice "
-        "cannot change after the first command of the sweep.",
+        "Judge each arm by the differences between its runs and the baseline's runs with the same "
+        "seeds. All commands of a sweep must make the same choice.",
     )
 
 
@@ -117,7 +117,7 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
 
 
 def _varied_values(sweep: Sweep) -> str:
-    """Return the baseline's values of the options that differ in some arm."""
+    """List the baseline's values of all options that at least one arm changes."""
     baseline, *others = sweep.arms
     values = {}
     for arm in others:

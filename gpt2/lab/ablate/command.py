@@ -1,4 +1,4 @@
-"""Functions that `ablate` and `ladder` share, including the definition of their flags."""
+"""Functions that sweeps and ladders share, including the definition of their flags."""
 
 import shlex
 import sys
@@ -24,32 +24,33 @@ FLAGS = flags.FLAGS
 
 
 def define_flags() -> None:
-    """Define the flags of a comparison of arms."""
+    """Define the flags that sweeps and ladders share."""
     cli.define_config()
     flags.DEFINE_string("workdir", None, "Folder for the runs and the report.")
     flags.DEFINE_multi_string(
         "vary",
         [],
-        "OPTION=VALUE,..., recipe=FILE,... or code=BRANCH,...: the arms. Several --vary flags make "
-        "a grid",
+        "The arms: OPTION=VALUE,... or recipe=FILE,... or code=BRANCH,... Several --vary flags "
+        "make a grid, with an arm for each combination of their values.",
     )
     flags.DEFINE_bool(
         "one_at_a_time",
         False,
-        "Give each arm one value of one --vary, instead of all combinations of values.",
+        "Make an arm for each single value of each --vary, instead of an arm for each combination "
+        "of values.",
     )
     flags.DEFINE_list(
         "seeds",
         ["3"],
-        "Number of seeds of each arm. 3,5,8 also analyses the results after 3 and 5 seeds, and "
-        "then stops arms that have a verdict. A sweep also stops arms that are unlikely to get "
-        "one.",
+        "Number of seeds of each arm. With 3,5,8, an arm has at most 8 seeds. The results are also "
+        "analysed after 3 and 5 seeds, and arms whose verdict is then clear are stopped. A sweep, "
+        "unlike a ladder, also stops arms whose verdict is unlikely to become clear.",
     )
     flags.DEFINE_integer(
         "jobs",
         None,
-        "Number of runs at a time, each on its own GPU or its own part of the CPU cores. Default: "
-        "1 or, with --cluster, as many as possible",
+        "Number of simultaneous runs. If there are several, each has its own GPU, or its own part "
+        "of the CPU cores. Default: 1 or, with --cluster, as many as possible.",
         1,
     )
     cli.define_cluster()
@@ -59,20 +60,21 @@ def define_flags() -> None:
     flags.DEFINE_multi_string(
         "tune",
         [],
-        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the best one. "
-        "With --trials, OPTION=LOW..HIGH",
+        "OPTION=VALUE,...: each arm is first trained with each value, and then uses the value that "
+        "is best for this arm. With --trials: OPTION=LOW..HIGH.",
     )
     flags.DEFINE_integer(
         "trials",
         0,
-        "Number of settings that each arm tries, drawn from the ranges in --tune. They are the "
-        "same for all arms. 0: all combinations of the values in --tune",
+        "Number of settings that each arm tries. They are spread over the ranges in --tune, and "
+        "are the same for all arms. 0 means: all combinations of the values in --tune.",
         0,
     )
     flags.DEFINE_integer(
         "tune_seeds",
         1,
-        "Number of seeds whose mean loss chooses the values of --tune.",
+        "Number of seeds with which --tune trains each combination of values. The combination with "
+        "the lowest mean loss is chosen.",
         1,
     )
     flags.DEFINE_bool(
@@ -108,7 +110,7 @@ def make_sweep(
         if score == BITS_PER_BYTE and dataset.targets_per_byte is None:
             raise UserError(
                 f"data.tokenizer={arm.config.data.tokenizer} loses bytes of the text, so its bits"
-                " per byte cannot be compared with those of other tokenizers",
+                " per byte cannot be compared with the bits per byte of other tokenizers",
                 "Use tokenizers that encode the whole text",
             )
         num_steps = arm.config.train.num_steps
@@ -133,7 +135,7 @@ def make_sweep(
 
 
 def _read_analyses(seeds: Sequence[str]) -> list[int]:
-    """Return the numbers of seeds that `--seeds` lists, sorted."""
+    """Return the seed counts that `--seeds` lists, in ascending order."""
     analyses = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(analyses) > 1 else 1
     all_valid = 0 < len(analyses) == len(seeds)
@@ -147,10 +149,11 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 
 
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
-    """List the runs of sweeps, with their tokens, FLOPs and durations.
+    """Return a list of the runs that sweeps would train, and their total tokens, FLOPs and time.
 
-    There are several sweeps for the sizes of a ladder, the smallest first. The durations are
-    computed from the times of a start and of a step, which `forecast` measures or estimates.
+    `sweeps` contains one sweep or, for a ladder, one for each size, the smallest first. The
+    durations follow from the times of start-up and of a step, which `forecast` measures or
+    estimates.
     """
     first = sweeps[0].root.name
     if len(sweeps) > 1:
@@ -201,7 +204,7 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
 
 
 def exit_code(runs: Sequence[Run]) -> int:
-    """Return 1 and print the reason if a run failed or has not ended. Otherwise return 0."""
+    """Return 1 if runs failed or have not ended, and print how many. Otherwise return 0."""
     states = [run.outcome().state for run in runs]
     number = states.count("failed") + states.count("waiting")
     if number:

@@ -23,8 +23,9 @@ def plot_differences(
 ) -> None:
     """Plot each arm's difference from the baseline, with its interval and its runs.
 
-    `scores` are final scores minus the baseline's mean or, in a paired sweep, minus the baseline's
-    score of the same seed. The baseline's difference is 0.
+    `scores` maps each arm to its final scores minus the baseline's mean or, in a paired sweep,
+    minus the baseline's score of the same seed. Both maps contain the baseline, with a difference
+    of 0.
     """
     names = sorted(verdicts, key=lambda name: verdicts[name].difference, reverse=True)
     with drawing(png, height=1.4 + 0.42 * len(names)) as (axes,):
@@ -36,7 +37,7 @@ def plot_differences(
             axes.errorbar(
                 verdict.difference, row, xerr=half_width, fmt="D", color=color
             )
-            # The runs are a little below the arm's error bar, which would otherwise hide them.
+            # The dots are a little below the arm's error bar, which would otherwise hide them.
             heights = np.full(len(scores[name]), row - 0.2)
             axes.plot(scores[name], heights, "o", color=color, alpha=0.6, markersize=5)
         labels = [name.replace(",", ",\n") for name in names]

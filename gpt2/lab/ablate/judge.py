@@ -19,7 +19,7 @@ _FUTILE = 0.2  # an arm stops if its conditional power is below this
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's compared runs. With `state`, return only runs in this state."""
+    """Return the rows of an arm's runs, except tuning runs. `state` selects runs in this state."""
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:
@@ -42,9 +42,9 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """Return the verdict on each arm except the baseline, by name.
 
     An interim analysis after n seeds is made once the first n runs of the baseline and of all arms
-    without a verdict have ended. It gives a verdict on arms that differ from the baseline, on
-    futile arms, and on arms to which no test applies. The last analysis gives a verdict on all
-    other arms.
+    without a verdict have ended. It decides arms that differ from the baseline, futile arms (see
+    `is_futile`), and arms to which no test applies, for example because a run diverged. The last
+    analysis decides all other arms.
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
@@ -74,8 +74,8 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
                 )
                 continue
             ends[name] = analysis
-            # p is scaled so that it is below 5 % exactly if the arm differs at the level of this
-            # analysis.
+            # p is scaled so that it is below 5 % if and only if the arm differs at the level of
+            # this analysis.
             p_value = verdict.p_value * LEVEL / level
             verdicts[name] = replace(verdict, p_value=min(p_value, 1.0))
         if waits:
@@ -84,11 +84,11 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
-    """Return sweeps with the seeds of the next analysis for the baseline and all open arms.
+    """Return the sweeps with more seeds: the baseline and all open arms continue.
 
-    `words` maps the name of each arm to the words of its verdict. An arm is open if these are
-    `Decision.OPEN`. The sweeps have the same arms, for example at several sizes. The sweeps do not
-    change while runs have not ended or tuned values have not been chosen, or if no arm is open.
+    `words` maps the name of each arm to its verdict. An arm is open if this is `Decision.OPEN`. All
+    sweeps have the same arms, for example at the sizes of a ladder. Return the sweeps unchanged if
+    a run has not ended, if tuned values have not been chosen, or if no arm is open.
     """
     baseline, *arms = sweeps[0].arms
     open_arms = [arm for arm in arms if words[arm.name] == Decision.OPEN]
@@ -111,11 +111,11 @@ def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
 
 
 def level_at(analyses: Sequence[int], analysis: int) -> float:
-    """Return the level of the analysis after `analysis` seeds. All levels add up to `LEVEL`.
+    """Return the level (error rate) of the analysis after `analysis` seeds.
 
-    The sum of the levels so far is proportional to the third power of the number of seeds (Kim and
-    DeMets 1987, Biometrika 74). By Bonferroni's inequality, `LEVEL` holds for all analyses
-    together.
+    The sum of the levels up to an analysis is proportional to the third power of its number of
+    seeds (Kim and DeMets 1987, Biometrika 74). All levels add up to `LEVEL`. By Bonferroni's
+    inequality, the error rate of all analyses together is therefore at most `LEVEL`.
     """
     earlier = [other for other in analyses if other < analysis]
     before = max(earlier, default=0)
@@ -126,7 +126,7 @@ def level_at(analyses: Sequence[int], analysis: int) -> float:
 def is_futile(
     errors: Numbers, num_arms: int, analyses: Sequence[int], analysis: int
 ) -> bool | np.ndarray:
-    """Return whether an arm is futile, given its difference so far in standard errors.
+    """Return whether an arm is futile. `errors` is its difference so far, in standard errors.
 
     An arm is futile if its conditional power is below 20 %. The conditional power is the
     probability that the last analysis finds a difference, given the scores so far (Lan, Simon and

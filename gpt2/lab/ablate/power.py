@@ -30,7 +30,7 @@ _NORMAL_WEIGHTS /= _NORMAL_WEIGHTS.sum()
 def welch(
     variance0: Numbers, variance: Numbers, num0: int, num: int
 ) -> tuple[Array, Array]:
-    """Return the standard error of a difference of two means, and its degrees of freedom."""
+    """Return Welch's standard error of a difference of two means, and its degrees of freedom."""
     part0 = np.maximum(variance0 / num0, 1e-100)  # avoids 0 / 0
     part = np.maximum(variance / num, 1e-100)
     both = part0 + part
@@ -43,9 +43,10 @@ def welch(
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """Return the probability that no arm's |t| exceeds `bound` if no arm truly differs.
 
-    Given the baseline's mean and the pooled standard deviation, the arms are independent. The
-    probability is therefore an integral over the mean and the standard deviation (Dunnett 1955,
-    section 3). scipy.stats.dunnett draws random numbers instead, which takes 100 times as long.
+    Given the baseline's mean and the pooled standard deviation, the t values of the arms are
+    independent. The probability is therefore an integral over this mean and this standard deviation
+    (Dunnett 1955, section 3). scipy.stats.dunnett draws random numbers instead, and takes 100 times
+    as long.
     """
     noise, weights = _chi(df)
     nums = np.array(sizes[1:])
@@ -63,7 +64,7 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 @cache
 def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
-    """Return the |t| that some arm exceeds with probability `level` if no arm truly differs."""
+    """Return the |t| that one or more arms exceed with probability `level` if none differs."""
 
     def excess(bound: float) -> float:
         return dunnett_probability(bound, sizes, df) - (1 - level)
@@ -115,7 +116,7 @@ def group_difference(design: Design, variances: Array) -> float:
     """Return the smallest true difference of an arm that the tests find with probability `POWER`.
 
     `variances` `[1 + arms]` are assumed to be the true variances. The variances that sweeps would
-    estimate are drawn at random.
+    estimate from their runs are simulated.
     """
     sizes = np.array(design.sizes)
     dfs = sizes - 1

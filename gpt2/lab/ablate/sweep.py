@@ -1,4 +1,4 @@
-"""A sweep: its arms, its seeds, its terms, and the runs that result from them."""
+"""A sweep: its arms, its seeds, the terms of the comparison, and the runs that follow from them."""
 
 import dataclasses
 import itertools
@@ -29,8 +29,8 @@ class Sweep:
     commands: Sequence[str]  # all command lines that were used, for the report
     arms: tuple[Arm, ...]  # the first is the baseline; `equal` determines their lengths
     equal: str  # the training cost that is the same for all arms, one of terms.TERMS
-    # The numbers of seeds at which the results are analysed, ascending. No arm has more seeds than
-    # the last number.
+    # The results are analysed when arms have these numbers of seeds, in ascending order. No arm has
+    # more seeds than the last number.
     analyses: list[int]
     tune: Sequence[Sequence[Settings]]  # the values of each `--tune`
     tune_seeds: int = 1  # number of tuning runs per arm and combination of values
@@ -79,7 +79,7 @@ class Sweep:
         return self.seeds.get(arm.name, self.analyses[0])
 
     def runs(self) -> list[Run]:
-        """Return the compared runs, seed by seed, of the arms whose values have been chosen."""
+        """Return the runs to compare, seed by seed, of all arms whose tuned values are chosen."""
         runs = []
         most = max(map(self.num_seeds, self.arms))
         for i in range(most):
@@ -153,10 +153,10 @@ def check_paired(sweep: Sweep, paired: bool) -> None:
     if paired != sweep.paired:
         began = "with" if sweep.paired else "without"
         raise UserError(
-            f"The sweep in {sweep.root} began {began} --paired, which cannot change, because the"
-            " choice must not depend on the losses",
-            "Repeat the command as before, or start a new sweep with another --workdir and a"
-            " --config.seed that gives new seeds",
+            f"The sweep in {sweep.root} began {began} --paired. This choice cannot change, because"
+            " it must not depend on the losses",
+            f"Repeat the command {began} --paired, or start a new sweep with another --workdir and"
+            " a --config.seed that gives new seeds",
         )
 
 
@@ -168,8 +168,8 @@ def _describe_tune(tune: Sequence[Sequence[Settings]]) -> str:
 def continued(sweep: Sweep) -> Sweep:
     """Return the sweep with the arms, seeds and choices that its folder already has.
 
-    Raise a UserError if the folder's sweep has other terms, or an arm of the same name with other
-    options.
+    Raise a UserError if the folder's sweep has other terms (such as `--equal` or `--tune`), or an
+    arm with the same name but other options.
     """
     if not (sweep.root / "sweep.json").exists():
         return sweep

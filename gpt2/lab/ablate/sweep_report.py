@@ -69,7 +69,7 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
 def _pairs_note(
     verdicts: Mapping[str, Verdict], by_pairs: Mapping[str, Verdict]
 ) -> str:
-    """Return a note on the arms on which only a paired sweep would have had a verdict, or ""."""
+    """Return a note that lists the arms that only a paired sweep would have decided, or ""."""
     names = []
     for name, verdict in by_pairs.items():
         if verdict.words in CLEAR and verdicts[name].words not in CLEAR:
@@ -77,9 +77,9 @@ def _pairs_note(
     if not names:
         return ""
     return (
-        f"Pairs of runs with the same seed would have decided {', '.join(names)}, but this sweep"
-        " began without --paired. For a verdict, start a new sweep with --paired and with a"
-        " --config.seed that gives new seeds."
+        "A comparison of pairs of runs with the same seed would have led to a clear verdict on"
+        f" {', '.join(names)}, but this sweep began without --paired. For such a verdict, start a"
+        " new sweep with --paired and with a --config.seed that gives new seeds."
     )
 
 
@@ -129,7 +129,10 @@ def _draw(
     samples: Mapping[str, Sample],
     verdicts: Mapping[str, Verdict],
 ) -> list[str]:
-    """Draw both plots, and return their file names. Without a difference to plot, draw none."""
+    """Draw the differences and, if a run has several validations, the curves.
+
+    Return the names of the files. If no arm has a difference, draw nothing.
+    """
     root = sweep.root
     values = [verdict.difference for verdict in verdicts.values()]
     if not np.isfinite(values).any():

@@ -88,8 +88,8 @@ def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> float:
     """Return the amount after which a curve stays below `target`, interpolated linearly.
 
-    `amounts` are the tokens, FLOPs or seconds of the validations, in any unit. Return inf if the
-    curve ends above `target`, and the amount of the first validation if the curve is never above
+    `amounts` are the tokens, FLOPs or seconds at the validations, in any unit. Return inf if the
+    curve ends above `target`, and the amount at the first validation if the curve is never above
     `target`.
     """
     # The last validation above the target decides. An earlier validation below it may be luck.
@@ -161,7 +161,7 @@ def tuning_notes(sweep: Sweep) -> list[str]:
             else:
                 continue
             notes.append(
-                f"The best {name} of {arm}, {chosen}, is the {which} listed. A {further} value may"
-                f" be better: start a new sweep with {further} values in --tune."
+                f"The best {name} of {arm}, {chosen}, is the {which} value in --tune. A {further}"
+                f" value may be better: start a new sweep with {further} values in --tune."
             )
     return notes

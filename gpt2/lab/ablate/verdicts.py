@@ -3,16 +3,16 @@
 The runs of an arm differ only in their seed. Differences are arm - baseline, in the unit of the
 scores. Scores are losses, so negative differences are better. The family-wise level is the
 probability of one or more false verdicts among all arms. It is nominally 5 %. In simulations, it is
-at most 8.4 % (see below). With a nominal probability of 95 %, all intervals contain the true
-differences.
+at most 8.4 % (see below). The intervals of all arms together have a nominal confidence of 95 %.
 
 An arm differs if both of the tests below find a difference. The interval of its difference is the
 wider one of the intervals of the two tests. Both tests are unpaired, and assume normal scores:
 
 1. Dunnett's test (Dunnett 1955, JASA 50) of all arms together. It pools the variances, which gives
-   the test more power if there are few seeds. But it underestimates the error of the mean of a
-   noisy arm or a noisy baseline. An arm with more than ten times the median variance is left out
-   when the variance is pooled for other arms, because it would hide their differences.
+   the test more power if there are few seeds. But the pooled variance is too small for an arm or a
+   baseline whose losses vary more than the others. An arm with more than ten times the median
+   variance is left out when the variance is pooled for other arms, because it would hide their
+   differences.
 2. Welch's t-test (Welch 1947, Biometrika 34) of the arm and the baseline alone, whose variances may
    differ, at level / sqrt(number of arms). That is the geometric mean of the unadjusted level and
    Bonferroni's level.
@@ -20,9 +20,9 @@ wider one of the intervals of the two tests. Both tests are unpaired, and assume
 The numbers in the table are percentages, from 40,000 simulated sweeps of 5 arms with n seeds each
 (`python -m tests.programs.verdict_rates`). The first three columns are the rates of sweeps with a
 false verdict: with equal standard deviations of 1, with a standard deviation of 3 for the baseline,
-and with 3 for one arm. "found" is the rate at which an arm with a true difference of 5 standard
-errors is found. "worst" is the highest rate of false verdicts for 1 to 10 arms with 3 or 5 seeds, a
-baseline with the same number of seeds, and standard deviations of 1 or 3. If the baseline has
+and with 3 for one arm. "found" is the rate at which the tests find an arm with a true difference of
+5 standard errors. "worst" is the highest rate of false verdicts for 1 to 10 arms with 3 or 5 seeds,
+a baseline with the same number of seeds, and standard deviations of 1 or 3. If the baseline has
 another number of seeds, from 3 to 10, the worst rate of both tests together is 8.4 %.
 
                                       equal       baseline       one arm        found     worst
@@ -60,7 +60,7 @@ from gpt2.lab.ablate.power import (
 from gpt2.lab.experiments.decisions import Decision
 
 CLEAR = (Decision.BETTER, Decision.WORSE)  # the verdicts on an arm that differs
-# A standard error below this fraction of the scores is a result of rounding.
+# A standard error of at most this fraction of the scores counts as 0: it is a result of rounding.
 _ROUNDING = 1e-12
 
 
