@@ -4,20 +4,21 @@ r"""Measure the time of a training step, alone or together with PyTorch's.
         --config.data.batch_size=2 --peers=torch,torch_compile \
         --vary=model.position=rope
 
-This command measures a step of the config, a step of each PyTorch peer and, for each --vary, a step
-with these options changed, in turn. The time includes clipping and the optimizer, but not warm-up,
-compilation or data. With --peers, dropout is 0, the learning rate is constant and the vocabulary is
-a multiple of 64. The losses of the first steps are compared, and nothing is measured if they
-differ. --rounds=1 is a quick first measurement.
+This command measures in turn: a step of the config, a step of each peer (the same model in PyTorch)
+and, for each --vary, a step of the config with these options changed. The time includes clipping
+and the optimizer, but not warm-up, compilation or data. With --peers, dropout is 0, the learning
+rate is constant, and the size of the vocabulary is rounded up to a multiple of 64. The command then
+first compares the losses of the first steps, and stops with an error if they differ. For a quick
+first measurement, add --rounds=1.
 
     python -m gpt2.lab.benchmark suite --output=DIR
 
-This command runs `train` and train.py on a GPU, in parts, each with a time limit. --config.a.b=v
-changes an option of all parts.
+This command runs a fixed list of benchmarks on a GPU: the command `train`, runs of train.py and a
+profile, each with a time limit. --config.GROUP.OPTION=VALUE changes an option of all these runs.
 
-MFU is the model's FLOPs (6 N + 12 L D T per token), divided by the time and by the data sheet's
-peak rate.
-Memory is the peak of a GPU's allocator or, on a CPU, of the process.
+MFU is the model's FLOPs, divided by the time and by the peak rate on the data sheet. A token needs
+6 N + 12 L D T FLOPs, for N parameters, L layers of width D and a context of T tokens. Memory is the
+peak of a GPU's allocator or, on a CPU, of the process.
 """
 
 from gpt2.utils import launch
@@ -48,25 +49,27 @@ def define_flags() -> None:
     """Define the flags of both commands."""
     cli.define_config()
     flags.DEFINE_list(
-        "peers", [], "train: PyTorch peers: torch, torch_compile or both."
+        "peers", [], "train: also time PyTorch: torch, torch_compile or both."
     )
-    about = (
-        "train: path of a Python that runs the peers, if this Python has no PyTorch."
-    )
+    about = "train: path of the Python that runs the peers, if this one has no PyTorch."
     flags.DEFINE_string("peer_python", sys.executable, about)
     about = (
-        "train: also measure with OPTION=VALUE,... or XLA_FLAGS=...; may be repeated."
+        "train: also time the config with OPTION=VALUE,... or XLA_FLAGS=... set; may be"
+        " repeated."
     )
     flags.DEFINE_multi_string("vary", [], about)
     flags.DEFINE_integer(
         "rounds",
         5,
-        "Number of times that the config and each of its peers and variations are timed.",
+        "train: how often the config, each peer and each variation are timed.",
         lower_bound=1,
     )
-    about = "Shortest duration of a timing in seconds, excluding its first step."
+    about = (
+        "train: shortest duration of each timing, in seconds, without its first step."
+    )
     flags.DEFINE_float("seconds", 2.0, about, lower_bound=0.0)
-    flags.DEFINE_bool("json", False, "Print each row of the table as a line of JSON.")
+    about = "train: print each row of the table as a line of JSON."
+    flags.DEFINE_bool("json", False, about)
     flags.DEFINE_string("output", "", "suite: folder for the results.")
 
 

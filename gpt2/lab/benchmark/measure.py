@@ -1,8 +1,8 @@
-"""Measure several sides in turn: a case, the same case in PyTorch, and variations of the case.
+"""Time training steps in turn: the step of a config, the same step in PyTorch, and variations.
 
-A side is a training step in its own process, which sleeps between its turns. Because turns are
-short, all sides run under the same load, heat and clocks, and ratios compare steps that ran seconds
-apart.
+Each of these steps is called a side, and has its own process, which sleeps between its turns.
+Because turns are short, all sides run under the same load, heat and clocks, and ratios compare
+steps that ran seconds apart.
 """
 
 import abc
@@ -84,7 +84,7 @@ class Player(NamedTuple):
 
 
 class Side(abc.ABC):
-    """The interface of a training step and its state, in the process of a `Player`."""
+    """The interface of a side: a training step and its state, in the process of a `Player`."""
 
     @abc.abstractmethod
     def info(self) -> Row:
@@ -103,7 +103,7 @@ class Side(abc.ABC):
         """Take a training step, wait for it, and return the loss in nats per token."""
 
     def first_losses(self) -> list[float]:
-        """Return the losses of the first steps, computed by the program that is timed."""
+        """Return the losses of the first steps, computed by the same program that is timed."""
         self.draw_weights()
         return [self.step(self.draw_batch(number)) for number in range(STEPS)]
 
@@ -119,7 +119,8 @@ class Side(abc.ABC):
     def serve(self) -> None:
         """Answer requests until standard input closes.
 
-        Each line of standard input is a JSON list of a method and its arguments.
+        Each line of standard input is a JSON list of a method and its arguments. The method's
+        result is written to standard output as a line of JSON.
         """
         for line in sys.stdin:
             method, *arguments = json.loads(line)
@@ -174,7 +175,7 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
-    """Raise a UserError if a peer runs on another device or computes other losses."""
+    """Raise a UserError if a peer runs on another device or computes different losses."""
     ours = players[OURS]
     our_device = ours.ask("info")["device"]
     tolerance = TOLERANCES[compute]
@@ -200,8 +201,9 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
     """Return the mean ratio of a side's turns to our turns, and the ends of its 95 % interval.
 
-    Each turn is given as the seconds of a step. The mean and Student's t interval are computed from
-    the logarithms of each round's ratio. With a single round there is no interval.
+    Each turn is given as its seconds per step. The mean is the geometric mean of the rounds'
+    ratios, and the interval is Student's t interval of their logarithms. With a single round there
+    is no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)
@@ -217,7 +219,7 @@ def _start(name: str, case: Case, number: int) -> Player:
 
     On a GPU, JAX would allocate three quarters of the memory when it starts, and leave too little
     for a second process. Each side that runs JAX may therefore allocate 90 % of the memory, divided
-    by `number`, unless the environment variable is set.
+    by `number`, unless the user has set XLA_CLIENT_MEM_FRACTION.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:

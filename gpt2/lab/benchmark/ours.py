@@ -37,7 +37,7 @@ class Training(Side):
     def info(self) -> Row:
         """Return the values for the row of results, except times."""
         kind = self._devices[0].device_kind
-        # All devices of a CPU are parts of the same CPU.
+        # JAX's CPU devices are parts of one CPU, so they count as one device.
         number = 1 if kind == "cpu" else len(self._devices)
         flops = self._program.flops_per_token(self._shape)
         peak = total_peak_flops(self._config.precision.compute)
@@ -57,7 +57,7 @@ class Training(Side):
         return self._program.backend.put_batch(make_batch(self._config, number))
 
     def draw_weights(self) -> None:
-        """Create the state before the first step, with the weights that `draw_params` returns."""
+        """Go back to the state before the first step, with the weights of `draw_params`."""
         del self._state  # frees the memory for the new weights
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))

@@ -1,6 +1,6 @@
 """GPT-2's training step in PyTorch, as nanoGPT computes it.
 
-`gpt2.lab.benchmark` measures it as `torch`, and with `torch.compile` as `torch_compile`.
+In `gpt2.lab.benchmark`, this step has the name `torch` or, with `torch.compile`, `torch_compile`.
 """
 
 import json
@@ -75,7 +75,7 @@ class GPT(nn.Module):
         return F.linear(x, self.wte.weight)
 
 
-# Module of PyTorch -> this project's name for its `weight`.
+# Class of a PyTorch module -> this project's name for the module's `weight`.
 WEIGHTS = {nn.Embedding: "embedding", nn.Linear: "kernel", nn.LayerNorm: "scale"}
 
 
@@ -85,7 +85,8 @@ class Training(Side):
     def __init__(self, peer: str, config: Config):
         self._config = config
         self._kind = "cuda" if torch.cuda.is_available() else "cpu"
-        # On NVIDIA GPUs, JAX multiplies in TF32, which PyTorch calls `high`. CPUs have no TF32.
+        # On NVIDIA GPUs, JAX multiplies float32 in TF32 by default. PyTorch's name for this
+        # precision is `high`. CPUs have no TF32.
         wanted = os.environ.get("JAX_DEFAULT_MATMUL_PRECISION")
         if self._kind == "cuda" and wanted != "highest":
             torch.set_float32_matmul_precision("high")
