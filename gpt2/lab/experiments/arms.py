@@ -1,4 +1,4 @@
-"""Arms: the variants that are compared, which `--vary` and `--idea` describe."""
+"""Arms: the variants that a comparison trains. The flags `--vary` and `--idea` describe them."""
 
 import contextlib
 import csv
@@ -267,7 +267,8 @@ def _read_value(text: str) -> Settings:
         elif name in OPTIONS or options.get(_CODE, WORKING_TREE) == WORKING_TREE:
             options[name] = read_option(name, value)
         else:
-            # If only the branch has the option, its type is not known here.
+            # Only the branch has the option, so its type is not known here. Its value is read as
+            # JSON or, if it is not valid JSON, as a string.
             options[name] = value
             with contextlib.suppress(ValueError):
                 options[name] = json.loads(value.lower())

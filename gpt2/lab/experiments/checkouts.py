@@ -51,10 +51,10 @@ def changed_files(old: str, new: str) -> dict[str, bool]:
 
 
 def contains(commit: str, other: str) -> bool:
-    """Return whether `commit` has all changes of `other`, so that a merge changes nothing.
+    """Return whether `commit` has all changes of `other`: merging `other` would change nothing.
 
-    The history is not sufficient to find this out, because it does not contain the commits of
-    `snapshot`, and a later commit may undo a change.
+    The history does not show this, because it does not contain the commits that `snapshot` makes,
+    and because a later commit may undo a change.
     """
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")
@@ -64,7 +64,7 @@ def snapshot() -> str:
     """Return a commit of the current working tree, or "" if there is no git checkout."""
     if not _git("ls-files", "train.py"):
         return ""
-    # A commit of the working tree leaves out files that git does not track.
+    # `git stash create` leaves out files that git does not track.
     others = _git("ls-files", "--others", "--exclude-standard", "--", "gpt2", "configs")
     for file in others.splitlines():
         if file.endswith(".py"):
@@ -95,7 +95,8 @@ def check_out(root: Path, commit: str) -> Path:
                     f"git cannot check out the commit {commit}",
                     f"To see why, run `git -C {_checkout()} {' '.join(add)}`",
                 )
-        # A run could have written compiled files of Python, which git ignores.
+        # Remove files that git ignores, such as compiled Python files that a run has written. The
+        # check below does not see such files.
         _git("clean", "-ffdXq", folder=source)
         if _git("status", "--porcelain", folder=source):
             raise UserError(

@@ -49,8 +49,8 @@ def plot_curves(
                         level, label=visible(name), color=color, linestyle=line
                     )
                     continue
-                # Runs of an arm are validated at the same steps. If a curve is shorter, its run has
-                # not finished.
+                # Runs of an arm are validated at the same steps. A shorter curve belongs to a run
+                # that has not finished. The mean ends with the shortest curve.
                 number = min(len(curve.scores) for curve in members)
                 x = np.mean([getattr(c, amount)[:number] for c in members], axis=0)
                 y = np.array([curve.scores[:number] for curve in members])
@@ -80,7 +80,7 @@ def drawing(
     png: Path, height: float, width: float = 9, columns: int = 1
 ) -> Iterator[list["Axes"]]:
     """Yield the panels of a new figure. At the end, add a legend and write the figure to a file."""
-    # pyplot would have global state, and would connect to a window system.
+    # `Figure` is used without pyplot, which has global state and connects to a window system.
     import matplotlib
     from matplotlib.figure import Figure
 

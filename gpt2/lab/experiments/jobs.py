@@ -31,8 +31,9 @@ from gpt2.utils.text import format_duration
 
 Slot = LocalSlot | RaySlot  # the resources of one run at a time
 _DIVERGED = 3  # the exit code of train.py for a run that diverged
-# The outcome of each run when this process first read it. A run that had already failed is trained
-# again. Outcomes are compared rather than times, because the clocks of file servers differ.
+# The outcome of each run when this process first read it. A run that had already failed by then is
+# trained again. It is recognised by its unchanged outcome and not by the time of the file, because
+# the clocks of file servers differ.
 _first_outcomes: dict[Path, Outcome] = {}
 
 
@@ -113,7 +114,10 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
                     free.append(job.slot)
                     if code == NODE_LOST:
                         job.lock.close()
-                        print(f"{job.run.label} has lost its node, and will continue")
+                        print(
+                            f"{job.run.label} has lost its node, and will continue from its last"
+                            " checkpoint"
+                        )
                         continue
                     result = job.end(code, score)
                     num_ended += 1

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
-# The environment variable with the command that starts all processes of judged code, for example in
-# a sandbox. In this command, `{run}` stands for the folder of the run, which the process must read,
-# and `{output}` for the only folder that it must write. The judge writes to the folder of the run,
-# where a link that judged code had made could lead the judge to another file.
+# The environment variable with a command, such as a sandbox, that starts all processes of judged
+# code. In this command, `{run}` stands for the folder of the run, which the process has to read,
+# and `{output}` for the only folder to which the process has to write. The process must not write
+# to the folder of the run itself: the judge writes there, and a link that judged code had made
+# could lead the judge to another file.
 SANDBOX = "GPT2_SANDBOX"
 
 
@@ -26,14 +27,14 @@ class LocalSlot(NamedTuple):
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> subprocess.Popen:
-        """Start a Python file, with some variables in addition to those of this process.
+        """Start a Python file as a process, with `environment` added to this process's variables.
 
         Append the output of the file to `log`. On Linux, the started process gets SIGTERM when this
         process ends. Elsewhere, it continues. In a sandbox, the process may read the folder that
-        contains `log`, and write its folder `run`.
+        contains `log`, and write to this folder's subfolder `run`.
         """
-        # This import is here because the child, which runs this file first, may have another
-        # version of the code.
+        # This import is not at the top of the file, because the child also runs this file, but
+        # possibly with another version of the package `gpt2`.
         from gpt2.utils.launch import ALONE
 
         cores = ",".join(map(str, self.cores))

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from gpt2.errors import UserError
 from gpt2.lab.experiments.processes import SANDBOX, LocalSlot
 
-NODE_LOST = 256  # returned in place of an exit code, all of which are smaller
-# Variables that a run has from the environment of this command. The run has its other variables
-# from the environment of `ray start`.
+# What `RayProcess.poll` returns if the node was lost. Exit codes are smaller.
+NODE_LOST = 256
+# Environment variables that a run inherits from this command. It inherits all other variables from
+# `ray start`.
 _VARIABLES = ("GPT2_DATA_DIR", "WANDB_RUN_GROUP", SANDBOX)
 
 
@@ -77,7 +78,8 @@ class RayProcess:
         import ray
 
         self._ray = ray
-        # The duration of the process when it has ended, without the time in Ray's queue.
+        # The duration of the process, without the time in Ray's queue. It is 0 until the process
+        # has ended.
         self.seconds = 0.0
         # Ray must not repeat the call, because the process may still be saving its state.
         remote = ray.remote(max_retries=0, **options)(_run)

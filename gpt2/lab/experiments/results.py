@@ -38,9 +38,9 @@ class Curve(NamedTuple):
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
     """Return a table with a row for each run.
 
-    The columns are those of results.csv, and the run's label, curve and score. The score is the
-    compared metric, or NaN for a run that has not finished. Raise a UserError if a folder contains
-    another run.
+    The columns are the columns of results.csv, plus the run's label, curve and score. The score is
+    the compared metric, or NaN for a run that has not finished. Raise a UserError if the folder of
+    a run contains a different run.
     """
     rows = []
     for run in runs:
@@ -78,7 +78,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 
 
 def unknown(steps: int) -> float:
-    """Return NaN as the FLOPs of a run of other code, whose formula for FLOPs may be different."""
+    """Return NaN, for a run of other code: that code may have another formula for FLOPs."""
     return math.nan
 
 
@@ -128,7 +128,8 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
         text, first = texts.setdefault(run.config.data, (data, run))
         if text != data:
             raise UserError(
-                f"{run.folder} was trained on a different text from {first.folder}",
+                f"The run in {run.folder} was trained on a different text from the run in"
+                f" {first.folder}",
                 "Remove the folder of the run whose text is wrong, and make sure that data.corpus "
                 "contains the right text. Then repeat the command, which trains the run again",
             )

@@ -33,7 +33,7 @@ ENDED = ("finished", "diverged")  # states of runs that are not trained again
 
 
 class Outcome(NamedTuple):
-    """The way in which a run ended."""
+    """How a run ended, as outcome.json states it."""
 
     # "finished", "diverged" (NaN or Inf), "failed", or "waiting" if the run has not ended.
     state: str

@@ -1,4 +1,4 @@
-"""Measure the time of a step with short runs, and choose lengths of runs on equal terms."""
+"""Measure the time of a step with short runs, and choose numbers of steps with equal total cost."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ _STEPS = 40
 
 
 def make_measuring_run(root: Path, arm: Arm) -> Run:
-    """Return a short run of an arm.
+    """Return the short run that measures the time of an arm's step.
 
     The name of the run's folder contains a hash of everything that affects the run's speed.
     """
@@ -85,10 +85,11 @@ def forecast(
 ) -> Iterator[tuple[str, Times]]:
     """Yield the name and the times of each arm of one size. The baseline is the first arm.
 
-    `smallest` contains the times at the smallest size of a ladder. It is empty at this size, and
-    for a sweep: then all arms are measured. At the other sizes of a ladder, only the baseline is
-    measured. The times of another arm are the baseline's times, multiplied by the ratio of the arm
-    to the baseline at the smallest size. Times that `root` contains already are used as they are.
+    At the larger sizes of a ladder, `smallest` contains the times at the smallest size. Only the
+    baseline is then measured. The times of another arm are the baseline's times, multiplied by the
+    ratio of the arm's to the baseline's times at the smallest size. At the smallest size, and for a
+    sweep, `smallest` is empty, and all arms are measured. Times that are stored in `root` are not
+    measured again.
     """
     baseline, *others = arms
     usual = Times(*measure(root, baseline, slots))
@@ -113,7 +114,7 @@ def equalize(
 ) -> list[Arm]:
     """Return the arms with numbers of steps such that all have the same tokens, FLOPs or seconds.
 
-    The number of steps of the first arm does not change.
+    `terms` is one of `TERMS`. The number of steps of the first arm does not change.
     """
     first, *others = arms
 

@@ -1,6 +1,7 @@
 """Equal terms of a comparison: the metric in which arms are compared, and the lengths of runs.
 
-The functions need configs whose `model.vocab_size` is set, and is not the default of 0.
+`flops` needs a config with the size of the vocabulary (`Config.with_vocabulary`), because the FLOPs
+depend on it. The default, a `model.vocab_size` of 0, stands for the size of the tokenizer.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from gpt2.lab.experiments.arms import Arm
 from gpt2.model.flops import model_flops_per_token
 
 TERMS = ("tokens", "flops", "seconds")
-# `_TEXT` determines the validation split. `_PART` determines which text its first batches have.
+# The options in `_TEXT` determine the validation split. The options in `_PART` determine how much
+# text of the split a validation reads if `train.eval_batches` is not 0.
 _TEXT = ("data.corpus", "data.val_fraction", "data.unique")
 _PART = (
     "train.eval_batches",
