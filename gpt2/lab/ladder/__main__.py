@@ -3,8 +3,10 @@ r"""Train arms at several sizes, and report how each arm's compute multiplier ch
     python -m gpt2.lab.ladder --config=configs/quickstart.py --depths=2,3,4,6 \
         --seeds=3 --vary=optim.name=muon --one_at_a_time --workdir=ladders/muon
 
-The config sets the options for its own depth. The rules of gpt2/lab/ladder/dial.py determine the
-options for the other depths. Each size is a sweep in a folder of its own, such as `d4` for depth 4.
+An arm's compute multiplier is the compute with which the baseline would reach the arm's loss,
+divided by the arm's compute. The config contains the options for one depth, model.num_layers. The
+rules of gpt2/lab/ladder/dial.py determine the options for the other depths. Each size is a sweep
+(gpt2.lab.ablate) in a folder of its own, such as `d4` for depth 4.
 The same command continues a ladder that was stopped. With more depths, arms or seeds, it adds runs
 to the ladder. Several processes may run the command at the same time.
 """
@@ -45,7 +47,7 @@ _LEAST_SIZES = 3  # a line fits any two sizes exactly
 
 
 def define_flags() -> None:
-    """Define the flags of a sweep, `--depths` and `--gain`."""
+    """Define the flags that sweeps and ladders share, plus `--depths` and `--gain`."""
     command.define_flags()
     flags.DEFINE_list(
         "depths",
@@ -55,8 +57,8 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "gain",
         None,
-        "A compute multiplier, such as 1.2. Print how many pairs of runs would find it at each"
-        " size.",
+        "A compute multiplier, such as 1.2. With this flag, also print how many pairs of runs (an"
+        " arm and the baseline with the same seed) would detect this multiplier at each size.",
     )
 
 

@@ -1,7 +1,7 @@
 """Compute the `Course` of each arm of a ladder: how its compute multiplier changes with size.
 
-The course comes from the first analysis that does not leave the arm undecided, or else from the
-last analysis.
+The course is the result of the first analysis that does not leave the arm undecided. If all
+analyses do, the course is the result of the last analysis.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,11 @@ def _analyse(
     pair: tuple[Arm, Arm],
     analysis: int,
 ) -> Course:
-    """Return the course of an arm after `analysis` seeds. `pair` is (baseline, arm)."""
+    """Return the course of an arm, computed from its first `analysis` seeds.
+
+    `pair` is (baseline, arm). If one of their runs has not ended or has no score, the course
+    contains no numbers.
+    """
     losses: list[list[Losses]] = []
     for arm in pair:
         at_sizes = []

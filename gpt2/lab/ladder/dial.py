@@ -1,6 +1,7 @@
 """Scale a config to another depth. Published rules determine how other options change.
 
-Rates are learning rates. AdamW with weight decay averages updates over a part of the run.
+Rates are learning rates. With weight decay, AdamW's weights are a moving average of its updates
+over a part of the run.
 
 | option | rule, for a depth of r times the config's depth | source |
 | --- | --- | --- |
@@ -10,7 +11,7 @@ Rates are learning rates. AdamW with weight decay averages updates over a part o
 | rates of matrices | muP; default base: the config's width | Yang et al. 2022, arXiv 2203.03466 |
 | residual branches | divided by r, as in CompleteP | Dey et al. 2025, arXiv 2505.01618 |
 | all rates | grow with the square root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
-| weight decay | averages over the same fraction of the run | Bergsma et al. 2025, section 3 |
+| weight decay | such that it averages over the same fraction | Bergsma et al. 2025, section 3 |
 """
 
 import math
@@ -58,7 +59,8 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     batch = batch_size / before
     num_steps = round(config.train.num_steps * tokens / batch)
     rate = math.sqrt(batch)
-    # Each step shrinks weights by the fraction rate * weight_decay, also with muP.
+    # Each step shrinks weights by the fraction rate * weight_decay, also with muP. The weight decay
+    # is scaled so that the sum of these fractions over the run stays the same.
     decay = config.train.num_steps / (num_steps * rate)
     options: dict[str, Setting] = {
         **sizes,

@@ -22,7 +22,11 @@ from gpt2.utils.text import format_count, format_duration
 
 
 def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
-    """Write all files of the report, and return the table of courses, whose cells are strings."""
+    """Write all files of the report, and return the table of the arms' courses.
+
+    A course is an arm's multiplier at each size, with its slope, forecast and verdict. All cells
+    are strings.
+    """
     title = root.resolve().name
     results = [sweep.results() for sweep in sweeps]
     courses = judge(sweeps, results)
@@ -138,7 +142,7 @@ def _noise_table(
 def _multiplier_rows(
     sweeps: Sequence[Sweep], compute: Sequence[float], courses: Mapping[str, Course]
 ) -> list[dict[str, object]]:
-    """Return a row of multipliers.csv for each arm with a course and each size."""
+    """Return the rows of multipliers.csv: one for each size of each arm that has multipliers."""
     rows = []
     for name, course in courses.items():
         for i, multiplier in enumerate(course.multipliers):

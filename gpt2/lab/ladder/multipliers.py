@@ -8,22 +8,23 @@ one for each size, and x is the vector of the decimal logarithms of the baseline
 Beyond the largest size, the baseline's curve continues straight. But if the loss has an irreducible
 part, the true curve flattens. The multiplier at the largest size is then too small, and a constant
 multiplier seems to fall slightly. Verdicts are therefore about changes beyond a factor of 1.5 per
-decade.
+decade of compute.
 
 Runs with the same seed share their data and their initial weights, so runs are paired by seed. Each
 statistic, such as the slope of m against x, is a weighted sum of m, and a smooth function of mean
-losses and mean log computes. The delta method yields the variance of a statistic, as a sum over
-sizes: each size contributes the variance over seeds of `g . v`, divided by the number of seeds. The
-vector v contains the losses and the log computes of a pair of runs. The vector g contains the
-derivatives of the statistic with respect to the means of v. FLOPs are the same for all seeds, but
-seconds are not. The degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2). The
-variance is correct for any correlation between the runs of a pair.
+losses and mean log computes. Let the vector v contain the losses and the log computes of a pair of
+runs, and the vector g the derivatives of the statistic with respect to the means of v. By the delta
+method, the variance of the statistic is a sum over sizes: each size contributes the variance over
+seeds of `g . v`, divided by the number of seeds. This is correct for any correlation between the
+runs of a pair. v contains the log computes because seconds differ between seeds; FLOPs do not. The
+degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2).
 
-The two-sided intervals of an arm have the level alpha / (number of arms). The verdict `constant`
-means that the interval of the slope lies within a band: the multiplier changes by less than a
-factor of 1.5 for ten times the compute (two one-sided tests, Schuirmann 1987). `grows` means that
-the interval lies above this band, and `fades` means that the interval lies below it. `flips` means
-that the intervals of the first and the last m exclude 0 on opposite sides.
+The two-sided intervals of an arm have the error rate level / (number of arms), where `level` is the
+error rate of all arms together. The verdict `constant` means that the interval of the slope lies
+within a band: the multiplier changes by less than a factor of 1.5 for ten times the compute (two
+one-sided tests, Schuirmann 1987). `grows` means that the interval lies above this band, and `fades`
+means that the interval lies below it. `flips` means that the intervals of the first and the last m
+exclude 0 on opposite sides.
 
 `python -m tests.programs.ladder_rates` simulates how often such verdicts are wrong.
 """
@@ -39,7 +40,7 @@ import scipy  # imports its parts when they are used
 from gpt2.lab.ablate.power import LEVEL, Array, Numbers
 from gpt2.lab.experiments.decisions import Decision
 
-# A constant multiplier changes by less than this factor for ten times the compute.
+# The verdict `constant`: the multiplier changes by less than this factor for ten times the compute.
 STAYS = 1.5
 # Multipliers are extrapolated to this number times the largest compute.
 FARTHEST = 10.0
@@ -118,7 +119,7 @@ def judge_course(
 
 
 def _forecast_weights(x: Array) -> list[Array]:
-    """Return the weights of m (log multipliers) in forecasts at `FARTHEST` times the compute.
+    """Return the weights of m in forecasts of m at `FARTHEST` times the largest compute.
 
     There is one array for each form of the curve: constant, linear and saturating. Saturating means
     that each decade of compute halves the remaining change. Each form is fitted to all sizes with

@@ -1,4 +1,7 @@
-"""The noise between seeds at each size of a ladder, and the pairs of runs that a gain needs."""
+"""The noise between seeds at each size of a ladder, and the number of pairs that find a gain.
+
+A pair is a run of an arm and a run of the baseline with the same seed.
+"""
 
 import math
 from collections.abc import Sequence
@@ -53,10 +56,11 @@ def measure_noise(
 
 
 def gains(noise: pd.DataFrame, multiplier: float) -> Array:
-    """Return how far the loss falls at each size if compute grows by `multiplier`.
+    """Return how far the loss falls at each size if compute grows by the factor `multiplier`.
 
-    Around each size, the baseline's loss is a power law of compute. Its exponent is the slope of
-    the parabola through the size and its nearest sizes, in log loss against log compute.
+    Around each size, the baseline's loss is assumed to be a power law of compute. The exponent is
+    the slope of the parabola through this size and its nearest sizes, in log loss against log
+    compute.
     """
     slopes = np.gradient(np.log(noise.loss), np.log(noise.compute), edge_order=2)
     return (noise.loss * (1 - multiplier**slopes)).to_numpy()
@@ -75,9 +79,10 @@ def sweep_pairs(effect: float) -> float:
 
 
 def ledger_pairs(effect: float) -> float:
-    """Return within how many pairs a ledger accepts 4 of 5 first ideas with the gain `effect`.
+    """Return the number of pairs within which 4 of 5 ledgers accept a first idea with this effect.
 
-    `effect` is as in `sweep_pairs`. Return inf if the 16 pairs that are the default are too few.
+    `effect` is defined as in `sweep_pairs`. Return inf if a ledger's default of 16 pairs is too
+    small.
     """
     enough = np.flatnonzero(_findable_effects() <= effect)
     return enough[0] + 1 if len(enough) else math.inf
@@ -85,12 +90,12 @@ def ledger_pairs(effect: float) -> float:
 
 @cache
 def _findable_effects() -> Array:
-    """Return the smallest effects that 1, 2, ... pairs find for the first idea of a ledger."""
+    """Return the smallest effects with which 4 of 5 first ideas are accepted in 1, 2, ... pairs."""
     return findable(MOST_PAIRS, level_at(1, 0), POWER)
 
 
 def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFrame:
-    """Return a table of strings: the pairs that a compute multiplier needs at each size."""
+    """Return a table of strings: how many pairs find a compute multiplier at each size."""
     table = noise.assign(gain=gains(noise, multiplier))
     effects = table.gain / table.pair
     table["pairs"] = effects.map(sweep_pairs)
