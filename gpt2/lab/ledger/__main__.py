@@ -1,13 +1,13 @@
-r"""Compare one idea with the best so far, and answer keep, discard or undecided.
+r"""Compare one idea with the best version so far, and answer keep, discard or undecided.
 
     python -m gpt2.lab.ledger --ledger=ideas --idea=optim.name=lion
 
 An idea is OPTION=VALUE, several options as in OPTION=VALUE+OPTION=VALUE, recipe=FILE, or
 code=BRANCH. The current working tree is code=. (a dot). A new ledger starts with the config of
---config and its overrides, and with the depths of --screen, at which an idea must first be better.
-An idea that is kept becomes the best, and later ideas are changes of it. Several processes may use
-the same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train; 2 a
-user's mistake, or an idea that cannot be compared.
+--config and its overrides. --screen lists smaller depths at which an idea must first be better. An
+idea that is kept becomes the best version, and later ideas change this version. Several processes
+may use the same ledger. Exit codes: 0 keep, 10 discard, 11 undecided, 12 the idea failed to train;
+2 a user's mistake, or an idea that cannot be compared.
 """
 
 from gpt2.utils import launch
@@ -83,16 +83,22 @@ def define_flags() -> None:
     flags.DEFINE_list(
         "screen",
         [],
-        "Depths of smaller models. An idea must first lower the loss at these depths.",
+        "Depths of smaller models, at which an idea must first lower the loss. The first command "
+        "of a ledger sets them.",
     )
     flags.DEFINE_integer(
-        "pairs", MOST_PAIRS, "Largest number of pairs of runs for an idea.", 2
+        "pairs",
+        MOST_PAIRS,
+        "Largest number of pairs for an idea. A pair is a run of the idea and a run of the best"
+        " version with the same seed.",
+        2,
     )
     flags.DEFINE_float(
         "minutes",
         math.inf,
-        "Time limit in minutes. After the first pair of a size that this command trains, no pair"
-        " starts that would end after the limit.",
+        "Time limit in minutes. No pair starts that would end after the limit if it took as long"
+        " as the pair before it. The first pair that a command trains at a size may therefore"
+        " exceed the limit.",
         0.0,
     )
     flags.DEFINE_float(
@@ -113,7 +119,7 @@ def define_flags() -> None:
     flags.DEFINE_bool(
         "dry_run",
         False,
-        "Only print which gains the pairs could detect, and how long the pairs would train.",
+        "Only print which gains the pairs of runs could detect, and how long they would train.",
     )
     flags.DEFINE_bool(
         "json",
@@ -131,7 +137,8 @@ def main() -> int:
         connect(FLAGS.cluster)
         idea = ledger.best
         if FLAGS.idea:
-            # A sandbox cannot hide a folder that does not exist.
+            # The folder must exist before the first run, because a sandbox cannot hide a folder
+            # that does not exist.
             (root / "runs").mkdir(exist_ok=True)
             dataset = open_text(root, ledger.ideas[0].arm.config.data)
             if FLAGS.dry_run:

@@ -1,6 +1,7 @@
 r"""The evidence for an idea (valid after every pair of runs), and the levels of a ledger.
 
-An idea and the best so far train with the same seeds, which are new for each idea. x_1, x_2, ...
+An idea is kept if its evidence is at least 1 divided by its level, an allowed error rate. The idea
+and the best version so far train with the same seeds, which are new for each idea. x_1, x_2, ...
 are the differences of their final losses, idea - best. The null hypothesis is that their mean is 0
 or above. Let n be the number of pairs, m the mean of x_1, ..., x_n, S = sum (x_i - m)^2, tau = 3,
 r = 1 + n tau^2, and F_n the distribution function of Student's t with n degrees of freedom. Then
@@ -67,7 +68,11 @@ def level_at(number: int, kept: int) -> float:
 
 
 def evidence(differences: Array) -> Array:
-    """Return E_1, E_2, ... of differences `[..., pairs]`, which must not all be 0."""
+    """Return the evidence after each pair, `[..., pairs]`: E_1, E_2, ... of the module's docstring.
+
+    `differences` `[..., pairs]` are the final losses of the idea minus the best version's. They
+    must not all be 0.
+    """
     num = np.arange(1, differences.shape[-1] + 1)
     mean = differences.cumsum(-1) / num
     squares = (differences**2).cumsum(-1) - num * mean**2
@@ -85,7 +90,7 @@ def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
 
 
 def most_evidence(pairs: int) -> float:
-    """Return the upper limit of the evidence of n = `pairs` pairs, 2 r^((n - 1) / 2)."""
+    """Return the largest evidence that n = `pairs` pairs can reach: 2 r^((n - 1) / 2)."""
     r = 1 + pairs * _TAU**2
     return 2 * r ** ((pairs - 1) / 2)
 

@@ -37,7 +37,7 @@ def is_working_tree(text: str) -> bool:
 
 
 def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
-    """Return the idea that `--idea` names, as a change of the best so far."""
+    """Return the idea that `--idea` describes, as a change of the best version so far."""
     best = ledger.best.arm
     value = text
     if is_working_tree(text):
@@ -48,7 +48,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
         raise UserError(
             f"--idea={text} names several ideas", "Use a separate command for each"
         )
-    arm = arms[-1]  # this is the best itself if the idea changes nothing
+    arm = arms[-1]  # this is the best version itself if the idea changes nothing
     number = len(ledger.ideas)
     _refuse_options(text, best, arm)
     choose_score([best, arm])  # raises if the two would be validated differently
@@ -79,7 +79,7 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
                 f"--idea={text} cannot be screened at depth {depth}: {error.what}",
                 "Try the idea in a ledger without --screen",
             ) from error
-        # Rounding can remove a small change of an option. The idea is then not screened here.
+        # Rounding can undo a small change of an option. The idea then skips this depth.
         if code != ledger.best.code or small.options != small_best.options:
             idea.screens[depth] = Sample()
     return idea
@@ -88,10 +88,11 @@ def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
 def arms_at(
     root: Path, ledger: Ledger, idea: Idea, depth: int, equal: str
 ) -> list[Arm]:
-    """Return the best and the idea at a small size or, with a depth of 0, at the ledger's size.
+    """Return the arms of the best version and the idea at a small size, or the ledger's size.
 
-    At the size `depth`, the version with which the ledger started has `depth` layers. The best and
-    the idea are scaled by the same ratio, and may have another number of layers.
+    A `depth` of 0 means the ledger's size. Otherwise, `depth` is the number of layers of the
+    version with which the ledger started. The best version and the idea are scaled by the same
+    ratio, and may have another number of layers.
     """
     arms = [ledger.ideas[idea.best].arm, idea.arm]
     if not depth:
@@ -102,7 +103,10 @@ def arms_at(
 
 
 def _equalize(root: Path, arms: list[Arm], equal: str) -> list[Arm]:
-    """Return the arms with lengths on equal terms. Runs that measure read the training split."""
+    """Return the arms with numbers of steps such that the cost in `equal` (--equal) is the same.
+
+    Short runs may measure the time of a step. They read only the training split.
+    """
     blind = [with_training_text(root, arm) for arm in arms]
     sized = equalize(blind, equal, root, make_slots(1))
     equal_arms = []

@@ -30,7 +30,10 @@ _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true differenc
 
 @dataclass(kw_only=True)
 class Sample:
-    """The pairs of an idea at one size."""
+    """The pairs of an idea at one size.
+
+    A pair is a run of the best version and a run of the idea with the same seed.
+    """
 
     # Each seed is drawn at random when its pair begins. The last seed's pair may not have ended.
     seeds: list[int] = field(default_factory=list)
@@ -50,12 +53,13 @@ class Sample:
 class Idea(Sample):
     """An arm that is compared with the version that was the best when the arm was entered.
 
-    An `Idea` is also the `Sample` of its pairs at the ledger's size. Only these pairs are evidence.
+    The inherited fields contain the pairs at the ledger's own size. The evidence is computed only
+    from these pairs, and not from the pairs at smaller sizes in `screens`.
     """
 
     number: int
     text: str  # the value of `--idea`; for the working tree, also the files that differ
-    best: int  # the number of the best idea, with which this one is compared
+    best: int  # the number of the best version, with which this idea is compared
     arm: Arm
     code: str  # the hash of the arm's code
     # Depth -> the pairs at that small size, the smallest first. Idea 0 has no pairs.
@@ -144,12 +148,12 @@ class Ledger:
         )
 
     def level(self, number: int) -> float:
-        """Return the current level of an idea, given its number."""
+        """Return the current level (allowed error rate) of an idea, given its number."""
         position = [*self.tests, number].index(number) + 1
         return level_at(position, len(self.kept))
 
     def noise(self) -> float:
-        """Return the standard deviation of a difference, pooled over all ideas.
+        """Return the standard deviation of a pair's difference, pooled over all ideas.
 
         Return NaN if no idea has two pairs.
         """

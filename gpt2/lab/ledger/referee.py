@@ -37,7 +37,7 @@ TOLERANCES = {"float32": 1e-4}
 
 
 class NoAnswerError(Exception):
-    """The code of a run did not answer, or its answer is not finite or has the wrong shape."""
+    """The code of a run did not compute valid logits: the message says in which way."""
 
 
 class Score(NamedTuple):
@@ -48,8 +48,9 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of validation tokens with its answers, and a random number that may choose the row."""
+    """A row of validation tokens, and the losses that the referee has computed for it."""
 
+    # A random number. The rows with the smallest numbers are predicted again.
     draw: float
     tokens: np.ndarray  # [T]
     targets: np.ndarray  # [T]
@@ -59,9 +60,9 @@ class _Row(NamedTuple):
 def score(run: Run, dataset: Dataset) -> Score:
     """Return the losses of a finished run. The run has not read the validation split in `dataset`.
 
-    Another process of the run's code answers some rows again, in another order and among others.
-    Raise a NoAnswerError if its answers differ. They would differ if the code used one row, which
-    may contain the text after another row, to answer the other.
+    A second process of the run's code predicts a random half of the rows again (at most one batch),
+    in a shuffled order. Raise a NoAnswerError if the losses differ from the first ones. They would
+    differ if the code used other rows to predict a row: one of them may be its continuation.
     """
     own = prepare_dataset(run.config.data)
     with _Answers(run) as answers:
@@ -85,8 +86,8 @@ def score(run: Run, dataset: Dataset) -> Score:
     tolerance = TOLERANCES.get(run.config.precision.compute, 0.01)
     if errors.mean() > tolerance or errors.max() > 10 * tolerance:
         raise NoAnswerError(
-            "its answers for a row depend on other rows, by up to"
-            f" {errors.max():.4f} nats per token"
+            "its answers for a row depend on other rows. Among other rows, the loss of a token"
+            f" differs by up to {errors.max():.4f} nats"
         )
     return Score(loss, own_loss)
 
@@ -94,9 +95,9 @@ def score(run: Run, dataset: Dataset) -> Score:
 def _measure(
     answers: "_Answers", dataset: Dataset, config: Config
 ) -> tuple[float, list[_Row]]:
-    """Return the loss on a validation split, and rows that are drawn at random from all rows.
+    """Return the loss on a validation split, and a random half of its rows, at most one batch.
 
-    At most half of the rows are drawn, so that a row is likely to lose the row after it.
+    Only half of the rows are drawn, so that the continuation of a row is often not among them.
     """
     parts, _ = dataset.open(config).validation(ALL_ROWS)
     random = np.random.default_rng()
@@ -158,8 +159,8 @@ class _Answers:
         module = "gpt2.lab.ledger.answer"
         command = [sys.executable, "-P", "-m", module, workdir]
         variables = {ALONE: "1", "PYTHONPATH": str(run.source.absolute())}
-        # In a sandbox, this folder is the only one that the process can write. The process that
-        # answers next gets another one, so it cannot read notes of this process.
+        # In a sandbox, this folder is the only folder to which the process can write. The next
+        # process gets another folder, so it cannot read what this process has written.
         self._output = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(
@@ -239,5 +240,6 @@ class _Answers:
     def _error(self) -> NoAnswerError:
         if time.monotonic() > self._deadline:
             return NoAnswerError("it took too long to answer the referee")
-        reason = find_error(self._log.read_text(errors="replace"))
+        log = self._log.read_text(errors="replace")
+        reason = find_error(log) or "its process ended without an error message"
         return NoAnswerError(f"it did not answer the referee: {reason}")

@@ -2,8 +2,8 @@
 
 When a ledger starts, the training split is copied to the ledger's folder, and runs read this copy.
 Neither their options nor their environment name the corpus or the folder of prepared corpora, which
-also contain the validation split. A run validates on the first tokens of its training split, and
-the judge ignores this loss.
+also contain the validation split. A run validates on the first tokens of its training split. This
+loss has no effect on the answer to an idea.
 """
 
 import glob
@@ -46,8 +46,8 @@ def open_text(root: Path, data: DataConfig) -> Dataset:
             f"The text or tokenizer of data.corpus={data.corpus} has changed since {root} started",
             "Restore the text and tokenizer, or start another --ledger",
         )
-    # Processes that this process starts read prepared corpora in this folder. They may not be able
-    # to write there.
+    # Processes that this process starts read prepared corpora in this folder. In a sandbox they
+    # cannot write to it, so the training split is prepared here.
     os.environ["GPT2_DATA_DIR"] = str(folder / "prepared")
     prepare_dataset(_training_options(root, data))
     return dataset

@@ -34,8 +34,8 @@ _IS_BEST = "it is the same as the best version, so nothing was trained"
 def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
     """Enter an idea in the ledger, and return it.
 
-    Return the earlier entry if the ledger has one for the same idea and the same best. If the idea
-    is the best itself, return it with its answer, without an entry in the ledger.
+    If the ledger already has an entry for the same idea and the same best version, return this
+    entry. If the idea is the best version itself, return it with its answer, without an entry.
     """
     with files.locked(root / LOCK):
         ledger = read_ledger(root)
@@ -168,12 +168,12 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
 def _train_pair(
     root: Path, dataset: Dataset, ledger: Ledger, idea: Idea, depth: int, equal: str
 ) -> tuple[Answer, str]:
-    """Train the best and the idea with the last seed, and add the pair to the ledger.
+    """Train the best version and the idea with the last seed, and add the pair to the ledger.
 
     `depth` is the depth of a small size, or 0 for the ledger's size.
 
-    If the best diverged, or the idea has no score, return the answer on the idea and the reason.
-    Otherwise, return two empty strings.
+    If the best version diverged, or the idea has no score, return the answer on the idea and the
+    reason. Otherwise, return two empty strings.
     """
     runs = list[Run]()
     arms = arms_at(root, ledger, idea, depth, equal)
@@ -188,7 +188,8 @@ def _train_pair(
         return Answer.FAILED, earlier.error
     losses = list[float]()
     for run in pair:
-        # The best is scored before the code of the idea runs, which could alter its files.
+        # The best version's run is scored before the idea's code starts, because this code could
+        # alter the files of that run.
         train_all([run], make_slots(1))
         end = run.outcome()
         if end.state == "finished":
@@ -232,6 +233,8 @@ def _score(run: Run, dataset: Dataset) -> float:
     if not difference <= TOLERANCES.get(run.config.precision.compute, 0.01):
         warn(
             f"{run.label} reports a loss of {reported:.4f} on the start of its training split,"
-            f" but the referee measured {measured.own_loss:.4f} there"
+            f" but the referee measured {measured.own_loss:.4f} on the same text. The answer uses"
+            " only the referee's measurements. If the code of this run does not change the loss on"
+            " purpose, look for an error in it"
         )
     return measured.loss
