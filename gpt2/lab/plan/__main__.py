@@ -44,11 +44,17 @@ def define_flags() -> None:
     cli.define_config()
     about = "Plan for this number of simulated devices."
     flags.DEFINE_integer("devices", None, about, lower_bound=1)
-    about = "Plan for chips of other machines: v5e-8, h100-8, or FILE-8 if FILE describes a GPU."
+    about = (
+        "Plan for chips that this machine does not have: CHIP-N, such as v5e-8 or h100-8. CHIP may"
+        " also be a file with XLA's description of a GPU."
+    )
     flags.DEFINE_string("chips", None, about)
     about = "Write the compiled step to this file, as HLO text."
     flags.DEFINE_string("text", None, about)
-    about = "Compare a dozen layouts. Each has the options that you set with --config.NAME=VALUE."
+    about = (
+        "Compare a dozen layouts. Options that you set with --config.NAME=VALUE are the same in"
+        " all layouts."
+    )
     flags.DEFINE_bool("search", False, about)
 
 
@@ -112,7 +118,8 @@ def _print(plan: Plan, kind: str) -> None:
             row = f"  {name:<18} {value}"
             print(textwrap.fill(row, 80, subsequent_indent=21 * " "))
     print(
-        f"time, if a device reaches {ATTAINABLE:.0%} of its peak FLOP/s and then sends its data"
+        f"time, if devices compute at {ATTAINABLE:.0%} of their peak FLOP/s and send data"
+        " afterwards"
     )
     print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "of its memory"))
     here = board_name(kind)

@@ -31,8 +31,9 @@ class Collective(NamedTuple):
     def bytes_sent(self) -> float:
         """Bytes that each device sends per call of the program, with ring algorithms.
 
-        An all-reduce consists of a reduce-scatter and an all-gather. In each of these, a device
-        sends every shard except one (Thakur, Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
+        An all-reduce consists of a reduce-scatter and an all-gather. In each of these, the array is
+        divided into one shard per device, and a device sends every shard except one (Thakur,
+        Rabenseifner and Gropp 2005, sections 4.1 and 4.4).
         """
         sent = float(self.bytes * self.times)
         if self.kind == "collective-permute":
@@ -112,7 +113,7 @@ _CALLED = re.compile(
 _CHAIN = "chain_id="
 # Matches the result of the first fusion of a collective.
 _BEGINS = re.compile(r"ROOT .* = \(.*\) custom-call\(")
-# How the name of a reduce-scatter on TPUs begins. It is a fusion of an all-reduce and slices.
+# The prefix in the names of reduce-scatters on TPUs. These are fusions of an all-reduce and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 
 Computations = dict[str, str]  # name of a computation -> its instructions, one per line
@@ -137,7 +138,10 @@ def _iterations(line: str, computations: Computations) -> int:
         if limit:
             count = re.search(rf"{re.escape(limit[1])} = .* constant\((\d+)\)", body)
     if count is None:
-        warn("The length of a loop is unknown, so its collectives are counted once")
+        warn(
+            "The length of a loop is unknown, so its collectives are counted only once. The"
+            " printed network traffic and time may be too small"
+        )
         return 1
     return int(count[1])
 
@@ -184,7 +188,10 @@ def _first_group(line: str) -> tuple[int, ...]:
         rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_ORDER}\))? \{{(.*?)\}}", line
     )
     if mesh is None:
-        raise ValueError(f"The devices of this instruction cannot be found: {line}")
+        raise ValueError(
+            "gpt2/lab/plan/collectives.py cannot read the groups of devices in this HLO"
+            f" instruction: {line}"
+        )
     axes, shape, transpose, used = mesh.groups()
     sizes = list[int]()
     index = list[int | slice]()

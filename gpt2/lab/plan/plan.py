@@ -103,7 +103,11 @@ def compile_plan(program: Program) -> Plan:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).strip().partition("\n")[0]
-        raise DoesNotFit(f"The step does not fit: {reason}", exit_code=1) from error
+        raise DoesNotFit(
+            f"The step does not fit: {reason}",
+            "Add --search to look for a layout that fits",
+            exit_code=1,
+        ) from error
     memory = state_bytes(program.backend, state)
     memory["activations"] = compiled.peak_bytes - sum(memory.values())
     text = compiled.text()

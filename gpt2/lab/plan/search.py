@@ -91,7 +91,7 @@ def _options(config: Config, layout: str, variant: str, num_devices: int) -> Opt
     options["memory.remat"] = variant
     if variant == "split":
         options["memory.remat"] = "full"
-        # Each group of devices that split tensors computes one sequence of a micro-batch.
+        # Each tensor-parallel group computes one sequence of a micro-batch.
         sequences = config.data.batch_size * options["parallel.tensor"]
         options["train.accumulate_steps"] = sequences // num_devices
     return options

@@ -19,16 +19,17 @@ _GPUS = Path(__file__).parents[3] / "configs" / "chips"
 
 
 def find_devices(name: str) -> list[jax.Device]:
-    """Return the JAX devices that `name` describes: a chip and a number, as in `v5e-16`.
+    """Return the JAX devices that `name` describes: a chip and a number of devices, as in `v5e-16`.
 
-    The chip may be a file with XLA's description of a GPU, which the benchmark's suite writes.
-    Google's names for slices of v4 and v5p contain the number of cores, which is two per device.
+    The chip may be a file with XLA's description of a GPU, as the benchmark's suite writes it.
+    Google's names for slices of v4 and v5p contain the number of cores instead, which is two per
+    device: Google's v4-16 is v4-8 here.
     """
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0
     if number > _GPUS_OF_A_MACHINE and number % _GPUS_OF_A_MACHINE:
-        # Refuse the number: with several machines, all 8 GPUs of each take part. This refuses no
-        # TPU slices, because their sizes are powers of two.
+        # Refuse this number: if there are several machines, each takes part with all its 8 GPUs.
+        # The condition refuses no TPU slice, because the sizes of slices are powers of two.
         number = 0
     known = {file.stem: file for file in sorted(_GPUS.glob("*.txtpb"))}
     file = known.get(kind, Path(kind))

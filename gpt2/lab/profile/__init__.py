@@ -1,1 +1,1 @@
-"""Find out from a trace of training steps where their time goes."""
+"""Show where the time of training steps goes, from a trace of these steps."""
