@@ -88,7 +88,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
     state.
     """
     start = time.monotonic()
-    num_ended = 0  # in this process
+    num_ended = 0  # number of runs that this call has trained until they ended
     free = list(slots)
     training = list[_Training]()
     codes = {run.source: hash_code(run.source) for run in runs}

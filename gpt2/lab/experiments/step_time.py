@@ -53,7 +53,7 @@ def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     """
     run = make_measuring_run(root, arm)
     print(f"measuring the steps of {arm.name}, in {root}", flush=True)
-    # The end of a short run is not worth a line.
+    # Users need no log line about the end of this short run.
     with contextlib.redirect_stdout(None):
         train_all([run], slots[:1])
     if run.outcome().state != "finished":

@@ -81,7 +81,11 @@ def judge_course(
     level: float = LEVEL,
     num_arms: int = 1,
 ) -> Course:
-    """Return the course of an arm. Baseline and arm have the same seeds and the same sizes."""
+    """Return the course of an arm from the losses at each size, the smallest size first.
+
+    At a size, baseline and arm must have the same seeds. `level` is the error rate for all
+    `num_arms` arms together.
+    """
     means = np.array([losses.scores.mean() for losses in baseline])
     if (np.diff(means) >= 0).any():
         return Course("no verdict: the baseline does not improve with its size")
@@ -139,7 +143,8 @@ class _Ladder:
     """Intervals of weighted sums of m, the log multipliers of an arm."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
-        # An array [losses and log computes of baseline and arm, seeds] for each size.
+        # For each size, an array [4, seeds]: the losses of baseline and arm, and then their log
+        # computes.
         self._values = []
         for ours, theirs in zip(baseline, arm, strict=True):
             rows = [
@@ -179,7 +184,10 @@ class _Ladder:
 
 
 def _log_multipliers(means: Array) -> Array:
-    """Return m (log multipliers), given mean losses and log computes `[sizes, 4]`."""
+    """Return m (log multipliers) `[sizes]`.
+
+    `means` `[sizes, 4]` are the mean losses of baseline and arm, and then their mean log computes.
+    """
     curve, arm = np.log10(means[:, :2]).T
     x, arm_x = means[:, 2:].T
     return _reach(curve, x, arm) - arm_x

@@ -19,7 +19,7 @@ _ANSWERS = {
 
 
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
-    """Plot ideas with their intervals in order, and the best so far as a line.
+    """Plot each idea at its number, with its interval, and the best version so far as a line.
 
     `gains` has an item for idea 0 and for each kept idea: the idea's number, and its loss minus the
     loss of idea 0. An idea without a score is a cross.
