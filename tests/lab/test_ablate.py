@@ -689,7 +689,7 @@ def test_seeds_that_are_raised_once_verdicts_can_be_seen_are_told(tmp_path):
     raised = continued(five)
     assert raised.raised_from == 3
     assert raised.analyses == [5]
-    assert "Seeds were raised from 3 to 5" in report_of(raised)
+    assert "The number of seeds was raised from 3 to 5" in report_of(raised)
 
 
 LION = "optim.name=lion"

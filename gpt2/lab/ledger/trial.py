@@ -154,13 +154,13 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
         return Answer.KEEP, "the evidence for a gain is strong enough"
     more = 2 * pairs
     if len(differences) >= pairs:
-        why = f"{pairs} pairs are used up; --pairs={more} continues"
+        why = f"{pairs} pairs are used up; to continue, use --pairs={more}"
         return Answer.UNDECIDED, why
     if is_futile(differences, more, level):
         why = f"even {more} pairs, twice --pairs, are unlikely to show a gain"
         return Answer.DISCARD, why
     if is_futile(differences, pairs, level):
-        why = f"{pairs} pairs are too few to tell; --pairs={more} continues"
+        why = f"{pairs} pairs are too few to tell; to continue, use --pairs={more}"
         return Answer.DISCARD, why
     return Answer.OPEN, ""
 
