@@ -11,7 +11,7 @@ over a part of the run.
 | rates of matrices | muP; default base: the config's width | Yang et al. 2022, arXiv 2203.03466 |
 | residual branches | divided by r, as in CompleteP | Dey et al. 2025, arXiv 2505.01618 |
 | all rates | grow with the square root of the batch size | Malladi et al. 2022, arXiv 2205.10287 |
-| weight decay | such that it averages over the same fraction | Bergsma et al. 2025, section 3 |
+| weight decay | the average covers the same fraction of the run | Bergsma et al. 2025, section 3 |
 """
 
 import math

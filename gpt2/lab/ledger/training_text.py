@@ -46,8 +46,8 @@ def open_text(root: Path, data: DataConfig) -> Dataset:
             f"The text or tokenizer of data.corpus={data.corpus} has changed since {root} started",
             "Restore the text and tokenizer, or start another --ledger",
         )
-    # Processes that this process starts read prepared corpora in this folder. In a sandbox they
-    # cannot write to it, so the training split is prepared here.
+    # Processes that this process starts read prepared corpora in this folder. A sandbox may prevent
+    # them from writing to it, so the training split is prepared here.
     os.environ["GPT2_DATA_DIR"] = str(folder / "prepared")
     prepare_dataset(_training_options(root, data))
     return dataset
