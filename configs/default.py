@@ -3,7 +3,7 @@
 The defaults are GPT-2 124M, with the training recipe of nanoGPT and llm.c. Each group is a class,
 and each option is a field of its group. The type of a field determines the allowed values:
 `Literal` lists names, and `Annotated` has a range. A number without a range must be at least 0. For
-some strings, `choices` or `factors` of `option` restrict the values.
+some strings, the arguments `choices` and `factors` of `option` restrict the values.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -62,16 +62,17 @@ def option(
         may_differ: whether the processes of one run may have different values.
         is_recipe: whether the option belongs to the recipe, that is, to the model or to its
             training. The other options determine the text and its validation split, the seed,
-            `train.init_from`, the number of steps, validations, checkpoints and logs. Ideas of a
-            ledger may set only options of the recipe, and train.num_steps. For a group, this
-            applies to all options in the group.
+            `train.init_from`, the number of steps, validations, checkpoints and logs. An idea (a
+            change that gpt2.lab.ledger tests) may set only options of the recipe, and
+            train.num_steps. For a group, this applies to all options in the group.
         is_duration: whether the option counts training steps. Sweeps that change the length of a
             run scale such options.
         is_ingredient: whether a file in gpt2/model/ingredients implements the option.
         is_random: whether the option makes training random, as dropout does. Each micro-batch has
             its own random masks.
         choices: the allowed names. Text may follow a name that ends with a colon.
-        factors: an example value, if the option is a list of numbers.
+        factors: an example of a value, if the option is a comma-separated list of numbers, each of
+            which must be 0 or from 1e-6 to 1e6.
         aliases: names of the option in other codebases, separated by spaces.
         is_recorded: whether config.json contains the option. Options that run commands are not
             recorded, so that continuing a downloaded run cannot run commands.
@@ -98,7 +99,7 @@ class Model:
     """The architecture of the model, and the implementation of attention."""
 
     vocab_size: int = option(
-        0, "number of tokens in the vocabulary; 0: the size of the tokenizer"
+        0, "number of tokens in the vocabulary; 0: the number that the tokenizer has"
     )
     context_length: Positive = option(
         1024, "context length in tokens", aliases="block_size seq_len"
@@ -125,8 +126,8 @@ class Model:
     )
     stochastic_depth: BelowOne = option(
         0.0,
-        "probability with which the last layer drops a residual branch of a sequence in training; "
-        "it falls linearly towards the first layer (Huang et al. 2016, arXiv 1603.09382)",
+        "in training, layer l of L layers drops each residual branch of a sequence with this "
+        "probability times l / L (Huang et al. 2016, arXiv 1603.09382)",
         is_ingredient=True,
         is_random=True,
     )
@@ -210,14 +211,14 @@ class Model:
     # order would change models that combine several ingredients.
     value_residual: bool = option(
         False,
-        "mix the first layer's values of attention into the values of every layer (Zhou et al. "
-        "2024, arXiv 2410.17897)",
+        "mix the values (V) of the first layer's attention into the values of every layer's "
+        "attention (Zhou et al. 2024, arXiv 2410.17897)",
         is_ingredient=True,
     )
     value_embeddings: bool = option(
         False,
-        "mix token embeddings into each layer's values of attention; each layer has a separate "
-        "embedding table (modded-nanogpt)",
+        "mix token embeddings into the values (V) of each layer's attention; each layer has a "
+        "separate embedding table (modded-nanogpt)",
         is_ingredient=True,
     )
     backout: bool = option(
@@ -252,8 +253,8 @@ class Model:
     )
     exclusive_attention: bool = option(
         False,
-        "remove from attention's output its component along the position's own value (Zhai 2026, "
-        "arXiv 2603.09078)",
+        "remove the component along a position's own value vector from attention's output at this "
+        "position (Zhai 2026, arXiv 2603.09078)",
         is_ingredient=True,
     )
     attention_gate: bool = option(
@@ -314,7 +315,7 @@ class Model:
     )
     zero_init_projections: bool = option(
         False,
-        "initialise the last kernel of each branch to 0 (Zhang et al. 2019, Fixup)",
+        "initialise the last kernel of each residual branch to 0 (Zhang et al. 2019, Fixup)",
     )
     mup_base_width: int = option(
         0,
@@ -323,21 +324,25 @@ class Model:
     )
     mup_base_depth: int = option(
         0,
-        "num_layers at which the learning rates were tuned; 0: off (Dey et al. 2025, CompleteP, "
-        "arXiv 2505.01618)",
+        "CompleteP: the num_layers for which the learning rates were tuned; 0: off (Dey et al. "
+        "2025, arXiv 2505.01618)",
     )
     attention: Attention = option(
         "auto",
         "implementation of attention; plain: the reference implementation; blocked: for CPUs; "
-        "cudnn: for GPUs; splash: for TPUs; tokamax: for GPUs from Hopper on, with a soft cap; "
-        "auto: the fastest of the other implementations that supports the model",
+        "cudnn: for GPUs; splash: for TPUs; tokamax: for GPUs from Hopper on, if the model has "
+        "attention_softcap; auto: the fastest of plain, blocked, cudnn and splash that supports "
+        "the device and the model",
         may_change=True,
     )
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes. Parameters and optimizer state are always float32: 16 bits drop small updates."""
+    """Dtypes of activations, matrix products and logits.
+
+    Parameters and optimizer state are always float32, because 16 bits would lose small updates.
+    """
 
     compute: Compute = option(
         "float32",
@@ -365,7 +370,8 @@ class Data:
     )
     end_of_text: str = option(
         "",
-        "token between documents, if the tokenizer.json does not name the right one",
+        "token between documents, for a tokenizer.json; empty: the first usual end-of-text token "
+        "in its vocabulary, otherwise the eos_token of the tokenizer_config.json next to it",
     )
     data_dir: str = option(
         "",
@@ -375,7 +381,7 @@ class Data:
         may_differ=True,
     )
     unique: bool = option(
-        False, "drop every document whose text repeats that of an earlier one"
+        False, "drop every document that has the same text as an earlier document"
     )
     batch_size: Positive = option(
         480,
@@ -385,7 +391,8 @@ class Data:
     )
     val_fraction: Between = option(
         0.005,
-        "fraction of the text in the validation split; docs/data.md says which part",
+        "fraction of the text that becomes the validation split; docs/data.md explains how this "
+        "part is chosen",
     )
     packing: Literal["concat", "bos", "pad"] = option(
         "concat",
@@ -470,20 +477,20 @@ class Optim:
     )
     hyperball: bool = option(
         False,
-        "keep the norm of each matrix in a block; learning_rate is then the ratio of an update's "
-        "norm to the matrix's norm, and these matrices do not decay (MuonH and AdamH, Wen et al. "
-        "2025, https://tinyurl.com/muonh)",
+        "keep the norm of each matrix in a block constant; learning_rate is then the ratio of an "
+        "update's norm to the matrix's norm, and weight decay does not apply to these matrices "
+        "(MuonH and AdamH, Wen et al. 2025, https://tinyurl.com/muonh)",
         needs=_MATRIX,
     )
     layer_rates: str = option(
         "",
-        "REGEX=FACTOR,...: factors of the learning rates of parameters whose names match. A factor "
-        "is 0, or between 1e-6 and 1e6",
+        "REGEX=FACTOR,...: multiply the learning rate of each parameter by the FACTOR of the first "
+        "REGEX that its name matches. A factor is 0, or between 1e-6 and 1e6",
     )
     schedule: str = option(
         "cosine",
         "shape of the learning rate after the warm-up; wsd: constant, then a decay; "
-        "piecewise:STEP=FRACTION,...: a fraction of the peak from each step on",
+        "piecewise:STEP=FRACTION,...: from each STEP on, this FRACTION of the peak",
         choices=("cosine", "linear", "constant", "wsd", "piecewise:"),
         aliases="decay_lr",
     )
@@ -495,7 +502,7 @@ class Optim:
     )
     decay_fraction: UpToOne = option(
         0.2,
-        "fraction of train.num_steps at the end over which wsd decays (Hu et al. 2024)",
+        "wsd decays over this fraction of train.num_steps, at the end (Hu et al. 2024)",
         needs="optim.schedule=wsd",
     )
     end_fraction: Fraction = option(
@@ -506,12 +513,14 @@ class Optim:
     beta1: BelowOne = option(
         0.9,
         "decay per step of the running mean of gradients; lion: the weight of this mean in the "
-        "update; schedule_free: the weight of the average where gradients are computed",
+        "update; schedule_free: the weight of the averaged parameters in the point at which the "
+        "gradients are computed",
         needs=_BETAS,
     )
     beta2: BelowOne = option(
         0.95,
-        "decay per step of the running mean of squared gradients; lion: of gradients",
+        "decay per step of the running mean of squared gradients; lion: of the running mean of "
+        "gradients",
         needs=_BETAS,
     )
     beta3: BelowOne = option(
@@ -555,13 +564,15 @@ class Optim:
     decay_timescale: float = option(
         0.0,
         "AdamW's timescale, 1 / (learning_rate * weight decay), as a fraction of the run's steps; "
-        "it replaces weight_decay (Wang and Aitchison 2024, arXiv 2405.13698); 0: off",
+        "it determines the weight decay, and weight_decay then has no effect (Wang and Aitchison "
+        "2024, arXiv 2405.13698); 0: off",
         needs=_DECOUPLED,
     )
     scheduled_weight_decay: bool = option(
         False,
-        "multiply weight_decay by learning rate / peak, in addition to the learning rate itself "
-        "(Defazio 2025, arXiv 2506.02285; modded-nanogpt)",
+        "multiply weight decay by the ratio of the learning rate to its peak, in addition to the "
+        "usual multiplication by the learning rate (Defazio 2025, arXiv 2506.02285; "
+        "modded-nanogpt)",
     )
     cautious: Literal["none", "updates", "decay", "both"] = option(
         "none",
@@ -577,7 +588,7 @@ class Optim:
     )
     tail_average: Fraction = option(
         0.0,
-        "fraction of the steps at the end over which the weights are averaged; the average is "
+        "average the weights over this fraction of train.num_steps, at the end; the average is "
         "validated and exported (Jain et al. 2018, arXiv 1610.03774); 0: off",
     )
     clip_norm: float = option(
@@ -637,8 +648,8 @@ class Train:
     )
     eval_batches: int = option(
         0,
-        "number of batches of data.batch_size sequences in a validation; 0: the whole split, which "
-        "bits per byte require",
+        "number of batches of data.batch_size sequences in a validation; 0: the whole split. Bits "
+        "per byte are computed only for the whole split",
         may_change=True,
         aliases="eval_iters",
     )
@@ -670,8 +681,8 @@ class Train:
     )
     skip_bad_steps: int = option(
         0,
-        "number of consecutive steps with NaN or Inf in the loss or the gradients that are "
-        "skipped before the run ends; 0: the first such step ends the run",
+        "largest number of consecutive steps with NaN or Inf in the loss or the gradients that the "
+        "run skips; one more such step ends the run. 0: the first such step ends it",
         may_change=True,
         is_recipe=True,
     )
@@ -710,7 +721,7 @@ class Rules:
     experts: Literal["none", "tensor"] = option(
         "none",
         "mesh axis that shards the experts of a mixture; tensor, together with mlp=none: each "
-        "device has its own experts",
+        "device along this axis stores different experts",
     )
     vocab: Storage = option(
         "none", "mesh axes that shard the rows of the token embedding"
@@ -736,8 +747,8 @@ class Parallel:
         "auto",
         "auto: the sizes in parallel.data, fsdp and tensor determine the layout. ddp: only data "
         "parallelism. zero1: fsdp splits only the optimizer's state. zero3: fsdp also splits the "
-        "stored parameters (Rajbhandari et al. 2020, arXiv 1910.02054). megatron: tensor also "
-        "splits the sequence between attention and MLP (Korthikanti et al. 2022, arXiv "
+        "stored parameters (Rajbhandari et al. 2020, arXiv 1910.02054). megatron: outside of "
+        "attention and MLP, tensor also splits the sequence (Korthikanti et al. 2022, arXiv "
         "2205.05198). zero1, zero3 and megatron use all devices for their axis unless its size is "
         "set",
     )
@@ -753,7 +764,7 @@ class Parallel:
     cpu_devices: Positive = option(
         1,
         "number of devices into which the CPU of a machine without accelerators is split; on two "
-        "cores, two devices make the steps of small models 10 to 20 % shorter "
+        "cores, a step of a small model takes 10 to 20 % less time with two devices than with one "
         "(docs/performance.md)",
     )
     fsdp_gather: Literal["auto", "layer", "step"] = option(
@@ -775,18 +786,19 @@ class Memory:
     remat: Remat = option(
         "none",
         "parts of a layer that are recomputed in the backward pass instead of being stored; none: "
-        "nothing; full: everything but the layer's input; attention: everything but the linear "
-        "maps and the output of attention; mlp: everything but the linear maps of the MLP; dots: "
-        "everything but all linear maps and the output of attention",
+        "nothing; full: everything but the layer's input; attention: everything but the results of "
+        "attention's linear maps and attention's output; mlp: everything but the results of the "
+        "MLP's linear maps; dots: everything but the results of all linear maps and attention's "
+        "output",
     )
     scan_layers: bool = option(
         False, "run the layers as a loop, whose body is compiled once"
     )
     scan_unroll: Positive = option(
         1,
-        "number of layers per iteration of the loop of scan_layers. If it is num_layers, "
-        "parameters are stacked but there is no loop: fewer kernels on GPUs, but slower on TPUs "
-        "(docs/performance.md)",
+        "number of layers per iteration of the loop of scan_layers. If it equals num_layers, the "
+        "parameters are stacked, but there is no loop: a step then starts fewer kernels on GPUs, "
+        "but is slower on TPUs (docs/performance.md)",
         needs="memory.scan_layers",
     )
 
@@ -836,8 +848,8 @@ class Logging:
     on_exit: str = option(
         "",
         "shell command that process 0 runs when it ends for any reason (unless it is killed), with "
-        "GPT2_EXIT_CODE and GPT2_EXIT_REASON in the environment; empty: none. It has to be set by "
-        "a flag or a .py file, because config.json does not contain it",
+        "GPT2_EXIT_CODE and GPT2_EXIT_REASON in the environment; empty: none. Set it by a flag or "
+        "in a .py file whenever a run starts or continues, because config.json does not contain it",
         may_differ=True,
         is_recorded=False,
     )

@@ -7,15 +7,15 @@ The word after the colon is a machine in configs/gpt2_124m.py. `+modern` adds Mu
 residuals, as in configs/modern.py. A step has 524,288 tokens.
 Data: 3.9B tokens of FineWeb, pre-tokenized on the hub: 39 files of 0.2 GB for training, and one for
 validation.
-Expect: the runs are planned for v5e-8, h100-1 and h100-8 (docs/recipes.md), but none was made. The
-original reaches a loss of 3.279 after 5,625 steps of AdamW, and 3.278 after 3,600 steps of Muon,
-each in one run: results 2 and 1 of github.com/KellerJordan/modded-nanogpt,
-records/track_3_optimization.
+Expect: nobody has run this config here. docs/recipes.md lists the planned memory and time on v5e-8,
+h100-1 and h100-8. The original reaches a loss of 3.279 after 5,625 steps of AdamW, and 3.278 after
+3,600 steps of Muon, each in one run (results 2 and 1 in records/track_3_optimization of
+github.com/KellerJordan/modded-nanogpt).
 
 Unlike the original, this model has no norm after the embedding and no bias in the head. Its soft
 cap of logits is a tanh, and the norms of queries and keys have scales. The embedding and the head
-also have weight decay. The original trains them with rates of 0.3 and 1/320; the embedding has a
-lower rate here, because no norm follows it.
+also have weight decay. The original trains the embedding with a rate of 0.3, and the head with
+1/320. Here, the embedding has a lower rate, because no norm follows it.
 """
 
 from ml_collections import ConfigDict

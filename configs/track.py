@@ -5,8 +5,8 @@
 
 The text, its validation split, the vocabulary and the target are fixed. docs/track.md has the rules
 and the records. The word after the colon names a recipe in the table of records. `plain` is based
-on configs/quickstart.py, and `modern` on configs/modern.py. `small_batch` is `modern` with half of
-the batch, and `ledger` is `small_batch` with the ideas that the ledger in docs/ledger.md accepted.
+on configs/quickstart.py, and `modern` on configs/modern.py. `small_batch` is `modern` with half the
+batch size. `ledger` is `small_batch` with the changes that passed the tests in docs/ledger.md.
 Expect, for these four recipes in this order: 1.671, 1.667, 1.685 and 1.683 bits per byte after 480,
 120, 200 and 170 steps.
 """
@@ -47,7 +47,10 @@ def get_config(recipe: str = "plain") -> ConfigDict:
         config.train.num_steps = 170
         config.optim.warmup_steps = 17
     else:
-        raise ValueError(f"{recipe} is not a recipe in configs/track.py")
+        raise ValueError(
+            f"{recipe} is not a recipe in configs/track.py; choose plain, modern, small_batch "
+            "or ledger"
+        )
     config.data.update(corpus="sotu", tokenizer="bpe:4096", val_fraction=0.1)
     config.train.update(eval_every=0, checkpoint_every=0)
     return config
