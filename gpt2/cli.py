@@ -43,7 +43,7 @@ def run(
     raise_at_interrupt()
     faulthandler.enable()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The encoding of the terminal may lack some characters.
+        # The encoding of the terminal may lack some characters, which are then printed as `?`.
         sys.stdout.reconfigure(errors="replace")
     app.define_help_flags()
     program = sys.modules["__main__"]
@@ -67,8 +67,11 @@ def run(
     try:
         code = main(*arguments) or 0
     except SystemExit as end:
-        if not end.code:  # A user's function called sys.exit during the work.
-            raise RuntimeError("The program called sys.exit too early") from end
+        if not end.code:  # Exit code 0 would report a success.
+            raise RuntimeError(
+                "sys.exit was called before the work was complete. Remove this call, for example "
+                "from your own function in data.corpus"
+            ) from end
         raise
     exit_at_interrupt()
     run_on_exit(code, "stopped by a signal" if code else "finished")
@@ -232,7 +235,7 @@ def define_run() -> None:
     flags.DEFINE_bool(
         "debug",
         False,
-        "Compile without optimisation, which takes less time while you debug.",
+        "Compile without most optimisations, for debugging: compiling is faster, steps are slower.",
     )
     flags.DEFINE_string(
         "coordinator",
@@ -240,7 +243,7 @@ def define_run() -> None:
         "HOST:PORT of process 0, if several processes train together.",
     )
     flags.DEFINE_integer(
-        "num_processes", None, "Number of processes that train.", lower_bound=1
+        "num_processes", None, "Number of processes that train together.", lower_bound=1
     )
     flags.DEFINE_integer(
         "process_index", None, "Index of this process, from 0.", lower_bound=0

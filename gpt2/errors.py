@@ -24,7 +24,7 @@ class UserError(Exception):
         self.what = what.rstrip(".")
         self.remedy = remedy
         self.exit_code = exit_code
-        self.is_located = False  # whether `located` has added a place
+        self.is_located = False  # whether an inner `located` has handled this error
 
     def __str__(self) -> str:
         message = f"{self.what}. {self.remedy}".rstrip(". ")
@@ -37,8 +37,9 @@ class UserError(Exception):
 class DivergedError(ArithmeticError):
     """The error of a step whose results contain NaN or Inf.
 
-    `what` begins the message, for example "the loss is". `before` is True if NaN or Inf was
-    computed from the state before the step, and False if it was computed from the new state.
+    `what` begins the message, for example "the loss is". `before` is True if the state before the
+    step led to NaN or Inf (in the loss or the gradients), and False if the state after the step did
+    (in the validation loss).
     """
 
     def __init__(self, step: int, what: str, *, before: bool):
@@ -49,9 +50,10 @@ class DivergedError(ArithmeticError):
 
 @contextlib.contextmanager
 def located(place: object) -> Iterator[None]:
-    """Begin the message of a UserError of the body with the file, line or option that is wrong.
+    """If the body raises a UserError, begin its message with `place`.
 
-    The message does not change if it contains `place`, or if an inner `located` has changed it.
+    `place` is the file, the line or the option that is wrong.
+    The message does not change if it contains `place`, or if it comes from an inner `located`.
     """
     try:
         yield
@@ -163,7 +165,7 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's type if it has none."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -200,7 +202,8 @@ def _discard(stream: TextIO) -> None:
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise a UserError that suggests the nearest choice, unless `value` is one of `choices`.
 
-    All choices are in lower case. The suggestion ignores the case of `value`.
+    The choices must be in lower case, because the search for the nearest one ignores the case of
+    `value`.
     """
     if value not in choices:
         near = difflib.get_close_matches(value.lower(), choices, n=1)

@@ -25,7 +25,9 @@ _SAME_PRESS = 0.3
 _exit_lock = threading.Lock()
 _is_watched = False  # whether the thread of `_watch` is running
 _GRACE = 5.0  # seconds for which a validation may continue after a signal
-_next_command = ""  # text in the last message that says how to continue
+_next_command = (
+    ""  # the end of the exit message, which says how to continue; may be empty
+)
 _loop_stop: "StopSignal | None" = None  # the StopSignal of the current training loop
 
 
@@ -36,8 +38,9 @@ def begin_process() -> None:
 
 
 def raise_at_interrupt() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again, and a second Ctrl-C end the process immediately.
+    """Make Ctrl-C raise KeyboardInterrupt, and a second Ctrl-C end the process immediately.
 
+    This undoes `begin_process`, and is called once all modules are imported.
     A thread ends the process, because the main thread runs handlers only between Python bytecodes.
     """
     global _is_watched
@@ -56,7 +59,7 @@ def raise_at_interrupt() -> None:
 
 
 def exit_at_interrupt(next_command: str = "") -> None:
-    """Make Ctrl-C end the process with a message, which may name the next command.
+    """Make Ctrl-C end the process with a message, which ends with `next_command` if that is given.
 
     KeyboardInterrupt is not enough here, because a callback of JAX could swallow the exception.
     """
@@ -129,7 +132,10 @@ class StopSignal:
         self._handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             if signal.getsignal(number) == signal.SIG_IGN:
-                log(f"{number.name} is ignored, as in every background job of a script")
+                log(
+                    f"{number.name} is ignored, because the shell started this process with "
+                    f"{number.name} ignored, as it does with background jobs of a script"
+                )
             elif number == signal.SIGINT or not self.has_peers:
                 self._handlers[number] = signal.signal(number, self._on_signal)
         return self

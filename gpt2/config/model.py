@@ -32,7 +32,8 @@ class ModelConfig(default.Model):
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
-                f"model.num_heads={self.num_heads}"
+                f"model.num_heads={self.num_heads}",
+                "Choose a divisor",
             )
         if self.position == "rope" and (self.rope_size < 2 or self.rope_size % 2):
             raise UserError(
@@ -79,8 +80,8 @@ class ModelConfig(default.Model):
         )
         if self.parallel_block and has_two_sums:
             raise UserError(
-                "model.parallel_block=True adds to the residual stream only once, which is not "
-                "possible with model.norm_position=post or model.hyper_connections",
+                "model.parallel_block=True adds attention and MLP to the residual stream in one "
+                "sum, but model.norm_position=post and model.hyper_connections need two sums",
                 "Set model.parallel_block=False",
             )
 
@@ -124,7 +125,7 @@ class ModelConfig(default.Model):
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each layer, in tokens, counting the query's token. 0: no limit."""
+        """Attention window of each layer, in tokens, including the query's token. 0: no limit."""
         widths = {"S": self.window, "L": 0}
         letters = self.window_pattern * self.num_layers
         return tuple(widths[letter] for letter in letters[: self.num_layers])

@@ -147,9 +147,10 @@ def require_option(name: str, prefix: str = "") -> None:
 
 
 def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
-    """Return all options by group: the values in `tree`, each checked by itself, or the defaults.
+    """Return all options, nested by group: the values in `tree`, and defaults for all others.
 
-    With `is_record`, the tree is a run's config.json, whose shell commands are ignored.
+    Each value is checked by itself; `Config` checks combinations. With `is_record`, the tree is a
+    run's config.json, and options that contain shell commands are ignored.
     """
     given = Options()
     for name, value in flatten(tree).items():
@@ -171,10 +172,10 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
-    """Raise a UserError if an option has no effect, because an option that it needs is not set.
+    """Raise a UserError if an option is set, but another option prevents it from having an effect.
 
     `values` contains some or all options, by dotted name. An option is not checked if `values` does
-    not contain the option that it needs.
+    not contain the option on which it depends.
     """
     for name, value in values.items():
         option = options[name]

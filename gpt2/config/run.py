@@ -160,8 +160,8 @@ class TrainConfig(default.Train):
 class RulesConfig(default.Rules):
     """The `parallel.rules.` options.
 
-    For an axis of parameters or activations, each option lists the mesh axes that split this axis,
-    separated by commas.
+    Each option is named after an axis of parameters or activations. Its value lists the mesh axes
+    that split this axis, separated by commas.
     """
 
     def axes(self, name: str) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ class ParallelConfig(default.Parallel):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The requested size of every mesh axis. An axis of size -1 has all remaining devices."""
+        """The requested size of every mesh axis. An axis of size -1 uses all remaining devices."""
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         takes_all = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
         axis = takes_all.get(self.strategy)
@@ -215,7 +215,8 @@ class Config(default.Options):
         if self.data.batch_size % train.accumulate_steps:
             raise UserError(
                 f"train.accumulate_steps={train.accumulate_steps} does not divide "
-                f"data.batch_size={self.data.batch_size}"
+                f"data.batch_size={self.data.batch_size}",
+                "Choose a divisor",
             )
         if train.keep_every % (train.checkpoint_every or math.inf):
             raise UserError(
@@ -287,7 +288,7 @@ class Config(default.Options):
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences in a micro-batch of a batch of `data.batch_size`, over all devices."""
+        """Sequences in a micro-batch over all devices, for a batch of `data.batch_size`."""
         return self.data.batch_size // self.train.accumulate_steps
 
     @classmethod
@@ -305,9 +306,9 @@ class Config(default.Options):
         return tree
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Return the config. If `model.vocab_size` is 0, set it to the tokenizer's size.
+        """Return the config, with `model.vocab_size` set to `tokens` if it was 0.
 
-        `tokens` is the tokenizer's size, or 0 if it is not known.
+        `tokens` is the number of tokens of the tokenizer, or 0 if the number is not known.
         """
         size = self.model.vocab_size or tokens
         tokenizer = f"data.tokenizer={self.data.tokenizer}"
@@ -324,7 +325,7 @@ class Config(default.Options):
         return replace(self, model=replace(self.model, vocab_size=size))
 
     def gpt(self) -> GPTConfig:
-        """Return the model's config with the last step's window. `vocab_size` must not be 0."""
+        """Return the model's config, with the last window. Call `with_vocabulary` first."""
         options = asdict(self.model) | {"window": self.shapes.last.window}
         return GPTConfig(
             **options,
@@ -375,7 +376,10 @@ def read_options(name: str) -> Options:
         if path.suffix == ".json":
             tree = json.loads(path.read_text("utf-8"))
             if "seed" not in tree:
-                raise UserError("The file does not contain the options of a run")
+                raise UserError(
+                    "The file does not contain the options of a run",
+                    "Give the config.json in the workdir of a run",
+                )
             return complete(tree, is_record=True)
         get_config = runpy.run_path(str(path))["get_config"]
         return complete(get_config(argument) if argument else get_config())
@@ -387,6 +391,6 @@ def load_config(workdir: Path) -> Config:
     if not path.is_file():
         raise UserError(
             f"{stores.url_or_path(workdir)} does not contain a run",
-            "Give a workdir of train.py",
+            "Give the --workdir of an earlier run of train.py",
         )
     return Config.from_dict(read_options(str(path)))

@@ -45,7 +45,7 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ShapeSchedule:
-    """The shape of every step. `pieces` maps n to the shape that begins after n steps."""
+    """The shape of every step. `pieces` maps n to the shape that the steps after step n have."""
 
     pieces: dict[int, StepShape]
 

@@ -343,7 +343,7 @@ def batches(split):
     [
         ("validation", "raise OSError(5, split)", "OSError: [Errno 5] validation"),
         # Only a run that has reached its last step ends with 0.
-        ("train", "raise SystemExit(0)", "called sys.exit too early"),
+        ("train", "raise SystemExit(0)", "sys.exit was called before"),
     ],
 )
 def test_a_failure_between_steps_saves_the_newest_state(
