@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
-# tiktoken can replace a tokenizer.json only if the file has GPT-2's pre-tokenizer, and if its BPE
-# model sets no other options than these.
+# tiktoken can encode with a tokenizer.json, in place of the tokenizers library, only if the file
+# has GPT-2's pre-tokenizer, and if its BPE model sets no other options than these.
 _PRE_TOKENIZER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 
@@ -25,11 +25,12 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
-    """Return (ranks, eot) of a tokenizer.json, or None if tiktoken cannot replace the file.
+    """Return (ranks, eot) of a tokenizer.json, or None if tiktoken would encode differently.
 
-    tiktoken can replace a file that contains only byte-level BPE with GPT-2's pattern, whose ids
-    increase in the order of the merges, and whose only added token is `<|endoftext|>`. Comments
-    below state further conditions.
+    `ranks` maps the bytes of each token to its id, and `eot` is the id of the end-of-text token.
+    tiktoken encodes in the same way if the file contains only byte-level BPE with GPT-2's pattern,
+    if ids increase in the order of the merges, and if the only added token is `<|endoftext|>`.
+    Comments below state further conditions.
     """
     model = tree["model"]
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})

@@ -50,7 +50,8 @@ def _prepare_mixture(
     weights: dict[str, Fraction],
     recorded: Sequence[Recorded],
 ) -> Dataset:
-    # All parts share one tokenizer, so `build` refuses a tokenizer that is trained on a corpus.
+    # All parts share one tokenizer. `build` gets no texts, so it raises an error if the tokenizer
+    # would have to be trained on a corpus.
     tokenizer = build(data.tokenizer, end_of_text=data.end_of_text)
     parts = dict[str, tuple[Fraction, PreparedTokens]]()
     for (corpus, weight), part in zip(weights.items(), recorded, strict=True):
@@ -95,8 +96,8 @@ def refuse_other(path: Path, dataset: Dataset) -> bool:
         return False
     if saved != dataset.describe():
         raise UserError(
-            "The text, tokenizer or batch function is no longer what "
-            f"{stores.url_or_path(path.parent)} was trained on",
+            "The text, tokenizer or batch function is not the one with which "
+            f"{stores.url_or_path(path.parent)} was trained",
             "Restore what has changed. Otherwise, train with another --workdir, or evaluate another"
             " text with eval.py's --corpus",
         )

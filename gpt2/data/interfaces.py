@@ -63,7 +63,7 @@ class Dataset(Protocol):
 
     @property
     def targets_per_byte(self) -> float | None:
-        """Targets for each byte of the validation text, or None if that is unknown."""
+        """Targets per byte of the validation text, or None if the number is not known."""
         return None
 
     def describe(self) -> dict[str, object]:
@@ -77,4 +77,4 @@ class Corpus(Protocol):
     """A corpus that a reader has opened. Its text has not been encoded yet."""
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the dataset. If it is not on this machine yet, write it first."""
+        """Return the dataset. If its tokens are not on this machine yet, write them first."""

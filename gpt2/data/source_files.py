@@ -50,7 +50,7 @@ def match_files(pattern: str) -> Sequence[File]:
     If no file matches, raise a UserError.
     """
     find = stores.find if stores.is_url(pattern) else find_paths
-    # In a name such as `[2024] notes`, the brackets are not a wildcard.
+    # If nothing matches, take brackets literally, as in the name `[2024] notes`.
     files = find(pattern) or find(pattern.replace("[", "[[]"))
     if not files:
         is_relative = not (stores.is_url(pattern) or Path(pattern).is_absolute())

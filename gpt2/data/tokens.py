@@ -34,7 +34,7 @@ class Split:
     num_tokens: int = 0  # including end-of-text tokens
     num_bytes: int = 0  # UTF-8 bytes of the documents; an end-of-text token has none
     num_documents: int = 0  # a single text counts as one document in each split
-    num_lost: int = 0  # bytes that cannot be decoded from the tokens
+    num_lost: int = 0  # bytes of the documents that the tokens do not preserve
     crc32: int = 0  # CRC-32 of the tokens as stored
     # After a split is read from JSON, each shard is a list of its three values.
     shards: list[Shard] = field(default_factory=list)
@@ -134,7 +134,7 @@ class PreparedTokens:
 
     @property
     def bytes_per_target(self) -> float | None:
-        """Bytes of validation text for each target, or None if the tokens do not preserve it.
+        """Bytes of validation text per target, or None if the tokens do not preserve the text.
 
         The first token is not a target.
         """

@@ -79,7 +79,7 @@ def test_concat_says_how_much_of_a_small_text_an_epoch_leaves_out(corpus):
         left_out = 1 - rows.num_rows * length / size
         assert (left_out > 0.01) == is_much
         assert rows.note == (
-            f"{left_out:.1%} of the text left out of each epoch, which begins at a random token"
+            f"each epoch begins at a random token, and leaves out {left_out:.1%} of the text"
             if is_much
             else ""
         )
@@ -108,7 +108,7 @@ def test_bos_begins_rows_with_documents_and_keeps_each_in_one(corpus):
         assert len(np.unique(tokens)) == len(tokens) - len(SIZES) + 1
         cropped = 1 - len(tokens) / SIZES.sum()
         assert 0.05 < cropped < 0.2
-        assert source.note == f"{cropped:.1%} cropped"
+        assert source.note == f"{cropped:.1%} of the tokens cropped"
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
 
@@ -130,7 +130,7 @@ def test_pad_gives_each_token_once_in_rows_of_one_document(corpus):
         orders.append(order)
         targets = np.sort(np.concatenate(targets))
         padded = np.mean(targets < 0)
-        assert loader.rows[""].note == f"{padded:.1%} padded"
+        assert loader.rows[""].note == f"{padded:.1%} of the positions padded"
         np.testing.assert_array_equal(targets[targets >= 0], np.sort(tokens[1:]))
     assert orders[0] != orders[1]
 
@@ -173,7 +173,7 @@ def test_a_padded_mixture_trains_and_is_validated_by_part(tmp_path, two_texts):
     options = [*TINY, "--config.model.context_length=64"]
     for name in ("corpus", "tokenizer", "val_fraction", "packing", "data_dir"):
         options.append(f"--config.data.{name}={getattr(data, name)}")
-    assert "% padded" in succeed(tmp_path / "run", *options)
+    assert "% of the positions padded" in succeed(tmp_path / "run", *options)
     last = metrics_of(tmp_path / "run")[-1]
     loss = 0.25 * last[f"eval/loss_{names[0]}"] + 0.75 * last[f"eval/loss_{names[1]}"]
     assert last["eval/loss"] == pytest.approx(loss)

@@ -159,10 +159,10 @@ def test_a_run_continues_on_its_text_wherever_that_lies(tmp_path, begun):
     resume(data_at(tmp_path / "there"))
     first, *rest = DOCUMENTS
     altered = data_at(tmp_path / "altered", [first.replace("0", "#", 1), *rest])
-    with pytest.raises(UserError, match="is no longer what"):
+    with pytest.raises(UserError, match="is not the one with which"):
         resume(altered)
     reordered = data_at(tmp_path / "reordered", [*rest, first])
-    with pytest.raises(UserError, match="is no longer what"):
+    with pytest.raises(UserError, match="is not the one with which"):
         resume(reordered)
     other = reordered | {"corpus": "pystdlib"}
     with pytest.raises(UserError, match=r"run with data\.corpus=.*, not pystdlib"):
@@ -178,7 +178,7 @@ def test_a_run_continues_with_its_tokenizer_wherever_that_lies(tmp_path, begun):
     data = data_at(tmp_path / "here", tokenizer=f"{tmp_path}/first.json")
     begin(data)
     resume(data | {"tokenizer": f"{tmp_path}/moved.json"})
-    with pytest.raises(UserError, match="is no longer what"):
+    with pytest.raises(UserError, match="is not the one with which"):
         resume(data | {"tokenizer": f"{tmp_path}/other.json"})
 
 

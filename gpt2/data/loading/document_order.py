@@ -6,7 +6,7 @@ from gpt2.data.tokens import TokenStream
 
 
 class ShuffledDocuments:
-    """A stream of tokens whose documents are joined in the order that `draw` determines.
+    """A stream of tokens whose documents are joined in a random order.
 
     Args:
         stream: the tokens.
@@ -22,7 +22,8 @@ class ShuffledDocuments:
         sizes = np.diff(starts, append=len(stream))[order]
         # For each document in the new order, the index at which the document ends.
         self._ends = np.cumsum(sizes)
-        # For each document, the number that turns an index in the new order into one in `stream`.
+        # For each document, the number to add to an index in the new order to get the index of the
+        # same token in `stream`.
         self._shifts = starts[order] - (self._ends - sizes)
 
     def read(self, start: int, length: int) -> np.ndarray:

@@ -51,7 +51,7 @@ def concat(
     unread = 1 - num_rows * length / max(len(stream), 1)
     note = ""
     if unread > 0.01:
-        note = f"{unread:.1%} of the text left out of each epoch, which begins at a random token"
+        note = f"each epoch begins at a random token, and leaves out {unread:.1%} of the text"
 
     @functools.lru_cache(1)
     def epoch_text(epoch: int) -> tuple[int, TokenStream | ShuffledDocuments]:
@@ -83,7 +83,7 @@ def bos(
 
     @functools.lru_cache(1)
     def pack(epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where the pieces of an epoch's rows begin, their lengths, and the rows' ends."""
+        """Return the start and length of each piece of the rows, and `ends` as in `best_fit`."""
         draw = np.random.default_rng((seed, epoch))
         drawn = draw.permutation(len(starts))
         documents, lengths, ends = best_fit(sizes[drawn].tolist(), length + 1)
@@ -105,7 +105,7 @@ def bos(
             pieces.append(stream.read(int(begins[piece]), int(lengths[piece])))
         return np.concatenate(pieces)
 
-    return Rows(num_rows, read, f"{cropped:.1%} cropped")
+    return Rows(num_rows, read, f"{cropped:.1%} of the tokens cropped")
 
 
 def best_fit(
@@ -114,8 +114,8 @@ def best_fit(
     """Pack documents into rows of `room` tokens.
 
     Return three arrays: the documents in the order of the rows; the number of tokens that are used
-    from each document; and the index in these arrays at which each row begins, followed by the end
-    of the last row. A document of `room` or more tokens has a row of its own.
+    from each document; and `ends`, the index in these arrays at which each row begins, followed by
+    the end of the last row. A document of `room` or more tokens has a row of its own.
     """
     documents = [document for document, size in enumerate(sizes) if size >= room]
     lengths = [room] * len(documents)
@@ -144,8 +144,8 @@ def pad(
 ) -> Rows:
     """Put one document, or a part of a long document, in each row. `assemble` pads the rows.
 
-    Every token of the stream except the first is a target once in each epoch. A new order of the
-    rows is a new order of the documents, so `shuffles_documents` is always False.
+    Every token of the stream except the first is a target once in each epoch. Rows are read in a
+    new order in each epoch, and so are the documents, so `shuffles_documents` is always False.
     """
     stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
@@ -162,7 +162,7 @@ def pad(
         return stream.read(begins[number], sizes[number] + 1)
 
     padded = 1 - sum(sizes) / (num_rows * length)
-    return Rows(num_rows, read, f"{padded:.1%} padded")
+    return Rows(num_rows, read, f"{padded:.1%} of the positions padded")
 
 
 PACKINGS = {"concat": concat, "bos": bos, "pad": pad}

@@ -33,9 +33,9 @@ class TokenDataset(Dataset):
 
     @property
     def targets_per_byte(self) -> float | None:
-        """Targets for each byte of validation text, or None if the tokens do not preserve it.
+        """Targets per byte of validation text, or None if the tokens do not preserve the text.
 
-        The bytes per target of the parts are averaged according to the weights.
+        For a mixture, this is 1 over the weighted mean of the parts' bytes per target.
         """
         total = 0.0
         for weight, part in self.parts.values():

@@ -53,7 +53,7 @@ class UserDataset(Dataset):
     parts: Parts = field(default_factory=dict)  # empty, because nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Return a description of the tokenizer and the code. The data are not known yet."""
+        """Return a description of the tokenizer and the code. It cannot include the data."""
         return {
             "code": self.made_by.code,
             "tokenizer": self.tokenizer.name,
@@ -125,7 +125,8 @@ class UserBatches(Source):
             if step > 1 and not self._restored:
                 warn(
                     f"{self._name} saves no state, so step {step} starts again at the "
-                    "function's first batch"
+                    "function's first batch. To continue after the last batch instead, return an "
+                    "iterable whose state can be saved (docs/data.md)"
                 )
             self._batches = self._repeat()
         batch = next(self._batches)

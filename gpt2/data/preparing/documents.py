@@ -17,9 +17,10 @@ from gpt2.utils.stores import Remote, local_path
 
 # Documents with this number of characters or more are encoded in parts, if the tokenizer allows it.
 PART_CHARACTERS = 2**18
-# The largest number of characters of a document that the tokenizer must encode whole.
+# If the tokenizer must encode documents whole, a document with more characters is an error.
 WHOLE_CHARACTERS = 2**26
-# In a corpus of up to this number of documents, their sizes help to determine their splits.
+# In a corpus of up to this number of documents, the sizes of the documents help to determine which
+# documents are for validation.
 WEIGHED = 2**14
 # Matches a text up to its last space or newline that follows a character other than white space.
 # There, GPT-2's pattern always begins a new piece. If a document is cut there, the tokens of its
@@ -170,7 +171,7 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
     If `whole`, yield the text as one part, for tokenizers that cannot encode parts.
     """
     text = ""
-    # A document may also be a text, which is too long for a message.
+    # A document that is a str has no path, and is too long to be quoted in a message.
     name = "A document" if isinstance(document, str) else str(document)
     with reading(name), _open_text(document) as stream:
         while chunk := stream.read(PART_CHARACTERS):

@@ -66,8 +66,9 @@ class TextCorpus(Corpus):
         if documents.many and tokenizer.eot is None:
             raise UserError(
                 f"data.tokenizer={data.tokenizer} has no token to put between documents",
-                "Name a token of its vocabulary as eos_token in the tokenizer_config.json next to "
-                "it or, for a run, with --config.data.end_of_text=TOKEN. Or use a single text",
+                "Choose a token of its vocabulary. Name it with --config.data.end_of_text=TOKEN "
+                "or, for eval.py, as eos_token in the tokenizer_config.json next to the "
+                "tokenizer.json. Or use a corpus of a single text",
             )
         opening = np.array([tokenizer.eot or 0], np.int32)
         writer = TokenWriter(directory, tokenizer.vocab_size, progress.splits)

@@ -31,7 +31,7 @@ def open_corpus(spec: str) -> Corpus:
     if not usage:
         raise UserError(
             f"data.corpus={spec!r} is not a corpus",
-            f"Give one of these: {', '.join(READERS)}",
+            f"Use one of these forms: {', '.join(READERS)}",
         )
     return READERS[usage](spec.partition(":")[2])
 

@@ -42,7 +42,8 @@ class HubCorpus(Corpus):
     def prepare(self, data: DataConfig) -> Dataset:
         """Return the tokens of `self.revision` or, if it is empty, of `_find_revision`'s result."""
         name = f"{self.repository}/{self.subset}".rstrip("/")
-        # Without the revision here, the names of all revisions' folders have the same beginning.
+        # The corpus is named without its revision, so that the names of all revisions' folders have
+        # the same beginning, by which `prepared_revisions` finds them.
         data = dataclasses.replace(data, corpus=f"hf:{name}#{self.column}")
         open_source = partial(SourceFiles, list, "hf", name, self.column)
         revision = self.revision or self._find_revision(data, open_source())
@@ -72,8 +73,8 @@ class HubCorpus(Corpus):
         revision = str(info.sha)
         if prepared and revision not in prepared:
             log(
-                f"{data.corpus} has a new revision on the hub; to use the prepared revision, give "
-                + with_revision(data.corpus, prepared[-1]),
+                f"{data.corpus} has a new revision on the hub, which is used; to use the prepared "
+                f"revision, set data.corpus={with_revision(data.corpus, prepared[-1])}",
                 sys.stdout,
             )
         return revision

@@ -85,8 +85,8 @@ class TokenCorpus(Corpus):
                         "Set --config.data.tokenizer to the tokenizer that made the tokens",
                     )
                 text = tokens[tokens != tokenizer.eot]
-                # The bytes of a token may depend on its neighbours, so only decoding gives the
-                # exact number. Bits per byte need it for the validation split.
+                # The bytes of a token may depend on its neighbours, so only decoding the text
+                # yields the exact number of bytes. Bits per byte need it, but only for validation.
                 if name == "validation":
                     split.num_bytes += len(tokenizer.decode_bytes(text))
                 else:
@@ -141,7 +141,11 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
         if start.startswith(b"\x93NUMPY"):
             array = np.load(file, mmap_mode="r")
             if not array.flags.c_contiguous or not array.dtype.isnative:
-                raise ValueError("its bytes or its axes are not in the usual order")
+                raise UserError(
+                    f"The array in {file} is not in little-endian byte order, or not in C order",
+                    "Load it, and save it again with np.save(path, np.ascontiguousarray(array, "
+                    "array.dtype.newbyteorder('<')))",
+                )
             dtype = array.dtype.name
             offset = size - array.nbytes
             num_tokens = array.size

@@ -17,9 +17,10 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """Open a user's function. With a parameter `split`, it returns batches, otherwise documents.
+    """Open a user's function.
 
-    If the module's file changes, the documents are prepared again, and a run on batches cannot
+    A function with a parameter `split` returns batches. Any other function returns documents. If
+    the module's file changes, the documents are prepared again, and a run on batches cannot
     continue.
     """
     module, _, name = argument.partition(":")
