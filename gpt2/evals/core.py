@@ -94,7 +94,7 @@ class Task(NamedTuple):
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return the accuracy of each task in core.yaml, and last the mean centered accuracy."""
+    """Return the accuracy of each task in core.yaml, and then CORE, the mean centered accuracy."""
     figures = []
     centered = []
     for task in _read_tasks(path):

@@ -56,8 +56,8 @@ def mean(values: Numbers) -> Estimate:
 def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
     """Return sum(numerators) / sum(denominators), where each list has a value for each example.
 
-    The standard error is the ratio estimator's (Cochran 1977, section 2.11). Examples are
-    assumed to be independent.
+    The standard error is that of the ratio estimator (Cochran 1977, section 2.11), under the
+    assumption that examples are independent.
     """
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
@@ -78,10 +78,10 @@ def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
 
 
 def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
-    """Return the loss in nats per scored token, or per unit if the text has `units` units.
+    """Return the loss in nats per scored token or, if `units` is given, per unit of the text.
 
-    Units such as words are assigned to windows in proportion to tokens, because a window may end
-    within a unit.
+    `units` is the number of units, such as words or bytes, in the whole text. They are assigned to
+    windows in proportion to tokens, because a window may end within a unit.
     """
     losses = [-score.log_prob for score in scores]
     counts = np.array([score.count for score in scores], np.float64)

@@ -65,7 +65,7 @@ def validation(
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return the perplexities per token and per word of a file of WikiText's raw release."""
+    """Return the perplexity per token and the perplexity per word of a file of raw WikiText."""
     text = read_text(path)
     plain = detokenize(text)
     scores = _score(scorer, tokenizer, text, "wikitext tokens")

@@ -60,8 +60,8 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
     if not len(context) or not 0 < len(tokens) <= context_length:
         # `reading` adds the file and the line of the example.
         raise ValueError(
-            f"it has {len(context)} tokens of context and {len(tokens)} to score; allowed are 1 or"
-            f" more of context and 1 to {context_length} to score"
+            f"it has {len(context)} tokens of context and {len(tokens)} tokens to score, but the "
+            f"model needs at least 1 token of context and 1 to {context_length} tokens to score"
         )
     text = np.array([*context, *tokens], np.int32)
     text = text[-context_length - 1 :]
@@ -94,9 +94,9 @@ class Scorer:
     """A model that scores requests on `devices`, with a part of each batch on every device.
 
     Every process that has one of the devices must call the scorer. Without `devices`, all local
-    devices are used, and a terminal shows a progress bar. A program is compiled for each bucket
-    of lengths, and another one for each bucket of requests with segments. Models with other weights
-    use the same programs.
+    devices are used, and a terminal shows a progress bar. A program is compiled for each bucket of
+    lengths, once for requests without segments and once for requests with segments. Scorers of the
+    same model with other weights use the same programs.
 
     `params` may be None to find out whether the files of a task can be read. The scores are then
     meaningless. Windows over a text advance by `stride` tokens or, if `stride` is 0, by half of the

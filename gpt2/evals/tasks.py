@@ -37,7 +37,7 @@ def find_task(spec: str) -> tuple[Score, Path]:
     require_choice("task", name, ("validation", *TASKS))
     if name == "validation":
         raise UserError(
-            f"{spec} is not possible, because validation reads no directory",
+            f"The task {spec} cannot be scored here, because validation reads no directory",
             "In eval.py, use --tasks=validation. Leave it out of train.eval_tasks, because a run "
             "validates every train.eval_every steps",
         )

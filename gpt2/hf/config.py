@@ -9,8 +9,8 @@ from gpt2.hf.families import FAMILIES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
-# rope_type of Hugging Face -> the parameters that `model.rope_scaling` cannot change, with their
-# only supported values.
+# rope_type in config.json -> the parameters of rope that have no option here, each with the only
+# value that `model.rope_scaling` implements.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -39,7 +39,7 @@ def read_config(directory: Path) -> GPTConfig:
 def _with_flat_rope(config: Json, family: Family) -> Json:
     """Return the options of config.json without nesting.
 
-    transformers 5 stores the options of rope in a dictionary of their own.
+    Version 5 of the library transformers stores the options of rope in a nested dictionary.
     """
     names = {
         "rope_theta": family.options.get("rope_base"),

@@ -1,8 +1,8 @@
 """Read and write a Hugging Face directory.
 
 A directory contains config.json, the weights (model.safetensors, one file or several shards) and
-the tokenizer. Rows of the vocabulary for which the tokenizer has no token are padding, which is
-neither read nor written.
+the tokenizer. Rows of the embedding for which the tokenizer has no token are padding. They are
+dropped when weights are read, and are not written.
 """
 
 import contextlib

@@ -197,7 +197,7 @@ FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
 def family_for(cfg: GPTConfig) -> Family:
     """Return the family that can express `cfg`.
 
-    If there is none, raise a UserError that names the options that the nearest family lacks.
+    If there is none, raise a UserError with the options that the most similar family lacks.
     """
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
     lacking = ", ".join(
@@ -205,7 +205,7 @@ def family_for(cfg: GPTConfig) -> Family:
     )
     if lacking:
         raise UserError(
-            f"{family.title}, the nearest family of Hugging Face, has no option for {lacking}",
+            f"{family.title}, the most similar Hugging Face family, has no option for {lacking}",
             "Export a run that uses only the options of one family in docs/weights.md",
         )
     return family

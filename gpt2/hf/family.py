@@ -50,7 +50,7 @@ class Tensor(NamedTuple):
             axis in the file. Empty: the same as `axes`.
         part: the index of the tensor along the second axis of the parameter; None: the tensor is
             the whole parameter.
-        sizes: the size of each letter, once the model is known.
+        sizes: the size of each axis by its letter; empty in the tables of families.
     """
 
     name: str

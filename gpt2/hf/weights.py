@@ -107,7 +107,8 @@ def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config,
 
     `which` is `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the
     latest if none was validated. The options of `parallel.`, `memory.remat` and `model.attention`
-    depend on the run's devices. They are set to their defaults, except `model.attention=plain`.
+    suit the devices on which the run trained, so the returned options contain their defaults
+    instead. Only `model.attention=plain` is kept.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
@@ -128,7 +129,7 @@ def _load_params(
 ) -> tuple[Config, Tree]:
     config = load_config(workdir)
     options = {"memory.remat": "none"}
-    if config.model.attention != "plain":  # which every device supports
+    if config.model.attention != "plain":  # every device supports `plain`
         options["model.attention"] = "auto"
     config = with_options(config, options)
     config = dataclasses.replace(config, parallel=ParallelConfig())
@@ -221,9 +222,9 @@ def load_initial_params(
 ) -> dict:
     """Return the weights that `train.init_from` names, with scanned or unrolled layers as in `cfg`.
 
-    With learned positions, a model with a shorter context uses the first position embeddings, and
-    its context cannot be longer. With other positions, the context may have any length. If the
-    weights were trained without `model.rope_scaling`, the model may use it.
+    With learned positions, the context of `cfg` may be shorter than the context of the weights, but
+    not longer. The model then uses the first position embeddings. With other positions, the context
+    may have any length. If the weights were trained without `model.rope_scaling`, `cfg` may use it.
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)
