@@ -42,7 +42,7 @@ class Chip(NamedTuple):
         return 1e12 * self.half
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
-        """Return the bytes/s that each device of a ring sends, or None if the rate is unknown.
+        """Return the bytes/s that each device of a ring can send, or None if this is unknown.
 
         `group` lists the indices of the ring's devices.
         """
@@ -59,10 +59,11 @@ class Chip(NamedTuple):
 def _read_chips() -> list[Chip]:
     """Read configs/chips.csv, which names the source of each row.
 
-    FLOP/s are without sparsity. If NVIDIA states only FLOP/s with sparsity, they are half of that
-    number. `near` is half the bandwidth of NVLink or of Cloud TPU's links, or the bandwidth of the
-    PCIe slot. `far` is the bandwidth of each GPU's network adapter in the manufacturer's own
-    system. For TPU v2, v3 and TPU7, the numbers are for half a chip, which is one JAX device.
+    FLOP/s are without sparsity. If NVIDIA states only FLOP/s with sparsity, the table has half of
+    that number. `near` is half the bandwidth of NVLink or of Cloud TPU's links, whose data sheets
+    count both directions, or the bandwidth of the PCIe slot. `far` is the bandwidth of each GPU's
+    network adapter in the manufacturer's own system. For TPU v2, v3 and TPU7, the numbers are for
+    half a chip, which is one JAX device.
     """
     path = Path(__file__).parents[2] / "configs/chips.csv"
     chips = list[Chip]()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpt2.errors import warn
 from gpt2.telemetry.writers import Metrics, Writer
+from gpt2.utils.text import counted
 
 
 class MetricsFile(Writer):
@@ -39,7 +40,7 @@ class MetricsFile(Writer):
         os.truncate(self._file, self._end)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Add values to the line of `step`, which must not be older than the newest step."""
+        """Add values to the line of `step`, which must not be earlier than the newest step."""
         if step > self._newest:
             self._newest = step
             self._waiting.append({"step": step})
@@ -115,8 +116,8 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
             bad_lines.append(number)
     if bad_lines:
         warn(
-            f"{path} contains lines that are not metrics records, which are skipped. Their number"
-            f" is {len(bad_lines)}, and the first is line {bad_lines[0]}"
+            f"skipping {counted(len(bad_lines), 'line')} of {path} without a metrics record; the "
+            f"first is line {bad_lines[0]}"
         )
 
 

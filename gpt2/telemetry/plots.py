@@ -44,9 +44,9 @@ def plot_losses(workdir: Path, reference: str = "") -> None:
         axes.plot(validation, color="C3", marker=".", label=label)
     axes.set_xlim(axes.get_xlim())  # published losses must not widen the run's range
 
-    # Published losses are known at numbers of tokens. Their steps are interpolated from the tokens
-    # and steps of this run, beginning with 0 tokens at step 0. After the end of the run, steps are
-    # proportional to tokens.
+    # A published loss comes with a number of tokens, but the axis shows steps. The step at which
+    # this run has trained on the same number of tokens is interpolated between its log lines,
+    # beginning with 0 tokens at step 0. After the end of the run, steps are proportional to tokens.
     tokens = losses["tokens"].dropna()
     known_tokens = [0, *tokens, 1e6 * tokens.iloc[-1]]
     known_steps = [0, *tokens.index, 1e6 * tokens.index[-1]]

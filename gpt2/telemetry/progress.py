@@ -74,4 +74,7 @@ class Progress(Writer):
     def close(self) -> None:
         """Warn about names for which no metric was written."""
         for name in sorted(self._missing):
-            warn(f"logging.screen={name}: the run has written no metric of this name")
+            warn(
+                f"logging.screen={name}: the run has written no metric of this name; the names are "
+                "in metrics.jsonl"
+            )

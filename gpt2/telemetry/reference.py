@@ -12,10 +12,10 @@ REFERENCES = Path(__file__).parents[2] / "configs" / "reference"
 def read_reference(name: str) -> dict[str, np.ndarray]:
     """Return loss curves, by the name of each curve. A curve is an array `[N, 2]`.
 
-    A row contains a number of tokens and the loss in nats per token. Rows are sorted by tokens.
-    `name` is the name of a CSV file in configs/reference/, without its suffix, or a path. For an
-    empty name, there are no curves. Tokens are NaN for a loss without a position on the token axis,
-    such as the loss of OpenAI's weights.
+    A row contains a number of tokens and the loss in nats per token. Rows are sorted by tokens. If
+    the number of training tokens is not known, as for OpenAI's weights, it is NaN. `name` is the
+    name of a CSV file in configs/reference/, without its suffix, or a path. If `name` is empty,
+    there are no curves.
     """
     if not name:
         return {}

@@ -168,7 +168,7 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Return a metric: the highest peak memory among local devices, in bytes; {} on CPUs."""
+    """Return one metric, the highest peak memory of any local device in bytes, or {} on CPUs."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(device.get("peak_bytes_in_use", 0) for device in stats)
     if not peak:

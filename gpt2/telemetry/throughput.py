@@ -24,8 +24,8 @@ class StepClock:
     or checkpoint.
 
     Args:
-        tokens: a function that returns the tokens of the first n steps.
-        flops: a function that returns the FLOPs of the first n steps.
+        tokens: a function of n that returns the number of tokens in the first n steps.
+        flops: a function of n that returns the FLOPs of the first n steps.
         peak_flops: peak FLOP/s of all devices together; None: MFU is not computed.
         since: the time at which the process began, in seconds on the clock of `now`.
         now: a function that returns the current time in seconds.
@@ -89,10 +89,11 @@ class StepClock:
         self._last = step
 
     def read(self) -> dict[str, float]:
-        """Return metrics of the mean speed of all devices together since the last call.
+        """Return the metrics `perf/...`, as means over the steps since the last call.
 
-        `perf/total_seconds` and `perf/goodput` are for the time since the process began. The result
-        is empty if no step was completed since the last call.
+        Tokens per second are the sum over all devices. `perf/total_seconds` and `perf/goodput` are
+        for the time since the process began. The result is empty if no step was completed since the
+        last call.
         """
         total = self.total_seconds
         steps = self._num_steps

@@ -47,7 +47,7 @@ def hash_code(source: Path = SOURCE) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return a hash of one Python file, which ignores the same things as `hash_code`."""
+    """Return a hash of one Python file. Like `hash_code`, it ignores comments and formatting."""
     return hashlib.sha256(_bare(path.read_bytes()).encode()).hexdigest()[:12]
 
 
@@ -113,7 +113,7 @@ def describe_start(step: int) -> dict[str, Any]:
 
 
 def read_starts(workdir: Path) -> list[dict]:
-    """Return the starts in environment.jsonl whose steps are still part of the run, oldest first.
+    """Return the records in environment.jsonl of starts that led to the run's state, oldest first.
 
     A start at step N replaces earlier starts at step N or later.
     """

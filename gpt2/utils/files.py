@@ -25,7 +25,8 @@ def reading(
     """Turn any exception of the body into a UserError: "WHAT cannot be read (REASON)".
 
     Exceptions of every type are caught, because a damaged file can make a library raise any type.
-    A UserError of the body keeps its remedy, and becomes "WHAT: ..." unless it names a place.
+    A UserError of the body keeps its remedy, and becomes "WHAT: ..." unless it already names a
+    file, line or option.
     """
     with located(what):
         try:
@@ -106,7 +107,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock `path`, which may be this process."""
+    """Return whether a process, possibly this one, holds the lock `path`."""
     if not path.exists():
         return False
     with open(path) as file:

@@ -37,10 +37,10 @@ BEGAN = time.perf_counter()  # in seconds, shortly after this process started
 
 
 def prepare_process() -> None:
-    """Apply the settings of docs/performance.md that the user has not set. Call this first.
+    """Apply the settings of docs/performance.md that the user has not set.
 
-    The C library reads its settings when a process starts, so a CPU run on Linux restarts itself
-    once, unless GLIBC_TUNABLES is set.
+    Call this before JAX is imported. The C library reads its settings when a process starts, so a
+    CPU run on Linux restarts itself once, unless GLIBC_TUNABLES is set.
     """
     _open_standard_streams()
     signals.begin_process()
@@ -100,9 +100,10 @@ def _is_installed(package: str) -> bool:
 
 
 def environment_to_measure() -> dict[str, str]:
-    """Return the environment for a process that will be timed.
+    """Return the environment variables for a child process that will be timed.
 
-    It contains the variables of this process and of a CPU run. JAX's compilation cache is off.
+    They are the variables of this process, and those that a CPU run needs. JAX's compilation cache
+    is off.
     """
     uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     return os.environ | cpu_environment() | uncached

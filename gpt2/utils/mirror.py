@@ -17,7 +17,8 @@ PAUSE = 2.0  # seconds between checks for new checkpoints
 def mirrored(url: str, folder: Path) -> Iterator[None]:
     """Push a run's working copy, `folder`, to `url` after every checkpoint and at the end.
 
-    If another run has begun at the same URL, this run sends SIGTERM to itself at its next push.
+    If another run has begun at the same URL, this run notices it at its next push, and then sends
+    SIGTERM to itself, so that it stops.
     """
     claim(url, folder)
     ends = threading.Event()

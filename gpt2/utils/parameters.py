@@ -75,7 +75,7 @@ class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
 
 
 def is_declared(node: Tree) -> bool:
-    """Return whether a node of a tree is a `DeclaredParam`."""
+    """Return whether a node of a tree is a parameter in its box, a `DeclaredParam`."""
     return isinstance(node, DeclaredParam)
 
 

@@ -37,8 +37,8 @@ def remat(
 ) -> type[nn.Module]:
     """Wrap `block` so that it recomputes activations in the backward pass.
 
-    `static` names the block's arguments that are not arrays. `looped` says whether the block is
-    the body of a loop.
+    `policy` is the value of `memory.remat`. `static` names the block's arguments that are not
+    arrays. `looped` states whether the block is the body of a loop.
     """
     arguments = list(inspect.signature(block.__call__).parameters)  # self has index 0
 

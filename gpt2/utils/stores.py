@@ -174,11 +174,11 @@ def url_or_path(folder: Path) -> str:
 def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
-    Keep local files that have not been uploaded yet. But if the store has changed since the last
-    exchange, and the run of the local folder is not the run that began last in the store, rename a
-    local folder with such files, and fetch into a new folder; raise a UserError instead if the
-    store's newest checkpoint is older than at the last exchange. Update nothing if a process trains
-    in the local folder. `only` is a regular expression for the names of the files to fetch.
+    If a process trains in the local folder, nothing is updated. Otherwise, local files that have
+    not been uploaded yet are preserved. If another run has changed the store since the last
+    exchange, a local folder with such files is renamed, and the store is fetched into a new folder.
+    If the store's newest checkpoint is then older than at the last exchange, a UserError is raised
+    instead. `only` is a regular expression for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -199,7 +199,7 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
-    """If `folder` is a working copy, fetch those of the named files that are missing in it."""
+    """If `folder` is a working copy, fetch the named files that are missing in it."""
     url = _read_record(folder).url
     if url and not all((folder / name).exists() for name in names):
         with _exchange(url, folder) as (store, record):
