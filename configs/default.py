@@ -848,8 +848,9 @@ class Logging:
     on_exit: str = option(
         "",
         "shell command that process 0 runs when it ends for any reason (unless it is killed), with "
-        "GPT2_EXIT_CODE and GPT2_EXIT_REASON in the environment; empty: none. Set it by a flag or "
-        "in a .py file whenever a run starts or continues, because config.json does not contain it",
+        "GPT2_EXIT_CODE and GPT2_EXIT_REASON in the environment; empty: none. Set it with a flag "
+        "or in a .py file whenever a run starts or continues, because config.json does not contain "
+        "it",
         may_differ=True,
         is_recorded=False,
     )

@@ -25,9 +25,8 @@ _SAME_PRESS = 0.3
 _exit_lock = threading.Lock()
 _is_watched = False  # whether the thread of `_watch` is running
 _GRACE = 5.0  # seconds for which a validation may continue after a signal
-_next_command = (
-    ""  # the end of the exit message, which says how to continue; may be empty
-)
+# The end of the exit message, which says how to continue. It may be empty.
+_next_command = ""
 _loop_stop: "StopSignal | None" = None  # the StopSignal of the current training loop
 
 

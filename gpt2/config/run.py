@@ -325,7 +325,10 @@ class Config(default.Options):
         return replace(self, model=replace(self.model, vocab_size=size))
 
     def gpt(self) -> GPTConfig:
-        """Return the model's config, with the last window. Call `with_vocabulary` first."""
+        """Return the model's config, with the attention window of the run's last steps.
+
+        Call `with_vocabulary` first, because `model.vocab_size` must not be 0 here.
+        """
         options = asdict(self.model) | {"window": self.shapes.last.window}
         return GPTConfig(
             **options,

@@ -18,7 +18,7 @@ from gpt2.errors import UserError
 from gpt2.utils import files, stores
 
 _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # the plus sign before a part of a mixture
-# The description in the data.json of a run, or None if there is none.
+# The description of a run's data, from its data.json, or None if there is no such file.
 Recorded = Mapping[str, Any] | None
 
 

@@ -330,11 +330,11 @@ def is_path(spec: str) -> bool:
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
-    """Return a name unchanged and, for a tokenizer.json, a string that changes with the tokenizer.
+    """Return a string that identifies the tokenizer `spec`, as a part of a prepared folder's name.
 
-    The string contains a hash of the file, `end_of_text`, and the end-of-text token in the
-    tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor the
-    path of a file that can be read.
+    A name such as `gpt2` is returned unchanged. For a tokenizer.json, the string contains a hash of
+    the file, `end_of_text`, and the end-of-text token in the tokenizer_config.json next to the
+    file. Raise a UserError if `spec` is neither a name nor the path of a file that can be read.
     """
     if spec == "char" or tokens_by_name(spec) > 256:
         return spec

@@ -26,8 +26,8 @@ class Progress(Writer):
     """A writer that prints the metrics of a step as one line.
 
     `names` lists additional metrics to print. A name may omit its prefix: NAME means `train/NAME`
-    and `eval/NAME`. `work` returns the work of the first n steps in any unit, to estimate the
-    remaining time.
+    and `eval/NAME`. The remaining time is estimated from `work(n)`, the work of the first n steps
+    in any unit.
     """
 
     name = "standard output"

@@ -81,9 +81,10 @@ def find(pattern: str) -> list[Remote]:
 
 
 def find_folders(prefix: str, mark: str) -> list[str]:
-    """Return the names of folders that contain a file `mark` and whose paths begin with `prefix`.
+    """Return the names of the folders that begin with `prefix`, and contain a file named `mark`.
 
-    `prefix` is a path or URL. The folder whose `mark` was written last is at the end.
+    `prefix` is a path or URL, including the beginning of a name. The folder whose file `mark` was
+    written last is at the end.
     """
     with _connect(prefix) as (store, root):
         times = dict[str, datetime]()

@@ -85,7 +85,7 @@ MISTAKES = """
     train.py SHORT --process_index=7 --num_processes=2 --coordinator=localhost:1 | process_index=7
     eval.py | workdir
     eval.py --workdir=older | seed
-    eval.py --workdir=moved | no longer
+    eval.py --workdir=moved | not the one
     eval.py --workdir=run --checkpoint=9 | 9
     eval.py --workdir=run --tasks=lambda | lambada
     eval.py --workdir=run --corpus=text:other.txt --val_fraction=2 | See --help

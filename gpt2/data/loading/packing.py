@@ -2,8 +2,8 @@
 
 A row contains the tokens of one sequence. All of them except the first are targets. Rows are
 numbered over the whole run, and each epoch reads every row once, in a different order. Only `bos`
-with shuffled documents may leave out or repeat some rows. `data.shuffle_documents` is the argument
-`shuffles_documents` of each packing.
+with shuffled documents may leave out or repeat some rows. Each packing receives
+`data.shuffle_documents` as its argument `shuffles_documents`.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from gpt2.data.loading.document_order import ShuffledDocuments
 from gpt2.data.tokens import PreparedTokens, TokenStream
 from gpt2.errors import UserError
 
-AHEAD = 1000  # documents among which `bos` chooses one that fits, as in nanochat
+AHEAD = 1000  # number of documents among which `bos` chooses, as in nanochat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gpt2.errors import UserError, warn
 
 UserBatch = Mapping[str, Any]  # array-likes by name
 MakeBatches = Callable[..., Iterable[UserBatch]]
-NUM_STATES = 16  # states that are retained; more than the batches that are read ahead
+NUM_STATES = 16  # newest states that are retained; must exceed the batches read ahead
 INT32 = np.iinfo(np.int32)
 
 

@@ -40,7 +40,7 @@ class HubCorpus(Corpus):
     column: str
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the tokens of `self.revision` or, if it is empty, of `_find_revision`'s result."""
+        """Return the tokens of the revision. If none is given, `_find_revision` chooses one."""
         name = f"{self.repository}/{self.subset}".rstrip("/")
         # The corpus is named without its revision, so that the names of all revisions' folders have
         # the same beginning, by which `prepared_revisions` finds them.
