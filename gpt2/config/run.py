@@ -238,7 +238,8 @@ class Config(default.Options):
         if max(pieces) >= num_steps:
             raise UserError(
                 "train.batch_schedule, train.context_schedule or train.window_schedule changes at "
-                f"step {max(pieces)}, which must be below train.num_steps={num_steps}"
+                f"step {max(pieces)}, which must be below train.num_steps={num_steps}",
+                "Let it change earlier, or raise train.num_steps",
             )
         for start, shape in pieces.items():
             length = shape.context_length

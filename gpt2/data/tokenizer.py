@@ -330,7 +330,7 @@ def is_path(spec: str) -> bool:
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
-    """Return a string that identifies the tokenizer `spec`, as a part of a prepared folder's name.
+    """Return a string that identifies the tokenizer `spec`, for the hash of a prepared corpus.
 
     A name such as `gpt2` is returned unchanged. For a tokenizer.json, the string contains a hash of
     the file, `end_of_text`, and the end-of-text token in the tokenizer_config.json next to the

@@ -16,7 +16,7 @@ from gpt2.utils import files
 
 
 class Figure(NamedTuple):
-    """A score, its standard error over examples, and a description of its convention."""
+    """A score, its standard error over examples, and its convention: how it was computed."""
 
     task: str
     metric: str

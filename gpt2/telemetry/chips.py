@@ -14,8 +14,8 @@ class Chip(NamedTuple):
     Attributes:
         name: name of the chip.
         pattern: regular expression for `device.device_kind`; case is ignored.
-        emulated: the 16-bit dtype that the chip does not support, and computes at the speed of
-            float32; empty if it supports both.
+        emulated: the 16-bit dtype without hardware support, whose products run at the speed of
+            float32; empty if the chip supports both 16-bit dtypes.
         half: TFLOP/s of dense products of bfloat16 or float16, accumulated in float32.
         single: TFLOP/s of float32 products at JAX's default precision, which is TF32 on NVIDIA's
             chips since Ampere, and bfloat16 on TPUs.

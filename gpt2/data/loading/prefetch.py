@@ -17,10 +17,9 @@ T = TypeVar("T")
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """Yield the items of `batches`, while a thread reads up to two more items.
 
-    JAX computes on the CPU in the thread, because only the caller may use accelerators. An error in
-    the thread is raised in place of the batch. The thread may wait forever for text, and
-    the caller would then wait forever for a batch. A signal that stops the run therefore ends the
-    caller's wait with `Stopped`.
+    In the thread, JAX computes on the CPU, because only the caller may use accelerators. An error
+    in the thread is raised in the caller, in place of the batch. If the thread waits forever for
+    text, the caller waits too, so a signal that stops the run ends this wait with `Stopped`.
     """
     # The queue holds one batch, and the thread another.
     ready = queue.Queue[T | BaseException | None](1)
