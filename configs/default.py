@@ -330,9 +330,9 @@ class Model:
     attention: Attention = option(
         "auto",
         "implementation of attention; plain: the reference implementation; blocked: for CPUs; "
-        "cudnn: for GPUs; splash: for TPUs; tokamax: for GPUs from Hopper on, if the model has "
-        "attention_softcap; auto: the fastest of plain, blocked, cudnn and splash that supports "
-        "the device and the model",
+        "cudnn: for GPUs; splash: for TPUs; tokamax: for GPUs from Hopper on, with or "
+        "without attention_softcap; auto: the fastest of plain, blocked, cudnn and splash that "
+        "supports the device and the model",
         may_change=True,
     )
 
