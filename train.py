@@ -157,7 +157,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
             split = batches.validation(num_batches)
             newest = validate(eval_step, state.eval_params, *split)
         if not math.isfinite(newest["eval/loss"]):
-            raise DivergedError(step, "the validation loss is", before=False)
+            raise DivergedError(step, "The validation loss is", before=False)
         return newest
 
     def save(measured: dict[str, float] | None = None) -> None:

@@ -37,7 +37,7 @@ class UserError(Exception):
 class DivergedError(ArithmeticError):
     """The error of a step whose results contain NaN or Inf.
 
-    `what` begins the message, for example "the loss is". `before` is True if the state before the
+    `what` begins the message, for example "The loss is". `before` is True if the state before the
     step led to NaN or Inf (in the loss or the gradients), and False if the state after the step did
     (in the validation loss).
     """

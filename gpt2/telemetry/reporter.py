@@ -130,7 +130,7 @@ class Reporter(AbstractContextManager):
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         bad_in_a_row = values.get("train/bad_in_a_row", float(not is_finite))
         if bad_in_a_row > self._options.skip_bad_steps:
-            what = "the gradients are" if math.isfinite(loss) else "the loss is"
+            what = "The gradients are" if math.isfinite(loss) else "The loss is"
             raise DivergedError(step, what, before=True)
         if not bad_in_a_row:
             self._unlogged.append(dict(values))

@@ -1346,7 +1346,7 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     (lion_code, *_), (diverged_code, diverged, _), (same_code, same, _) = ends
     assert lion_code in (0, 10, 11), ends
     assert diverged_code == same_code == 10, ends
-    assert "the loss is not finite" in json.loads(diverged)["why"]
+    assert "The loss is not finite" in json.loads(diverged)["why"]
     assert (
         json.loads(same)["why"]
         == "it is the same as the best version, so nothing was trained"
@@ -1384,7 +1384,7 @@ def test_a_new_ledger_trains_and_scores_in_the_sandbox_of_the_page(
     )
     # The run of the best version was scored, because the run of the idea began after it.
     assert done.returncode == 10, done.stderr
-    assert "the loss is not finite" in json.loads(done.stdout)["why"]
+    assert "The loss is not finite" in json.loads(done.stdout)["why"]
 
 
 TRACE = """

@@ -131,7 +131,7 @@ def test_a_gradient_is_named(tmp_path, breaking_norms, scanned):
     loud = partial(plant, name="wte/embedding", value=LOUD, index=row)
     program = new_program(options=f"memory.scan_layers={scanned}")
     message = diagnose(tmp_path, program, loud, (2, 1))
-    assert "the gradients are not finite at step 3" in message
+    assert "The gradients are not finite at step 3" in message
     assert re.search(r"the gradient of h_1/mlp/c_proj/\w+ was the first", message)
 
 

@@ -182,7 +182,8 @@ def document_start(tokens: PreparedTokens, option: str) -> int:
 def single_text(option: str) -> UserError:
     """Return the error for an option that needs several documents."""
     return UserError(
-        f"{option} needs several documents, but the corpus is a single text",
+        f"{option} needs several documents, but the corpus has no end-of-text token that would "
+        "separate them",
         "Leave the option out",
     )
 
