@@ -19,6 +19,7 @@ from scipy import stats
 
 from configs import quickstart
 from gpt2.config import Config, with_options
+from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
 from gpt2.lab.ablate.__main__ import _report, with_next_seeds
 from gpt2.lab.ablate.command import describe_runs
@@ -147,6 +148,19 @@ def test_arms_of_many_options_have_short_names_that_differ():
     _, first, second = names(found)
     assert first != second
     assert max(len(first), len(second)) <= 255
+
+
+def test_folders_have_names_that_file_systems_allow(tmp_path):
+    _, arm = arms(f"optim.layer_rates={130 * 'é'}=2")  # 289 bytes
+    tuned = {
+        name: option.default
+        for name, option in OPTIONS.items()
+        if name.startswith("optim.")
+    }
+    folder = arm.make_run(tmp_path, 0, tuned, chooses=True).folder
+    folder.mkdir(parents=True)
+    others = {**tuned, "optim.weight_decay": 0.3}
+    assert arm.make_run(tmp_path, 0, others, chooses=True).folder != folder
 
 
 def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):

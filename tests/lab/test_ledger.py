@@ -873,6 +873,14 @@ def test_options_of_judged_code_are_read_by_another_process(
         {"commit": "--output=/tmp/x"},
         {"number": 7},
         {"number": -1},
+        {"best": 1},
+        {"best": 99},
+        {"pairs": [["a", "b"]]},
+        {"pairs": None},
+        {"pairs": [[1.0]]},
+        {"pairs": [[1.0, 2.0, 3.0, 4.0]]},
+        {"times": [[1.0]]},
+        {"screens": {"2": {"pairs": [[1.0]]}}},
     ],
 )
 def test_a_ledger_of_someone_else_names_no_path_and_no_flag(ideas, change):

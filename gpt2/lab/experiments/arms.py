@@ -39,7 +39,7 @@ _CODE = "code"
 _READ = "from gpt2.config import read_options; print(json.dumps(read_options(path)))"
 # Option groups that may be tuned for each arm and still leave the comparison fair.
 _TUNABLE = ("optim.", "loss.")
-_LONGEST_NAME = 150  # in characters; file systems allow 255 bytes for a folder's name
+_LONGEST_NAME = 150  # in bytes; file systems allow 255 bytes for a folder's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Arm:
         tuned = tuned or {}
         folder = root / "runs" / self.name
         if chooses:
-            folder = root / "tune" / self.name / describe(tuned)
+            folder = root / "tune" / self.name / _folder_name(describe(tuned))
         seed = self.config.seed + number
         return Run(
             arm=self.name,
@@ -165,9 +165,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
                 labels.append(_label(value))
         if not labels:
             continue  # this point is the baseline
-        name = ",".join(labels)
-        if len(name) > _LONGEST_NAME:
-            name = f"{name[:_LONGEST_NAME]}-{zlib.crc32(name.encode()):08x}"
+        name = _folder_name(",".join(labels))
         arm = _make_arm(config, point, name)
         if arms.setdefault(name, arm) != arm:
             raise UserError(
@@ -283,6 +281,15 @@ def _read_value(text: str) -> Settings:
             "Start a separate sweep, ladder or ledger for each value of train.num_steps",
         )
     return options
+
+
+def _folder_name(text: str) -> str:
+    """Return `text` or, if it is too long for a folder's name, its start and a checksum."""
+    name = text.encode()
+    if len(name) <= _LONGEST_NAME:
+        return text
+    start = name[:_LONGEST_NAME].decode(errors="ignore")  # without half a character
+    return f"{start}-{zlib.crc32(name):08x}"
 
 
 def _label(value: Settings) -> str:

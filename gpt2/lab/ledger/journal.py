@@ -42,6 +42,11 @@ class Sample:
     # For each seed, the durations of the best version's run and of the idea's run, in seconds.
     times: list[tuple[float, float]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for values in (self.pairs, self.times):
+            if len(np.array(values, float).reshape(-1, 2)) != len(values):
+                raise ValueError("a pair has two numbers")
+
     @property
     def differences(self) -> Array:
         """The final loss of the idea minus the best version's, for each pair: `[pairs]`."""
@@ -186,6 +191,8 @@ def read_ledger(root: Path) -> Ledger:
             names = f"{idea.arm.name} {idea.arm.commit}"
             if not _NAMES.fullmatch(names) or idea.number not in range(len(ideas) + 1):
                 raise ValueError("the line does not describe an idea")
+            if idea.best and ideas[idea.best].answer != Answer.KEEP:
+                raise ValueError("the idea's best version was not accepted before it")
             ideas[idea.number] = idea
             if idea.seeds:
                 ledger.tests.setdefault(idea.number)
