@@ -158,7 +158,7 @@ def _find_workdirs(path: str) -> dict[str, list[Path]]:
 
 
 def _read_origin(workdir: Path) -> Origin:
-    """Read the `Origin` of a run. The code that trained it may have other options than ours."""
+    """Read the `Origin` of a run, which another version of the code may have trained."""
     with reading(workdir, "Use the workdir of a run of train.py"):
         tree = json.loads((workdir / "config.json").read_text("utf-8"))
         facts = read_sealed(workdir / "data.json") or {}

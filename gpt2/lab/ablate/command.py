@@ -95,8 +95,9 @@ def make_sweep(
 ) -> Sweep:
     """Return the sweep of `arms`. The flags determine its other fields.
 
-    Prepare the data and check out the code of all arms, so that errors appear before training. For
-    the report, the sweep stores the command line: `python -m` with `module` and the arguments.
+    This also prepares the data and checks out the code of all arms, so that errors appear before
+    training. `module` is the module that the user runs with `python -m`: the sweep stores the
+    command line for its report.
     """
     analyses = _read_analyses(FLAGS.seeds)
     tuned = FLAGS.tune
@@ -135,7 +136,7 @@ def make_sweep(
 
 
 def _read_analyses(seeds: Sequence[str]) -> list[int]:
-    """Return the seed counts that `--seeds` lists, in ascending order."""
+    """Return the values of `--seeds`, ascending: numbers of seeds at which a sweep is analysed."""
     analyses = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(analyses) > 1 else 1
     all_valid = 0 < len(analyses) == len(seeds)

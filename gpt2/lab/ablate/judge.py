@@ -19,7 +19,10 @@ _FUTILE = 0.2  # an arm stops if its conditional power is below this
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's runs, except tuning runs. `state` selects runs in this state."""
+    """Return the rows of an arm's runs, except tuning runs.
+
+    With `state`, such as `finished`, return only the runs in this state.
+    """
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
     if state:
@@ -42,9 +45,9 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """Return the verdict on each arm except the baseline, by name.
 
     An interim analysis after n seeds is made once the first n runs of the baseline and of all arms
-    without a verdict have ended. It decides arms that differ from the baseline, futile arms (see
-    `is_futile`), and arms to which no test applies, for example because a run diverged. The last
-    analysis decides all other arms.
+    without a verdict have ended. An arm gets its verdict if it differs from the baseline, if it is
+    futile (see `is_futile`), or if no test applies to it, for example because a run diverged. In
+    the last analysis, all remaining arms get their verdicts.
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
@@ -113,9 +116,10 @@ def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
 def level_at(analyses: Sequence[int], analysis: int) -> float:
     """Return the level (error rate) of the analysis after `analysis` seeds.
 
-    The sum of the levels up to an analysis is proportional to the third power of its number of
-    seeds (Kim and DeMets 1987, Biometrika 74). All levels add up to `LEVEL`. By Bonferroni's
-    inequality, the error rate of all analyses together is therefore at most `LEVEL`.
+    `analyses` are the numbers of seeds of all analyses. The sum of the levels up to an
+    analysis is proportional to the third power of its number of seeds (Kim and DeMets 1987,
+    Biometrika 74). All levels add up to `LEVEL`. By Bonferroni's inequality, the error rate of all
+    analyses together is therefore at most `LEVEL`.
     """
     earlier = [other for other in analyses if other < analysis]
     before = max(earlier, default=0)
@@ -126,12 +130,14 @@ def level_at(analyses: Sequence[int], analysis: int) -> float:
 def is_futile(
     errors: Numbers, num_arms: int, analyses: Sequence[int], analysis: int
 ) -> bool | np.ndarray:
-    """Return whether an arm is futile. `errors` is its difference so far, in standard errors.
+    """Return whether an arm is futile: whether further seeds are unlikely to show a difference.
 
-    An arm is futile if its conditional power is below 20 %. The conditional power is the
-    probability that the last analysis finds a difference, given the scores so far (Lan, Simon and
-    Halperin 1982). The true difference is assumed to be the smallest difference that the last
-    analysis would find with probability `POWER` if there were no scores yet.
+    `errors` is the arm's difference so far, in standard errors. `analysis` is the number of seeds
+    so far, and `analyses` are the numbers of seeds of all analyses. An arm is futile if its
+    conditional power is below 20 %. The conditional power is the probability that the last analysis
+    finds a difference, given the scores so far (Lan, Simon and Halperin 1982). The true difference
+    is assumed to be the smallest difference that the last analysis would find with probability
+    `POWER` if there were no scores yet.
     """
     fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf

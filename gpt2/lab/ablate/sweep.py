@@ -1,4 +1,4 @@
-"""A sweep: its arms, its seeds, the terms of the comparison, and the runs that follow from them."""
+"""A sweep: its arms (variants), its seeds, what all runs have in common, and the list of runs."""
 
 import dataclasses
 import itertools
@@ -23,7 +23,7 @@ CHOOSING_SEED = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The arms that are compared, and the terms of the comparison."""
+    """The arms (variants) to compare, and what all have in common, such as equal tokens."""
 
     root: Path  # the folder of the sweep
     commands: Sequence[str]  # all command lines that were used, for the report
@@ -56,7 +56,10 @@ class Sweep:
         return "nats per token" if self.score == LOSS else "bits per byte"
 
     def tuning_runs(self) -> list[Run]:
-        """Return the tuning runs, `tune_seeds` for each arm and combination of tuned values."""
+        """Return the runs that try the values of `--tune`.
+
+        Each arm has `tune_seeds` such runs for each combination of values.
+        """
         runs = list[Run]()
         if not self.tune:
             return runs
@@ -79,7 +82,10 @@ class Sweep:
         return self.seeds.get(arm.name, self.analyses[0])
 
     def runs(self) -> list[Run]:
-        """Return the runs to compare, seed by seed, of all arms whose tuned values are chosen."""
+        """Return the runs from which arms are judged, ordered by seed and then by arm.
+
+        Tuning runs, and arms whose tuned values have not been chosen yet, are left out.
+        """
         runs = []
         most = max(map(self.num_seeds, self.arms))
         for i in range(most):
@@ -90,13 +96,14 @@ class Sweep:
         return runs
 
     def all_runs(self) -> list[Run]:
-        """Return the tuning runs and the compared runs."""
+        """Return the tuning runs, and then all other runs."""
         return [*self.tuning_runs(), *self.runs()]
 
     def with_choices(self) -> "Sweep":
-        """Return the sweep with the best values of every arm whose tuning runs have all ended.
+        """Return the sweep with tuned values chosen for each arm whose tuning runs have all ended.
 
-        A failed run does not count as ended, because the next command trains it again.
+        The chosen values have the lowest mean score. A failed run does not count as ended, because
+        the next command trains it again.
         """
         chosen = dict(self.chosen)
         if not self.tune:
@@ -166,10 +173,10 @@ def _describe_tune(tune: Sequence[Sequence[Settings]]) -> str:
 
 
 def continued(sweep: Sweep) -> Sweep:
-    """Return the sweep with the arms, seeds and choices that its folder already has.
+    """Return a sweep with the arms, seeds and tuned values of the sweep in its folder added.
 
-    Raise a UserError if the folder's sweep has other terms (such as `--equal` or `--tune`), or an
-    arm with the same name but other options.
+    Raise a UserError if the sweep in the folder has other values of `--equal`, `--tune` or similar
+    flags, or an arm with the same name but other options.
     """
     if not (sweep.root / "sweep.json").exists():
         return sweep

@@ -109,7 +109,10 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
 
 
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
-    """Print which tuned values are at an end of their lists, and what tuning leaves uncertain."""
+    """Print which chosen values are at an end of their list in `--tune`: others may be better.
+
+    Also print that tuning depends on luck, because it trains few seeds.
+    """
     for sweep in sweeps:
         for note in sweep_tables.tuning_notes(sweep):
             size = f"{sweep.root.name}: " if len(sweeps) > 1 else ""

@@ -126,7 +126,7 @@ def compare(
         words = _obstacle(baseline, arm, paired)
         if not words:
             judged[name] = arm
-            # If the scores differ, `test` below replaces these words.
+            # If the scores are not all the same, the result of `test` below replaces these words.
             words = f"the same {constant} for every seed: no verdict"
         verdicts[name] = Verdict(arm.mean - baseline.mean, words, baseline.mean)
     if judged:
@@ -161,7 +161,10 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of Dunnett's and Welch's tests on arms whose pooled variance is not 0."""
+    """Return the verdicts of Dunnett's and Welch's tests.
+
+    Arms whose pooled variance is 0 are left out, because the tests divide by it.
+    """
     first = baseline.scores.to_numpy()
     groups = [first, *(arm.scores.to_numpy() for arm in arms.values())]
     variances = np.array([group.var(ddof=1) for group in groups])
@@ -199,7 +202,10 @@ def _test(
 def _test_pairs(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of paired t-tests on arms whose differences are not all the same."""
+    """Return the verdicts of paired t-tests.
+
+    Arms whose differences are all the same are left out, because the tests divide by their spread.
+    """
     level_of_arm = level / len(arms)
     verdicts = {}
     for name, arm in arms.items():

@@ -32,7 +32,7 @@ PEERS = ("torch", "torch_compile")
 
 
 class Case(NamedTuple):
-    """The config that a side trains, and the environment of its process."""
+    """The config of a side (a measured step), and the environment variables of its process."""
 
     config: Config  # `model.vocab_size` is set
     xla_flags: str = ""

@@ -175,10 +175,11 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
 
 def draw_trials(tune: Sequence[str], number: int) -> str:
-    """Return a value for `--tune` with quasi-random points in the ranges that `tune` contains.
+    """Return a value for `--tune` with `number` quasi-random points in the ranges in `tune`.
 
-    A range is `OPTION=LOW..HIGH`. Points have three significant digits, or are integers if the
-    option is an integer. If LOW is above 0, they are spread over a logarithmic scale.
+    A range is `OPTION=LOW..HIGH`. A point has a value for the option of each range: an integer if
+    the option is an integer, and otherwise three significant digits. If LOW is above 0, the values
+    are spread over a logarithmic scale.
     """
     ranges = []
     for text in tune:
@@ -213,7 +214,10 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
 
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
-    """Return the values of each `--tune`. Every arm tries all combinations of these values."""
+    """Return the values of each `--tune`. Every arm tries all combinations of these values.
+
+    Raise a UserError if a `--vary` already sets a tuned option.
+    """
     taken = set[str]()
     for text in vary:
         taken.update(*_read_axis(text))

@@ -53,9 +53,10 @@ class LocalSlot(NamedTuple):
 
 
 def confined(command: Sequence[str], run: Path, output: Path) -> list[str]:
-    """Return the command that starts `command` in the user's sandbox, if there is one.
+    """Return the command that starts `command` in the user's sandbox.
 
-    In the sandbox, the process may read the folder `run`, and write only the folder `output`.
+    In the sandbox, the process may read the folder `run`, and write only the folder `output`. If
+    the environment variable GPT2_SANDBOX is not set, return `command` itself.
     """
     prefix = []
     for word in shlex.split(os.environ.get(SANDBOX, "")):
@@ -65,9 +66,10 @@ def confined(command: Sequence[str], run: Path, output: Path) -> list[str]:
 
 
 def become(cores: str, *command: str) -> None:
-    """Run a Python file in place of this one.
+    """Replace the program of this process with a Python file: `command` is its path and arguments.
 
-    On Linux, it runs on the given cores, and gets SIGTERM when the parent ends.
+    On Linux, first restrict this process to `cores`, such as `0,1`, and ask the kernel to send it
+    SIGTERM when its parent process ends.
     """
     if sys.platform == "linux":
         os.sched_setaffinity(0, map(int, cores.split(",")))

@@ -86,7 +86,7 @@ class RayProcess:
         self._end = remote.remote(os.getcwd(), command, log, environment)
 
     def poll(self) -> int | None:
-        """Return the exit code, NODE_LOST, or None if the process has not ended."""
+        """Return the exit code, NODE_LOST if the node was lost, or None if the process runs."""
         errors = self._ray.exceptions
         try:
             code, self.seconds = self._ray.get(self._end, timeout=0)
@@ -115,7 +115,7 @@ class RayProcess:
 def _run(
     folder: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> tuple[int, float]:
-    """Run a Python file in a worker of Ray, and return its exit code and its seconds."""
+    """Run a Python file in a worker of Ray. Return its exit code, and its duration in seconds."""
     began = time.monotonic()
     os.chdir(folder)
     os.environ.update(environment)

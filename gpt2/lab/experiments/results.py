@@ -78,7 +78,7 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 
 
 def unknown(steps: int) -> float:
-    """Return NaN, for a run of other code: that code may have another formula for FLOPs."""
+    """Return NaN, the FLOPs of a run of other code: that code may count FLOPs differently."""
     return math.nan
 
 

@@ -101,9 +101,9 @@ class Run:
     def read(self, score: str) -> list[dict]:
         """Return the records of metrics.jsonl.
 
-        Raise a UserError if the folder contains another run or a damaged run. A run that has ended
-        must have the expected options. A finished run must have the metric `score` at its last
-        step.
+        Raise a UserError if a file is damaged, if the run in the folder finished or diverged with
+        other options, or if it finished without the metric `score` at its last step. The options
+        of a run that failed, or has not ended, are not checked.
         """
         options = self.options()
         state = self.outcome().state

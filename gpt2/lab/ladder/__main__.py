@@ -142,7 +142,10 @@ def _load(root: Path) -> list[Sweep]:
 
 
 def _report(root: Path, sweeps: Sequence[Sweep], gain: float | None = None) -> int:
-    """Write the report, print the verdicts and the plan for a gain, and return the exit code."""
+    """Write the report, print the verdicts, and return the exit code.
+
+    If `gain` (a compute multiplier) is not None, also print how many pairs of runs would find it.
+    """
     with files.locked(root / ".sweep.lock"):
         # Another command may have added arms or seeds while this command trained.
         newest = [continued(sweep).with_choices() for sweep in sweeps]

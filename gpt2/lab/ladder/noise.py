@@ -67,10 +67,10 @@ def gains(noise: pd.DataFrame, multiplier: float) -> Array:
 
 
 def sweep_pairs(effect: float) -> float:
-    """Return how many pairs a paired sweep of one arm needs to find a difference in 4 of 5 sweeps.
+    """Return how many pairs a paired sweep of one arm needs to find a difference.
 
-    `effect` is the true difference, divided by the standard deviation of a pair's difference.
-    Return inf if 1,000 pairs are too few.
+    With this number, 4 of 5 such sweeps would find it. `effect` is the true difference, divided by
+    the standard deviation of a pair's difference. Return inf if 1,000 pairs are too few.
     """
     for pairs in range(2, _MOST_PAIRS + 1):
         if paired_difference(1 / math.sqrt(pairs), pairs - 1, LEVEL) <= effect:
@@ -79,10 +79,10 @@ def sweep_pairs(effect: float) -> float:
 
 
 def ledger_pairs(effect: float) -> float:
-    """Return the number of pairs within which 4 of 5 ledgers accept a first idea with this effect.
+    """Return how many pairs a ledger needs to accept its first idea.
 
-    `effect` is defined as in `sweep_pairs`. Return inf if a ledger's default of 16 pairs is too
-    small.
+    With this number, 4 of 5 ledgers would accept an idea with the given effect, which is defined as
+    in `sweep_pairs`. Return inf if a ledger's default of 16 pairs is too small.
     """
     enough = np.flatnonzero(_findable_effects() <= effect)
     return enough[0] + 1 if len(enough) else math.inf
@@ -90,7 +90,7 @@ def ledger_pairs(effect: float) -> float:
 
 @cache
 def _findable_effects() -> Array:
-    """Return the smallest effects with which 4 of 5 first ideas are accepted in 1, 2, ... pairs."""
+    """Return the smallest effect that 4 of 5 ledgers accept within n pairs, for n = 1, 2, ..."""
     return findable(MOST_PAIRS, level_at(1, 0), POWER)
 
 

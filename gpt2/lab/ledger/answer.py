@@ -30,7 +30,11 @@ from gpt2.utils.scan import in_layout
 
 
 def main(workdir: str) -> None:
-    """Send logits of the newest checkpoint of a run, until standard input ends."""
+    """Compute logits with the newest checkpoint of a run, until standard input ends.
+
+    Read batches of tokens from standard input, and write float32 logits to standard output, in the
+    format that the module's docstring describes.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what other code prints must not mix with the answers
     config, params = load_params(workdir, "latest")

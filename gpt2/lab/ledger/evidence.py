@@ -1,21 +1,23 @@
 r"""The evidence for an idea (valid after every pair of runs), and the levels of a ledger.
 
-An idea is kept if its evidence is at least 1 divided by its level, an allowed error rate. The idea
-and the best version so far train with the same seeds, which are new for each idea. x_1, x_2, ...
-are the differences of their final losses, idea - best. The null hypothesis is that their mean is 0
-or above. Let n be the number of pairs, m the mean of x_1, ..., x_n, S = sum (x_i - m)^2, tau = 3,
-r = 1 + n tau^2, and F_n the distribution function of Student's t with n degrees of freedom. Then
-the evidence is
+An idea is kept (accepted) if its evidence is at least 1 divided by its level, an allowed error
+rate. The idea and the best version so far train with the same seeds, which are new for each idea.
+x_1, x_2, ... are the differences of their final losses, idea - best. The null hypothesis is that
+the expected difference is 0 or above. Let n be the number of pairs, m the mean of x_1, ..., x_n,
+S = sum (x_i - m)^2, tau = 3, r = 1 + n tau^2, and F_n the distribution function of Student's t with
+n degrees of freedom. Then the evidence is
 
     E_n = 2 r^(-1/2) ((S + n m^2) / (S + n m^2 / r))^(n/2)
           F_n(-m n tau / sqrt(r (S + n m^2 / r) / n)).
 
-E_n is the likelihood ratio of "mean / deviation is -|N(0, tau^2)|" to "mean / deviation is 0",
-after the right Haar prior has removed the deviation (Lai 1976, Annals of Statistics 4; Pérez-Ortiz,
-Lardy, de Heide and Grünwald 2024, Annals of Statistics 52; Wang and Ramdas 2025, Sequential
-Analysis 44). Under the null hypothesis its expectation is at most 1 at any stopping time, if the
-decision to stop depends only on ratios of differences, as it does here. A ledger may therefore
-compute E_n after each pair, and may later add pairs to the pairs that an idea already has.
+E_n is a Bayes factor. It compares two hypotheses about d, the expected difference divided by the
+true standard deviation of differences: that d = -|z| with z drawn from N(0, tau^2), and that d = 0.
+In both, the unknown standard deviation has the right Haar prior, so E_n does not depend on the unit
+of the losses (Lai 1976, Annals of Statistics 4; Pérez-Ortiz, Lardy, de Heide and Grünwald 2024,
+Annals of Statistics 52; Wang and Ramdas 2025, Sequential Analysis 44). Under the null hypothesis,
+the expectation of E_n is at most 1 at any stopping time, if the decision to stop depends only on
+ratios of differences, as it does here. A ledger may therefore compute E_n after each pair, and may
+later add pairs to the pairs that an idea already has.
 
 The assumptions are: the differences of an idea are independent and normal with the same standard
 deviation, which may be different for each idea. Ideas share no runs: seeds are drawn when a pair
@@ -90,7 +92,10 @@ def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
 
 
 def most_evidence(pairs: int) -> float:
-    """Return the largest evidence that n = `pairs` pairs can reach: 2 r^((n - 1) / 2)."""
+    """Return the largest evidence that n = `pairs` pairs can reach: 2 r^((n - 1) / 2).
+
+    r is defined in the module's docstring.
+    """
     r = 1 + pairs * _TAU**2
     return 2 * r ** ((pairs - 1) / 2)
 

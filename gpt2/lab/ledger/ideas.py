@@ -122,7 +122,7 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
     Such options determine, for example, the text, the seed, the validation, or what a run logs.
     """
     for name, about in OPTIONS.items():
-        # --equal determines the number of steps.
+        # A recipe may have another number of steps, because `_equalize` replaces it later.
         if about.is_recipe or name == "train.num_steps":
             continue
         if get_option(arm.config, name) != get_option(best.config, name):
@@ -149,7 +149,7 @@ def _changed_code(old: str, new: str) -> list[str]:
 
 
 def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
-    """Raise a UserError for code that changes options in configs/.
+    """Raise a UserError if an idea's code changes the config file or the default of an option.
 
     Runs take their options from the ledger, and would ignore such a change.
     """

@@ -58,11 +58,12 @@ class _Row(NamedTuple):
 
 
 def score(run: Run, dataset: Dataset) -> Score:
-    """Return the losses of a finished run. The run has not read the validation split in `dataset`.
+    """Return a finished run's losses on the validation split of `dataset`, and on its own split.
 
+    The run has not read the first of these splits, but validates itself on the second.
     A second process of the run's code predicts a random half of the rows again (at most one batch),
-    in a shuffled order. Raise a NoAnswerError if the losses differ from the first ones. They would
-    differ if the code used other rows to predict a row: one of them may be its continuation.
+    in a shuffled order. Raise a NoAnswerError if the losses of these rows have changed, which shows
+    that the code predicts a row with the help of other rows, such as the row's continuation.
     """
     own = prepare_dataset(run.config.data)
     with _Answers(run) as answers:
@@ -95,7 +96,7 @@ def score(run: Run, dataset: Dataset) -> Score:
 def _measure(
     answers: "_Answers", dataset: Dataset, config: Config
 ) -> tuple[float, list[_Row]]:
-    """Return the loss on a validation split, and a random half of its rows, at most one batch.
+    """Return the loss on a validation split, and a random half of its rows (at most one batch).
 
     Only half of the rows are drawn, so that the continuation of a row is often not among them.
     """
@@ -210,7 +211,7 @@ class _Answers:
         return nats
 
     def end(self) -> None:
-        """End the process's input. Raise an error if the process has written too much."""
+        """Close the process's standard input. Raise an error if it has written too many logits."""
         self.process.stdin.close()  # type: ignore[union-attr]
         if self._read(1):
             raise NoAnswerError("its logits do not have the shape [rows, vocabulary]")

@@ -59,14 +59,17 @@ class Plan(NamedTuple):
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def fits(self, board: str) -> bool:
-        """Return whether the step fits into the memory that JAX may allocate on an accelerator."""
+        """Return whether the step fits into the memory of `board` that JAX may allocate.
+
+        `board` is the name of an accelerator, a key of `BOARDS`.
+        """
         usable = 1e9 * BOARDS[board].memory
         if not board.startswith("TPU"):
             usable *= float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)
         return self.bytes_needed <= usable
 
     def network_seconds(self, board: str) -> float:
-        """Return the seconds that collectives take on an accelerator of `BOARDS`.
+        """Return the seconds that collectives take in a step on an accelerator of `BOARDS`.
 
         The result is infinite if the speed of a link between two devices is unknown.
         """
@@ -134,9 +137,10 @@ def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
 
 
 def compute_seconds(config: Config, num_devices: int, board: str) -> float:
-    """Return the seconds in which a device computes a step, at `ATTAINABLE` of its peak.
+    """Return the seconds that each of `num_devices` devices computes in a step.
 
-    The time includes what `memory.remat` computes again.
+    A device is assumed to reach the fraction `ATTAINABLE` of its peak FLOP/s. `board` is a key of
+    `BOARDS`. The time includes what `memory.remat` computes again.
     """
     cfg = config.gpt()
     per_token = model_flops_per_token(cfg, config.shapes.largest)

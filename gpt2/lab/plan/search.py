@@ -51,6 +51,7 @@ def search(
 ) -> int:
     """For each layout, compile variants until one fits. Print all variants, the fastest first.
 
+    Each variant of a layout needs less memory than the variant before it (see `_VARIANTS`).
     Variants that do not fit are printed last. Options with names in `given`, such as
     `memory.remat`, stay as they are. Return 1 if no layout fits.
     """

@@ -119,9 +119,10 @@ def _program_of_steps(trace: Trace) -> str:
 
 
 def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
-    """Return the start and end of each run of the step, over all devices.
+    """Return the start of the first and the end of the last operation of each run of the step.
 
-    `num_steps` is the number of steps that the host dispatched.
+    `own` are the operations of the step, ordered by time. `num_steps` is the number of steps that
+    the host dispatched.
     """
     # A GPU's trace does not number the runs. In such a trace, the start of an operation that runs
     # once in each step is taken as the start of a run.
