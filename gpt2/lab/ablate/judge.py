@@ -87,11 +87,12 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
-    """Return the sweeps with more seeds: the baseline and all open arms continue.
+    """Return the sweeps with the seeds of the next analysis for the baseline and all open arms.
 
-    `words` maps the name of each arm to its verdict. An arm is open if this is `Decision.OPEN`. All
-    sweeps have the same arms, for example at the sizes of a ladder. Return the sweeps unchanged if
-    a run has not ended, if tuned values have not been chosen, or if no arm is open.
+    `words` maps the name of each arm to its verdict. An arm is open if its verdict is
+    `Decision.OPEN`. All sweeps have the same arms, for example at the sizes of a ladder. Return the
+    sweeps unchanged if a run has not ended, if tuned values have not been chosen, or if no arm is
+    open.
     """
     baseline, *arms = sweeps[0].arms
     open_arms = [arm for arm in arms if words[arm.name] == Decision.OPEN]

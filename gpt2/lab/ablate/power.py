@@ -151,7 +151,7 @@ def paired_difference(error: float, df: int, level: float) -> float:
 
 @cache
 def _chi(df: int) -> tuple[Array, Array]:
-    """Return nodes and weights of a quadrature over the distribution of an estimated deviation.
+    """Return nodes and weights of a quadrature over an estimated standard deviation.
 
     The true standard deviation is 1, and the estimate has `df` degrees of freedom.
     """

@@ -173,7 +173,7 @@ def _describe_tune(tune: Sequence[Sequence[Settings]]) -> str:
 
 
 def continued(sweep: Sweep) -> Sweep:
-    """Return a sweep with the arms, seeds and tuned values of the sweep in its folder added.
+    """Return the sweep, extended by the arms, seeds and tuned values that its folder already has.
 
     Raise a UserError if the sweep in the folder has other values of `--equal`, `--tune` or similar
     flags, or an arm with the same name but other options.

@@ -105,7 +105,9 @@ def describe_fractions(fractions: np.ndarray) -> str:
 
     `fractions` is `[runs of the arm, 1 + runs of the baseline]`: the fractions of a baseline run
     that a run of the arm needs to reach a target. The target of the first column is the mean of the
-    baseline's final scores. The target of each other column is one of these scores.
+    baseline's final scores. The target of each other column is one of these scores. A fraction is
+    inf if the run does not reach the target. If any
+    fraction is inf, return how many runs reach all targets.
     """
     if not fractions.size or np.isnan(fractions).any():
         return "-"

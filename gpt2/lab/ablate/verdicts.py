@@ -11,8 +11,8 @@ wider one of the intervals of the two tests. Both tests are unpaired, and assume
 1. Dunnett's test (Dunnett 1955, JASA 50) of all arms together. It pools the variances, which gives
    the test more power if there are few seeds. But the pooled variance is too small for an arm or a
    baseline whose losses vary more than the others. An arm with more than ten times the median
-   variance is left out when the variance is pooled for other arms, because it would hide their
-   differences.
+   variance is left out when the variance is pooled for other arms. Otherwise the pooled variance
+   would hide their differences.
 2. Welch's t-test (Welch 1947, Biometrika 34) of the arm and the baseline alone, whose variances may
    differ, at level / sqrt(number of arms). That is the geometric mean of the unadjusted level and
    Bonferroni's level.

@@ -6,10 +6,10 @@ r"""Measure the time of a training step, alone or together with PyTorch's.
 
 This command measures in turn: a step of the config, a step of each peer (the same model in PyTorch)
 and, for each --vary, a step of the config with these options changed. The time includes clipping
-and the optimizer, but not warm-up, compilation or data. With --peers, the command turns dropout and
-the schedule of the learning rate off, and rounds the size of the vocabulary up to a multiple of 64.
-Before it measures, it compares the losses of the first steps, and stops with an error if they
-differ. For a quick first measurement, add --rounds=1.
+and the optimizer, but not warm-up, compilation or data. With --peers, the command turns dropout
+and stochastic depth off, makes the learning rate constant, and rounds the size of the vocabulary up
+to a multiple of 64. It then compares the losses of the first steps before it measures, and stops
+with an error if they differ. For a quick first measurement, add --rounds=1.
 
     python -m gpt2.lab.benchmark suite --output=DIR
 

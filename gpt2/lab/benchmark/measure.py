@@ -199,11 +199,11 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 
 
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
-    """Return the mean ratio of a side's turns to our turns, and the ends of its 95 % interval.
+    """Return how many times as long a side's step takes as ours, and the ends of a 95 % interval.
 
-    Each turn is given as its seconds per step. The mean is the geometric mean of the rounds'
-    ratios, and the interval is Student's t interval of their logarithms. With a single round there
-    is no interval.
+    `turns` and `our_turns` are the seconds per step in each round. The result is the geometric mean
+    of the rounds' ratios, and the interval is Student's t interval of their logarithms. With a
+    single round there is no interval.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)

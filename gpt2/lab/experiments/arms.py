@@ -104,7 +104,7 @@ class Arm:
 
     @classmethod
     def from_options(cls, name: str, options: Settings, commit: str) -> "Arm":
-        """Return the arm with these options, some of which only the code of `commit` may have."""
+        """Return the arm with these options. Some may exist only in the code of `commit`."""
         known = dict(options)
         extra = {key: known.pop(key) for key in options.keys() - OPTIONS.keys()}
         return cls(name, Config.from_dict(known), commit, extra)
@@ -145,8 +145,9 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
     Each element of `vary` is `OPTION=VALUE,...`, `recipe=FILE,...` or `code=BRANCH,...`. The branch
     `.` is the working tree. A value may set further options, as in
-    `optim.name=muon+optim.weight_decay=0.0`. After `code=BRANCH` these may be options that only the
-    branch has. A value that contains a comma has to be quoted.
+    `optim.name=muon+optim.weight_decay=0.0`. After `code=BRANCH`, these may be options that only
+    the branch has. A value that contains a comma has to be quoted. There is an arm for each
+    combination of the elements' values or, with `one_at_a_time`, for each single value.
     """
     axes = [_read_axis(text) for text in vary]
     points: Iterable[Sequence[Settings]] = itertools.product(*axes)
@@ -216,7 +217,7 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
     """Return the values of each `--tune`. Every arm tries all combinations of these values.
 
-    Raise a UserError if a `--vary` already sets a tuned option.
+    Raise a UserError if a tuned option is not in `optim.` or `loss.`, or if `vary` also sets it.
     """
     taken = set[str]()
     for text in vary:

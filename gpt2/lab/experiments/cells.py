@@ -12,8 +12,8 @@ from rich.table import Table
 def spread(values: Collection[float]) -> str:
     """Return the mean of `values` and, if there are several, their standard deviation as a string.
 
-    Numbers have four decimals. If one of them is 100 or larger, they have fewer decimals, so that
-    this number has five digits. Without values, return `-`.
+    Both have four decimals or, if the larger of them is at least 100, as many decimals as give the
+    larger five digits. Without values, return `-`.
     """
     if not len(values):
         return "-"

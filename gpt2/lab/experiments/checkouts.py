@@ -30,7 +30,7 @@ def find_commit(name: str) -> str:
 
 
 def diff(old: str, new: str, form: str = "--patch") -> str:
-    """Return git's diff of the Python files of two commits."""
+    """Return git's diff of the Python files of two commits. `form` is an option of git diff."""
     return _git("diff", form, old, new, "--", "*.py")
 
 

@@ -35,7 +35,7 @@ def write_markdown(root: Path, title: str, text: str, pictures: Sequence[str]) -
 
 
 def write_page(root: Path, title: str, body: str, pictures: Sequence[str]) -> None:
-    """Write `root`/report.html. The `pictures` in `root` that `body` shows are embedded in it."""
+    """Write `root`/report.html. The file contains the `pictures` in `root` that `body` shows."""
     for name in pictures:
         data = base64.b64encode((root / name).read_bytes()).decode()
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{data}"')

@@ -13,8 +13,8 @@ from typing import NamedTuple
 # The environment variable with a command, such as a sandbox, that starts all processes of judged
 # code. In this command, `{run}` stands for the folder of the run, which the process has to read,
 # and `{output}` for the only folder to which the process has to write. The process must not write
-# to the folder of the run itself: the judge writes there, and a link that judged code had made
-# could lead the judge to another file.
+# to the folder of the run itself. The ledger's process writes there, and a symbolic link that the
+# judged code had made could lead it to another file.
 SANDBOX = "GPT2_SANDBOX"
 
 

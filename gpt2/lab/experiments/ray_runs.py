@@ -86,7 +86,7 @@ class RayProcess:
         self._end = remote.remote(os.getcwd(), command, log, environment)
 
     def poll(self) -> int | None:
-        """Return the exit code, NODE_LOST if the node was lost, or None if the process runs."""
+        """Return the exit code, NODE_LOST if the node was lost, or None while the process runs."""
         errors = self._ray.exceptions
         try:
             code, self.seconds = self._ray.get(self._end, timeout=0)

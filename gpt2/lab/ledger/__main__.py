@@ -239,7 +239,7 @@ def _become_judge(root: Path, ledger: Ledger) -> None:
     source = check_out(root, ledger.ideas[0].arm.commit).resolve()
     if source != SOURCE.resolve():
         variables = {"PYTHONPATH": str(source), CHECKOUT: str(SOURCE)}
-        # In sys.argv, --config may differ from the user's command line.
+        # sys.orig_argv is the user's command line. In sys.argv, --config may have been changed.
         module = sys.orig_argv.index("-m")
         command = [sys.executable, "-P", *sys.orig_argv[module:]]
         os.execve(sys.executable, command, os.environ | variables)

@@ -73,7 +73,7 @@ def evidence(differences: Array) -> Array:
     """Return the evidence after each pair, `[..., pairs]`: E_1, E_2, ... of the module's docstring.
 
     `differences` `[..., pairs]` are the final losses of the idea minus the best version's. They
-    must not all be 0.
+    must not all be 0, because E_n would then be 0 / 0.
     """
     num = np.arange(1, differences.shape[-1] + 1)
     mean = differences.cumsum(-1) / num
@@ -119,9 +119,9 @@ def half_width(differences: Array, level: float) -> float:
 def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     """Return whether the evidence after `pairs` pairs is unlikely to reach 1 / `level`.
 
-    `differences` `[..., n]` are the differences of the pairs so far. Future pairs are assumed to
-    have the same standard deviation. Their mean is assumed to be the better end of a one-sided 80 %
-    interval for the true mean.
+    `differences` `[..., n]` are the differences of the pairs so far. Those of future pairs are
+    assumed to have the same standard deviation, and a mean that is the better end of a one-sided
+    80 % interval for the true mean.
     """
     num = differences.shape[-1]
     mean = differences.mean(-1)

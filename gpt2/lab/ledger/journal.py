@@ -106,7 +106,10 @@ class Idea(Sample):
 
     @property
     def interval(self) -> Array:
-        """The mean difference and the two ends of its interval, which is valid after every pair."""
+        """The mean difference, and the two ends of its 95 % interval.
+
+        The interval is valid although it is computed after every pair; see `half_width`.
+        """
         if not self.pairs:
             return np.full(3, math.nan)
         differences = self.differences
@@ -123,8 +126,8 @@ class Ledger:
     """The content of a ledger.jsonl."""
 
     ideas: list[Idea] = field(default_factory=list)  # ordered by number
-    # Numbers of the ideas that have drawn a seed for the ledger's own size, not only for a screen.
-    # The idea that drew its first seed first comes first.
+    # Numbers of the ideas that have drawn a seed for the ledger's own size, not only for a screen,
+    # in the order in which they drew their first seeds.
     tests: dict[int, None] = field(default_factory=dict)
 
     @property

@@ -58,9 +58,11 @@ class _Row(NamedTuple):
 
 
 def score(run: Run, dataset: Dataset) -> Score:
-    """Return a finished run's losses on the validation split of `dataset`, and on its own split.
+    """Return the losses of a finished run on two splits.
 
-    The run has not read the first of these splits, but validates itself on the second.
+    The run has not read the first, the validation split of `dataset`. The second is the split on
+    which the run validates itself.
+
     A second process of the run's code predicts a random half of the rows again (at most one batch),
     in a shuffled order. Raise a NoAnswerError if the losses of these rows have changed, which shows
     that the code predicts a row with the help of other rows, such as the row's continuation.

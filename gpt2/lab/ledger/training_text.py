@@ -1,4 +1,4 @@
-"""The text of a ledger: runs read the training split. Only the judge reads the validation split.
+"""The text of a ledger: runs read the training split, and the ledger reads the validation split.
 
 When a ledger starts, the training split is copied to the ledger's folder, and runs read this copy.
 Neither their options nor their environment name the corpus or the folder of prepared corpora, which
