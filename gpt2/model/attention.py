@@ -169,11 +169,12 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
-    """Return, for each frequency, the fraction that `model.rope_scaling` does not scale.
+    """Return how much of each frequency `model.rope_scaling` leaves as it is, from 0 to 1.
 
-    `frequencies` and the result are `[R / 2]`, where R is the number of rotated dimensions of a
-    head. The fraction rises with the number of turns in `model.rope_context` tokens: from 0 for few
-    turns to 1 for many turns.
+    A frequency with the fraction 1 does not change, and a frequency with the fraction 0 is divided
+    by `model.rope_factor`. The fraction rises with the number of turns that a frequency completes
+    in `model.rope_context` tokens. `frequencies` and the result are `[R / 2]`, where R is the
+    number of rotated dimensions of a head.
     """
     half = len(frequencies)
     context = cfg.rope_context

@@ -237,12 +237,15 @@ class GPT(nn.Module):
 
     @property
     def _changes_logits(self) -> bool:
-        """Whether an ingredient acts at the seam `logits`."""
+        """Whether an ingredient changes the logits, at the seam (hook) `logits`."""
         return any(each.acts_at("logits") for each in ingredients_of(self.config))
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Draw parameters of unrolled layers, each in a `DeclaredParam` with its `ParamInfo`."""
+        """Draw the parameters of each layer separately, even if layers are scanned.
+
+        Each parameter is boxed in a `DeclaredParam`, which also holds its `ParamInfo`.
+        """
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
         )
@@ -278,7 +281,7 @@ class GPT(nn.Module):
 
 
 class LogitsSeam(nn.Module):
-    """The module that calls the seam `logits`, and holds the parameters that ingredients create."""
+    """The module that calls the seam (hook) `logits`. Ingredients create their parameters in it."""
 
     config: GPTConfig
     ops: Ops

@@ -31,7 +31,7 @@ def named_param(
 
     The module must have the attribute `ops`. The names in `axes` determine how `parallel.rules`
     shard the parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon and
-    SOAP need, and `decays=True`. See `ParamInfo`.
+    SOAP need, and `decays=True` for weight decay. See `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -182,7 +182,10 @@ class Embedding(nn.Module):
         return self.ops.look_up(self.embedding, indices, self.config.compute_dtype)
 
     def table(self) -> Array:
-        """Return the table `[rows, D]`. The diagnosis of NaN intercepts calls of this method."""
+        """Return the table `[rows, D]`.
+
+        This is a method so that gpt2/training/diagnosis.py can check its result for NaN and Inf.
+        """
         return self.embedding
 
 

@@ -94,7 +94,7 @@ class Ingredient:
 
     @classmethod
     def acts_at(cls, seam: str) -> bool:
-        """Return whether the ingredient overrides the method of this seam."""
+        """Return whether the ingredient overrides the method named `seam`, such as `logits`."""
         return getattr(cls, seam) is not getattr(Ingredient, seam)
 
     def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:

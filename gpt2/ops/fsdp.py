@@ -61,10 +61,10 @@ class Shards:
 
     def scatter(self, gradient: Array) -> Array:
         """Return this device's shard of the sum of all devices' whole gradients."""
-        # The shards are moved to the outermost axis, because TPU compilers turn a reduce-scatter of
-        # the last axis into an all-reduce if a shard does not fill the 128 lanes. They also do so
-        # for a reduce-scatter over several axes of a torus, so each axis has its own
-        # reduce-scatter.
+        # The index of the shard becomes the first axis, because TPU compilers turn a reduce-scatter
+        # along the last axis into an all-reduce if a shard does not fill the 128 lanes. They also
+        # do so for a reduce-scatter over several axes of a torus, so each axis of the torus has its
+        # own reduce-scatter.
         shape = gradient.shape
         shards = gradient.reshape(
             *shape[: self.axis], self.number, -1, *shape[self.axis + 1 :]
@@ -72,8 +72,8 @@ class Shards:
         shards = jnp.moveaxis(shards, self.axis, 0)
         shard_shape = shards.shape[1:]
         stride = self.number
-        # The axes between the shards and the last axis are merged. The compiler then has to choose
-        # a layout in which shards are outermost.
+        # The axes between the index of the shard and the last axis are merged. The compiler then
+        # has to choose a layout in which the index is the outermost axis.
         shards = shards.reshape(*self.stages, -1, shard_shape[-1])
         for size in self.stages:
             stride //= size

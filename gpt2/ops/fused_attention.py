@@ -1,9 +1,10 @@
 """Attention with library kernels: cuDNN's on GPUs, and Pallas' splash attention on TPUs.
 
-Both compute `plain.attention` without dropout and without terms of the scores; splash also supports
-a constant soft cap. cuDNN needs an even number of positions, and splash a multiple of 128. In all
-other cases, the functions below call the reference implementation. cuDNN takes 8.8 ms of a 124M
-step of 63 ms on an H200; with scores stored in memory, the step would move 122 GB instead of 33 GB.
+Both compute `plain.attention` without dropout, and without functions that change the scores
+(`plain.ScoreTerm`), except that splash supports a constant soft cap. cuDNN needs an even number of
+positions, and splash a multiple of 128. In all other cases, the functions below call the reference
+implementation. cuDNN takes 8.8 ms of a 124M step of 63 ms on an H200; with scores stored in memory,
+the step would move 122 GB instead of 33 GB.
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ def cudnn_attention(
 ) -> Array:
     """Compute `plain.attention` on GPUs with cuDNN.
 
-    If there is dropout, a term of the scores (such as a soft cap) or an odd number of positions,
-    the reference implementation is called. `spread` turns a kernel into one that runs on each
-    device's own heads, because XLA's partitioner cannot split cuDNN's kernel.
+    Call the reference implementation if there is dropout, a change of the scores (`ScoreTerm`, such
+    as a soft cap) or an odd number of positions. If activations are split over devices, `spread`
+    turns a kernel into a kernel that runs on each device's own heads, because XLA's partitioner
+    cannot split cuDNN's kernel.
     """
     is_odd = q.shape[1] % 2 == 1  # cuDNN has no derivative for odd lengths
     if scoring.terms or scoring.dropout or is_odd:
@@ -68,10 +70,10 @@ def splash_attention(
 ) -> Array:
     """Compute `plain.attention` on TPUs with splash attention.
 
-    If there is dropout, a term of the scores other than one constant soft cap, or a T that is not a
-    multiple of 128, the reference implementation is called. `interpret` runs the kernel in Pallas'
-    interpreter, so that tests can run on CPUs. `spread` has the same meaning as in
-    `cudnn_attention`.
+    Call the reference implementation if there is dropout, a change of the scores (`ScoreTerm`)
+    other than one constant soft cap, or a T that is not a multiple of 128. `interpret` runs the
+    kernel in Pallas' interpreter, so that tests can run on CPUs. `spread` has the same meaning as
+    in `cudnn_attention`.
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)

@@ -52,7 +52,10 @@ def linear_separately(
     dtype: DTypeLike,
     variants: Variants,
 ) -> list[Array]:
-    """Compute `plain.linear_parts` with one product per part, so that no part has to be copied."""
+    """Compute `plain.linear_parts` with one product for each part, such as the queries.
+
+    A single product would return one array, out of which each part would have to be copied.
+    """
     spec = _LinearMap(1, None, jnp.dtype(dtype), variants)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
     return _parts(x.astype(dtype), kernels, bias, spec)
@@ -66,8 +69,8 @@ def add_rows(x: Array, table: Array) -> Array:
     H200).
     """
     rows = table[: x.shape[1]].astype(x.dtype)
-    # By default, GPUs would round float32 operands to TF32. 16-bit operands are not rounded, and
-    # with "highest" XLA would turn their product back into a sum.
+    # By default, GPUs would round float32 operands to TF32, and "highest" prevents this. 16-bit
+    # operands are not rounded, and with "highest" XLA would compute their gradient as a sum.
     precision = "highest" if x.dtype == jnp.float32 else None
     ones = jnp.ones(len(x), x.dtype)
     return x + jnp.einsum("b,td->btd", ones, rows, precision=precision)

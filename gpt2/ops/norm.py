@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm with a hand-written backward rule.
 
-The rule stores the input in the input's dtype, and one or two numbers per row. JAX's backward rule
-would store several float32 arrays. With hand-written rules, a 124M step on an H100 moves 15.5 GB
-outside of matrix products; nanodo's step moves 47.0 GB.
+The rule stores the input in the input's dtype, and one or two statistics of each row. JAX's
+backward rule would store several float32 arrays. With hand-written rules, a 124M step on an H100
+moves 15.5 GB outside of matrix products; nanodo's step moves 47.0 GB.
 """
 
 from functools import partial

@@ -65,7 +65,10 @@ class Scoring(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap:
-    """The term `cap * tanh(x / cap)` of scores or logits (Gemma 2, arXiv 2408.00118)."""
+    """The function that limits scores or logits x to ±cap: `cap * tanh(x / cap)`.
+
+    The source is Gemma 2, arXiv 2408.00118.
+    """
 
     cap: float
 
@@ -251,7 +254,8 @@ def visible_keys(query: Array, key: Array, window: int) -> Array:
 def masked_softmax(scores: Array, visible: Array) -> Array:
     """Return the softmax of the scores over `visible` keys, `[B, N, T, S]`.
 
-    Columns that a term appended to the scores are part of the softmax, but not of the result.
+    A `ScoreTerm` (an example is the attention sink) may have appended columns to the scores. These
+    columns take part in the softmax, and are left out of the result.
     """
     S = visible.shape[-1]
     masked = jnp.where(visible, scores[..., :S], -jnp.inf)

@@ -3,7 +3,7 @@
 A backend makes a table for its mesh, platform and precision (gpt2/parallel/kernels.py), and passes
 the table to the model. With fewer kernels in the table, a run is slower or needs more memory, and
 its results change only by rounding. The functions that FSDP by layer puts in the table
-(gpt2/parallel/shards.py) only work together.
+(gpt2/parallel/shards.py) are an exception: they must all be in the table, or none of them.
 """
 
 import dataclasses

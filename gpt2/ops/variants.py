@@ -80,8 +80,8 @@ def variants_for(platform: str, *, several: bool, splits_axes: bool) -> Variants
         # reads the sum, and would therefore send the sum to other devices late.
         variants = dataclasses.replace(variants, two_stage_sums=False)
     if splits_axes:
-        # The partitioner cannot split an axis that was merged with other axes, and it would sum the
-        # devices' results in the narrow dtype of a product.
+        # The partitioner cannot split an axis that was merged with other axes. With
+        # `narrow_results`, it would also sum the devices' results in 16 bits.
         variants = dataclasses.replace(
             variants,
             as_matrices=False,

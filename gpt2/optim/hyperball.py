@@ -17,9 +17,10 @@ from gpt2.utils.trees import Tree
 
 
 def scale_to_matrices(parameters: Tree) -> optax.GradientTransformation:
-    """Return a transformation that scales each matrix's direction to the norm of the matrix.
+    """Return a transformation that scales the direction of each matrix to the matrix's norm.
 
-    `parameters` is a tree of `ParamInfo`. The updates of other parameters do not change.
+    The direction is the update before the learning rate. `parameters` is a tree of `ParamInfo`. The
+    directions of parameters that are not matrices do not change.
     """
 
     def scale(info: ParamInfo, direction: Array, param: Array) -> Array:

@@ -113,7 +113,10 @@ def momentum_schedule(optim: OptimConfig) -> optax.Schedule:
 
 
 def muon_update(matrices: Array, method: str, platform: str) -> Array:
-    """Return the updates of Muon for momenta `[S, m, n]`, scaled to `UPDATE_RMS`."""
+    """Return the updates of Muon for momenta `[S, m, n]`.
+
+    The entries of each update have about the root mean square `UPDATE_RMS`.
+    """
     dtype = matrices.dtype if platform == "cpu" else jnp.bfloat16
     orthogonal = orthogonalized(matrices.astype(dtype), method)
     scale = UPDATE_RMS * max(matrices.shape[1:]) ** 0.5
@@ -192,10 +195,11 @@ def _normalize(
     running: Array,
     *squares: Array,
 ) -> Array:
-    """Divide each neuron's update by its running root mean square. Scale matrices to `UPDATE_RMS`.
+    """Divide each neuron's update by its running root mean square.
 
-    The mean square of a matrix is computed from the mean squares of its neurons, so no device needs
-    a whole matrix.
+    Then scale each matrix so that its entries have the root mean square `UPDATE_RMS`. The mean
+    square of a matrix is computed from the mean squares of its neurons, so no device needs a whole
+    matrix.
     """
     square = squares[kernel.outputs]
     # 1e-10 is the epsilon of the authors' code. It avoids 0 / 0 if a neuron's updates are all 0.

@@ -125,7 +125,7 @@ def _step(
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
 
     def average() -> tuple[Array, Array]:
-        """Return the running mean of gradients, and the mean from which the step is computed."""
+        """Return the running mean of gradients, and the mean to use, which may be Nesterov's."""
         mean = beta1 * mu + (1 - beta1) * grads
         if is_muon and optim.nesterov:
             return mean, beta1 * mean + (1 - beta1) * grads

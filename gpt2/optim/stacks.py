@@ -42,7 +42,7 @@ class Kernel:
     def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
         """Return the layout of a parameter's matrices.
 
-        If the parameter has the axis `embed`, this axis makes up the rows.
+        The rows are the axis `embed` or, if the parameter has no such axis, the inputs.
         """
         inputs = tuple(axis + leaf.ndim for axis in info.inputs)
         outputs = tuple(axis + leaf.ndim for axis in info.outputs)
@@ -109,8 +109,9 @@ def map_stacks(
 ) -> tuple[Tree, ...]:
     """Apply `function(stacks, *scalars) -> tuple of stacks` to all matrices in `trees`.
 
-    The leaves of the trees are `[k, rows, columns]`, with any k, rows and columns. Matrices of
-    equal shapes are stacked for one call. `matrices` assigns them to devices.
+    The leaves of the trees are `[k, rows, columns]`, with any k, rows and columns. Leaves whose
+    matrices have the same shape are concatenated to one stack, for which `function` is called once.
+    `matrices` assigns the matrices of a stack to devices.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

@@ -70,7 +70,7 @@ def cautious(
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
         agrees = (update * grad > 0).astype(update.dtype)
-        # A stacked parameter is one tensor for each layer.
+        # Each layer of a stacked parameter counts as a tensor, as if layers were not stacked.
         first = int("layers" in info.axes)
         axes = tuple(range(first, update.ndim))
         has_gradient = jnp.sum(
@@ -119,7 +119,9 @@ class AverageState(NamedTuple):
 def average_parameters(
     decay: float = 0, start: int = 0
 ) -> optax.GradientTransformation:
-    """Return a transformation that averages the parameters. It must be the last of a chain.
+    """Return a transformation that averages the parameters.
+
+    It must be the last transformation of a chain, because it needs the final updates.
 
     With a `decay`, the average is exponential (Tarvainen and Valpola 2017). Otherwise, it is the
     mean of the parameters over all updates after the first `start` updates. During the first
