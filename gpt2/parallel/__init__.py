@@ -2,7 +2,7 @@
 
 The interface of a backend:
 
-    init_state(init_fn, key) -> state      a sharded state; pjit computes only each device's shards
+    init_state(init_fn, key) -> state      a new state; with pjit, each device draws only its shards
     state_shardings(state) -> shardings    the shardings of a state of arrays or shapes
     local_rows(batch_size) -> slice        the rows of a global batch that this process provides
     put_batch(host_batch) -> batch         device arrays that hold this process's rows

@@ -1,7 +1,7 @@
 """Compile a step once, before the training loop.
 
-If a later argument has another shape, dtype or structure, JAX raises an error that names the
-argument.
+If a call passes an argument with another shape, dtype or structure, JAX raises an error that names
+the argument.
 """
 
 import time
@@ -16,7 +16,7 @@ from gpt2.parallel import distributed
 from gpt2.utils import launch
 from gpt2.utils.platform import jit_is_off
 
-# XLA compiles without holding Python's lock, so the main thread can trace the next step meanwhile.
+# XLA compiles without holding Python's GIL, so the main thread can trace the next step meanwhile.
 # A single thread compiles in the order of tracing, which is the same in all processes of a run.
 _compiler = ThreadPoolExecutor(1, "compile")
 

@@ -93,10 +93,11 @@ def initialize(
 
 @contextlib.contextmanager
 def ends_together() -> Iterator[None]:
-    """If the run has several processes, exit this process as soon as the body fails.
+    """Exit this process as soon as the body of the `with` statement fails.
 
-    Otherwise this process would wait for the other processes to shut down or to finish a
-    checkpoint, while they wait for this process to join a collective.
+    In a run of one process, raise the error instead. In a run of several, this process would
+    otherwise wait for the other processes to shut down or to finish a checkpoint, while they wait
+    for this process to join a collective.
     """
     try:
         yield

@@ -42,9 +42,9 @@ from gpt2.utils.platform import jit_is_off, platform_of
 # Parameters, and the logits that a model returns, have the true size. Losses are not affected.
 VOCAB_MULTIPLE = 128
 # On CPUs, `auto` uses the reference implementation for up to SHORT positions in float32, or
-# SHORT_NARROW in 16 bits. It is as fast there as the blocked kernel if the CPU is split into two
-# devices, which is best for small models (parallel.cpu_devices). On one device, the blocked kernel
-# shortens a step of the quickstart to 0.96 of its time.
+# SHORT_NARROW in 16 bits. For these lengths, it is as fast as the blocked kernel if the CPU is
+# split into two devices, as is best for small models (parallel.cpu_devices). On one device, the
+# blocked kernel shortens a step of the quickstart to 0.96 of its time.
 SHORT = 128
 SHORT_NARROW = 64
 
@@ -156,7 +156,7 @@ def make_ops(
     *,
     gathers_by_layer: bool = False,
 ) -> Ops:
-    """Return the table of operations for a model on the devices of a mesh.
+    """Return the table of operations (reference implementations and kernels) of a model on a mesh.
 
     Args:
         cfg: the model's config.

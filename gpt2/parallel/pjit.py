@@ -90,7 +90,7 @@ class PjitBackend:
         return _Leaf(compute, split[0], tensor=tensor)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Return the table of operations for a model whose loss runs inside `map_sum`."""
+        """Return the table of operations of a model whose loss runs on each device's rows."""
         by_layer = self.gather_by == "layer"
         return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
 

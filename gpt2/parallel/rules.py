@@ -114,11 +114,12 @@ def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
 
 
 def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | None:
-    """Return the axis along which a parameter is gathered by layer, or None.
+    """Return the axis along which a parameter is gathered where a layer uses it, or None.
 
-    A parameter is gathered by layer only if `fsdp` splits it over several devices, along one of
-    the axes in `GATHERED_BY_LAYER`. If the axis `tensor` of the mesh has several devices, no
-    parameter is gathered by layer. Vectors are never gathered by layer, because they are too small.
+    This is gathering by layer (`parallel.fsdp_gather=layer`). A parameter is gathered in this
+    way only if `fsdp` splits it over several devices, along one of the axes in `GATHERED_BY_LAYER`,
+    and if the axis `tensor` of the mesh has one device. Vectors are never gathered by layer,
+    because they are too small.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
@@ -139,7 +140,7 @@ def find_shards(
 ) -> Shards | None:
     """Return the `Shards` of a parameter, or None if it is not gathered by layer.
 
-    `names` are the parameter's logical axes.
+    `names` are the parameter's logical axes. `forget` becomes `Shards.forget`.
     """
     axis = gathered_axis(names, mesh, rules)
     if axis is None:
@@ -162,9 +163,9 @@ def constrain(
 
 
 def on_trace(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """Return the sharding of an array in the current trace.
+    """Return `spec` as a sharding over `mesh`, in a form that the current trace accepts.
 
-    Inside a `shard_map`, JAX requires the abstract mesh of the `shard_map`.
+    Inside a `shard_map`, JAX accepts only shardings over the abstract mesh of this `shard_map`.
     """
     abstract = jax.sharding.get_abstract_mesh()
     return NamedSharding(mesh if abstract.empty else abstract, spec)
@@ -175,9 +176,9 @@ _HEADS = ("batch", "length", "heads", "head_size")
 
 
 def map_devices(kernel: Callable, *, mesh: Mesh, rules: Rules) -> Callable:
-    """Wrap `kernel(q, k, v, segments)` so that each device runs it on the device's own heads.
+    """Wrap `kernel(q, k, v, segments)` so that each device runs it on the heads that it holds.
 
-    XLA's partitioner cannot split library kernels such as cuDNN's.
+    This is necessary because XLA's partitioner cannot split library kernels such as cuDNN's.
     """
     heads = spec(_HEADS, rules.activations)
     segments = spec(_HEADS[:2], rules.activations)

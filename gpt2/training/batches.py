@@ -64,8 +64,8 @@ class Batches:
     ) -> Generator[Batch, None, None]:
         """Yield the batches of the steps `start` + 1, ..., `stop`.
 
-        `position` is the list that the method `position` returned after step `start`. It is empty
-        if the batches depend only on the step, and then has no effect.
+        `position` is the list that the method `position` returned after step `start`. An empty list
+        means that the batches depend only on the step.
         """
         if position:
             if len(position) != jax.process_count():
@@ -103,7 +103,7 @@ class Batches:
         return placed, targets_per_byte
 
     def examples(self, start: int = 0) -> tuple[dict[StepShape, Batch], Batch]:
-        """Return batches with which the steps after `start` are compiled.
+        """Return examples of batches, with which the steps after `start` can be compiled.
 
         The first result maps each shape of these steps to a batch of zeros. The second result is a
         validation batch.
@@ -121,9 +121,9 @@ class Batches:
         return examples, example
 
     def position(self, step: int) -> list[str]:
-        """Return the position of each process in its batches after a step.
+        """Return the position of each process in its data after a step, as `Source` defines it.
 
-        The list is empty if the batches depend only on the step.
+        Return an empty list if the batches depend only on the step.
         """
         position = self._source.position(step)
         return [] if position is None else distributed.from_all(position)

@@ -367,7 +367,7 @@ def _parts(state: TrainState) -> dict[str, Tree]:
 
 
 def _in_layout_of(target: Tree, restored: Tree) -> Tree:
-    """Convert restored arrays to the layer layout and shardings of `target`."""
+    """Return restored arrays with the shardings of `target`, and with layers stacked as in it."""
     scanned = is_scanned(target)
     if is_scanned(restored) == scanned:
         return restored

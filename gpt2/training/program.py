@@ -312,7 +312,10 @@ def draw_params(model: GPT, key: Array) -> Tree:
 
 
 def _check_micro_batches(config: Config, backend: Backend) -> None:
-    """Raise a UserError unless a step computes the whole gradients of several micro-batches."""
+    """Raise a UserError if a step cannot measure the gradient noise scale.
+
+    For this, a step must compute the whole gradients of two or more micro-batches.
+    """
     if backend.num_shards * config.train.accumulate_steps == 1:
         raise UserError(
             "logging.noise_scale=True compares the gradients of micro-batches, but a step has only "

@@ -187,7 +187,10 @@ def _judge(
 
 
 def select_both(condition: Array, function: Callable, other: Callable) -> Tree:
-    """Call both functions, and select one result: at a branch, a GPU would wait for the host."""
+    """Call both functions. Return the first result if `condition` is true, otherwise the second.
+
+    `jax.lax.cond` would call only one, but a GPU would wait for the host at each branch.
+    """
     return _select(condition, function(), other())
 
 

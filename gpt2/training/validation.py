@@ -10,7 +10,7 @@ from gpt2.errors import UserError
 from gpt2.utils.trees import Batch, Sums
 
 # The number of batches that the host may dispatch ahead of the devices. With more, simulated
-# devices can wait for each other forever, because XLA runs all of them in one pool of threads.
+# devices can deadlock, because XLA runs all of them in one pool of threads.
 MOST_AHEAD = 32
 
 
@@ -20,12 +20,12 @@ def validate(
     parts: Mapping[str, tuple[float, Iterable[Batch]]],
     targets_per_byte: float | None = None,
 ) -> dict[str, float]:
-    """Score every target of validation batches that are on the devices.
+    """Compute the scores of all validation batches, which are on the devices.
 
     `parts` maps the name of each part of a mixture to its weight and batches. A single corpus has
     an empty name. Return `eval/NAME` for every sum of `eval_step`, such as `eval/loss` in nats per
-    token, and `eval/perplexity`. For a mixture, `eval/NAME` is the mean over the parts, weighted by
-    their weights, and `eval/loss_PART` is the loss of one part. If `targets_per_byte` (the number
+    token, and `eval/perplexity`. For a mixture, `eval/NAME` is the weighted mean over the parts,
+    and `eval/loss_PART` is the loss of one part. If `targets_per_byte` (the number
     of targets for each byte of text) is not None, also return `eval/bits_per_byte`.
     """
     scores: dict[str, float] = defaultdict(float)

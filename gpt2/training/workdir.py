@@ -62,9 +62,9 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
 
 
 def require_same_start(config: Config, **facts: object) -> None:
-    """Refuse a run whose processes have different options, `facts` or code.
+    """Raise a UserError if the processes of a run have different options, `facts` or code.
 
-    The processes are compared without JAX's devices, which need not exist yet.
+    The comparison does not use JAX's devices, so they need not exist yet.
     """
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_differ:
@@ -73,11 +73,11 @@ def require_same_start(config: Config, **facts: object) -> None:
 
 
 def check_options(workdir: Path, config: Config) -> None:
-    """Refuse a directory in which this run cannot start or continue, before data are prepared.
+    """Raise a UserError if the run cannot start or continue in a directory.
 
-    `model.vocab_size` is not checked if it is 0, because the tokenizer then determines it. Call
-    `refuse_changes` again once the data are prepared. Also refuse a `logging.reference` or a
-    `logging.wandb` that cannot be used.
+    This check comes before the data are prepared. If `model.vocab_size` is 0, the tokenizer will
+    determine it, so it is not checked here. Call `refuse_changes` again once the data are prepared.
+    Also raise a UserError if `logging.reference` or `logging.wandb` cannot be used.
     """
     _require_writable(workdir)
     require_safe_path(workdir)
@@ -127,7 +127,7 @@ def _require_writable(workdir: Path) -> None:
 
 
 def refuse_changes(workdir: Path, config: Config) -> None:
-    """If a directory contains a run, refuse options that would change the run's training."""
+    """If a directory contains a run, raise a UserError if options would change its training."""
     if not (workdir / "config.json").exists():
         return
     saved = deciding_options(load_config(workdir))
@@ -182,10 +182,10 @@ def read_data(workdir: Path) -> dict[str, Any] | None:
 
 
 def check_data(workdir: Path, dataset: Dataset) -> None:
-    """Refuse to continue a run with another text or tokenizer.
+    """Raise a UserError if a run would continue with another text or tokenizer.
 
-    Also refuse processes whose texts differ. If the description of the run's data is missing or
-    damaged, print a warning.
+    Also raise a UserError if the texts of the run's processes differ. If the description of the
+    run's data is missing or damaged, print a warning.
     """
     distributed.require_same(dataset.describe())
     path = workdir / _DATA
@@ -281,7 +281,7 @@ def finish(
 def begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
     """Lock the directory, and write the files that describe the run.
 
-    The run continues from step `start`. Move checkpoints that are later, or whose scores are
+    The run continues from step `start`. Move later checkpoints, and checkpoints whose scores are
     damaged, to `damaged/`.
     """
     _begin(workdir, config, dataset, start)
@@ -338,7 +338,7 @@ def _begin(workdir: Path, config: Config, dataset: Dataset, start: int) -> None:
 def lock(workdir: Path, start: int) -> None:
     """Lock `workdir` until this process ends.
 
-    Refuse if another process trains there, or has saved a checkpoint after step `start`.
+    Raise a UserError if another process trains there, or has saved a checkpoint after step `start`.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     is_locked = files.lock_for_good(workdir / _LOCK)
