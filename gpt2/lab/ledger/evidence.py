@@ -119,7 +119,7 @@ def half_width(differences: Array, level: float) -> float:
 def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     """Return whether the evidence after `pairs` pairs is unlikely to reach 1 / `level`.
 
-    `differences` `[..., n]` are the differences of the pairs so far. Those of future pairs are
+    `differences` `[..., n]` are the differences so far. The differences of future pairs are
     assumed to have the same standard deviation, and a mean that is the better end of a one-sided
     80 % interval for the true mean.
     """
