@@ -98,8 +98,10 @@ class BytePairTokenizer(Tokenizer):
         pattern: a regular expression for the pieces of a text within which bytes are merged.
     """
 
-    # GPT-2's pattern begins a new piece at white space that follows another character. The pattern
-    # of `char` makes each character a piece.
+    # `pattern` divides a text into pieces (pre-tokens), and no token extends over two pieces. Long
+    # texts can therefore be encoded in parts that are cut where a piece ends. GPT-2's pattern
+    # begins a new piece at white space that follows another character. The pattern of `char` makes
+    # each character a piece.
     needs_whole = False
 
     def __init__(

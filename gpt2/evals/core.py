@@ -142,8 +142,8 @@ def _read_tasks(path: Path) -> list[Task]:
                 f"{num_shots} solved examples precede each example of {label}, "
                 f"but {file} has only {len(examples)} examples",
             )
-            # This is nanochat's seed. The order of the examples determines which solved examples a
-            # prompt contains.
+            # This is nanochat's seed. The order of the examples determines which of them become the
+            # few-shot examples of a prompt.
             random.Random(1337).shuffle(examples)
             tasks[label] = Task(label, kind, num_shots, chances[label], examples)
         require(tasks, "the list icl_tasks is empty")

@@ -1,4 +1,4 @@
-"""The scores of an evaluation with their conventions, as a table and as JSON."""
+"""Scores of an evaluation, with a description of how each was computed, as a table and as JSON."""
 
 import math
 import sys

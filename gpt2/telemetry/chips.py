@@ -52,7 +52,8 @@ class Chip(NamedTuple):
             return 1e9 * self.near
         if not self.far:
             return None
-        # Traffic between domains uses the adapters of all the ring's devices in a domain at once.
+        # Traffic between domains, such as NVLink domains, uses the network adapters of all the
+        # ring's devices in a domain at the same time, so the bandwidths of these adapters add up.
         return 1e9 * min(self.near, self.far * neighbours)
 
 

@@ -59,8 +59,8 @@ def remat(
 def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
     """Return the compiler options that keep XLA from undoing a policy on a platform.
 
-    XLA:CPU removes all barriers before its last merge of equal expressions, which would then merge
-    a block with its recomputation.
+    XLA:CPU removes optimization barriers before its last pass of common-subexpression elimination
+    (CSE). Without these options, that pass would merge a block with its recomputation.
     """
     undone = platform == "cpu" and not looped and policy != "none"
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}
