@@ -69,8 +69,8 @@ def run(
     except SystemExit as end:
         if not end.code:  # Exit code 0 would report a success.
             raise RuntimeError(
-                "sys.exit was called before the work was complete. Remove this call, for example "
-                "from your own function in data.corpus"
+                "sys.exit was called before the command was complete. The traceback above shows "
+                "the call: remove it, for example from your own function in data.corpus"
             ) from end
         raise
     exit_at_interrupt()

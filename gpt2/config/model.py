@@ -27,13 +27,13 @@ class ModelConfig(default.Model):
             raise UserError(
                 f"model.num_heads={self.num_heads} does not divide "
                 f"model.embed_dim={self.embed_dim}",
-                "Choose a divisor, or set model.head_dim",
+                "Choose a number of heads that divides the width, or set model.head_dim",
             )
         if self.num_heads % self.kv_heads:
             raise UserError(
                 f"model.num_kv_heads={self.num_kv_heads} does not divide "
                 f"model.num_heads={self.num_heads}",
-                "Choose a divisor",
+                "Choose a model.num_kv_heads that divides model.num_heads",
             )
         if self.position == "rope" and (self.rope_size < 2 or self.rope_size % 2):
             raise UserError(
@@ -60,20 +60,21 @@ class ModelConfig(default.Model):
                 )
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise UserError(
-                f"model.window_pattern={self.window_pattern} must be a pattern of the "
-                "letters S and L, such as SL"
+                f"model.window_pattern={self.window_pattern} is not a pattern of the letters S "
+                "(a layer with model.window) and L (a layer without a window)",
+                "Use for example SL",
             )
         if self.window >= self.context_length:
             raise UserError(
                 f"model.window={self.window} has no effect with"
                 f" model.context_length={self.context_length}",
-                "Choose a smaller window",
+                "Choose a window that is smaller than the context, or set model.window=0",
             )
         if self.window and "S" not in self.window_pattern:
             raise UserError(
                 f"model.window={self.window} has no effect with"
                 f" model.window_pattern={self.window_pattern}",
-                "Choose a pattern with S",
+                "Add an S (a layer with the window) to the pattern, or set model.window=0",
             )
         has_two_sums = self.norm_position == "post" or vars(self).get(
             "hyper_connections"

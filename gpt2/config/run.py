@@ -55,9 +55,9 @@ class OptimConfig(default.Optim):
             )
         if is_free + (self.ema > 0) + (self.tail_average > 0) > 1:
             raise UserError(
-                "optim.ema, optim.tail_average and optim.name=schedule_free exclude each other, "
+                "optim.ema, optim.tail_average and optim.name=schedule_free cannot be combined, "
                 "because each averages the weights",
-                "Choose one",
+                "Use only one of them",
             )
         if is_free and self.cautious in ("updates", "both"):
             raise UserError(
@@ -216,7 +216,7 @@ class Config(default.Options):
             raise UserError(
                 f"train.accumulate_steps={train.accumulate_steps} does not divide "
                 f"data.batch_size={self.data.batch_size}",
-                "Choose a divisor",
+                "Choose a train.accumulate_steps that divides data.batch_size",
             )
         if train.keep_every % (train.checkpoint_every or math.inf):
             raise UserError(
@@ -226,8 +226,8 @@ class Config(default.Options):
             )
         if self.optim.hyperball and self.model.zero_init_projections:
             raise UserError(
-                "With optim.hyperball=True, matrices keep their norm, which is 0 for the last "
-                "kernels of branches with model.zero_init_projections=True",
+                "model.zero_init_projections=True initialises the last matrix of each residual "
+                "branch with zeros, and optim.hyperball=True would keep it at zero forever",
                 "Set one of the two options to False",
             )
         self._check_shapes()
@@ -237,9 +237,9 @@ class Config(default.Options):
         num_steps = self.train.num_steps
         if max(pieces) >= num_steps:
             raise UserError(
-                "train.batch_schedule, train.context_schedule or train.window_schedule changes at "
+                "train.batch_schedule, train.context_schedule or train.window_schedule contains "
                 f"step {max(pieces)}, which must be below train.num_steps={num_steps}",
-                "Let it change earlier, or raise train.num_steps",
+                "Choose an earlier step, or raise train.num_steps",
             )
         for start, shape in pieces.items():
             length = shape.context_length

@@ -187,8 +187,8 @@ class HuggingFaceTokenizer(Tokenizer):
             text = token["content"]
             if vocabulary.get(text) != token["id"]:
                 raise ValueError(
-                    f"its token {text} has the id {token['id']}, but the tokenizers library "
-                    f"assigns {vocabulary.get(text)}, because ids before it are missing"
+                    f"the token {text} has the id {token['id']}, but the tokenizers library "
+                    f"assigns {vocabulary.get(text)}, because the file skips smaller ids"
                 )
         self.vocab_size = max(vocabulary.values()) + 1
         if not end_of_text:

@@ -139,8 +139,8 @@ def _read_tasks(path: Path) -> list[Task]:
             examples = read_jsonl(file, partial(_parse, kind, delimiter))
             require(
                 num_shots < len(examples),
-                f"{num_shots} solved examples precede each example of {label}, "
-                f"but {file} has only {len(examples)} examples",
+                f"num_fewshot={num_shots} of {label} must be below {len(examples)}, the number of "
+                f"examples in {file}, because a prompt contains other examples of this file",
             )
             # This is nanochat's seed. The order of the examples determines which of them become the
             # few-shot examples of a prompt.
@@ -174,19 +174,20 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
         require(answer, "the field continuation is empty")
         return Example([question.rstrip(), question + answer], gold=1)
     if kind == "multiple_choice":
-        alternatives = row["choices"]
+        field = "choices"
         before, after = row["query"] + delimiter, ""
     else:
-        alternatives = row["context_options"]
+        field = "context_options"
         before, after = "", delimiter + row["continuation"]
         require(row["continuation"], "the field continuation is empty")
     # Without these checks, a string would pass as a list of letters, and `true` as an index.
-    require(isinstance(alternatives, list), "the alternatives are not a list")
-    require(len({*alternatives}) > 1, "all alternatives are the same text")
+    alternatives = row[field]
+    require(isinstance(alternatives, list), f"the field {field} is not a list")
+    require(len({*alternatives}) > 1, f"all texts in the field {field} are the same")
     gold = row["gold"]
     require(
         type(gold) is int and 0 <= gold < len(alternatives),
-        f"gold={gold} is not the index of one of {len(alternatives)} alternatives",
+        f"gold={gold} is not an index of the {len(alternatives)} texts in the field {field}",
     )
     texts = [before + alternative + after for alternative in alternatives]
     return Example(texts, gold)

@@ -60,8 +60,8 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
     if not len(context) or not 0 < len(tokens) <= context_length:
         # `reading` adds the file and the line of the example.
         raise ValueError(
-            f"it has {len(context)} tokens of context and {len(tokens)} tokens to score, but the "
-            f"model needs at least 1 token of context and 1 to {context_length} tokens to score"
+            f"the example has {len(context)} tokens of context and {len(tokens)} tokens to score, "
+            f"but the model needs at least 1 token of context and 1 to {context_length} tokens to score"
         )
     text = np.array([*context, *tokens], np.int32)
     text = text[-context_length - 1 :]

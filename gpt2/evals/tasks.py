@@ -37,9 +37,9 @@ def find_task(spec: str) -> tuple[Score, Path]:
     require_choice("task", name, ("validation", *TASKS))
     if name == "validation":
         raise UserError(
-            f"The task {spec} cannot be scored here, because validation reads no directory",
-            "In eval.py, use --tasks=validation. Leave it out of train.eval_tasks, because a run "
-            "validates every train.eval_every steps",
+            f"The task {spec} is not allowed here: validation reads no directory, and a run "
+            "validates anyway, every train.eval_every steps",
+            "In eval.py, use --tasks=validation. In train.eval_tasks, leave validation out",
         )
     file, score = TASKS[name]
     path = Path(directory) / file

@@ -30,7 +30,8 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
         if rows == known or pads:
             return tokenizer
     raise UserError(
-        f"{directory} has no tokenizer.json that fits the {rows} rows of the model's vocabulary",
+        f"{directory} has no tokenizer.json whose vocabulary fits the {rows} rows of the model's "
+        "embedding",
         "Add the tokenizer.json that AutoTokenizer's save_pretrained writes",
     )
 
@@ -45,8 +46,8 @@ def save_tokenizer(
         # Training never adds the tokens of a template, so their embeddings may be untrained.
         tree["post_processor"] = None
         warn(
-            "The exported tokenizer.json has no post_processor, because training did not add the "
-            "special tokens that it would add"
+            "the exported tokenizer.json has no post_processor, because training did not add the "
+            "special tokens that the tokenizer's post_processor would add to each text"
         )
     files.write_text(directory / "tokenizer.json", json.dumps(tree, ensure_ascii=False))
     config = {

@@ -102,16 +102,16 @@ def main(*directories: str) -> None:
     if not curves:
         raise UserError(
             f"No run has a validation loss in {unit} yet",
-            "Add a run that has been validated. Runs that all have the same tokenizer are compared "
-            "in nats per token, so they need no bits per byte",
+            "Add a run that has been validated. Runs with the same tokenizer are compared in nats "
+            "per token, and runs with different tokenizers in bits per byte",
         )
     first, *others = curves
     usual = origins[first]
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
         warn(
-            f"--reference={reference} can be compared with these runs only if its losses were"
-            f" measured with their tokenizer, {tokenizer}"
+            f"the losses of --reference={reference} can be compared with these runs only if they"
+            f" were measured with the tokenizer of the runs, {tokenizer}"
         )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T

@@ -120,7 +120,7 @@ def generate(
     if not all(len(prompt) for prompt in prompts):
         raise UserError(
             "A prompt is empty",
-            "Give each prompt at least one token, on the command line with --prompt",
+            "Give a text with --prompt or, in Python, at least one token for each prompt",
         )
     cfg = model.config
     if cfg.scan_layers:  # a scan would copy the cache of all layers for every token

@@ -163,7 +163,8 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
                 raise UserError(
                     f"The pattern {pattern!r} of optim.layer_rates has no effect: it matches no "
                     f"parameter, or only parameters that an earlier pattern matches",
-                    f"Correct it, or put it first. The name of a parameter looks like {example}",
+                    f"Correct the pattern, or put it before the earlier pattern. The name of a "
+                    f"parameter looks like {example}",
                 )
         return optax.EmptyState()
 

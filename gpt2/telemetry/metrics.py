@@ -116,7 +116,7 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
             bad_lines.append(number)
     if bad_lines:
         warn(
-            f"skipping {counted(len(bad_lines), 'line')} of {path} without a metrics record; the "
+            f"{path}: skipping {counted(len(bad_lines), 'line')} without a metrics record; the "
             f"first is line {bad_lines[0]}"
         )
 

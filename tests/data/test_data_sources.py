@@ -68,11 +68,11 @@ def test_a_subset_of_the_hub_is_named_unless_there_is_one(hub, spec, folders, su
 @pytest.mark.parametrize(
     ("spec", "folders", "message"),
     [
-        ("a/b", ["only/partial-train"], "in 'only'; its subsets are only"),
-        ("a/b", ["ab/train", "en/train"], "in 'default'; its subsets are ab, en"),
-        ("a/b/de", ["ab/train", "en/train"], "in 'de'; its subsets are ab, en"),
-        ("a/b", ["default/test"], "in 'default'; its subsets are default"),
-        ("a/b/en/us", ["en/train"], "in 'en/us'; its subsets are en"),
+        ("a/b", ["only/partial-train"], "in 'only'; the subsets are only"),
+        ("a/b", ["ab/train", "en/train"], "in 'default'; the subsets are ab, en"),
+        ("a/b/de", ["ab/train", "en/train"], "in 'de'; the subsets are ab, en"),
+        ("a/b", ["default/test"], "in 'default'; the subsets are default"),
+        ("a/b/en/us", ["en/train"], "in 'en/us'; the subsets are en"),
     ],
 )
 def test_what_is_no_whole_training_split_of_the_hub_is_refused(

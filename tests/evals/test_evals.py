@@ -475,7 +475,9 @@ def test_an_error_of_a_library_names_the_line_of_the_example(tmp_path):
     with pytest.raises(UserError, match=unseen):
         lambada(scorer, letters, path)
     path.write_text('{"text": "ab"}\n{"text": "b"}\n')
-    with pytest.raises(UserError, match=r"line 2 cannot be read .it has 0 tokens"):
+    with pytest.raises(
+        UserError, match=r"line 2 cannot be read .the example has 0 tokens"
+    ):
         lambada(scorer, BYTES, path)
 
 
@@ -491,7 +493,7 @@ def test_an_example_of_core_with_nothing_before_its_answer_is_an_error():
     task = Task("toy", "language_modeling", 0, 0.0, [example])
     letters = CharTokenizer("a", has_eot=False)
     with pytest.raises(
-        UserError, match=r"CORE task toy cannot be read .it has 0 tokens"
+        UserError, match=r"CORE task toy cannot be read .the example has 0 tokens"
     ):
         task.solved(Scorer(GPT(CFG), None), letters)
 

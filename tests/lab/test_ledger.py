@@ -1085,13 +1085,13 @@ def test_the_referee_normalises_every_answer(stub):
         thorough("logits = logits[:, :128]", "took too long"),
         (
             "raise ValueError('tired')",
-            "it did not answer the referee: ValueError: tired",
+            "the run's process did not send logits to the referee: ValueError: tired",
         ),
-        ("sys.exit()", "it did not answer the referee"),
+        ("sys.exit()", "the run's process did not send logits"),
         thorough("time.sleep(99)", "took too long"),
         # The first token of a row is the last target of the row before it.
-        (NEXT_ROW, "its answers for a row depend on other rows"),
-        (EARLIER, "its answers for a row depend on other rows"),
+        (NEXT_ROW, "the logits of a row depend on the other rows"),
+        (EARLIER, "the logits of a row depend on the other rows"),
     ],
 )
 def test_answers_that_are_none_or_know_other_rows_are_refused(

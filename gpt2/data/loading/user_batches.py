@@ -125,7 +125,7 @@ class UserBatches(Source):
             if step > 1 and not self._restored:
                 warn(
                     f"{self._name} saves no state, so step {step} starts again at the "
-                    "function's first batch. To continue after the last batch instead, return an "
+                    "function's first batch. To continue where the run stopped, return an "
                     "iterable whose state can be saved (docs/data.md)"
                 )
             self._batches = self._repeat()
@@ -174,8 +174,9 @@ class UserBatches(Source):
             iterator.set_state(saved)
         elif state and not loads_state:
             warn(
-                f"{self._name} no longer loads the state that the checkpoint stores, so the run "
-                "starts again at the function's first batch"
+                f"the iterable of {self._name} no longer has a method load_state_dict or set_state "
+                "for the state in the checkpoint, so the run starts again at the function's first "
+                "batch"
             )
         if split == "train":
             state_dict = getattr(iterable, "state_dict", None)

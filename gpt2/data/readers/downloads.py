@@ -106,7 +106,7 @@ class HubCorpus(Corpus):
         if not hub.exists(folder):
             raise UserError(
                 "The hub's Parquet copy of the data set has no training split, or only a part of "
-                f"it, in {subset!r}; its subsets are {', '.join(subsets[:20])}",
+                f"it, in {subset!r}; the subsets are {', '.join(subsets[:20])}",
                 f"Choose a subset with hf:{repository}/SUBSET#{self.column}, or the data set's own"
                 f" files with parquet:hf://datasets/{repository}/PATH/*.parquet#{self.column}",
             )
@@ -184,11 +184,13 @@ def read_tfrecords(stream: IO[bytes]) -> Iterator[bytes]:
     while head := stream.read(12):
         length, length_crc = struct.unpack("<QI", head)
         if masked_crc32c(head[:8]) != length_crc:
-            raise ValueError("the length of a record was altered")
+            raise ValueError("the checksum of a record's length is wrong")
         record = stream.read(length)
         crc = stream.read(4)
         if masked_crc32c(record) != int.from_bytes(crc, "little"):
-            raise ValueError("a record was altered or truncated")
+            raise ValueError(
+                "the checksum of a record is wrong, or the file is truncated"
+            )
         yield record
 
 

@@ -72,7 +72,7 @@ def _read_json_lines(name: str, file: IO[bytes], field: str) -> Iterator[str]:
             with reading(f"{name}:{number}", remedy):
                 text = json.loads(line)[field]
                 if not isinstance(text, str | None):
-                    raise TypeError(f"{field!r} is not a string")
+                    raise TypeError(f"the field {field!r} is not a string")
             yield text or ""
 
 
@@ -86,7 +86,7 @@ def read_parquet(name: str, file: IO[bytes], column: str) -> Iterator[str]:
         for batch in table.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str | None):
-                    raise TypeError(f"column {column!r} does not contain strings")
+                    raise TypeError(f"the column {column!r} does not contain strings")
                 yield text or ""
 
 

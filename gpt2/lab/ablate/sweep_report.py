@@ -102,7 +102,7 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
         print_table(shown)
         print(
             "differences: arm minus baseline; below 0, the arm is better\n"
-            "intervals: hold for all arms together"
+            "intervals: all of them contain the true differences with 95 % probability"
         )
     if note:
         print("\n" + textwrap.fill(note, 80))

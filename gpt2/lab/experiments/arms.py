@@ -230,7 +230,7 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]
             if not name.startswith(_TUNABLE):
                 raise UserError(
                     f"--tune={text} sets {name}, which would make the comparison unfair",
-                    "Tune only options of optim. and loss.",
+                    "Tune only options whose names begin with optim. or loss.",
                 )
             if name in taken:
                 raise UserError(
@@ -311,7 +311,8 @@ def _make_arm(config: Config, values: Sequence[Settings], name: str) -> Arm:
     for value in values:
         for key in value.keys() & options.keys():
             raise UserError(
-                f"More than one --vary flag sets {key}", "Use --one_at_a_time"
+                f"More than one --vary flag sets {key}, so their values cannot be combined",
+                "Add --one_at_a_time, which does not combine the values of different flags",
             )
         options |= value
     try:

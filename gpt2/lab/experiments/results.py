@@ -119,7 +119,7 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
                     f"Runs of different code cannot be compared: {first.label} has the code {old},"
                     f" but {run.label} has the code {code}",
                     f"Restore the code {old} and repeat the command, or remove {first.folder}, so"
-                    " that it is trained again",
+                    " that this run is trained again",
                 )
         path = run.workdir / "data.json"
         if not path.exists():

@@ -95,7 +95,7 @@ class Run:
             except FileNotFoundError:
                 return Outcome("waiting")
             if outcome.state not in (*ENDED, "failed"):
-                raise ValueError(f"the state is {outcome.state!r}")
+                raise ValueError(f"the state {outcome.state!r} is unknown")
             return outcome
 
     def read(self, score: str) -> list[dict]:

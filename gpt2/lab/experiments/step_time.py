@@ -128,7 +128,8 @@ def equalize(
             return step
         if arm.commit != first.commit:
             raise UserError(
-                f"The FLOPs of {arm.name} are unknown, because it has another version of the code",
+                f"The FLOPs of {arm.name} are unknown, because this arm runs another version of "
+                "the code",
                 "Use --equal=tokens or --equal=seconds",
             )
         return flops(arm.config, steps) / steps

@@ -47,8 +47,8 @@ def choose_score(arms: Sequence[Arm]) -> str:
         raise UserError(
             "Arms differ in train.eval_batches, data.batch_size, model.context_length or"
             " data.tokenizer, so they would be validated on different parts of the split",
-            "Use --config.train.eval_batches=0 to validate on the whole split. A ledger must start "
-            "with this option",
+            "Use --config.train.eval_batches=0 to validate on the whole split. For an existing "
+            "ledger, start another --ledger with this option",
         )
     return BITS_PER_BYTE if differs("data.tokenizer") else LOSS
 

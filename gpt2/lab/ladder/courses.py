@@ -65,8 +65,8 @@ def _analyse(
             # If an arm runs another version of the code, its FLOPs are NaN.
             if not (compute > 0).all():
                 raise UserError(
-                    f"The FLOPs of {arm.name} are unknown, because it runs another version of the"
-                    " code",
+                    f"The FLOPs of {arm.name} are unknown, because this arm runs another version of"
+                    " the code",
                     "Use --equal=seconds",
                 )
         losses.append(at_sizes)

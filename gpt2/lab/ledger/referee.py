@@ -89,8 +89,8 @@ def score(run: Run, dataset: Dataset) -> Score:
     tolerance = TOLERANCES.get(run.config.precision.compute, 0.01)
     if errors.mean() > tolerance or errors.max() > 10 * tolerance:
         raise NoAnswerError(
-            "its answers for a row depend on other rows. Among other rows, the loss of a token"
-            f" differs by up to {errors.max():.4f} nats"
+            "the logits of a row depend on the other rows of its batch. In another batch, the loss"
+            f" of a token of the same row differs by up to {errors.max():.4f} nats"
         )
     return Score(loss, own_loss)
 
@@ -203,7 +203,7 @@ class _Answers:
             logits = np.frombuffer(answer, np.float32).reshape(rows, -1)
             logits = logits[target >= 0].astype(np.float64)
             if not np.isfinite(logits).all():
-                raise NoAnswerError("its logits are not finite")
+                raise NoAnswerError("the logits are not finite")
             # In float64, 1e30 + log(V) is 1e30. If the maximum were not subtracted, the normaliser
             # of huge logits would lose log(V), and probabilities would add up to more than 1.
             logits -= logits.max(axis=1, keepdims=True)
@@ -216,7 +216,7 @@ class _Answers:
         """Close the process's standard input. Raise an error if it has written too many logits."""
         self.process.stdin.close()  # type: ignore[union-attr]
         if self._read(1):
-            raise NoAnswerError("its logits do not have the shape [rows, vocabulary]")
+            raise NoAnswerError("the logits do not have the shape [rows, vocabulary]")
 
     def _send(self, numbers: np.ndarray) -> None:
         try:
@@ -242,7 +242,11 @@ class _Answers:
 
     def _error(self) -> NoAnswerError:
         if time.monotonic() > self._deadline:
-            return NoAnswerError("it took too long to answer the referee")
+            return NoAnswerError(
+                "the run's process took too long to compute the logits"
+            )
         log = self._log.read_text(errors="replace")
         reason = find_error(log) or "its process ended without an error message"
-        return NoAnswerError(f"it did not answer the referee: {reason}")
+        return NoAnswerError(
+            f"the run's process did not send logits to the referee: {reason}"
+        )
