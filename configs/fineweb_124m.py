@@ -26,7 +26,7 @@ SHARDS = "hf://datasets/kjj0/fineweb10B-gpt2/fineweb_*_0000[0-3]*.bin"
 
 
 def get_config(word: str = "h100-8") -> ConfigDict:
-    """Return the options for a machine, `MACHINE` or `MACHINE+modern`."""
+    """Return the options for `word`, which is `MACHINE` or `MACHINE+modern`."""
     machine, _, variant = word.partition("+")
     config = gpt2_124m.get_config(machine)
     config.data.corpus = f"tokens:{SHARDS}"

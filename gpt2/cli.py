@@ -79,7 +79,7 @@ def run(
 
 
 def _wrap(text: str) -> str:
-    """Wrap the paragraphs of a text at 80 columns, except commands, which are indented."""
+    """Wrap paragraphs at 80 columns, except indented paragraphs, which are commands."""
     paragraphs = text.split("\n\n")
     for index, paragraph in enumerate(paragraphs):
         if not paragraph.startswith(" "):
@@ -137,7 +137,8 @@ def _list_options() -> None:
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
     """Return the error for an unknown flag.
 
-    The flag may be one of nanoGPT's flags, or an option without `--config.` before its name.
+    If the flag is one of nanoGPT's, or an option without `--config.` before its name, the error
+    says what to use instead.
     """
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
@@ -173,7 +174,7 @@ def define_config() -> None:
 
 
 class _ConfigFileParser(flags.ArgumentParser):
-    """Read a config file, or the config.json of a run."""
+    """The parser of the flag `--config`, which names a config file or the config.json of a run."""
 
     def parse(self, name: str) -> ConfigDict:
         return ConfigDict(read_options(name)).lock()
@@ -190,7 +191,10 @@ def config_file() -> str:
 
 
 def config_name() -> str:
-    """Return the stem of the config file's name, without the argument that may follow it."""
+    """Return the config file's name without folder, suffix and argument.
+
+    For `configs/gpt2_124m.py:v5e-8` this is `gpt2_124m`.
+    """
     path, _, _ = config_file().partition(".py:")
     return Path(path).stem
 

@@ -39,8 +39,9 @@ def begin_process() -> None:
 def raise_at_interrupt() -> None:
     """Make Ctrl-C raise KeyboardInterrupt, and a second Ctrl-C end the process immediately.
 
-    This undoes `begin_process`, and is called once all modules are imported.
-    A thread ends the process, because the main thread runs handlers only between Python bytecodes.
+    This undoes `begin_process`, and is called once all modules are imported. At the second Ctrl-C,
+    a thread ends the process, because the main thread runs signal handlers only between Python
+    bytecodes, and a long call of C code would delay them.
     """
     global _is_watched
     handler = signal.getsignal(signal.SIGINT)

@@ -217,7 +217,10 @@ def read_factor(text: str) -> float:
 def read_items(
     option: str, text: str, read: Callable[[str], Item], example: str
 ) -> list[Item]:
-    """Parse the comma-separated items of `text`. Errors name `option`."""
+    """Parse the comma-separated items of `text`, each with the function `read`.
+
+    If `read` fails, raise a UserError that names `option` and quotes `example`.
+    """
     if not text:
         return []
     try:

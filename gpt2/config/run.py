@@ -309,7 +309,8 @@ class Config(default.Options):
     def with_vocabulary(self, tokens: int) -> "Config":
         """Return the config, with `model.vocab_size` set to `tokens` if it was 0.
 
-        `tokens` is the number of tokens of the tokenizer, or 0 if the number is not known.
+        `tokens` is the number of tokens of the tokenizer, or 0 if the number is not known. Raise a
+        UserError if the resulting size would be 0 or less than `tokens`.
         """
         size = self.model.vocab_size or tokens
         tokenizer = f"data.tokenizer={self.data.tokenizer}"

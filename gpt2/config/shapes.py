@@ -13,7 +13,11 @@ Number = TypeVar("Number", int, float)
 def read_steps(
     option: str, text: str, read: Callable[[str], Number], example: str
 ) -> dict[int, Number]:
-    """Parse `STEP=VALUE,STEP=VALUE` into a dict. Steps must be at least 0 and ascending."""
+    """Parse `STEP=VALUE,STEP=VALUE` into a dict, where the function `read` parses each VALUE.
+
+    Raise a UserError that names `option` unless steps are at least 0 and ascending. If `text`
+    cannot be parsed, the error quotes `example`.
+    """
 
     def read_pair(item: str) -> tuple[int, Number]:
         step, _, value = item.partition("=")
@@ -45,7 +49,11 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ShapeSchedule:
-    """The shape of every step. `pieces` maps n to the shape that the steps after step n have."""
+    """The shape of every step of a run.
+
+    `pieces` maps each step after which the shape changes to the new shape, in ascending order. The
+    first key is 0.
+    """
 
     pieces: dict[int, StepShape]
 

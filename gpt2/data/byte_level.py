@@ -11,7 +11,7 @@ _MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Map the printable characters of a BPE file to the bytes they encode (GPT-2's encoder.py)."""
+    """Return GPT-2's table (encoder.py) from the printable characters in BPE files to bytes."""
     alphabet = dict[str, int]()
     hidden = list[int]()
     for byte in range(256):

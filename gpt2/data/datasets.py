@@ -25,8 +25,8 @@ Recorded = Mapping[str, Any] | None
 def prepare_dataset(data: DataConfig, recorded: Recorded = None) -> Dataset:
     """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first.
 
-    `recorded` is the description of a run's data, or None. Data sets of the hub are read at the
-    revisions in `recorded`, so that the run continues with the same text.
+    `recorded` is the description of its data that a run stored in data.json, or None. Data sets of
+    the hub are read at the revisions in `recorded`, so that the run continues with the same text.
     """
     recorded = recorded or {}
     weights = read_mixture(data.corpus)
@@ -87,7 +87,7 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
-    """Raise a UserError if a dataset differs from a run's data.json.
+    """Raise a UserError if a dataset differs from the dataset in a run's data.json, `path`.
 
     Return False if data.json is missing or was altered, otherwise True.
     """

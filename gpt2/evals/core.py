@@ -94,7 +94,10 @@ class Task(NamedTuple):
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return the accuracy of each task in core.yaml, and then CORE, the mean centered accuracy."""
+    """Return the accuracy of each task in core.yaml, and then CORE, the mean centered accuracy.
+
+    A centered accuracy is 0 for random guessing, and 1 if the model solves every example.
+    """
     figures = []
     centered = []
     for task in _read_tasks(path):

@@ -61,7 +61,8 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
         # `reading` adds the file and the line of the example.
         raise ValueError(
             f"the example has {len(context)} tokens of context and {len(tokens)} tokens to score, "
-            f"but the model needs at least 1 token of context and 1 to {context_length} tokens to score"
+            f"but the model needs at least 1 token of context and 1 to {context_length} tokens to "
+            "score"
         )
     text = np.array([*context, *tokens], np.int32)
     text = text[-context_length - 1 :]

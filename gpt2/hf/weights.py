@@ -103,12 +103,13 @@ def load_model(
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
-    """Load the options of a run and, on one device, its weights or the average of its weights.
+    """Load the options and the weights of a run. The weights are put on one device.
 
-    `which` is `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the
-    latest if none was validated. The options of `parallel.`, `memory.remat` and `model.attention`
-    suit the devices on which the run trained, so the returned options contain their defaults
-    instead. Only `model.attention=plain` is kept.
+    If the optimizer averages the weights, these are the averaged weights. `which` is `latest`, a
+    step, or `best`: the checkpoint with the lowest validation loss, or the latest if none was
+    validated. The options of `parallel.`, `memory.remat` and `model.attention` suit the devices on
+    which the run trained, so the returned options contain their defaults instead. Only
+    `model.attention=plain` is kept.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
@@ -166,9 +167,9 @@ def with_model_of_weights(
 ) -> Config:
     """Return the config with `model.` options taken from the weights in `train.init_from`.
 
-    Options in `chosen`, which the user has set, and the options in FREE do not change. Raise a
-    UserError if an option in `chosen` does not fit the weights. A run that continues takes the
-    options from its own config.json instead.
+    Options in `chosen`, which the user has set, and the options in FREE, which weights do not
+    determine, do not change. Raise a UserError if an option in `chosen` does not fit the weights. A
+    run that continues takes the options from its own config.json instead.
     """
     names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():

@@ -20,9 +20,9 @@ class Chip(NamedTuple):
         single: TFLOP/s of float32 products at JAX's default precision, which is TF32 on NVIDIA's
             chips since Ampere, and bfloat16 on TPUs.
         memory: memory in GB (10^9 bytes).
-        near: bandwidth between devices of a domain, in GB/s in one direction.
+        near: bandwidth of one device to others in its domain, in GB/s in one direction.
         domain: the number of devices that share NVLink, a torus, or the PCIe of one machine.
-        far: bandwidth to devices outside the domain, in GB/s in one direction.
+        far: bandwidth of one device to others outside its domain, in GB/s in one direction.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Chip(NamedTuple):
         return 1e12 * self.half
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
-        """Return the bytes/s that each device of a ring can send, or None if this is unknown.
+        """Return the bytes/s that each device in a ring of devices can send, or None if unknown.
 
         `group` lists the indices of the ring's devices.
         """

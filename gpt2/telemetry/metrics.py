@@ -122,7 +122,10 @@ def _read(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _parse(line: bytes) -> dict | None:
-    """Return the record of a line, or None if the line is not an object of numbers with a step."""
+    """Return the record in a line of JSON, or None if the line is not a record.
+
+    A record is an object that contains `step`, and whose values are all numbers or null.
+    """
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # deeply nested JSON exhausts the stack

@@ -179,10 +179,10 @@ def _peak_memory() -> dict[str, float]:
 class Watchdog(Writer):
     """A watchdog that ends a process which no longer completes steps.
 
-    It prints the stacks of all threads first. A step may take `least_seconds`, or ten times as long
-    as recent steps if that is longer. If `least_seconds` is 0, the watchdog is off. A thread adds
-    up its own pauses instead of reading a clock, so that time in which the process is suspended
-    does not count.
+    Before it ends the process, it prints the stacks of all threads. A step may take
+    `least_seconds`, or ten times as long as recent steps if that is longer. If `least_seconds` is
+    0, the watchdog is off. The watchdog's thread measures time by adding up its own pauses instead
+    of reading a clock, so that time in which the process is suspended does not count.
     """
 
     EXIT_CODE = 4

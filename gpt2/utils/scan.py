@@ -58,8 +58,8 @@ def report(
     be too coarse) and `count` are summed over micro-batches, devices and validation batches, and
     their quotient is logged. With a `weight`, `weight * total` is added to the objective as an
     auxiliary loss, but not to the logged loss. `total` must then be a sum over tokens. If the
-    module is an expert, `total` and `count` are also summed over all experts. An expert's total
-    includes its slots to which no token was assigned.
+    module is an expert, `total` and `count` are also summed over all experts. An expert computes a
+    fixed number of slots, and its total includes slots to which no token was assigned.
     """
     auxiliary = jnp.float32(weight * total if weight else 0.0)
     # The logged quantity must have no gradient. If a module reports a square root, its gradient at

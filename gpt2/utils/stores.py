@@ -1,10 +1,10 @@
 """Files and folders at URLs (gs://, s3://, hf://, https://, ...), with local working copies.
 
 A folder at a URL, called a store, has a working copy in the cache. `fetch` updates the working copy
-from the store, and `push` sends new and changed files to the store. Both are called exchanges. The
-working copy contains a record of the store's files at the last exchange. A completion marker, which
-marks other files as complete, is written last and removed first. Weights are not fetched until they
-are read.
+from the store, and `push` sends new and changed files to the store. Each call of `fetch` or `push`
+is a sync. The working copy contains a record of the store's files at the last sync. A completion
+marker, which marks other files as complete, is written last and removed first. Weights are not
+fetched until they are read.
 
 A file that is missing in the working copy stays in the store, and a file that is missing in the
 store stays in the working copy. The exceptions are samples.txt, and the files of a checkpoint that
@@ -146,7 +146,7 @@ class TakenOver(UserError):
 
 @dataclasses.dataclass
 class _Record:
-    """The files of a store at the last exchange with a working copy."""
+    """The files of a store at the last sync (`fetch` or `push`) with a working copy."""
 
     url: str = ""
     # File name -> version.
@@ -156,7 +156,7 @@ class _Record:
     owner: str = ""  # the key that the run of the working copy has written to the store
 
     def holds(self, name: str, time_ns: int) -> bool:
-        """Return whether a file of the working copy is unchanged since the last exchange."""
+        """Return whether a file of the working copy is unchanged since the last sync."""
         return name in self.versions and self.times.get(name) == time_ns
 
 
@@ -176,10 +176,10 @@ def fetch(path: str | Path, only: str = "") -> Path:
     """Return the local folder for a path or a URL, updated from the store.
 
     If a process trains in the local folder, nothing is updated. Otherwise, local files that have
-    not been uploaded yet are preserved. If another run has changed the store since the last
-    exchange, a local folder with such files is renamed, and the store is fetched into a new folder.
-    If the store's newest checkpoint is then older than at the last exchange, a UserError is raised
-    instead. `only` is a regular expression for the names of the files to fetch.
+    not been uploaded yet are preserved. If another run has changed the store since the last sync, a
+    local folder with such files is renamed, and the store is fetched into a new folder. But if that
+    run's newest checkpoint in the store is older than the newest checkpoint at the last sync, a
+    UserError is raised. `only` is a regular expression for the names of the files to fetch.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -208,7 +208,7 @@ def complete(folder: Path, names: Iterable[str]) -> None:
 
 
 def push(url: str | Path, folder: Path) -> None:
-    """Upload the files of a working copy that are new or have changed since the last exchange.
+    """Upload the files of a working copy that are new or have changed since the last sync.
 
     Remove a checkpoint from the store if the working copy has replaced it with a newer one, and
     samples.txt if the working copy has removed it. Raise `TakenOver` if another run has begun at
@@ -260,18 +260,18 @@ def claim(url: str, folder: Path) -> None:
 
 
 def completion_markers(folder: Path) -> set[str]:
-    """Return the completion markers in a working copy."""
+    """Return the completion markers in a working copy, files that mark checkpoints as complete."""
     return set(filter(_is_mark, _list_copy(folder)))
 
 
-# Exchanges
+# Syncs
 
 
 def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
-    """Return whether the run that began last in a store is the run of this working copy.
+    """Return whether the run of this working copy is the last run that `claim` has registered.
 
-    If so, no other run has written to the store, even if the store differs from the record because
-    the last exchange was interrupted.
+    If so, no other run has written to the store since then, even if the store differs from `record`
+    because the last sync was interrupted.
     """
     return store.exists(_OWNER) and store.cat_file(_OWNER).decode() == record.owner
 
@@ -279,9 +279,9 @@ def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
     """Delete the local copies of files that another run has replaced in the store.
 
-    If the working copy has files that were changed since the last exchange, or that are no longer
-    in the store, rename the working copy instead. Raise a UserError if the store's newest
-    checkpoint is older than at the last exchange.
+    If the working copy has files that were changed since the last sync, or that are no longer in
+    the store, rename the working copy instead. Raise a UserError if the store's newest checkpoint
+    is older than at the last sync.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)
@@ -369,7 +369,7 @@ def _read_record(folder: Path) -> _Record:
 
 
 def _version(info: Mapping[str, object]) -> str:
-    """Return a hash of a store's information about a file.
+    """Return a hash of a store's information about a file, such as its size and time.
 
     The URL is left out, because it may change with every redirect.
     """

@@ -201,7 +201,7 @@ WRONG = """
     train.context_schedule=0=8,1=1024 train.batch_schedule=0=1 | 8 tokens
     train.window_schedule=9=2048 | window
     train.context_schedule=0=100 | 100
-    train.window_schedule=9=64 train.num_steps=9 | changes at step 9
+    train.window_schedule=9=64 train.num_steps=9 | contains step 9
     loss.ahead=1.2.3 | ahead
     loss.ahead=0.5,,0.25 | ahead
     loss.ahead=-0.5 | -0.5 is neither

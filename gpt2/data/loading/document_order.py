@@ -11,7 +11,7 @@ class ShuffledDocuments:
     Args:
         stream: the tokens.
         starts: the indices in `stream` at which documents start, int64 `[num_documents]`.
-        draw: the source of the random order.
+        draw: the random number generator that determines the order.
     """
 
     def __init__(

@@ -144,8 +144,9 @@ def pad(
 ) -> Rows:
     """Put one document, or a part of a long document, in each row. `assemble` pads the rows.
 
-    Every token of the stream except the first is a target once in each epoch. Rows are read in a
-    new order in each epoch, and so are the documents, so `shuffles_documents` is always False.
+    Every token of the stream except the first is a target once in each epoch. Each epoch reads the
+    rows, and therefore the documents, in a new order. `shuffles_documents` would change nothing, so
+    the option is refused, and the argument is always False.
     """
     stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
@@ -215,8 +216,8 @@ def hashed(seed: int | tuple[int, int]) -> int:
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
     """Return a function that maps the number of a row in the run to one of `number` indices.
 
-    Each epoch is another permutation of the indices. As in Grain's `shuffle`, each index is
-    computed when it is needed.
+    An epoch has `number` rows, and each epoch is another permutation of the indices. As in Grain's
+    `shuffle`, each index is computed when it is needed, so that no list is stored.
     """
     # Epochs have consecutive seeds. Without the hash, runs with consecutive seeds would share
     # permutations.

@@ -18,8 +18,9 @@ def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """Yield the items of `batches`, while a thread reads up to two more items.
 
     In the thread, JAX computes on the CPU, because only the caller may use accelerators. An error
-    in the thread is raised in the caller, in place of the batch. If the thread waits forever for
-    text, the caller waits too, so a signal that stops the run ends this wait with `Stopped`.
+    in the thread is raised in the caller, in place of the batch. The caller waits while no item is
+    ready. If a signal stops the run during this wait, `Stopped` is raised, because the text might
+    never arrive.
     """
     # The queue holds one batch, and the thread another.
     ready = queue.Queue[T | BaseException | None](1)

@@ -32,7 +32,7 @@ INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True)
 class BatchFunction(Corpus):
-    """A user's function of `split` and optionally `seed`, which returns an iterable of batches."""
+    """A user's function of `split` and optionally `seed` that returns an iterable of batches."""
 
     name: str  # python:MODULE:FUNCTION
     function: MakeBatches

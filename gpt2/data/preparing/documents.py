@@ -33,7 +33,7 @@ ReadDocuments = Callable[[], Iterable[Document]]  # a call starts a new iteratio
 
 
 class Part(NamedTuple):
-    """A part of a document."""
+    """A part of a document's text, and the split (train or validation) that contains it."""
 
     split: str
     text: str
@@ -86,8 +86,9 @@ class Documents:
     def parts(self, *, whole: bool) -> Iterator[Part]:
         """Yield the parts of all documents.
 
-        If `whole`, each document is one part. If there is only one document, the training part and
-        the validation part of its text are then one part each.
+        A document's text is cut into parts, so that it need not be in memory at once. If `whole`,
+        it is not cut, and each document is one part. A single document is always divided between
+        the splits, so with `whole` it becomes two parts.
         """
         if not self.many:
             yield from _split_text(self._first, self._data.val_fraction, whole=whole)
@@ -128,10 +129,10 @@ class Documents:
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
     """Return the positions of documents that together have about `val_fraction` of all bytes.
 
-    Documents are considered in the order of their positions. A document is chosen, unless the
-    chosen documents would then have more than `val_fraction` of all bytes. If every document is too
-    large, the smallest one is chosen. For more than WEIGHED documents, return an empty set, because
-    a fraction of many documents has about the same fraction of their bytes.
+    Documents are considered in the order of their positions (`Measured.position`). A document is
+    chosen, unless the chosen documents would then have more than `val_fraction` of all bytes. If
+    every document is too large, the smallest one is chosen. For more than WEIGHED documents, return
+    an empty set, because a fraction of many documents has about the same fraction of their bytes.
     """
     sizes = defaultdict[float, int](int)  # equal documents have the same position
     for count, document in enumerate(documents, 1):

@@ -43,9 +43,9 @@ Encoded = tuple[np.ndarray, int]  # the result of `Tokenizer.encode_counting`
 
 @dataclasses.dataclass(frozen=True)
 class TextCorpus(Corpus):
-    """Documents in an order that never changes.
+    """A corpus of documents, whose order never changes.
 
-    If there are several documents, each begins with an end-of-text token. A single text does not.
+    In the tokens, each document begins with an end-of-text token, unless it is the only document.
     """
 
     source: SourceFiles
@@ -115,7 +115,7 @@ class TextCorpus(Corpus):
 def encode_in_parallel(
     tokenizer: Tokenizer, parts: Iterable[Part]
 ) -> Iterator[tuple[Part, Encoded]]:
-    """Yield each part, in order, with the result of `encode_counting`.
+    """Yield each part, in order, with the result of `Tokenizer.encode_counting` for its text.
 
     Parts are encoded in threads or, if this process has joined a Ray cluster, on its nodes.
     """

@@ -39,7 +39,7 @@ def _open_tokens(pattern: str) -> "TokenCorpus":
 
 @dataclass(frozen=True)
 class TokenCorpus(Corpus):
-    """Files of tokens.
+    """A corpus of files that contain tokens.
 
     A file whose name contains the word `val` or `validation` is for validation. If no file or every
     file has such a name, the last `val_fraction` of all tokens is for validation.
@@ -173,9 +173,10 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
 
 
 def _find_dtype(start: bytes, size: int) -> str:
-    """Return the widest dtype with which all tokens at the start of a file are below 2**18.
+    """Return the widest dtype with which all tokens in `start` are plausible, that is, below 2**18.
 
-    If this holds for neither uint64 nor uint32, return uint16.
+    `start` contains the first bytes of a file of `size` bytes. If neither uint64 nor uint32 fits,
+    return uint16.
     """
     for dtype in ("uint64", "uint32"):
         is_divisible = size % np.dtype(dtype).itemsize == 0
