@@ -4,11 +4,10 @@
     python train.py --config=configs/gpt2_124m.py:v5e-8
 
 Devices: each of eight devices of 80 GB trains on 60 sequences, without gradient accumulation
-(accumulate_steps is 1). According to `gpt2.lab.plan --chips=a100-8`,
-each needs 27.6 GiB; this was not tried. For one such device, add
-`--config.train.accumulate_steps=8`. Devices of 40 GB train on 12 sequences at a time, as in
-nanoGPT, and each needs 9.0 GiB. For eight of them, add `--config.train.accumulate_steps=5`, and for
-one of them `--config.train.accumulate_steps=40`.
+(accumulate_steps is 1). According to `gpt2.lab.plan --chips=a100-8`, each needs 27.6 GiB; this was
+not tried. For one such device, add `--config.train.accumulate_steps=8`. Devices of 40 GB train on
+12 sequences at a time, as in nanoGPT, and each needs 9.0 GiB. For eight of them, add
+`--config.train.accumulate_steps=5`, and for one of them `--config.train.accumulate_steps=40`.
 Data: OpenWebText (9.0B tokens). Its Parquet files need 24 GB in the cache. Without a network,
 `--config.data.corpus=pystdlib` trains on the source of Python's standard library.
 Expect: a validation loss of about 2.85 after 600,000 steps, four days on eight A100s. nanoGPT

@@ -41,7 +41,7 @@ def reading(
 def _reason(error: Exception) -> str:
     """Return the reason of an error, without the path, which the message already contains."""
     if isinstance(error, KeyError):
-        return f"it lacks {error}"
+        return f"{error} is missing"
     if isinstance(error, FileNotFoundError):
         # If fsspec raised this error, its cause is the server's error, which says more.
         return str(error.__cause__ or error.strerror or "it does not exist")

@@ -453,7 +453,7 @@ def test_a_text_that_changes_while_it_is_read_is_not_prepared(
             "text:TINY",
             "no token to predict in the train split of data.corpus=text:TINY",
         ),
-        ("jsonl:LINES#body", "LINES:1 cannot be read .*it lacks 'body'"),
+        ("jsonl:LINES#body", "LINES:1 cannot be read .*'body' is missing"),
         ("jsonl:LINES#number", "LINES:1 cannot be read .*'number' is not a string"),
         ("parquet:TABLE#body", "TABLE cannot be read .*Column body does not exist"),
         ("parquet:TABLE#number", "'number' does not contain strings"),

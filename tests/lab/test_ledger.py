@@ -323,7 +323,7 @@ def test_a_gain_of_slower_runs_is_not_kept_beyond_a_limit(ideas, capsys, limit, 
     assert ideas("optim.name=lion", slowdown=limit)[0] == answer
     if answer == "discard":
         why = json.loads(capsys.readouterr().out)["why"]
-        assert why == "its runs take 3.00 times as long as the best version's"
+        assert why == "the idea's runs take 3.00 times as long as the best version's"
 
 
 def test_every_idea_and_the_best_train_with_seeds_that_stood_nowhere_before(ideas):
@@ -1357,7 +1357,7 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     assert "The loss is not finite" in json.loads(diverged)["why"]
     assert (
         json.loads(same)["why"]
-        == "it is the same as the best version, so nothing was trained"
+        == "the idea is the same as the best version, so nothing was trained"
     )
     tried = {idea.text: len(idea.pairs) for idea in read_ledger(root).ideas}
     pairs = tried["optim.name=lion"]

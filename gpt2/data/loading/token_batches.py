@@ -110,7 +110,10 @@ class TokenBatches(Source):
         return assemble(self._read, starts[rows], shape.context_length, self._eot)
 
     def _read(self, start: int, length: int) -> np.ndarray:
-        """Return up to `length` tokens of the row whose first target is the run's target `start`."""
+        """Return up to `length` tokens of the row that begins with the target `start`.
+
+        Targets are numbered over the run.
+        """
         number, offset = divmod(start, self._context_length)
         before = self._count_rows(number)
         after = self._count_rows(number + 1)

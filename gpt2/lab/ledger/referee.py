@@ -246,7 +246,7 @@ class _Answers:
                 "the run's process took too long to compute the logits"
             )
         log = self._log.read_text(errors="replace")
-        reason = find_error(log) or "its process ended without an error message"
+        reason = find_error(log) or "the process ended without an error message"
         return NoAnswerError(
             f"the run's process did not send logits to the referee: {reason}"
         )

@@ -28,7 +28,7 @@ from gpt2.lab.ledger.training_text import with_training_text
 from gpt2.utils import files
 
 LOCK = ".ledger.lock"
-_IS_BEST = "it is the same as the best version, so nothing was trained"
+_IS_BEST = "the idea is the same as the best version, so nothing was trained"
 
 
 def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
@@ -99,7 +99,10 @@ def try_idea(
                 answer, why = _decide(ledger, idea, pairs, least)
                 if answer == Answer.KEEP and idea.slowdown > slowdown:
                     answer = Answer.DISCARD
-                    why = f"its runs take {idea.slowdown:.2f} times as long as the best version's"
+                    why = (
+                        f"the idea's runs take {idea.slowdown:.2f} times as long as the best "
+                        "version's"
+                    )
             if ledger.best.number != idea.best:
                 answer = Answer.UNDECIDED
                 why = "another idea was kept meanwhile; repeat the command to compare with it"
