@@ -109,8 +109,8 @@ def set_on_exit(command: str) -> None:
 def run_on_exit(code: int, reason: str) -> None:
     """Run the command of `logging.on_exit`, at most once.
 
-    If the command fails or takes longer than a minute, print a warning. The process still exits
-    with `code`.
+    The command can read `code` and `reason` in $GPT2_EXIT_CODE and $GPT2_EXIT_REASON. If it fails
+    or takes longer than a minute, print a warning. The process still exits with `code`.
     """
     command = _on_exit
     set_on_exit("")

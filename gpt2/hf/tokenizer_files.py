@@ -17,9 +17,10 @@ from gpt2.utils import files
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
     """Read tokenizer.json, and check that it fits the model.
 
-    The model may have a few more rows than tokens: many models pad the vocabulary to a multiple of
-    64 or 128 for faster matrix products, or reserve rows for new tokens. Qwen 3 has 151,936 rows
-    for 151,669 tokens, and Pythia has 50,688 rows for 50,277 tokens.
+    The model's embedding may have a few more rows than the tokenizer has tokens: many models pad
+    the vocabulary to a multiple of 64 or 128 for faster matrix products, or reserve rows for new
+    tokens. Qwen 3 has 151,936 rows for 151,669 tokens, and Pythia has 50,688 rows for 50,277
+    tokens.
     """
     path = Path(directory) / "tokenizer.json"
     rows = cfg.vocab_size

@@ -20,8 +20,8 @@ _TUNABLES = (
     ":glibc.malloc.trim_threshold=268435456"
 )
 _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
-# The environment variable of processes that train alone, even if a launcher such as Slurm started
-# their parent as one of several processes.
+# This environment variable is set in processes that train alone, even if a launcher such as Slurm
+# started their parent as one of several processes.
 ALONE = "GPT2_ALONE"
 # With these flags, matrix products use cuBLAS, and are not merged if they share an operand.
 # All-gathers are combined only up to 6 MB, so that the gathers of a layer's kernels do not wait for

@@ -50,7 +50,7 @@ def remat(
         block,
         policy=keep,
         # A barrier prevents XLA from merging a block with its recomputation, but costs time. In a
-        # loop, XLA cannot merge them anyway.
+        # loop, XLA cannot merge the two anyway.
         prevent_cse=not looped,
         static_argnums=tuple(arguments.index(name) for name in static),
     )

@@ -86,7 +86,8 @@ class TokenCorpus(Corpus):
                     )
                 text = tokens[tokens != tokenizer.eot]
                 # The bytes of a token may depend on its neighbours, so only decoding the text
-                # yields the exact number of bytes. Bits per byte need it, but only for validation.
+                # yields the exact number of bytes. Bits per byte need this number, but only for
+                # validation.
                 if name == "validation":
                     split.num_bytes += len(tokenizer.decode_bytes(text))
                 else:
