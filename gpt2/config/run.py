@@ -289,7 +289,7 @@ class Config(default.Options):
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences in one micro-batch, on all devices together, if a batch has `data.batch_size`."""
+        """Sequences in one micro-batch, on all devices together, for `data.batch_size`."""
         return self.data.batch_size // self.train.accumulate_steps
 
     @classmethod

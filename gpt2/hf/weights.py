@@ -45,7 +45,7 @@ _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
 def import_run(source: str | Path, location: str | Path) -> None:
-    """Convert a Hugging Face directory to a run at step 0."""
+    """Convert a Hugging Face directory to a run that has trained no steps."""
     with stores.writing(location) as workdir, files.new_directory(workdir) as scratch:
         require_safe_path(workdir)
         cfg, params, tokenizer = load_model(None, source)

@@ -110,8 +110,8 @@ def main(*directories: str) -> None:
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
         warn(
-            f"the losses of --reference={reference} can be compared with these runs only if they"
-            f" were measured with the tokenizer of the runs, {tokenizer}"
+            f"--reference={reference} can be compared with these runs only if the reference's losses"
+            f" were measured with the runs' tokenizer, {tokenizer}"
         )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T

@@ -156,7 +156,7 @@ class _Record:
     owner: str = ""  # the key that the run of the working copy has written to the store
 
     def holds(self, name: str, time_ns: int) -> bool:
-        """Return whether a file, whose modification time is now `time_ns`, is as at the last sync."""
+        """Return whether a file whose time is now `time_ns` is unchanged since the last sync."""
         return name in self.versions and self.times.get(name) == time_ns
 
 
