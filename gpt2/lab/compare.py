@@ -110,8 +110,8 @@ def main(*directories: str) -> None:
     tokenizer = usual.options["data.tokenizer"]
     if reference and tokenizer != "gpt2":
         warn(
-            f"--reference={reference} can be compared with these runs only if the reference's losses"
-            f" were measured with the runs' tokenizer, {tokenizer}"
+            f"--reference={reference} can be compared with these runs only if the reference's"
+            f" losses were measured with the runs' tokenizer, {tokenizer}"
         )
     for name, points in read_reference(reference).items():
         tokens, losses = points.T

@@ -319,7 +319,7 @@ def _expand(path: str | Path) -> Path:
 
 
 def _cache(kind: str, url: str) -> Path:
-    """Return the path in the cache for the content of a URL."""
+    """Return the path for the content of a URL, in the cache's subfolder `kind`."""
     cache = _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
     name = Path(url).name.partition(" ")[0]
