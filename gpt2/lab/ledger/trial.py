@@ -237,7 +237,8 @@ def _score(run: Run, dataset: Dataset) -> float:
         warn(
             f"{run.label} reports a loss of {reported:.4f} on the start of its training split,"
             f" but the referee measured {measured.own_loss:.4f} on the same text. The answer uses"
-            " only the referee's measurements. If the code of this run does not change the loss on"
-            " purpose, look for an error in it"
+            " only the referee's measurements. Unless the code of this run changes the loss on"
+            " purpose, the model computes something else when it generates text with a cache, as for"
+            " the referee"
         )
     return measured.loss
