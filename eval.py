@@ -3,7 +3,8 @@
     python eval.py --workdir=runs/quickstart
     python eval.py --hf=DIR --tasks=lambada:data/tasks,hellaswag:data/tasks
 
-It prints each score, how it was computed, its number of examples and its standard error.
+For each score, this command prints how the score was computed, the number of examples and the
+standard error.
 docs/evaluation.md describes the files of the tasks.
 """
 

@@ -54,14 +54,14 @@ make_program = partial(
 
 
 class Hook(NamedTuple):
-    """An action between steps: `run(step, state)` is called every `every` steps and at the end."""
+    """An action between steps: `run(step, state)`, every `every` steps and after the last step."""
 
     run: Callable[[int, TrainState], None]
     every: int  # in steps; 0: only after the last step
 
 
 class Run(NamedTuple):
-    """The parts of a run except its state."""
+    """The objects with which `train` runs the steps. The training state is passed separately."""
 
     program: Program
     batches: Batches
@@ -73,8 +73,8 @@ class Run(NamedTuple):
 
 @distributed.ends_together()
 def main() -> int:
-    """Train, phase by phase, and return the exit code of the process."""
-    # Options: their values are checked before any work begins.
+    """Read options, prepare data, create or restore the state, train, and return the exit code."""
+    # Options: all values are checked before data are prepared.
     config = cli.parse_config()
     options = config.train
     args = flags.FLAGS
@@ -91,7 +91,8 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: tokens are prepared once and stored. A batch of them depends only on the seed and step.
+    # Data: the tokens of a corpus are prepared once and stored. The seed and the number of the step
+    # determine which tokens a batch contains.
     dataset = prepare_dataset(config.data, folder.read_data(workdir))
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -100,12 +101,13 @@ def main() -> int:
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
-    # State: from the newest complete checkpoint, or from `train.init_from`, or drawn from the seed.
+    # State: from the newest undamaged checkpoint, else from `train.init_from`, else drawn.
     start = folder.find_start(workdir)
     if folder.is_finished(workdir, config, start):
         with mirror:
             return 0
-    # Initial weights are loaded first. If they do not fit the model, the workdir is not written.
+    # Initial weights are loaded before `begin` writes to the workdir, because they may not fit the
+    # model.
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, program.flops_per_token)
@@ -118,7 +120,11 @@ def main() -> int:
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
-    """Return the state before the first step. `train.init_from` may replace the drawn weights."""
+    """Return the state before the first step, with weights drawn from the seed.
+
+    If `train.init_from` is set, load the weights from there instead. They must have been trained
+    with the tokenizer of `dataset`.
+    """
     if not (source := program.config.train.init_from):
         return program.init_state()
     params = load_initial_params(source, program.model.config, dataset.tokenizer)
@@ -126,12 +132,16 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
 
 
 def train(run: Run, state: TrainState, start: int) -> int:
-    """Run the steps after `start`, write the run's files and return the exit code."""
+    """Run the steps after `start` from `state`, write the run's files and return the exit code.
+
+    The code is 0, or 128 plus the number of the signal that stopped the run before its last step.
+    """
     program, batches, tasks, workdir, checkpointer, clock = run
     config = program.config
     options = program.config.train
 
-    # Compile once for each shape of the run's steps, while the devices initialise the weights.
+    # Compile once for each combination of batch size, context length and window that the run uses,
+    # while the devices initialise the weights.
     distributed.only_first(log)("compiling the steps", sys.stdout)
     with clock.phase("compile"):
         examples, eval_batch = batches.examples(start)
@@ -151,7 +161,10 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Return the state's validation scores. If the loss is not finite, raise DivergedError."""
+        """Return the validation scores of the newest state. Raise DivergedError at NaN or Inf.
+
+        `num_batches` limits the batches of each corpus; 0: the options limit them.
+        """
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)
@@ -161,13 +174,13 @@ def train(run: Run, state: TrainState, start: int) -> int:
         return newest
 
     def save(measured: dict[str, float] | None = None) -> None:
-        """Save the newest state, after writing its metrics."""
+        """Write all metrics to disk, then save the newest state and its scores, if `measured`."""
         reporter.flush(step)
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, measured, batches.position(step))
 
     def score_tasks(step: int, state: TrainState) -> None:
-        """Score the tasks in `train.eval_tasks`, and log the scores."""
+        """Score `state` on the tasks in `train.eval_tasks`, and log the scores at `step`."""
         reporter.catch_up()
         with clock.phase("tasks"):
             reporter.write(step, tasks.score(state.eval_params))

@@ -21,11 +21,12 @@ T = TypeVar("T")
 # Seconds within which a second signal is taken for a copy of the first, because a launcher may
 # forward a signal that the terminal has also sent to this process.
 _SAME_PRESS = 0.3
-# The thread that prints the last line acquires this lock and never releases it.
+# The thread that prints the exit message acquires this lock and never releases it, so that no other
+# thread prints a second message.
 _exit_lock = threading.Lock()
 _is_watched = False  # whether the thread of `_watch` is running
 _GRACE = 5.0  # seconds for which a validation may continue after a signal
-# The end of the exit message, which says how to continue. It may be empty.
+# The end of the exit message: how to continue the run. Empty outside of a run.
 _next_command = ""
 _loop_stop: "StopSignal | None" = None  # the StopSignal of the current training loop
 
@@ -51,7 +52,8 @@ def raise_at_interrupt() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A forked child must not write to this pipe.
+    # A forked child inherits the pipe. Without this line, a signal to the child would reach
+    # `_watch`, which would take it for a signal to this process.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     threading.Thread(target=_watch, args=(reader,), name="signals", daemon=True).start()
     if handler is _exit_by_interrupt:  # background jobs of a script ignore SIGINT
@@ -70,11 +72,14 @@ def exit_at_interrupt(next_command: str = "") -> None:
 
 
 class Stopped(Exception):
-    """Raised when a signal stops the run while it waits for data. StopSignal suppresses it."""
+    """Raised if a signal stops the run while the run waits for data.
+
+    The context manager `StopSignal` suppresses this exception, so the run ends normally.
+    """
 
 
 def get_unless_stopped(ready: queue.Queue[T]) -> T:
-    """Return the next item of a queue. Raise Stopped if a signal stops the run first.
+    """Return the next item of the queue `ready`. Raise Stopped if a signal stops the run first.
 
     For a few seconds after the signal, items that are ready are still returned, so that a
     validation that has begun can continue. In a run of several processes the signal is ignored
@@ -157,7 +162,7 @@ class StopSignal:
 
 
 def _watch(reader: int) -> None:
-    """Read signals from a pipe, and end the process at the second signal.
+    """Read signals from the pipe with the file descriptor `reader`; end the process at the second.
 
     While `_exit_by_interrupt` is the handler of SIGINT, the first SIGINT ends the process.
     """

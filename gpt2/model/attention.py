@@ -41,7 +41,10 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array, context: Context) -> Array:
-        """Map `x` `[B, T, D]` to `[B, T, D]` in the compute dtype."""
+        """Return attention's output `[B, T, D]` for the input `x` `[B, T, D]`, in compute dtype.
+
+        `context` holds the positions, the segments and the index of the layer.
+        """
         cfg, ops = self.config, self.ops
         D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_size
         chex.assert_shape(x, (None, None, D))
@@ -163,7 +166,8 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
         kept = _kept_fraction(cfg, frequencies)
         frequencies = kept * frequencies + (1 - kept) * frequencies / cfg.rope_factor
     if cfg.rope_scaling == "yarn":
-        # Longer queries and keys make the softmax as sharp over many tokens as it was over few.
+        # Queries and keys with a larger norm make the softmax over many tokens as sharp as the
+        # softmax over few tokens was.
         length = 0.1 * math.log(cfg.rope_factor) + 1
     return rotation(positions, frequencies, length)
 

@@ -27,7 +27,11 @@ class Block(nn.Module):
     def __call__(
         self, stream: Stream, layer: int | Array, context: Context
     ) -> tuple[Stream, None]:
-        """Return the stream after the layer, and None, because `nn.scan` expects two outputs."""
+        """Apply the layer with the index `layer` to a stream.
+
+        A stream is a pair: the residual stream `[B, T, D]`, and `Context.carried`. Return the new
+        stream, and None, because `nn.scan` expects two outputs.
+        """
         cfg, ops = self.config, self.ops
         x, carried = stream
         context = context.replace(layer=layer, carried=dict(carried))
@@ -37,7 +41,7 @@ class Block(nn.Module):
         drop = nn.Dropout(cfg.dropout, deterministic=context.deterministic)
 
         def dropout(y: Array) -> Array:
-            """Apply dropout, and CompleteP's factor, to what a branch adds to the stream."""
+            """Apply dropout, and CompleteP's factor, to the output of a branch."""
             y = drop(y)
             # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms, so each term is divided
             # by the ratio of L to the base depth.

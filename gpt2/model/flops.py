@@ -42,8 +42,9 @@ def model_flops_per_token(cfg: GPTConfig, shape: StepShape | None = None) -> flo
 
     N is `count_compute_parameters(cfg)`. As in PaLM (Chowdhery et al. 2022, appendix B) and
     nanoGPT's `estimate_mfu`, the FLOPs include attention scores above the diagonal, and exclude
-    recomputation. T is a layer's window if it has one, and D the width of all heads together. A
-    `shape` replaces the model's context length and window.
+    recomputation. T is the context length, or a layer's window if the layer has one, and D is the
+    width of all heads together. If `shape` is given, its context length and its window replace the
+    model's.
     """
     T = cfg.context_length
     if shape:

@@ -72,7 +72,11 @@ class GPT(nn.Module):
         segments: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Return the float32 logits `[B, T, V]` of the token after each position."""
+        """Return the float32 logits `[B, T, V]` of the token after each position.
+
+        A token attends only to tokens with the same number in `segments` `[B, T]`, if given. With
+        `deterministic=False` there is dropout.
+        """
         hidden = self.hidden(tokens, segments=segments, deterministic=deterministic)
         return self.logits(hidden, tokens)
 
@@ -83,7 +87,10 @@ class GPT(nn.Module):
         segments: Array | None = None,
         deterministic: bool = True,
     ) -> Array:
-        """Return the final hidden states, `[B, T, D]` in the compute dtype."""
+        """Return the final hidden states, `[B, T, D]` in the compute dtype.
+
+        The arguments are the same as for `GPT.__call__`.
+        """
         context = make_context(tokens, segments, deterministic)
         return self._final_hidden(self.wte.table(), context)
 
@@ -242,9 +249,10 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Draw the parameters of each layer separately, even if layers are scanned.
+        """Return parameters drawn with the key `rngs`, unstacked even if layers are scanned.
 
-        Each parameter is boxed in a `DeclaredParam`, which also holds its `ParamInfo`.
+        Each parameter is boxed in a `DeclaredParam`, together with its `ParamInfo`. The values of
+        `tokens` do not matter.
         """
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"

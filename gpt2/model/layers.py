@@ -27,11 +27,12 @@ def named_param(
     inputs: tuple[int, ...] = (),
     decays: bool = False,
 ) -> Array:
-    """Return a parameter of a module. If devices hold shards of the parameter, gather them.
+    """Return the float32 parameter `name` of a module, gathered if devices hold shards of it.
 
-    The module must have the attribute `ops`. The names in `axes` determine how `parallel.rules`
-    shard the parameter between steps. For a matrix `[D, F]`, pass `inputs=(-2,)`, which Muon and
-    SOAP need, and `decays=True` for weight decay. See `ParamInfo`.
+    `init(key, shape, dtype)` draws the parameter. The module must have the attribute `ops`. The
+    names in `axes` determine how `parallel.rules` shard the parameter between steps. For a matrix
+    `[D, F]`, pass `inputs=(-2,)`, which Muon and SOAP need, and `decays=True` for weight decay. See
+    `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -46,7 +47,8 @@ class Linear(nn.Module):
         shape: shape of the kernel: contracted axes, then new axes.
         axes: names of the kernel's axes.
         num_contract: number of contracted axes.
-        adds_to_residual: whether the result is added to the residual stream.
+        adds_to_residual: whether the result is added to the residual stream. The kernel is then
+            drawn with a smaller standard deviation (`kernel_stddev`).
         activation: elementwise function of the input, applied before the kernel.
     """
 
@@ -72,7 +74,10 @@ class Linear(nn.Module):
             self.bias = named_param(self, "bias", nn.initializers.zeros, shape, axes)
 
     def __call__(self, x: Array) -> Array:
-        """Map `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute dtype."""
+        """Map `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute dtype.
+
+        The kernel is `[C1, .., Cn, O1, .., Om]`, where n is `num_contract`.
+        """
         y = self.ops.linear(
             x,
             self.kernel,
@@ -91,7 +96,7 @@ class Linear(nn.Module):
 
     @property
     def _result(self) -> str:
-        """The name that the policies of gpt2/utils/remat.py use for the result."""
+        """The name under which a remat policy (gpt2/utils/remat.py) stores the map's result."""
         return ATTENTION_LINEAR if "heads" in self.axes else MLP_LINEAR
 
     @nn.nowrap
@@ -104,7 +109,10 @@ class Linear(nn.Module):
 
 
 def kernel_stddev(cfg: GPTConfig, fan_in: int, *, adds_to_residual: bool) -> float:
-    """Return the standard deviation of the distribution from which a kernel is drawn."""
+    """Return the standard deviation of the normal distribution from which a kernel is drawn.
+
+    `fan_in` is the number of inputs of each output. `adds_to_residual` is explained in `Linear`.
+    """
     if adds_to_residual and cfg.zero_init_projections:  # Zhang et al. 2019, Fixup
         return 0.0
     stddev = cfg.init_std
@@ -184,7 +192,8 @@ class Embedding(nn.Module):
     def table(self) -> Array:
         """Return the table `[rows, D]`.
 
-        This is a method so that gpt2/training/diagnosis.py can check its result for NaN and Inf.
+        This is a method because gpt2/training/diagnosis.py intercepts calls of methods, and checks
+        their results for NaN and Inf.
         """
         return self.embedding
 

@@ -81,7 +81,8 @@ class Sampling:
 def bucket(length: int, limit: int) -> int:
     """Return the smallest `32 * 2^i` that is at least `length`, or `limit` if that is smaller.
 
-    Each different length is compiled separately, so few different lengths save compilations.
+    Arrays are padded to this length. JAX compiles a program for each different length, so rounding
+    lengths up to a few values saves compilations.
     """
     size = 32
     while size < length:

@@ -98,42 +98,43 @@ class Ingredient:
         return getattr(cls, seam) is not getattr(Ingredient, seam)
 
     def embedded(self, gpt: nn.Module, x: Array, context: Context) -> Array:
-        """Change the embedded tokens `[B, T, D]`, before position embeddings are added to them."""
+        """Return the embedded tokens `x` `[B, T, D]`, changed or not. Positions are added later."""
         return x
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Wrap the function that applies all layers."""
+        """Return `layers`, the function that applies all layers, or a function that wraps it."""
         return layers
 
     def block_input(self, block: nn.Module, x: Array, context: Context) -> Array:
-        """Change the residual stream `[B, T, D]` that enters a block."""
+        """Return the residual stream `x` `[B, T, D]` that enters a block, changed or not."""
         return x
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Change a residual branch: its input, its sublayer, or the stream to which it is added."""
+        """Return a residual branch, whose input, sublayer, stream or dropout may be changed."""
         return branch
 
     def heads(self, attention: nn.Module, heads: Heads, context: Context) -> Heads:
-        """Change queries, keys and values, after the norms and rotation of queries and keys."""
+        """Return queries, keys and values, changed or not, after queries and keys are rotated."""
         return heads
 
     def score_terms(
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
-        """Append a function that changes attention's scores to `terms` (see `plain.ScoreTerm`).
+        """Return `terms`, to which an ingredient may append a `plain.ScoreTerm`.
 
-        Kernels do not support such a function, so attention uses its reference implementation.
+        A `ScoreTerm` is a function that changes attention's scores. Kernels do not support the
+        functions of ingredients, so the reference implementation then computes attention.
         """
         return terms
 
     def attention_output(
         self, attention: nn.Module, y: Array, context: Context
     ) -> Array:
-        """Change the output `[B, T, N, H]` of attention, before its projection."""
+        """Return the heads' outputs `y` `[B, T, N, H]`, changed or not, before the projection."""
         return y
 
     def logits(self, seam: nn.Module, logits: Array, context: Context) -> Array:
-        """Change the float32 logits `[B, T, V]`.
+        """Return the float32 logits `[B, T, V]`, changed or not.
 
         `context.tokens` and `context.has_target` have the same positions as the logits. If an
         ingredient changes the logits, training computes all positions together, not in chunks.
@@ -141,8 +142,9 @@ class Ingredient:
         return logits
 
     def active_fraction(self, axes: AxisNames) -> float:
-        """Return the fraction of a parameter that a token uses, to count FLOPs.
+        """Return the fraction of a parameter that the computation of one token uses.
 
-        `axes` are the names of the parameter's axes.
+        The model's FLOPs are counted with this fraction. `axes` are the names of the parameter's
+        axes.
         """
         return 1.0

@@ -16,7 +16,7 @@ from gpt2.ops.plain import ScoreTerm
 
 
 class Alibi(Ingredient):
-    """The ingredient of `model.position=alibi`."""
+    """The ingredient `model.position=alibi`: a bias of each score, proportional to the distance."""
 
     option = "position"
 
@@ -38,9 +38,9 @@ class Alibi(Ingredient):
 
 
 def alibi_slopes(num_heads: int) -> Array:
-    """Return the slope of each head, `[N]` float32 (section 3, and the authors' code)."""
-    # The paper defines the slopes for a power of two. Further heads use every second slope of a
-    # model with twice that number of heads.
+    """Return the slope of each head, `[N]` float32 (Press et al. 2022, section 3)."""
+    # The paper defines the slopes for a power of two. As in the authors' code, further heads use
+    # every second slope of a model with twice that number of heads.
     power = 2 ** math.floor(math.log2(num_heads))
     steps = [i + 1.0 for i in range(power)]
     steps += [i + 0.5 for i in range(num_heads - power)]

@@ -13,7 +13,7 @@ from gpt2.model.seams import Context, Ingredient
 
 
 class AttentionGate(Ingredient):
-    """The ingredient of `model.attention_gate`."""
+    """The ingredient `model.attention_gate`: a gate on the output of each head."""
 
     option = "attention_gate"
 

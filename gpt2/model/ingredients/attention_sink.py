@@ -13,14 +13,14 @@ from gpt2.ops.plain import ScoreTerm
 
 
 class AttentionSink(Ingredient):
-    """The ingredient of `model.attention_sink`."""
+    """The ingredient `model.attention_sink`: a learned logit in the softmax of each head."""
 
     option = "attention_sink"
 
     def score_terms(
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
-        """Append the function that adds a learned column to the scores of each head."""
+        """Append a function that adds a column, the learned logit, to the scores of each head."""
         shape = (self.config.num_heads,)
         zeros = nn.initializers.zeros
         sinks = named_param(attention, "sinks", zeros, shape, ("heads",))

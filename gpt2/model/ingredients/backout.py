@@ -13,12 +13,12 @@ from gpt2.model.seams import Context, Ingredient, Sublayer
 
 
 class Backout(Ingredient):
-    """The ingredient of `model.backout`."""
+    """The ingredient `model.backout`: subtract a part of the middle layer's input at the end."""
 
     option = "backout"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Subtract a learned fraction of the middle layer's input from the last layer's output."""
+        """Wrap `layers`: subtract a fraction of the middle layer's input from their output."""
 
         def layers_without_middle(x: Array) -> Array:
             context.carried[self.option] = x  # replaced at the middle layer

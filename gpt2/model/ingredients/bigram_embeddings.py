@@ -14,7 +14,7 @@ from gpt2.model.seams import Context, Ingredient
 
 
 class BigramEmbeddings(Ingredient):
-    """The ingredient of `model.bigram_embeddings`."""
+    """The ingredient `model.bigram_embeddings`: an embedding for each pair of adjacent tokens."""
 
     option = "bigram_embeddings"
 
@@ -33,7 +33,10 @@ class BigramEmbeddings(Ingredient):
 
 
 def hash_pairs(tokens: Array, previous: Array, num_rows: int) -> Array:
-    """Return the index of each pair's row in the table, int32, with modded-nanogpt's hash."""
+    """Return the hash of each pair `(previous, token)`, int32 `[B, T]`, as in modded-nanogpt.
+
+    The hash is from 0 to `num_rows - 1`: it is the index of the pair's row in the table.
+    """
     first = previous.astype(jnp.uint32) * 27191
     second = tokens.astype(jnp.uint32) * 36313
     mixed = first ^ second

@@ -11,12 +11,12 @@ from gpt2.model.seams import Context, Ingredient, Sublayer
 
 
 class EmbeddingSkip(Ingredient):
-    """The ingredient of `model.embedding_skip`."""
+    """The ingredient `model.embedding_skip`: each block also reads the embedded tokens."""
 
     option = "embedding_skip"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Store the embedded tokens, after positions and dropout, for all layers."""
+        """Wrap `layers`: store their input, the embedded tokens with positions, for all blocks."""
 
         def layers_with_embedding(x: Array) -> Array:
             context.shared[self.option] = x

@@ -13,7 +13,7 @@ TINY = 1e-24  # avoids a division by 0 where attention's value vector is 0
 
 
 class ExclusiveAttention(Ingredient):
-    """The ingredient of `model.exclusive_attention`."""
+    """The ingredient `model.exclusive_attention`: outputs of heads are orthogonal to values."""
 
     option = "exclusive_attention"
 

@@ -30,7 +30,7 @@ from gpt2.utils.scan import METRICS, report
 
 
 class Experts(Ingredient):
-    """The ingredient of `model.num_experts`."""
+    """The ingredient that replaces each MLP with a mixture of `model.num_experts` MLPs."""
 
     option = "num_experts"
 
@@ -125,10 +125,12 @@ class Mixture(nn.Module):
     ) -> None:
         """Report the auxiliary losses of the router, summed over tokens.
 
-        Tokens whose entry in `counts` `[B, T, 1]` is 0 have no target, and are left out of the
-        sums. The balance loss (Switch Transformer, equation 4) is 1 if all experts are chosen
-        equally often, or if all have the same mean probability. The z-loss (ST-MoE, Zoph et al.
-        2022, arXiv 2202.08906, equation 5) penalises large logits.
+        `logits` and `shares` `[B, T, E]` are the router's logits and their softmax. `is_chosen`
+        `[B, T, E]` is 1 for the experts that the router chose. Tokens whose entry in `counts`
+        `[B, T, 1]` is 0 have no target, and are left out of the sums. The balance loss (Switch
+        Transformer, equation 4) is 1 if all experts are chosen equally often, or if all have the
+        same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv 2202.08906, equation 5)
+        penalises large logits.
         """
         cfg = self.config
         sizes = counts.sum(1)  # [B, 1], the number of tokens in each row

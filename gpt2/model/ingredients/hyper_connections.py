@@ -17,12 +17,12 @@ from gpt2.ops.plain import Shape
 
 
 class HyperConnections(Ingredient):
-    """The ingredient of `model.hyper_connections`. The option is the number of streams."""
+    """The ingredient that replaces the residual stream with `model.hyper_connections` streams."""
 
     option = "hyper_connections"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Copy the stream `[B, T, D]` to n streams before all layers; average them afterwards."""
+        """Wrap `layers`: copy their input `[B, T, D]` to n streams, and average their output."""
 
         def layers_with_streams(x: Array) -> Array:
             copies = (self.config.hyper_connections, *x.shape)
@@ -47,7 +47,7 @@ class HyperConnections(Ingredient):
 
 
 class HyperConnection(nn.Module):
-    """The learned weights of one branch."""
+    """The learned weights with which one residual branch reads, mixes and writes the n streams."""
 
     config: GPTConfig
     ops: Ops

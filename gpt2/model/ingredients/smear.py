@@ -19,7 +19,7 @@ GATE_WIDTH = 24  # as in nanochat
 
 
 class Smear(Ingredient):
-    """The ingredient of `model.smear`."""
+    """The ingredient `model.smear`: each token gets a fraction of the previous embedding."""
 
     option = "smear"
 

@@ -15,12 +15,12 @@ from gpt2.model.seams import Branch, Context, Ingredient
 
 
 class StochasticDepth(Ingredient):
-    """The ingredient of `model.stochastic_depth`."""
+    """The ingredient `model.stochastic_depth`: branches are dropped at random in training."""
 
     option = "stochastic_depth"
 
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
-        """Return a branch whose output is 0 for the sequences that drop it."""
+        """In training, return a branch whose output is 0 for a random part of the sequences."""
         if context.deterministic:
             return branch
         number = context.layer + 1

@@ -12,7 +12,7 @@ from gpt2.model.seams import Context, Heads, Ingredient
 
 
 class ValueEmbeddings(Ingredient):
-    """The ingredient of `model.value_embeddings`."""
+    """The ingredient `model.value_embeddings`: embeddings of tokens, mixed into the values."""
 
     option = "value_embeddings"
 

@@ -13,12 +13,12 @@ from gpt2.model.seams import Context, Heads, Ingredient, Sublayer
 
 
 class ValueResidual(Ingredient):
-    """The ingredient of `model.value_residual`."""
+    """The ingredient `model.value_residual`: every layer mixes in the first layer's values."""
 
     option = "value_residual"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Store zeros, which the first layer replaces with its values."""
+        """Wrap `layers`: store zeros, which the first layer replaces with its values."""
         cfg = self.config
         shape = (*context.tokens.shape, cfg.kv_heads, cfg.head_size)
 
