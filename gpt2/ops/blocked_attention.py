@@ -43,9 +43,9 @@ def blocked_attention(
 ) -> Array:
     """Compute `plain.attention` in blocks of queries.
 
-    Call the reference implementation if there is dropout, or a change of the scores (`ScoreTerm`)
-    other than one constant soft cap. If activations are split over devices, `spread` turns a kernel
-    into a kernel that runs on each device's own heads.
+    With dropout, or with a change of the scores (`ScoreTerm`) other than one constant soft cap, the
+    reference implementation runs instead. If activations are split over devices, `spread` turns a
+    kernel into a kernel that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)

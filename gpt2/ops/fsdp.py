@@ -28,11 +28,12 @@ class Shards:
 
     Attributes:
         axis: the axis that is split.
-        stages: factors of the number of shards. If the group's chips fill a torus, these are the
-            torus's sides, outermost first; otherwise, the number itself is the only factor.
-        forget: whether the backward pass needs a barrier. It does if there is neither a loop over
-            layers nor rematerialisation: without a barrier, XLA would then store the gathered array
-            from the forward pass until the backward pass, instead of gathering it again.
+        stages: factors of the number of shards. `scatter` runs one reduce-scatter for each. If the
+            group's chips fill a torus, the factors are the torus's sides, outermost first;
+            otherwise, the number of shards is the only factor.
+        forget: whether the backward pass has an optimization barrier. Without a loop over layers
+            and without rematerialisation, the barrier is necessary: otherwise XLA would store the
+            gathered array from the forward to the backward pass, instead of gathering it again.
     """
 
     axis: int
@@ -133,7 +134,7 @@ def gathering(function: Callable) -> Callable:
     """Wrap `function(x, parameter, *others, dtype=...)` so that `parameter` may be a `Shard`.
 
     The parameter is gathered in the forward pass and again in the backward pass, and is not stored
-    between them. Arrays must be passed by position.
+    between them. Pass arrays by position, because the backward rule covers only such arguments.
     """
 
     def apply(

@@ -27,10 +27,10 @@ def cudnn_attention(
 ) -> Array:
     """Compute `plain.attention` on GPUs with cuDNN.
 
-    Call the reference implementation if there is dropout, a change of the scores (`ScoreTerm`, such
-    as a soft cap) or an odd number of positions. If activations are split over devices, `spread`
-    turns a kernel into a kernel that runs on each device's own heads, because XLA's partitioner
-    cannot split cuDNN's kernel.
+    With dropout, a change of the scores (`ScoreTerm`, such as a soft cap) or an odd number of
+    positions, the reference implementation runs instead. If activations are split over devices,
+    `spread` turns a kernel into a kernel that runs on each device's own heads, because XLA's
+    partitioner cannot split cuDNN's kernel.
     """
     is_odd = q.shape[1] % 2 == 1  # cuDNN has no derivative for odd lengths
     if scoring.terms or scoring.dropout or is_odd:
@@ -70,10 +70,10 @@ def splash_attention(
 ) -> Array:
     """Compute `plain.attention` on TPUs with splash attention.
 
-    Call the reference implementation if there is dropout, a change of the scores (`ScoreTerm`)
-    other than one constant soft cap, or a T that is not a multiple of 128. `interpret` runs the
-    kernel in Pallas' interpreter, so that tests can run on CPUs. `spread` has the same meaning as
-    in `cudnn_attention`.
+    With dropout, a change of the scores (`ScoreTerm`) other than one constant soft cap, or a T that
+    is not a multiple of 128, the reference implementation runs instead. `interpret` runs the kernel
+    in Pallas' interpreter, so that tests can run on CPUs. `spread` turns a kernel into a kernel
+    that runs on each device's own heads.
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)

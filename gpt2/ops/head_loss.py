@@ -47,7 +47,10 @@ def head_loss(
     variants: Variants,
     num_rows: int,
 ) -> tuple[Array, Tree]:
-    """Compute `plain.head_loss` with the logits of about `num_rows` tokens at a time."""
+    """Compute `plain.head_loss` with the logits of about `num_rows` tokens at a time.
+
+    `rows` is the batch, arrays `[B, T]`. `variants` chooses how the products are computed.
+    """
     B, T, _ = hidden.shape
     chunk = _choose_chunk(T, max(1, num_rows // B))
     logits = jax.ShapeDtypeStruct((B, chunk, len(table)), jnp.float32)
@@ -63,9 +66,10 @@ def head_loss(
 
 
 def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
-    """Return the number of tokens whose logits exist at a time.
+    """Return the number of tokens whose logits `head_loss` computes at a time.
 
-    `table` is the shape `[V, D]` of the head's table. `is_scarce` says whether memory is scarce.
+    `table` is the shape `[V, D]` of the head's table. `is_scarce` says whether memory is scarce, as
+    it is with FSDP by layer. The number is then smaller on GPUs and TPUs.
     """
     V, D = table
     if platform == "cpu":
@@ -169,7 +173,7 @@ def _loss_fwd(hidden, stored, rows, closed_over, zeros, head):
 
 
 def _loss_bwd(head, gradients, dlosses):
-    scale, _ = dlosses  # logged sums have no derivative
+    scale, _ = dlosses  # no gradient flows through the sums to log, the second result
     dhidden, *others = gradients
     dhidden = (dhidden * (scale / head.gradient_scale)).astype(dhidden.dtype)
     dtable, dclosed = jax.tree.map(lambda x: (x * scale).astype(x.dtype), others)
@@ -239,6 +243,8 @@ one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -> Array:
     """Return a table `[V, D]` with rows of zeros added, so that V is a multiple of `multiple`.
 
+    `constrain` is the backend's `plain.constrain`, which shards the padded table.
+
     If the head is the token embedding, the lookup of tokens and the head use the same padded array.
     Their gradients are then accumulated in the padded table without a copy.
     """
@@ -261,7 +267,8 @@ def look_up_padded(
 ) -> Array:
     """Look up tokens in a table that `pad_vocab` returned.
 
-    A token whose id is `vocab_size` or more yields NaN, as in `plain.look_up`.
+    `look_up` is the function that reads the rows. `vocab_size` is the number of rows before
+    padding: a token whose id is `vocab_size` or more yields NaN, as in `plain.look_up`.
     """
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)
     missing = jnp.iinfo(tokens.dtype).max

@@ -181,7 +181,8 @@ def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
     """Apply causal attention, `softmax(scale q k^T) v`.
 
     `q` and the result are `[B, T, N, H]`, `k` and `v` are `[B, T, K, H]`, all of one dtype. Query
-    head n reads key head n // (N / K).
+    head n reads key head n // (N / K). `scoring` holds the scale, the window, functions that change
+    the scores, segments and dropout.
     """
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
@@ -243,9 +244,10 @@ def attention_cached(
 
 
 def visible_keys(query: Array, key: Array, window: int) -> Array:
-    """Return the boolean mask of the keys that queries see.
+    """Return the boolean mask of the keys that queries see: True for visible keys.
 
-    `query` and `key` are positions, whose shapes broadcast to the shape of the mask.
+    A query sees the keys up to its own position or, with a `window` above 0, only the last `window`
+    of these. `query` and `key` are positions, whose shapes broadcast to the shape of the mask.
     """
     visible = query >= key
     return visible & (query - key < window) if window else visible
@@ -266,9 +268,9 @@ def masked_softmax(scores: Array, visible: Array) -> Array:
 
 
 def rope_frequencies(size: int, base: float) -> Array:
-    """Return the rotation per position of each pair of dimensions, `[size / 2]`, in radians.
+    """Return RoPE's frequencies (Su et al. 2021): `base^(-2 i / size)` for i < `size / 2`.
 
-    See Su et al. 2021.
+    Frequency i is the rotation of pair i of dimensions per position, in radians.
     """
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -289,8 +291,8 @@ def rotation(
 def rope(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs of dimensions of `x` `[B, T, N, H]`, in float32, by the angles of `rotation`.
 
-    Only the first R dimensions of a head are rotated. Dimension i < R / 2 is paired with dimension
-    i + R / 2, as in GPT-NeoX.
+    `cos` and `sin` are `[B or 1, T, 1, R / 2]`. Only the first R dimensions of a head are rotated.
+    Dimension i < R / 2 is paired with dimension i + R / 2, as in GPT-NeoX.
     """
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
@@ -313,7 +315,7 @@ def head_loss(
     """Return `logits_loss(logits, batch)`, where the logits are `hidden table^T`.
 
     `hidden` is `[B, T, D]` and `table` is `[V, D]`; the operands of their product have `dtype`. A
-    kernel may store logits in `logits_dtype`.
+    kernel may round logits to `logits_dtype`. This function does not round them.
     """
     logits = compute_logits(hidden, table, dtype)
     objective, logged = logits_loss(logits, jax.lax.stop_gradient(batch))
@@ -364,7 +366,10 @@ def mask_padding(logits: Array, vocab_size: int) -> Array:
 
 
 def compute_logits(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
-    """Return float32 logits `[B, T, V]` for hidden states `[B, T, D]` and a table `[V, D]`."""
+    """Return float32 logits `[B, T, V]` for hidden states `[B, T, D]` and a table `[V, D]`.
+
+    Both are cast to `dtype` before the product.
+    """
     hidden = hidden.astype(dtype)
     table = table.astype(dtype)
     return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
@@ -394,7 +399,10 @@ AxisNames = tuple[str, ...]  # logical names of axes
 def param(
     module: nn.Module, name: str, init: Init, shape: Shape, info: ParamInfo
 ) -> Array:
-    """Return a float32 parameter of a module. `info` declares its axes and roles."""
+    """Return the float32 parameter `name` of a module, which `init(key, shape, dtype)` draws.
+
+    `info` declares the parameter's axes and roles.
+    """
 
     def declare(*arguments: Array | Shape | DTypeLike) -> Tree:  # Flax unboxes it
         return DeclaredParam(init(*arguments), info)
@@ -403,17 +411,27 @@ def param(
 
 
 def whole(parameter: Array) -> Array:
-    """Return `parameter`, a result of `param`. A backend's function gathers it if it is sharded."""
+    """Return `parameter`, a result of `param`, unchanged.
+
+    With FSDP by layer, a function that gathers the parameter's shards replaces this function.
+    """
     return parameter
 
 
 def pad_vocab(table: Array) -> Array:
-    """Return the table `[V, D]`. A backend's function may add rows that the output head needs."""
+    """Return the table `[V, D]` unchanged.
+
+    A backend may replace this function with one that adds rows of zeros, so that the number of rows
+    is a multiple of 128.
+    """
     return table
 
 
 def constrain(x: Array, *names: str) -> Array:
-    """Return `x`. A backend's function shards `x` according to the names of its last axes."""
+    """Return `x` unchanged. `names` are the logical names of its last axes.
+
+    A backend may replace this function with one that shards `x` according to these names.
+    """
     return x
 
 

@@ -29,9 +29,9 @@ def tokamax_attention(
 ) -> Array:
     """Compute `plain.attention` on GPUs with tokamax, in bfloat16.
 
-    Call the reference implementation if there is dropout, a change of the scores (`ScoreTerm`)
-    other than one constant soft cap, or another dtype. `spread` has the same meaning as in
-    `cudnn_attention`.
+    With dropout, a change of the scores (`ScoreTerm`) other than one constant soft cap, or another
+    dtype, the reference implementation runs instead. `spread` turns a kernel into a kernel that
+    runs on each device's own heads.
     """
     # With a soft cap of at most 60, tokamax does not subtract the largest score from the scores.
     # Their exponentials would then overflow in float16, so only bfloat16 is used.

@@ -49,11 +49,12 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Return the direction of Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025, algorithm 1).
+    """Return Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025, algorithm 1), without a rate.
 
     Muon's updates are scaled as with `match_rms_adamw` of torch.optim.Muon. NorMuon divides the
     update of each output by its running root mean square. `parameters` is a tree of `ParamInfo`.
-    This tree, and the trees of gradients, contain only matrices.
+    This tree, and the trees of gradients, must contain only matrices. `matrices` assigns whole
+    matrices to devices.
     """
     neurons = optim.name == "normuon"
     momentum = momentum_schedule(optim)
@@ -115,7 +116,8 @@ def momentum_schedule(optim: OptimConfig) -> optax.Schedule:
 def muon_update(matrices: Array, method: str, platform: str) -> Array:
     """Return the updates of Muon for momenta `[S, m, n]`.
 
-    The entries of each update have about the root mean square `UPDATE_RMS`.
+    The entries of each update have about the root mean square `UPDATE_RMS`. `method` is a key of
+    `POLYNOMIALS`. Unless `platform` is `cpu`, products are computed in bfloat16.
     """
     dtype = matrices.dtype if platform == "cpu" else jnp.bfloat16
     orthogonal = orthogonalized(matrices.astype(dtype), method)
@@ -126,8 +128,8 @@ def muon_update(matrices: Array, method: str, platform: str) -> Array:
 def orthogonalized(matrices: Array, method: str) -> Array:
     """Orthogonalise matrices `[S, m, n]`: change their singular values to about 1.
 
-    Singular values above 0.0015 times the Frobenius norm become 0.68 to 1.21 with Newton-Schulz,
-    and 0.85 to 1.15 with Polar Express.
+    `method` is a key of `POLYNOMIALS`. Singular values above 0.0015 times the Frobenius norm become
+    0.68 to 1.21 with `newton_schulz`, and 0.85 to 1.15 with `polar_express`.
     """
     if matrices.shape[1] > matrices.shape[2]:  # use the smaller Gram matrix
         return orthogonalized(matrices.mT, method).mT
@@ -181,8 +183,8 @@ def _mean_square(
 ) -> Array:
     """Return the updated running mean squares of a kernel's neurons.
 
-    `squares` holds the mean squares of the rows and of the columns. The neurons are either the rows
-    or the columns.
+    `squares` holds the mean squares of the rows and of the columns. `kernel.outputs` says whether
+    the neurons are the rows or the columns.
     """
     square = squares[kernel.outputs]
     square = square.reshape(old.shape)

@@ -177,9 +177,10 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
 
 
 def _unrolled_names(path: tuple, leaf: Array) -> list[str]:
-    """Return the names of a parameter, such as `h_3/attn/c_attn/kernel`, one for each layer in it.
+    """Return the names of a parameter, such as `h_3/attn/c_attn/kernel`.
 
-    A parameter that is not stacked has one name.
+    A parameter that stacks the tensors of all layers has one name for each layer. Any other
+    parameter has one name.
     """
     names = [entry.key for entry in path]
     if "h" not in names:  # the parameter is not stacked
@@ -194,7 +195,7 @@ def _unrolled_names(path: tuple, leaf: Array) -> list[str]:
 def _adam(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015)."""
+    """Return the direction of Adam (Kingma and Ba 2015): updates without a learning rate."""
     return optax.scale_by_adam(
         b1=optim.beta1,
         b2=optim.beta2,
@@ -205,7 +206,10 @@ def _adam(
 def _sgd(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """SGD whose momentum is a sum of gradients (Sutskever et al. 2013), as in torch.optim.SGD."""
+    """Return the direction of SGD, whose momentum is a sum of gradients, as in torch.optim.SGD.
+
+    See Sutskever et al. 2013.
+    """
     if not optim.momentum:
         return optax.identity()
     return optax.trace(optim.momentum, nesterov=optim.nesterov)
@@ -214,17 +218,18 @@ def _sgd(
 def _lion(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023)."""
+    """Return the direction of Lion (Chen et al. 2023): updates without a learning rate."""
     return optax.scale_by_lion(b1=optim.beta1, b2=optim.beta2)
 
 
 def _ademamix(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """AdEMAMix (Pagliardini et al. 2024), whose slow average warms up during the whole run.
+    """Return the direction of AdEMAMix (Pagliardini et al. 2024), with warm-up over the whole run.
 
-    As in section 3.1 of the paper, `alpha` rises linearly. `beta3` rises so that its half-life
-    grows linearly, starting at the half-life of `beta1`.
+    As in section 3.1 of the paper, the weight `alpha` of the slow average rises linearly. The decay
+    `beta3` of this average rises so that its half-life grows linearly, starting at the half-life of
+    `beta1`.
     """
 
     def progress(count: Array) -> Array:
@@ -254,7 +259,10 @@ def _ademamix(
 def _schedule_free(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Adam without its first moment, which the average in `make_optimizer` replaces."""
+    """Return the direction of Adam without its first moment.
+
+    In `make_optimizer`, the average of schedule-free training replaces the first moment.
+    """
     return optax.scale_by_rms(
         decay=optim.beta2,
         eps=optim.eps,
@@ -266,7 +274,10 @@ def _schedule_free(
 def _with_adam(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Muon, NorMuon, SOAP or SOAP-Muon for matrices, and Adam for all other parameters."""
+    """Return the direction of Muon, NorMuon, SOAP or SOAP-Muon, as `optim.name` chooses.
+
+    This is the direction for matrices. For all other parameters, it is the direction of Adam.
+    """
     uses_bases = optim.name in ("soap", "soap_muon")
     scale_by_matrices = scale_by_soap if uses_bases else scale_by_muon
     kinds = jax.tree.map(lambda info: "hidden" if info.inputs else "adam", parameters)

@@ -26,7 +26,10 @@ def make_schedule(optim: OptimConfig, num_steps: int) -> optax.Schedule:
 
 
 def _cosine(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Half a period of a cosine (Loshchilov and Hutter 2017)."""
+    """Return a schedule that falls like half a period of a cosine, over `steps` steps.
+
+    See Loshchilov and Hutter 2017.
+    """
     end = optim.end_rate
     fraction = optax.cosine_decay_schedule(1.0, steps)
     return lambda count: end + (optim.learning_rate - end) * fraction(count)
@@ -41,9 +44,10 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """A constant rate, then a linear decay over the last steps (warm-up, stable, decay).
+    """Return a constant rate, then a linear decay over the last steps (warm-up, stable, decay).
 
-    The decay begins after the warm-up, even if it then has fewer steps than the options specify.
+    `steps` is the number of steps after the warm-up. The decay never begins during the warm-up, so
+    it has fewer steps than the options specify if the warm-up is long.
     """
     decay = min(optim.decay_steps(num_steps), steps)
     return optax.linear_schedule(
@@ -55,7 +59,10 @@ def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _piecewise(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Constant fractions of the peak rate. Each fraction begins at its own step."""
+    """Return a schedule of constant rates, each a fraction of the peak rate.
+
+    `optim.pieces` lists the fractions and the steps at which they begin.
+    """
     peak = optim.learning_rate
     warmup = optim.warmup_steps
     starts = [step for step, _ in optim.pieces]

@@ -38,11 +38,12 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Return the direction of SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4).
+    """Return SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4), without a rate.
 
-    `parameters` is a tree of `ParamInfo`. This tree, and the trees of gradients, contain only
-    matrices. As in the authors' code, the first step only computes the bases. If the first gradient
-    of a matrix is nearly singular, the basis depends on rounding.
+    `parameters` is a tree of `ParamInfo`. This tree, and the trees of gradients, must contain only
+    matrices. `matrices` assigns whole matrices to devices. As in the authors' code, the first step
+    computes the bases, and its updates are 0. If the first gradient of a matrix is nearly singular,
+    the basis depends on rounding.
 
     SOAP-Muon divides the momentum, in the eigenbasis, by the root of the momentum's running mean
     square, and orthogonalises the result as Muon does (github.com/KellerJordan/modded-nanogpt, pull
@@ -191,9 +192,10 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Return a basis closer to the eigenvectors, and the indices that sort the vectors of `basis`.
+    """Return bases closer to the eigenvectors of `gram`, and how the vectors of `basis` are sorted.
 
-    The vectors are sorted from the largest eigenvalue to the smallest.
+    All arrays are stacks `[k, n, n]`, except the second result: indices `[k, n]` that sort the
+    vectors of `basis` from the largest eigenvalue to the smallest.
     """
     product = gram @ basis
     eigenvalues = jnp.sum(basis * product, axis=1)
@@ -204,7 +206,7 @@ def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
 
 
 def _decompose_each(decompose: Callable[[Array], Array], matrices: Array) -> Array:
-    """Decompose each matrix of `[k, ?, ?]`. On CPUs, decompose one after another.
+    """Return `decompose(matrix)` for each matrix of `[k, ?, ?]`; on CPUs, one after another.
 
     LAPACK would divide a batch among the threads of all simulated devices, which can deadlock.
     """

@@ -28,8 +28,8 @@ class Kernel:
     Attributes:
         shape: the shape of the kernel.
         rows: the axes that make up the rows of a matrix.
-        columns: the axes that make up the columns of a matrix. The remaining axes enumerate the
-            matrices.
+        columns: the axes that make up the columns of a matrix. The remaining axes are batch axes:
+            they enumerate the matrices.
         outputs: 0 if the rows are the outputs, 1 if the columns are.
     """
 
@@ -40,9 +40,10 @@ class Kernel:
 
     @classmethod
     def of(cls, info: ParamInfo, leaf: Array) -> "Kernel":
-        """Return the layout of a parameter's matrices.
+        """Return the layout of the matrices in `leaf`, a parameter with the info `info`.
 
-        The rows are the axis `embed` or, if the parameter has no such axis, the inputs.
+        If the outputs include the axis `embed` and the inputs do not, the rows are the outputs.
+        Otherwise, the rows are the inputs.
         """
         inputs = tuple(axis + leaf.ndim for axis in info.inputs)
         outputs = tuple(axis + leaf.ndim for axis in info.outputs)
@@ -59,7 +60,7 @@ class Kernel:
 
     @property
     def counts(self) -> list[int]:
-        """The sizes of the axes that enumerate the matrices."""
+        """The sizes of the batch axes, which enumerate the matrices."""
         return self._sizes(self._counting)
 
     def to_matrices(self, x: Array) -> Array:
@@ -92,12 +93,18 @@ def matrices_of(parameters: Tree) -> Tree:
 
 
 def kernels(parameters: Tree, tree: Tree) -> Tree:
-    """Return the `Kernel` of every leaf of a tree of matrices."""
+    """Return a tree like `tree` with the `Kernel` of every leaf. All leaves must be matrices.
+
+    `parameters` is a tree of `ParamInfo` of the same structure.
+    """
     return jax.tree.map(Kernel.of, parameters, tree)
 
 
 def to_matrices(shapes: Tree, tree: Tree) -> Tree:
-    """Return a tree with every kernel as matrices `[k, rows, columns]`."""
+    """Return `tree` with every leaf reshaped to matrices `[k, rows, columns]`.
+
+    `shapes` is the tree of `Kernel` that the function `kernels` returns.
+    """
     return jax.tree.map(Kernel.to_matrices, shapes, tree)
 
 
@@ -111,7 +118,8 @@ def map_stacks(
 
     The leaves of the trees are `[k, rows, columns]`, with any k, rows and columns. Leaves whose
     matrices have the same shape are concatenated to one stack, for which `function` is called once.
-    `matrices` assigns the matrices of a stack to devices.
+    `matrices` assigns the matrices of a stack to devices. The results are trees with the structure
+    of the first tree.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

@@ -18,9 +18,9 @@ _SMALL = 2**17
 
 
 def joint_norm(grads: Tree) -> Array:
-    """Return the norm of all gradients together.
+    """Return the global norm of the gradients.
 
-    Small tensors are joined, so that a GPU sums their squares with one kernel.
+    Small tensors are concatenated first, so that a GPU sums their squares with one kernel.
     """
     leaves = jax.tree.leaves(grads)
     small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
@@ -62,10 +62,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Return a direction whose entries are 0 where `direction` opposes the gradient.
+    """Return `direction` with a mask, which sets entries of the update to 0.
 
-    See Liang et al. 2024, algorithm 1. The other entries of a tensor are divided by their fraction
-    among all entries whose gradient is not 0.
+    As in Liang et al. 2024, algorithm 1, these are the entries whose sign differs from the sign of
+    the gradient. The remaining entries of a tensor are divided by the fraction that remains, where
+    entries with a gradient of 0 do not count. `parameters` is a tree of `ParamInfo`.
     """
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
@@ -92,9 +93,9 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return a transformation that decays only entries whose update does not oppose the decay.
+    """Return `decay`, restricted to entries whose update also moves the parameter towards 0.
 
-    See Chen et al. 2025, arXiv 2510.12402.
+    An update of 0 counts as such an update. See Chen et al. 2025, arXiv 2510.12402.
     """
 
     def choose(update: Array, decayed: Array, param: Array) -> Array:
