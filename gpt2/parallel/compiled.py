@@ -74,10 +74,10 @@ class CompiledStep:
 
 
 def run_alone(program: Callable, *arguments: Any) -> Any:
-    """Run a program for the first time, while nothing else uses its devices.
+    """Run a program for the first time, and wait for its results.
 
-    cuDNN captures a CUDA graph during the first run. Any other work on the GPU makes the capture
-    fail, or is captured instead of being run.
+    Other threads must not use the devices meanwhile: cuDNN captures a CUDA graph during the first
+    run. Any other work on the GPU would make the capture fail, or be captured instead of being run.
     """
     jax.block_until_ready(arguments)
     try:

@@ -169,14 +169,18 @@ def only_first(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def from_first(number: int) -> int:
-    """Return the number that process 0 passed. Every process must call this."""
+    """Return the number that process 0 passed.
+
+    Every process must call this function, because the calls wait for each other.
+    """
     return int(from_all(f"{number:d}")[0])
 
 
 def from_all(text: str) -> list[str]:
-    """Return the strings of all processes, by index. Every process must call this.
+    """Return the strings that all processes pass, in the order of the processes' indices.
 
-    The strings are exchanged through the coordinator, so JAX's devices need not exist yet.
+    Every process must call this function, because the calls wait for each other. The strings are
+    exchanged through the coordinator, so JAX's devices need not exist yet.
     """
     if (client := global_state.client) is None:
         return [text]
@@ -187,7 +191,10 @@ def from_all(text: str) -> list[str]:
 
 
 def require_same(values: Mapping[str, object]) -> None:
-    """Raise a UserError in every process if `values` differ between the processes of the run."""
+    """Raise a UserError in every process if `values` differ between the processes of the run.
+
+    Every process must call this function. The values must be representable in JSON.
+    """
     first, *others = map(json.loads, from_all(json.dumps(values)))
     for index, other in enumerate(others, 1):
         changes = []

@@ -41,10 +41,12 @@ LIMIT = 16 * 2**-7
 def check_attention(
     cfg: GPTConfig, device: jax.Device, terms: Terms, *, is_masked: bool
 ) -> tuple[GPTConfig, str]:
-    """Return the config to use, and how the attention kernel of `cfg` fails on this machine.
+    """Check the attention kernel of `cfg`; return the config to use, and how the kernel failed.
 
-    If it does not fail, these are `cfg` and an empty string. All processes of a run must call this
-    function; its result is the same in all of them. `is_masked`: whether batches have segments.
+    If the kernel passes, or is not a library's, return `cfg` and an empty string. If the kernel
+    fails, return a config with the reference implementation or, unless `model.attention` is `auto`,
+    raise a UserError. `terms` are the options that add a term to the scores. `is_masked` says
+    whether batches have segments. All processes of a run must call this; all get the same result.
     """
     name, _ = choose_attention(cfg, device, terms)
     # A device that JAX does not list can be compiled for, but cannot run anything.
@@ -87,7 +89,7 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
 
 
 def _largest_error(name, cfg, window, is_masked, is_late, host):
-    """Return the largest relative error of a row `[H]` of a kernel's results.
+    """Return the largest relative error of a row `[H]` in the output and gradients of a kernel.
 
     The norm of a row's difference from the reference implementation is divided by the norm of the
     reference row, or by the root mean square of all reference rows' norms if that is larger.

@@ -142,7 +142,10 @@ def _is_older(device: jax.Device) -> bool:
 
 
 def _is_hopper_or_newer(device: jax.Device) -> bool:
-    """Return whether tokamax has kernels for a GPU, forward and backward: Hopper and B200."""
+    """Return whether tokamax has forward and backward kernels for a GPU, such as an H100 or B200.
+
+    These GPUs have the compute capability 9 or 10.
+    """
     if platform_of(device) != "gpu" or _is_older(device):
         return False
     return 9 <= float(device.compute_capability) < 11
@@ -219,7 +222,11 @@ def make_ops(
 def get_attention(
     name: str, platform: str, spread: Spread | None = None
 ) -> AttentionFn:
-    """Return the attention function for `name`, a kernel or `plain`."""
+    """Return the attention function for `name`, a kernel or `plain`.
+
+    Unless `platform` is `tpu`, splash runs in Pallas' interpreter. If activations are split over
+    devices, `spread` turns a kernel into a kernel that runs on each device's own heads.
+    """
     if name == "blocked":
         return partial(blocked_attention, spread=spread)
     if name == "cudnn":

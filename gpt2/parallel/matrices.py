@@ -17,7 +17,9 @@ from gpt2.utils.trees import Tree
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Return how matrices `[..., rows, columns]` are stored: rows over fsdp, columns over tensor.
+    """Return the spec of stored matrices: `fsdp` splits their rows, and `tensor` their columns.
+
+    `shape` is the shape `[..., rows, columns]` of an array of matrices.
 
     With the default `parallel.rules`, kernels whose rows are the model's width are stored in this
     way. A side is not split if its size is not a multiple of the mesh axis's size. Vectors (one
@@ -54,9 +56,10 @@ class Matrices:
     ) -> Tree:
         """Return `function(stacks, *scalars)`, with each device computing some of the matrices.
 
-        `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. Each of
-        several devices calls it with a part of each stack, padded with zeros. Results are sharded
-        by `matrix_spec`. If a mesh axis splits the matrices, its devices exchange parts before the
+        `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. With several
+        devices, each device calls `function` with its part of each stack. Stacks are padded with
+        matrices of zeros, so that all parts have the same size. Results are sharded by
+        `matrix_spec`. If a mesh axis splits the matrices, its devices exchange parts before the
         call, so that each device has some whole matrices, and exchange parts of the results after
         the call.
         """

@@ -31,7 +31,10 @@ def split_cpu(number: int) -> None:
 def make_mesh(
     parallel: ParallelConfig, devices: list[jax.Device] | None = None
 ) -> Mesh:
-    """Return the mesh `[data, fsdp, tensor]`. The order of its devices suits the hardware."""
+    """Return the mesh `[data, fsdp, tensor]` of `devices`, by default of all devices.
+
+    `jax.make_mesh` orders the devices so that collectives are fast on the hardware's network.
+    """
     devices = jax.devices() if devices is None else devices
     sizes = mesh_sizes(parallel, len(devices))
     types = (AxisType.Auto,) * len(MESH_AXES)
@@ -64,7 +67,10 @@ def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
 
 
 def check_layout(config: Config, num_devices: int) -> None:
-    """Check that the mesh can split batches and sequences evenly, before data is prepared."""
+    """Raise a UserError if the mesh cannot split batches and sequences evenly.
+
+    The run calls this before data are prepared, so the error appears early.
+    """
     sizes = mesh_sizes(config.parallel, num_devices)
     shards = sizes["data"] * sizes["fsdp"] * config.train.accumulate_steps
     shapes = config.shapes.pieces.values()
@@ -93,7 +99,10 @@ def check_layout(config: Config, num_devices: int) -> None:
 
 
 def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
-    """Return the slice of rows of a global batch that this process's devices hold."""
+    """Return the slice of rows of a global batch that this process's devices hold.
+
+    Raise a UserError if these rows are not contiguous.
+    """
     held = set[int]()
     for index in sharding.addressable_devices_indices_map((batch_size,)).values():
         if index is not None:

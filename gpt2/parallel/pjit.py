@@ -90,7 +90,10 @@ class PjitBackend:
         return _Leaf(compute, split[0], tensor=tensor)
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Return the table of operations of a model whose loss runs on each device's rows."""
+        """Return the operations for a model whose loss each device computes for its own rows.
+
+        `terms` are the options that add a term to attention's scores.
+        """
         by_layer = self.gather_by == "layer"
         return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
 
@@ -145,7 +148,7 @@ class PjitBackend:
         return size, length
 
     def compile_train(self, step: Callable) -> Callable:
-        """Return the jitted `(state, batch) -> (state, metrics)`, which donates the state."""
+        """Return `step`, jitted, as `(state, batch) -> (state, metrics)`. It donates `state`."""
 
         def train_step(state, batch):
             state, metrics = step(state, batch, self._map_sum)
@@ -155,20 +158,21 @@ class PjitBackend:
         return jax.jit(train_step, donate_argnums=0)
 
     def compile_watch(self, step: Callable) -> Callable:
-        """Return the jitted `(state, batch) -> norms`, replicated on every device."""
+        """Return `step`, jitted, as `(state, batch) -> norms`. Every device holds all norms."""
         replicated = NamedSharding(self.mesh, PartitionSpec())
         watch_step = partial(step, map_sum=self._map_sum)
         return jax.jit(watch_step, out_shardings=replicated)
 
     def compile_eval(self, step: Callable) -> Callable:
-        """Return the jitted `(params, batch) -> {name: (sum, count)}`."""
+        """Return `step`, jitted, as `(params, batch) -> {name: (sum, count)}`."""
         map_sum = partial(self._map_sum, with_gradients=False)
         return jax.jit(partial(step, map_sum=map_sum))
 
     def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
         """Return `map_sum(function)`, as gpt2/training/steps.py defines it, for all devices.
 
-        XLA's partitioner adds the collectives over the axis `tensor`.
+        XLA's partitioner adds the collectives over the axis `tensor`. If `function` returns None
+        instead of gradients, pass `with_gradients=False`.
         """
         manual = rules.MESH_AXES if self._tensor == 1 else rules.BATCH_AXES
 

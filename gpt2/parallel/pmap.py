@@ -37,7 +37,10 @@ class PmapBackend:
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
 
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
-        """Return the table of operations for a model on one device."""
+        """Return the operations for a model that each device runs independently.
+
+        `terms` are the options that add a term to attention's scores.
+        """
         return make_ops(cfg, self.mesh, terms)
 
     @property
@@ -51,7 +54,7 @@ class PmapBackend:
         return f"pmap, {describe_mesh(self.mesh)}"
 
     def state_shardings(self, state: State) -> State:
-        """Return the sharding of every leaf of a state, which is replicated."""
+        """Return a tree like `state`, whose shardings replicate every leaf on all devices."""
         return jax.tree.map(lambda _: self._replicated, state)
 
     gradient_shardings = state_shardings
@@ -79,11 +82,14 @@ class PmapBackend:
         return self.num_shards, size // self.num_shards, length
 
     def compile_train(self, step: Callable) -> Callable:
-        """Return the pmapped `(state, batch) -> (state, metrics)`, which donates the state."""
+        """Return `step`, pmapped, as `(state, batch) -> (state, metrics)`. It donates `state`."""
         return self.compile_eval(step, donate_argnums=0)
 
     def compile_eval(self, step: Callable, **options: Tree) -> Callable:
-        """Return the pmapped `(params, batch) -> sums and counts`, replicated on every device."""
+        """Return `step`, pmapped, as `(params, batch) -> sums and counts`.
+
+        Every device holds all sums and counts. `options` are further arguments of `jax.pmap`.
+        """
 
         def on_device(state, batch):
             return step(state, batch, _map_sum)

@@ -74,7 +74,12 @@ class Rules:
 
     @classmethod
     def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
-        """Return the rules for any model, given the table for its optimizer's state."""
+        """Return rules from one table, which must contain all logical axes of the model.
+
+        The table applies to optimizer state and, unless `strategy` is `zero1`, to parameters
+        between steps. Inside a step, and with `zero1` also between steps, `fsdp` splits no
+        parameter.
+        """
         compute = {}
         for name, axes in table.items():
             compute[name] = tuple(axis for axis in axes if axis != "fsdp")
@@ -104,7 +109,10 @@ def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
 
 
 def specs(logical_axes: Tree, table: Table) -> Tree:
-    """Map a tree of PartitionSpecs of logical axes to PartitionSpecs of the mesh axes."""
+    """Return a tree of PartitionSpecs of mesh axes, given a tree of PartitionSpecs of logical axes.
+
+    `table` maps logical axes to mesh axes.
+    """
     return jax.tree.map(lambda names: spec(tuple(names), table), logical_axes)
 
 
@@ -119,7 +127,7 @@ def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | Non
     This is gathering by layer (`parallel.fsdp_gather=layer`). A parameter is gathered in this
     way only if `fsdp` splits it over several devices, along one of the axes in `GATHERED_BY_LAYER`,
     and if the axis `tensor` of the mesh has one device. Vectors are never gathered by layer,
-    because they are too small.
+    because they are too small. `names` are the parameter's logical axes.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:

@@ -14,7 +14,7 @@ State = TypeVar("State", bound=Tree)
 
 
 def with_shardings(shapes: State, shardings: State) -> State:
-    """Return a tree of shapes with the shardings added."""
+    """Return the tree `shapes` of `jax.ShapeDtypeStruct`, with the sharding of each leaf added."""
     return jax.tree.map(
         lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings
     )
@@ -38,7 +38,7 @@ def check_split(path: tuple, leaf: Tree, sharding: NamedSharding) -> None:
 def gather_whole(tree: Tree, mesh: Mesh) -> Tree:
     """Copy a whole tree to every device, and return the copy on this process's first device.
 
-    Every process must call this.
+    Every process must call this function, because the processes exchange parts of the tree.
     """
     replicated = jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)

@@ -94,7 +94,8 @@ class Batches:
         """Return `({corpus: (weight, batches)}, targets_per_byte)` for the validation split.
 
         `number` limits the batches of each corpus. If it is 0, the run's options limit them.
-        `Source.validation` describes `targets_per_byte`.
+        `targets_per_byte` is the number of targets for each byte of text, or None if it is not
+        known or if the batches do not cover the whole text.
         """
         validation, targets_per_byte = self._source.validation(self._eval_rows, number)
         placed = Validation()
@@ -121,8 +122,9 @@ class Batches:
         return examples, example
 
     def position(self, step: int) -> list[str]:
-        """Return the position of each process in its data after a step, as `Source` defines it.
+        """Return the position of each process in its data after a step.
 
+        A position is a string that only the source of the data can interpret (`Source.position`).
         Return an empty list if the batches depend only on the step.
         """
         position = self._source.position(step)

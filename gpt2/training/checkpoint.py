@@ -180,10 +180,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         scores: Mapping[str, float] | None = None,
         position: Sequence[str] = (),
     ) -> None:
-        """Begin to save the state after `step`. Once this returns, the caller may change the state.
+        """Begin to save the state after `step`. The caller may donate the state once this returns.
 
-        `scores` are the results of a validation after `step`, or None. `position` is the position
-        of each process in its batches.
+        `scores` are the results of a validation after `step`, or None. `position` is the list that
+        `Batches.position` returned after `step`.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -232,16 +232,16 @@ class Checkpointer(contextlib.AbstractContextManager):
         return self._layout(step)["position"] if step else []
 
     def restore_params(self, step: int, program: Program) -> Tree:
-        """Restore only the parameters, in the layout of a program."""
+        """Restore only the parameters of the state after a step, in the layout of a program."""
         saved = self._as_saved(step, program)
         items = self._read(step, params=ocp.args.StandardRestore(saved.params))
         return _in_layout_of(program.state_shapes.params, items["params"])
 
     def _as_saved(self, step: int, program: Program) -> TrainState:
-        """Return the shapes and shardings in which the state of a program was saved.
+        """Return the shapes and shardings of the state that was saved after `step`.
 
-        They may differ from the program's own, because a run may continue with another value of
-        `memory.scan_layers`, or with or without a guard.
+        They may differ from `program.state_shapes`, because a run may continue with another value
+        of `memory.scan_layers`, or add or remove a guard.
         """
         layout = self._layout(step)
         saved = program.state_shapes
@@ -367,7 +367,7 @@ def _parts(state: TrainState) -> dict[str, Tree]:
 
 
 def _in_layout_of(target: Tree, restored: Tree) -> Tree:
-    """Return restored arrays with the shardings of `target`, and with layers stacked as in it."""
+    """Return `restored` with its layers stacked or separate as in `target`, and sharded like it."""
     scanned = is_scanned(target)
     if is_scanned(restored) == scanned:
         return restored

@@ -29,7 +29,7 @@ def require_safe_path(workdir: Path) -> None:
 
 
 def saved_steps(workdir: Path) -> list[int]:
-    """Return the steps of all checkpoints, complete or not, in ascending order."""
+    """Return the steps of all checkpoints, damaged or not, in ascending order."""
     folder = workdir / "checkpoints"
     steps = list[int]()
     for path in folder.glob("*"):
@@ -39,7 +39,7 @@ def saved_steps(workdir: Path) -> list[int]:
 
 
 def latest_step(workdir: Path) -> int | None:
-    """Return the newest step that a run has saved, or None."""
+    """Return the step of the newest checkpoint, damaged or not, or None."""
     return max(saved_steps(workdir), default=None)
 
 
@@ -60,7 +60,11 @@ def newest_whole_step(workdir: Path, after: int = 0) -> tuple[int, list[str]]:
 
 
 def find_damage(workdir: Path, step: int, items: Sequence[str] = ITEMS) -> str:
-    """Describe damage to `items` of a checkpoint. Return an empty string if there is none."""
+    """Return a description of damage to a checkpoint, or an empty string if there is none.
+
+    Only the parts named in `items` are checked. If `workdir` is the local copy of a URL, missing
+    files of these parts are downloaded first.
+    """
     folder = workdir / "checkpoints" / str(step)
     saved = files.read_sealed(folder / "digests" / "digests")
     if saved is None:

@@ -49,7 +49,10 @@ class Diagnosis:
     first_state: Callable[[], TrainState]
 
     def explain(self, error: DivergedError, state: TrainState) -> UserError:
-        """Return the error that ends the run. It names the first tensor with NaN or Inf."""
+        """Return the error that ends the run, and that names the first tensor with NaN or Inf.
+
+        `state` is the newest state. Its arrays may be deleted, to free memory for the diagnosis.
+        """
         self.checkpointer.wait()
         try:
             origin = self._find_origin(error, state)

@@ -83,7 +83,11 @@ class Program:
         schedule: Callable = make_schedule,
         optimizer: Callable = make_optimizer,
     ) -> "Program":
-        """Build the program of a config. Its `model.vocab_size` must not be 0."""
+        """Build the program of a config on `devices`. `model.vocab_size` must not be 0.
+
+        `model`, `loss`, `schedule` and `optimizer` build the parts of the program that have these
+        names. `schedule` builds the learning rate as a function of the step.
+        """
         check_layout(config, len(devices))
         gpt_config = config.gpt()
         terms = score_term_options(gpt_config)
@@ -195,7 +199,7 @@ class Program:
         return num_params(self.state_shapes.params)
 
     def flops_per_token(self, shape: StepShape) -> float:
-        """Return the model FLOPs of one token, in training steps of a shape."""
+        """Return the training FLOPs per token for the context length and window of a shape."""
         return model_flops_per_token(self.model.config, shape)
 
     @property
@@ -249,7 +253,7 @@ class Program:
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
     def at(self, shape: StepShape) -> "Program":
-        """Return the program with the attention window of a shape."""
+        """Return the program for steps of a shape: with the shape's attention window."""
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 

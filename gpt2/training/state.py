@@ -54,7 +54,11 @@ class TrainState(struct.PyTreeNode):
         compute_dtype: str,
         skip_bad_steps: int = 0,
     ) -> "TrainState":
-        """Return the state before the first step."""
+        """Return the state before the first step.
+
+        There is a guard if `skip_bad_steps` is above 0. If `compute_dtype` is `float16`, there are
+        a guard and a loss scale.
+        """
         overflows = compute_dtype == "float16"
         return cls(
             step=jnp.int32(0),

@@ -54,7 +54,7 @@ def _divisor(count: Array) -> Array:
 
 
 class Update(NamedTuple):
-    """What one optimizer step computes."""
+    """The results of one optimizer step."""
 
     state: TrainState
     metrics: Metrics
@@ -199,7 +199,10 @@ def _select(condition: Tree, tree: Tree, other: Tree) -> Tree:
 
 
 def make_eval_step(loss: LossFn) -> Callable[[Tree, Batch, MapSum], Sums]:
-    """Return `eval_step(params, batch, map_sum=on_one_device)`, which returns a batch's sums."""
+    """Return `eval_step(params, batch, map_sum=on_one_device) -> {name: (sum, count)}`.
+
+    The sums are those of `loss`, over all rows of the batch.
+    """
 
     def eval_step(params: Tree, batch: Batch, map_sum: MapSum = on_one_device) -> Sums:
         def sums(params, rows, device):

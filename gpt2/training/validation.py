@@ -25,8 +25,8 @@ def validate(
     `parts` maps the name of each part of a mixture to its weight and batches. A single corpus has
     an empty name. Return `eval/NAME` for every sum of `eval_step`, such as `eval/loss` in nats per
     token, and `eval/perplexity`. For a mixture, `eval/NAME` is the weighted mean over the parts,
-    and `eval/loss_PART` is the loss of one part. If `targets_per_byte` (the number
-    of targets for each byte of text) is not None, also return `eval/bits_per_byte`.
+    and `eval/loss_PART` is the loss of one part. If `targets_per_byte` (the number of targets for
+    each byte of text) is not None, also return `eval/bits_per_byte`.
     """
     scores: dict[str, float] = defaultdict(float)
     for part, (weight, batches) in parts.items():

@@ -4,7 +4,7 @@ config.json         all options but on_exit; `train.py --config=config.json` rep
 data.json           a description of the prepared corpus, which shows if the text was changed
 tokenizer.json      the tokenizer, so that samples can be drawn without the corpus
 environment.jsonl   versions, code and command, with one line for each start
-.lock               locked by the process that trains in this folder, so that only one does
+.lock               locked by the process that trains here, so that no second process does
 """
 
 import contextlib
@@ -252,7 +252,11 @@ def finish(
     scores: Mapping[str, float],
     clock: StepClock,
 ) -> None:
-    """Plot loss.png, write samples.txt, and print the time and the validation loss."""
+    """Plot loss.png, write samples.txt, and print the time and the validation loss.
+
+    `params` are the parameters that draw the samples. `scores` are the results of the last
+    validation.
+    """
     config = program.config
     plot_losses(workdir, config.logging.reference)
     start = tokenizer.eot or 0
