@@ -368,7 +368,7 @@ def mask_padding(logits: Array, vocab_size: int) -> Array:
 def compute_logits(hidden: Array, table: Array, dtype: DTypeLike) -> Array:
     """Return float32 logits `[B, T, V]` for hidden states `[B, T, D]` and a table `[V, D]`.
 
-    Both are cast to `dtype` before the product.
+    The operands of the product are cast to `dtype`.
     """
     hidden = hidden.astype(dtype)
     table = table.astype(dtype)

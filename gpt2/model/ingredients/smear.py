@@ -19,7 +19,7 @@ GATE_WIDTH = 24  # as in nanochat
 
 
 class Smear(Ingredient):
-    """The ingredient `model.smear`: each token gets a fraction of the previous embedding."""
+    """The ingredient `model.smear`: add a part of the previous token's embedding to each token."""
 
     option = "smear"
 
