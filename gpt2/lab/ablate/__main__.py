@@ -60,7 +60,11 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Train a sweep, write its report, and return the exit code."""
+    """Train a sweep, write its report, and return the exit code.
+
+    With --report, train nothing. With --dry_run, only print the runs, and return 0. Otherwise, the
+    exit code is 1 if a run failed or has not ended, and 0 if all runs have ended.
+    """
     root = find_root("workdir", FLAGS.workdir)
     if FLAGS.report:
         sweep = load_sweep(root).with_choices()
@@ -95,7 +99,10 @@ def main() -> int:
 
 
 def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
-    """Return the sweep that the flags describe."""
+    """Return the sweep that the flags describe. `root` is the folder of the sweep.
+
+    With --equal=seconds, short runs in the first of `slots` measure the time of each arm's step.
+    """
     if not FLAGS.vary and not FLAGS["seeds"].present:
         raise UserError(
             "--vary is missing, so there is nothing to compare",
@@ -127,7 +134,11 @@ def _varied_values(sweep: Sweep) -> str:
 
 
 def with_next_seeds(sweep: Sweep) -> Sweep:
-    """Return the sweep with the tuned values chosen so far, and the seeds of the next analysis."""
+    """Return the sweep with tuned values chosen, and with seeds added for arms without a verdict.
+
+    Values are chosen for each arm whose tuning runs have all ended. Arms get the seeds of the next
+    analysis once all runs so far have ended.
+    """
     sweep = sweep.with_choices()
     verdicts = judge(sweep, sweep.results())
     words = {name: verdict.words for name, verdict in verdicts.items()}

@@ -93,11 +93,12 @@ def define_flags() -> None:
 def make_sweep(
     root: Path, arms: Sequence[Arm], slots: Sequence[Slot], *, module: str
 ) -> Sweep:
-    """Return the sweep of `arms`. The flags determine its other fields.
+    """Return the sweep of `arms` in the folder `root`. The flags determine its other fields.
 
-    This also prepares the data and checks out the code of all arms, so that errors appear before
-    training. `module` is the module that the user runs with `python -m`: the sweep stores the
-    command line for its report.
+    The function also prepares the data and checks out the code of all arms, so that errors appear
+    before training. With --equal=seconds, short runs in the first of `slots` measure the time of a
+    step. `module` is the module that the user runs with `python -m`. It is a part of the command
+    line that the sweep stores for its report.
     """
     analyses = _read_analyses(FLAGS.seeds)
     tuned = FLAGS.tune
@@ -136,7 +137,7 @@ def make_sweep(
 
 
 def _read_analyses(seeds: Sequence[str]) -> list[int]:
-    """Return the values of `--seeds`, ascending: numbers of seeds at which a sweep is analysed."""
+    """Return the seed counts that `--seeds` lists, ascending: a sweep is analysed after each."""
     analyses = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(analyses) > 1 else 1
     all_valid = 0 < len(analyses) == len(seeds)
@@ -150,11 +151,11 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 
 
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
-    """Return a list of the runs that sweeps would train, and their total tokens, FLOPs and time.
+    """Return a text that lists the runs that sweeps would train, and their tokens, FLOPs and time.
 
-    `sweeps` contains one sweep or, for a ladder, one for each size, the smallest first. The
-    durations follow from the times of start-up and of a step, which `forecast` measures or
-    estimates.
+    `sweeps` contains one sweep or, for a ladder, one for each size, the smallest first. The total
+    time assumes that each of `slots` trains one run at a time. A run's duration is the time of its
+    start-up plus the time of its steps. `forecast` measures or estimates both.
     """
     first = sweeps[0].root.name
     if len(sweeps) > 1:

@@ -1,4 +1,4 @@
-"""The plot of a sweep's differences from the baseline."""
+"""The plot of the differences between a sweep's arms and its baseline."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +21,12 @@ def plot_differences(
     *,
     paired: bool,
 ) -> None:
-    """Plot each arm's difference from the baseline, with its interval and its runs.
+    """Plot each arm's difference from the baseline, with its interval and a dot for each run.
 
-    `scores` maps each arm to its final scores minus the baseline's mean or, in a paired sweep,
-    minus the baseline's score of the same seed. Both maps contain the baseline, with a difference
-    of 0.
+    `verdicts` also contains the baseline, with a difference of 0. `scores` maps the baseline and
+    each arm to the final scores of its runs, minus the mean score of the baseline. In a paired
+    sweep, the baseline's score of the same seed is subtracted instead. `unit` is the unit of the
+    scores.
     """
     names = sorted(verdicts, key=lambda name: verdicts[name].difference, reverse=True)
     with drawing(png, height=1.4 + 0.42 * len(names)) as (axes,):

@@ -19,9 +19,10 @@ _FUTILE = 0.2  # an arm stops if its conditional power is below this
 
 
 def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
-    """Return the rows of an arm's runs, except tuning runs.
+    """Return the rows of `results` for the runs of an arm, except tuning runs.
 
-    With `state`, such as `finished`, return only the runs in this state.
+    `results` is the table of all runs that `read_results` returns. With `state`, such as
+    `finished`, return only the runs in this state.
     """
     rows = results[results.purpose == "compare"]
     rows = rows[rows.arm == arm.name]
@@ -31,7 +32,11 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
 
 
 def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
-    """Return the final scores and the failures of an arm's runs, or of its first `seeds` runs."""
+    """Return the final scores, and the numbers of diverged and failed runs, of an arm.
+
+    `results` is the table of all runs that `read_results` returns. With `seeds`, only the first
+    `seeds` runs of the arm count.
+    """
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
     return Sample(
@@ -44,10 +49,11 @@ def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
 def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """Return the verdict on each arm except the baseline, by name.
 
-    An interim analysis after n seeds is made once the first n runs of the baseline and of all arms
-    without a verdict have ended. An arm gets its verdict if it differs from the baseline, if it is
-    futile (see `is_futile`), or if no test applies to it, for example because a run diverged. In
-    the last analysis, all remaining arms get their verdicts.
+    `results` is the table of all runs that `read_results` returns. An interim analysis after n
+    seeds is made once the first n runs of the baseline and of all arms without a verdict have
+    ended. An arm gets its verdict if the tests find a difference, if the arm is futile (see
+    `is_futile`), or if no test applies, for example because a run diverged. In the last analysis,
+    all remaining arms get their verdicts.
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
@@ -133,12 +139,12 @@ def is_futile(
 ) -> bool | np.ndarray:
     """Return whether an arm is futile: whether further seeds are unlikely to show a difference.
 
-    `errors` is the arm's difference so far, in standard errors. `analysis` is the number of seeds
-    so far, and `analyses` are the numbers of seeds of all analyses. An arm is futile if its
-    conditional power is below 20 %. The conditional power is the probability that the last analysis
-    finds a difference, given the scores so far (Lan, Simon and Halperin 1982). The true difference
-    is assumed to be the smallest difference that the last analysis would find with probability
-    `POWER` if there were no scores yet.
+    `errors` is the arm's difference from the baseline so far, in standard errors. `num_arms` arms
+    are tested together. `analysis` is the number of seeds so far, and `analyses` are the numbers of
+    seeds of all analyses. An arm is futile if its conditional power is below 20 %. The conditional
+    power is the probability that the last analysis finds a difference, given the scores so far
+    (Lan, Simon and Halperin 1982). The true difference is assumed to be the smallest difference
+    that the last analysis would find with probability `POWER` if there were no scores yet.
     """
     fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf

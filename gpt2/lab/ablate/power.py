@@ -30,7 +30,11 @@ _NORMAL_WEIGHTS /= _NORMAL_WEIGHTS.sum()
 def welch(
     variance0: Numbers, variance: Numbers, num0: int, num: int
 ) -> tuple[Array, Array]:
-    """Return Welch's standard error of a difference of two means, and its degrees of freedom."""
+    """Return Welch's standard error of a difference of two means, and its degrees of freedom.
+
+    `variance0` and `variance` are the variances of the two samples, and `num0` and `num` are their
+    numbers of runs.
+    """
     part0 = np.maximum(variance0 / num0, 1e-100)  # avoids 0 / 0
     part = np.maximum(variance / num, 1e-100)
     both = part0 + part
@@ -43,10 +47,11 @@ def welch(
 def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
     """Return the probability that no arm's |t| exceeds `bound` if no arm truly differs.
 
-    Given the baseline's mean and the pooled standard deviation, the t values of the arms are
-    independent. The probability is therefore an integral over this mean and this standard deviation
-    (Dunnett 1955, section 3). scipy.stats.dunnett draws random numbers instead, and takes 100 times
-    as long.
+    `sizes` are the numbers of runs of the baseline and then of each arm. `df` are the degrees of
+    freedom of the pooled variance. Given the baseline's mean and the pooled standard deviation, the
+    t values of the arms are independent. The probability is therefore an integral over this mean
+    and this standard deviation (Dunnett 1955, section 3). scipy.stats.dunnett draws random numbers
+    instead, and takes 100 times as long.
     """
     noise, weights = _chi(df)
     nums = np.array(sizes[1:])
@@ -64,7 +69,12 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 @cache
 def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
-    """Return the |t| that one or more arms exceed with probability `level` if none differs."""
+    """Return the bound that |t| of one or more arms exceeds with probability `level`.
+
+    This is the probability if no arm truly differs from the baseline. `sizes` are the numbers of
+    runs of the baseline and then of each arm. `df` are the degrees of freedom of the pooled
+    variance.
+    """
 
     def excess(bound: float) -> float:
         return dunnett_probability(bound, sizes, df) - (1 - level)
@@ -75,7 +85,7 @@ def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
 class Design(NamedTuple):
     """The design of the test of an arm: the numbers of runs, the tested arm, and the level."""
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # of the baseline and then of each arm
     arm: int  # the index of the tested arm in `sizes`
     level: float  # the level for all arms together
 
@@ -96,8 +106,9 @@ def pool(variances: Array, design: Design) -> tuple[Array, Array]:
 
 
 def group_half_width(design: Design, variances: Array) -> Array:
-    """Return half the width of Dunnett's or Welch's interval, whichever is wider.
+    """Return half the width of the interval of the tested arm's difference from the baseline.
 
+    Dunnett's test and Welch's test have an interval each, and the wider interval counts.
     `variances` `[..., 1 + arms]` are the variances of the baseline and then of each arm.
     """
     sizes, arm, level = design
@@ -113,10 +124,11 @@ def group_half_width(design: Design, variances: Array) -> Array:
 
 
 def group_difference(design: Design, variances: Array) -> float:
-    """Return the smallest true difference of an arm that the tests find with probability `POWER`.
+    """Return the smallest true difference that both tests find with probability `POWER`.
 
-    `variances` `[1 + arms]` are assumed to be the true variances. The variances that sweeps would
-    estimate from their runs are simulated.
+    The tests are Dunnett's and Welch's, of the arm that `design` names. `variances` `[1 + arms]`,
+    of the baseline and then of each arm, are assumed to be the true variances. The variances that
+    sweeps would estimate from their runs are simulated.
     """
     sizes = np.array(design.sizes)
     dfs = sizes - 1
@@ -138,7 +150,8 @@ def group_difference(design: Design, variances: Array) -> float:
 def paired_difference(error: float, df: int, level: float) -> float:
     """Return the smallest true difference that a paired t-test finds with probability `POWER`.
 
-    `error` is assumed to be the true standard error of the mean difference.
+    `error` is assumed to be the true standard error of the mean difference. `df` is the number of
+    pairs minus 1, and `level` is the error rate of the test.
     """
     quantile = scipy.stats.t.isf(level / 2, df)
 

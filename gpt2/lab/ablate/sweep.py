@@ -23,11 +23,12 @@ CHOOSING_SEED = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The arms (variants) to compare, and what all have in common, such as equal tokens."""
+    """The arms (variants) of an ablation, and the settings that all arms share, such as `equal`."""
 
     root: Path  # the folder of the sweep
     commands: Sequence[str]  # all command lines that were used, for the report
-    arms: tuple[Arm, ...]  # the first is the baseline; `equal` determines their lengths
+    # The first is the baseline. Each arm's number of steps follows from `equal`.
+    arms: tuple[Arm, ...]
     equal: str  # the training cost that is the same for all arms, one of terms.TERMS
     # The results are analysed when arms have these numbers of seeds, in ascending order. No arm has
     # more seeds than the last number.
@@ -120,22 +121,25 @@ class Sweep:
         return dataclasses.replace(self, chosen=chosen)
 
     def results(self) -> pd.DataFrame:
-        """Return the results of all runs so far; see `read_results`."""
+        """Return a table of the results so far, with a row for each run; see `read_results`."""
         return read_results(self.all_runs(), self.score)
 
     def check_runs(self, *, to_come: bool = False) -> None:
-        """Raise a UserError if runs cannot be compared; see `check_comparable`."""
+        """Raise a UserError if runs cannot be compared; see `check_comparable`.
+
+        With `to_come`, also check the code of runs that have not ended.
+        """
         check_comparable(self.all_runs(), self.score, to_come=to_come)
 
     def save(self) -> None:
-        """Write sweep.json."""
+        """Write the sweep to sweep.json in its folder."""
         arms = [arm.to_tree() for arm in self.arms]
         tree = vars(self) | {"root": "", "arms": arms}
         write_json(self.root / "sweep.json", tree)
 
 
 def load_sweep(root: Path) -> Sweep:
-    """Read the sweep in a folder."""
+    """Read the sweep in the folder `root` from its sweep.json."""
     path = root / "sweep.json"
     with reading(path, "Use the --workdir of a sweep, or remove the file"):
         tree = json.loads(path.read_bytes())
@@ -156,7 +160,7 @@ def register(sweep: Sweep) -> Sweep:
 
 
 def check_paired(sweep: Sweep, paired: bool) -> None:
-    """Raise a UserError if a command changes whether the sweep is paired."""
+    """Raise a UserError if the sweep began with another value of --paired than `paired`."""
     if paired != sweep.paired:
         began = "with" if sweep.paired else "without"
         raise UserError(
@@ -173,7 +177,7 @@ def _describe_tune(tune: Sequence[Sequence[Settings]]) -> str:
 
 
 def continued(sweep: Sweep) -> Sweep:
-    """Return the sweep, extended by the arms, seeds and tuned values that its folder already has.
+    """Return the sweep, extended by the arms, seeds and tuned values in its folder's sweep.json.
 
     Raise a UserError if the sweep in the folder has other values of `--equal`, `--tune` or similar
     flags, or an arm with the same name but other options.

@@ -22,7 +22,11 @@ from gpt2.utils.text import counted
 
 
 def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
-    """Write all files of the report. Return the table of verdicts and a note about pairs."""
+    """Write all files of the report. Return the table of verdicts, and a note or "".
+
+    The note lists the arms without a clear verdict that would have a clear verdict if the sweep had
+    been paired.
+    """
     root = sweep.root
     title = root.resolve().name
     results = sweep.results()
@@ -69,7 +73,11 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
 def _pairs_note(
     verdicts: Mapping[str, Verdict], by_pairs: Mapping[str, Verdict]
 ) -> str:
-    """Return a note that lists the arms that only a paired sweep would have decided, or ""."""
+    """Return a note that lists the arms that only a paired sweep would have decided, or "".
+
+    `verdicts` are the verdicts of the sweep. `by_pairs` are the verdicts that paired tests of the
+    same runs would have, or are empty if the sweep is paired.
+    """
     names = []
     for name, verdict in by_pairs.items():
         if verdict.words in CLEAR and verdicts[name].words not in CLEAR:
@@ -84,7 +92,7 @@ def _pairs_note(
 
 
 def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
-    """Print the baseline's mean, and the most important columns of a table of verdicts.
+    """Print the baseline's mean, the main columns of a table of verdicts, and `note`.
 
     The table and the note fit into 80 columns.
     """
@@ -109,9 +117,10 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
 
 
 def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
-    """Print which chosen values are at an end of their list in `--tune`: others may be better.
+    """Print which tuned values are the smallest or the largest in their list in `--tune`.
 
-    Also print that tuning depends on luck, because it trains few seeds.
+    A value beyond the end of the list may be better. Also print that luck can decide which value is
+    chosen, because few seeds are trained with each value.
     """
     for sweep in sweeps:
         for note in sweep_tables.tuning_notes(sweep):
@@ -132,9 +141,10 @@ def _draw(
     samples: Mapping[str, Sample],
     verdicts: Mapping[str, Verdict],
 ) -> list[str]:
-    """Draw the differences and, if a run has several validations, the curves.
+    """Plot the arms' differences and, if a run has several validations, the validation curves.
 
-    Return the names of the files. If no arm has a difference, draw nothing.
+    Return the names of the written files. If no arm has a finite difference from the baseline, draw
+    nothing, and return no names.
     """
     root = sweep.root
     values = [verdict.difference for verdict in verdicts.values()]

@@ -19,7 +19,11 @@ from gpt2.lab.experiments.run_folder import describe
 def verdict_table(
     by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
 ) -> pd.DataFrame:
-    """Return a table with the scores and the verdict of each arm."""
+    """Return a table of strings with a row for each arm: its scores and its verdict.
+
+    `by_arm` maps the baseline and each arm to the results of its runs. The cells of an arm that is
+    not in `verdicts`, such as the baseline, are empty.
+    """
     rows = []
     for name, sample in by_arm.items():
         row = {
@@ -43,10 +47,11 @@ def verdict_table(
 
 
 def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of the last values of all metrics, including metrics that a loss adds.
+    """Return a table of the last value of each metric that runs log, such as `eval/loss`.
 
     There is a row for each metric and a column for each arm. Cells are means and standard
-    deviations over the arm's finished runs.
+    deviations over the arm's finished runs. `results` is the table of all runs that `read_results`
+    returns.
     """
     rows = []
     for name in results.columns:
@@ -62,7 +67,9 @@ def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Return a table of how soon each arm reaches the baseline's final score.
 
-    Cells are fractions of the baseline's tokens, FLOPs or seconds.
+    Cells are fractions of the baseline's tokens, FLOPs or seconds. `results` is the table of all
+    runs that `read_results` returns. If the baseline's runs have only one validation, the table is
+    empty.
     """
     rows = []
     baseline, *others = sweep.arms
@@ -103,11 +110,11 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 def describe_fractions(fractions: np.ndarray) -> str:
     """Return the mean fraction and its 95 % interval (Welch's method) as a string.
 
-    `fractions` is `[runs of the arm, 1 + runs of the baseline]`: the fractions of a baseline run
-    that a run of the arm needs to reach a target. The target of the first column is the mean of the
-    baseline's final scores. The target of each other column is one of these scores. A fraction is
-    inf if the run does not reach the target. If any
-    fraction is inf, return how many runs reach all targets.
+    `fractions` is `[runs of the arm, 1 + runs of the baseline]`. Each is the fraction of a baseline
+    run's tokens, FLOPs or seconds that a run of the arm needs to reach a target. The target of the
+    first column is the mean of the baseline's final scores. The target of each other column is one
+    of these scores. A fraction is inf if the run does not reach the target. If any fraction is inf,
+    return how many runs reach all targets. If a fraction is NaN, or there are no runs, return `-`.
     """
     if not fractions.size or np.isnan(fractions).any():
         return "-"
@@ -130,7 +137,7 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Return a table of the tuning runs' mean scores.
 
     There is a row for each combination of values and a column for each arm. A * marks the chosen
-    values of an arm.
+    values of an arm. `results` is the table of all runs that `read_results` returns.
     """
     runs = results[results.purpose == "choose"]
     scores = runs.groupby(["values", "arm"]).score

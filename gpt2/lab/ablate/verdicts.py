@@ -112,11 +112,11 @@ def compare(
     level: float = LEVEL,
     paired: bool = False,
 ) -> dict[str, Verdict]:
-    """Return the verdict on each arm, with the tests that the module's docstring describes.
+    """Return the verdict on each arm, by name.
 
-    An arm with a diverged run has no verdict, because its other runs are not a fair sample. The
-    tests of the other arms do not use its runs. `level` bounds the probability of a false verdict
-    among all arms.
+    The tests are Dunnett's and Welch's or, with `paired`, paired t-tests. An arm with a diverged
+    run has no verdict, because its other runs are not a fair sample. The tests of the other arms do
+    not use its runs. `level` bounds the probability of a false verdict among all arms.
     """
     verdicts = {}
     judged = {}
@@ -150,7 +150,7 @@ def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
 
 
 def _decide(low: float, high: float) -> str:
-    """Return the words of the verdict for an interval of the difference."""
+    """Return the words of the verdict, given the ends of the interval of arm - baseline."""
     if high < 0:
         return Decision.BETTER
     if low > 0:
@@ -161,9 +161,9 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of Dunnett's and Welch's tests.
+    """Return the verdicts of Dunnett's and Welch's tests. `level` is the error rate of all arms.
 
-    Arms whose pooled variance is 0 are left out, because the tests divide by it.
+    Arms whose pooled variance is 0 are left out, because the tests divide by this variance.
     """
     first = baseline.scores.to_numpy()
     groups = [first, *(arm.scores.to_numpy() for arm in arms.values())]
@@ -202,9 +202,10 @@ def _test(
 def _test_pairs(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of paired t-tests.
+    """Return the verdicts of paired t-tests. `level` is the error rate of all arms together.
 
-    Arms whose differences are all the same are left out, because the tests divide by their spread.
+    Arms whose differences are all the same are left out, because the tests divide by the spread of
+    the differences.
     """
     level_of_arm = level / len(arms)
     verdicts = {}
