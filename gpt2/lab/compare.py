@@ -3,9 +3,9 @@
 python -m gpt2.lab.compare runs/first runs/second [--reference=published.csv]
     [--output=compare.png]
 
-Each argument is the workdir of a run, or the folder of a sweep. A sweep has one curve for each arm,
-which is the mean over its seeds. --reference adds published losses: a CSV file has the columns
-`tokens` and `loss`, and the column `name` if it contains several curves.
+Each argument is the workdir of a run, or the folder of a sweep. A sweep has one curve for each arm:
+the mean over the arm's seeds. --reference adds published losses from a CSV file. The file has the
+columns `tokens` and `loss` and, if it contains several curves, the column `name`.
 """
 
 from gpt2.utils import launch
@@ -70,9 +70,10 @@ def define_flags() -> None:
 
 
 def main(*directories: str) -> None:
-    """Plot the curves, and print the last score of each curve.
+    """Plot the validation curves of runs and sweeps, and print the last loss of each curve.
 
-    Also print how the options of the other runs differ from the options of the first run.
+    `directories` are workdirs of runs and folders of sweeps. Also print how the options of the
+    other runs differ from the options of the first run.
     """
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
@@ -144,10 +145,10 @@ def main(*directories: str) -> None:
 
 
 def _find_workdirs(path: str) -> dict[str, list[Path]]:
-    """Map the name of each curve to its workdirs.
+    """Map the name of each curve to the workdirs of the runs that it averages.
 
-    `path` is the workdir of a run, or the folder of a sweep. The curve of an arm has one workdir
-    for each seed.
+    `path` is the workdir of a run, or the folder of a sweep. A run is a curve of its own. The curve
+    of an arm of a sweep averages one run for each seed.
     """
     folder = fetch(path)
     workdirs: dict[str, list[Path]] = {}
@@ -158,7 +159,10 @@ def _find_workdirs(path: str) -> dict[str, list[Path]]:
 
 
 def _read_origin(workdir: Path) -> Origin:
-    """Read the `Origin` of a run, which another version of the code may have trained."""
+    """Read the facts of a run that a comparison needs.
+
+    The run may have been trained by another version of the code.
+    """
     with reading(workdir, "Use the workdir of a run of train.py"):
         tree = json.loads((workdir / "config.json").read_text("utf-8"))
         facts = read_sealed(workdir / "data.json") or {}
@@ -219,7 +223,10 @@ def _describe_validation(
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Return a table with a row for each name: tokens, time and score where its curves end."""
+    """Return a table with a row for each name: the tokens, time and loss at the end of its curves.
+
+    `curves` maps a name to a curve for each seed. `unit` is the unit of the losses.
+    """
     rows = []
     for name, members in curves.items():
         tokens = members[0].tokens[-1]

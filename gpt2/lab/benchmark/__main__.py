@@ -46,7 +46,7 @@ COMMANDS = ("train", "suite")
 
 
 def define_flags() -> None:
-    """Define the flags of both commands."""
+    """Define the flags of the commands `train` and `suite`."""
     cli.define_config()
     flags.DEFINE_list(
         "peers", [], "train: also time PyTorch: torch, torch_compile or both."
@@ -74,7 +74,10 @@ def define_flags() -> None:
 
 
 def main(command: str) -> int:
-    """Run a command and return the exit code, which is 1 if a part of the suite failed."""
+    """Run the command `train` or `suite`. Return the exit code.
+
+    The exit code is 1 if a part of the suite failed, and otherwise 0.
+    """
     args = flags.FLAGS
     if command == "suite":
         if not args.output:
@@ -94,7 +97,10 @@ def main(command: str) -> int:
 
 
 def measure_cases() -> list[Row]:
-    """Return a row of results for the config, for each peer and for each variation."""
+    """Time a training step of the config, of each peer (in PyTorch) and of each variation.
+
+    Return a row of results for each.
+    """
     args = flags.FLAGS
     has_torch = importlib.util.find_spec("torch") is not None
     if args.peers and args.peer_python == sys.executable and not has_torch:
@@ -112,7 +118,11 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line. With peers, set options that make steps comparable."""
+    """Return the config of the command line. With peers, change options so that losses are equal.
+
+    `peers` are the names of PyTorch implementations, which have no random options, such as dropout,
+    and no schedule. The options set here turn both off.
+    """
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     if not peers:

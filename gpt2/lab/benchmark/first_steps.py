@@ -3,8 +3,8 @@
 Each implementation derives the initial weights of a parameter from the parameter's name, so both
 have the same weights. The names are this project's names, such as `h_0/attn/c_attn/kernel`. Both
 implementations take `STEPS` steps on the same batches. All losses except the first also depend on
-gradients, clipping and the optimizer, so equal losses show that these are equal, too. This module
-needs neither JAX nor PyTorch.
+gradients, clipping and the optimizer, so equal losses show that gradients, clipping and the
+optimizer are equal, too. This module needs neither JAX nor PyTorch.
 """
 
 import zlib
@@ -17,12 +17,13 @@ from gpt2.config import Config
 STEPS = 5
 # Largest allowed relative difference of a loss, by `precision.compute`. At the learning rate of the
 # quickstart, a peer's losses in bfloat16 differ by 7e-3 from its losses in float32. NVIDIA GPUs
-# multiply float32 as TF32, which is as precise as float16, so the tolerance of float16 applies.
+# multiply float32 as TF32, which is as precise as float16, so the tolerance of float16 applies
+# to float32 there.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 
 
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return float32 weights, which depend only on the name and the shape.
+    """Draw the initial float32 weights of a parameter. They depend only on its name and shape.
 
     The magnitudes make differences between implementations visible. Kernels keep the magnitude of
     activations at about 1, where variants of GELU differ most. Embeddings are small, so that the
@@ -43,7 +44,10 @@ def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def draw_batch(config: Config, step: int = 0) -> np.ndarray:
-    """Return int32 tokens and targets `[2, B, T]` of a step, the same for every implementation."""
+    """Draw random int32 tokens and targets `[2, B, T]`. Each step has its own batch.
+
+    The batch of a step is the same for every implementation.
+    """
     size, length, _ = config.shapes.largest
     rng = np.random.default_rng(step)
     return rng.integers(0, config.model.vocab_size, (2, size, length), np.int32)

@@ -17,7 +17,7 @@ from gpt2.utils.files import write_text
 
 
 def main(folder: Path) -> None:
-    """Print the line of JSON, and write target.txtpb to `folder`."""
+    """Print devices and versions as JSON and, on a GPU, write target.txtpb to `folder`."""
     device = jax.devices()[0]
     row = describe_start(0)
     row["flags"] = os.environ.get("XLA_FLAGS")

@@ -32,14 +32,18 @@ PEERS = ("torch", "torch_compile")
 
 
 class Case(NamedTuple):
-    """The config of a side (a measured step), and the environment variables of its process."""
+    """A training step to measure: its config, and the XLA flags and the Python of its process."""
 
-    config: Config  # `model.vocab_size` is set
+    # Its `model.vocab_size` must not be 0, because random token ids are drawn below this size.
+    config: Config
     xla_flags: str = ""
     python: str = sys.executable
 
     def varied(self, text: str) -> "Case":
-        """Return the case with `OPTION=VALUE,...` or `XLA_FLAGS=...` set."""
+        """Return the case with the settings in `text`: `OPTION=VALUE,...` or `XLA_FLAGS=...`.
+
+        XLA flags are added to the flags of the environment.
+        """
         if text.startswith("XLA_FLAGS="):
             flags = f"{os.environ.get('XLA_FLAGS', '')} {text.partition('=')[2]}"
             return self._replace(xla_flags=flags)
@@ -52,13 +56,19 @@ class Case(NamedTuple):
 
 
 class Player(NamedTuple):
-    """A process that runs the methods of a `Side` on request, until it is closed."""
+    """A handle of a process that runs the methods of a `Side` on request.
+
+    A side is a training step to measure. The process ends when the handle is closed.
+    """
 
     name: str
     process: subprocess.Popen[str]
 
     def ask(self, method: str, *arguments: int) -> Any:
-        """Call a method of the process's `Side`, and return its result."""
+        """Call a method of the `Side` in the process, and return its result.
+
+        If the process fails, exit with its exit code. If it was killed, raise a UserError.
+        """
         assert self.process.stdout
         # The pipe is broken if the process has ended, which is handled below.
         with contextlib.suppress(BrokenPipeError):
@@ -76,7 +86,7 @@ class Player(NamedTuple):
         )
 
     def close(self) -> None:
-        """End the process."""
+        """Close the standard input of the process, which then ends, and wait for its end."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -84,7 +94,7 @@ class Player(NamedTuple):
 
 
 class Side(abc.ABC):
-    """The interface of a side: a training step and its state, in the process of a `Player`."""
+    """A training step to measure, with its state. A `Player` requests the calls of its methods."""
 
     @abc.abstractmethod
     def info(self) -> Row:
@@ -92,23 +102,29 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def draw_batch(self, number: int) -> Any:
-        """Return batch `number`, on the device. It is the same on every side."""
+        """Draw the batch with the index `number`, and place it on the device.
+
+        Batch `number` has the same tokens on every side.
+        """
 
     @abc.abstractmethod
     def draw_weights(self) -> None:
-        """Start training again, from weights that are the same on every side."""
+        """Reset the training state, with initial weights that are the same on every side."""
 
     @abc.abstractmethod
     def step(self, batch: Any) -> float:
         """Take a training step, wait for it, and return the loss in nats per token."""
 
     def first_losses(self) -> list[float]:
-        """Return the losses of the first steps, computed by the same program that is timed."""
+        """Reset the weights, take the first `STEPS` steps, and return their losses.
+
+        The losses come from the same compiled step that is timed.
+        """
         self.draw_weights()
         return [self.step(self.draw_batch(number)) for number in range(STEPS)]
 
     def times(self, number: int) -> list[float]:
-        """Return the seconds of each of `number` steps on one batch."""
+        """Take `number` steps on one batch, and return the seconds of each step."""
         batch = self.draw_batch(0)
         clock = [time.perf_counter()]
         for _ in range(number):
@@ -117,10 +133,10 @@ class Side(abc.ABC):
         return np.diff(clock).tolist()
 
     def serve(self) -> None:
-        """Answer requests until standard input closes.
+        """Call the methods that standard input requests, until it closes.
 
-        Each line of standard input is a JSON list of a method and its arguments. The method's
-        result is written to standard output as a line of JSON.
+        Each line of standard input is a JSON list: the name of a method, and its arguments. The
+        method's result is written to standard output as a line of JSON.
         """
         for line in sys.stdin:
             method, *arguments = json.loads(line)
@@ -129,10 +145,11 @@ class Side(abc.ABC):
 
 
 def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
-    """Measure cases in turn, and return a row of results for each case.
+    """Measure cases (training steps) in turn, and return a row of results for each case.
 
-    `cases` maps names to cases. It contains `OURS`, and may contain names from `PEERS`. Each case
-    has `rounds` turns of at least `seconds` seconds.
+    `cases` maps names to cases. One name must be `OURS`, because ratios compare with this case.
+    Names in `PEERS` run in PyTorch, and all other names in JAX. In each of `rounds` rounds, every
+    case takes steps for about `seconds` seconds.
     """
     players: dict[str, Player] = {}
     steps: dict[str, int] = {}
@@ -175,7 +192,10 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
-    """Raise a UserError if a peer runs on another device or computes different losses."""
+    """Raise a UserError if a peer runs on another device or computes different losses.
+
+    `compute` is the option `precision.compute`, which determines how much losses may differ.
+    """
     ours = players[OURS]
     our_device = ours.ask("info")["device"]
     tolerance = TOLERANCES[compute]
@@ -199,7 +219,7 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 
 
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
-    """Return how many times as long a side's step takes as ours, and the ends of a 95 % interval.
+    """Return the ratio of a side's time per step to ours, and the ends of its 95 % interval.
 
     `turns` and `our_turns` are the seconds per step in each round. The result is the geometric mean
     of the rounds' ratios, and the interval is Student's t interval of their logarithms. With a
@@ -215,11 +235,11 @@ def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
 
 
 def _start(name: str, case: Case, number: int) -> Player:
-    """Start the process of one of `number` sides.
+    """Start the process that measures the training step of `case`, one of `number` processes.
 
     On a GPU, JAX would allocate three quarters of the memory when it starts, and leave too little
-    for a second process. Each side that runs JAX may therefore allocate 90 % of the memory, divided
-    by `number`, unless the user has set XLA_CLIENT_MEM_FRACTION.
+    for a second process. Each process that runs JAX may therefore allocate 90 % of the memory,
+    divided by `number`, unless the user has set XLA_CLIENT_MEM_FRACTION.
     """
     module = ["gpt2.lab.benchmark.ours"]
     if name in PEERS:

@@ -23,7 +23,7 @@ from gpt2.utils.scan import in_layout
 
 
 class Training(Side):
-    """A compiled training step on all devices."""
+    """This project's training step, compiled for all devices, with its state."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -35,7 +35,7 @@ class Training(Side):
         self._compiled = self._program.compile_train(self._state, batch)
 
     def info(self) -> Row:
-        """Return the values for the row of results, except times."""
+        """Return the device, the peak memory and other values for the row of results."""
         kind = self._devices[0].device_kind
         # JAX's CPU devices are parts of one CPU, so they count as one device.
         number = 1 if kind == "cpu" else len(self._devices)
@@ -53,11 +53,11 @@ class Training(Side):
         }
 
     def draw_batch(self, number: int) -> chex.ArrayTree:
-        """Return a batch on the devices."""
+        """Draw batch `number`, the same tokens as in PyTorch, and place it on the devices."""
         return self._program.backend.put_batch(make_batch(self._config, number))
 
     def draw_weights(self) -> None:
-        """Go back to the state before the first step, with the weights of `draw_params`."""
+        """Reset the state: the weights of `draw_params`, and the optimizer's initial state."""
         del self._state  # frees the memory for the new weights
         cfg = self._program.model.config
         self._state = self._program.init_state(draw_params(cfg))
@@ -95,7 +95,10 @@ def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
 
 @exit_on_user_error()
 def main() -> None:
-    """Serve the training steps of a config, which is given as JSON on the command line."""
+    """Call the methods of `Training` that standard input requests.
+
+    The argument on the command line is the config as JSON.
+    """
     config = Config.from_dict(json.loads(sys.argv[1]))
     Training(config).serve()
 

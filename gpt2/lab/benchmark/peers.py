@@ -80,7 +80,10 @@ WEIGHTS = {nn.Embedding: "embedding", nn.Linear: "kernel", nn.LayerNorm: "scale"
 
 
 class Training(Side):
-    """A peer: a model, an optimizer and a training step in PyTorch."""
+    """A peer: a model, an optimizer and a training step in PyTorch.
+
+    `peer` is `torch` or, for a step that `torch.compile` compiles, `torch_compile`.
+    """
 
     def __init__(self, peer: str, config: Config):
         self._config = config
@@ -111,7 +114,7 @@ class Training(Side):
             self._loss = torch.compile(self._loss)
 
     def info(self) -> Row:
-        """Return the values for the row of results, except times."""
+        """Return the device, the peak memory and the version for the row of results."""
         device = "cpu"
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self._kind == "cuda":
@@ -124,13 +127,13 @@ class Training(Side):
         }
 
     def draw_batch(self, number: int) -> torch.Tensor:
-        """Return int64 tokens and targets `[2, B, T]` on the device."""
+        """Draw batch `number`: int64 tokens and targets `[2, B, T]` on the device."""
         drawn = first_steps.draw_batch(self._config, number)
         batch = torch.from_numpy(drawn).long()
         return batch.to(self._kind)
 
     def draw_weights(self) -> None:
-        """Start training again, from weights that `first_steps.draw_weight` returns."""
+        """Reset the weights to values of `first_steps.draw_weight`, and reset the optimizer."""
         for path, module in self._model.named_modules():
             for name, weight in module.named_parameters(recurse=False):
                 if name == "weight":
@@ -168,7 +171,10 @@ class Training(Side):
 
 
 def main() -> None:
-    """Serve the training steps of a peer for a config, both given on the command line."""
+    """Call the methods of `Training` that standard input requests.
+
+    The arguments on the command line are the name of the peer, and the config as JSON.
+    """
     _, peer, text = sys.argv
     config = Config.from_dict(json.loads(text))
     Training(peer, config).serve()

@@ -37,7 +37,10 @@ class Part(NamedTuple):
 
 
 def make_parts(output: Path) -> list[Part]:
-    """Return the parts in the order in which they run. The most important parts come first."""
+    """Return the parts (commands) of the suite in the order in which they run.
+
+    The most important parts come first. `output` is the folder for the results.
+    """
     root = Path(__file__).parents[3]
 
     def options(size: str, layers: int, rows: int) -> tuple[str, ...]:
@@ -87,9 +90,10 @@ def make_parts(output: Path) -> list[Part]:
 
 
 def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
-    """Run all parts, and return whether all succeeded.
+    """Run all parts that have not succeeded before, and return whether all parts have succeeded.
 
-    `overrides` maps dotted names of options to values, which are set in every part with a config.
+    `output` is the folder for the results. `overrides` maps dotted names of options to values,
+    which are set in every part with a config.
     """
     results = output / "results.jsonl"
     logs = output / "logs"
@@ -119,11 +123,11 @@ def run_suite(output: Path, overrides: Mapping[str, object]) -> bool:
 def run_command(
     command: Sequence[str], limit: float, log: Path
 ) -> tuple[list[Row], str]:
-    """Run Python with the arguments in `command`. Return the printed rows, and a status.
+    """Run Python with the arguments in `command`. Return the rows that it printed, and a status.
 
-    The status is `done`, or the reason why the command failed.
-
-    The command's child processes are killed at the end, because they would hold the GPU's memory.
+    A row is a line of JSON. The status is `done`, or the reason why the command failed, for example
+    because it did not end within `limit` seconds. The error output is written to `log`. The
+    command's child processes are killed at the end, because they would hold the GPU's memory.
     """
     status = "done"
     with log.open("wb") as errors, tempfile.TemporaryFile("w+") as answers:
@@ -152,7 +156,10 @@ def run_command(
 
 
 def describe_run(workdir: Path) -> list[Row]:
-    """Return a row with the last speed that a run logged, or no row if it logged none."""
+    """Return a list with the last log line that contains the time of a step, as a row of results.
+
+    The list is empty if the run has not logged a time.
+    """
     rows: list[Row] = []
     for record in read_metrics(workdir / "metrics.jsonl"):
         if "perf/step_seconds" in record:
@@ -161,7 +168,7 @@ def describe_run(workdir: Path) -> list[Row]:
 
 
 def report(rows: list[Row]) -> str:
-    """Return the content of report.md: facts about the machine, and a table of the results."""
+    """Return the content of report.md: facts about the machine, and a table of `rows`."""
     lines = ["# Benchmark", ""]
     others: list[Row] = []
     for row in rows:

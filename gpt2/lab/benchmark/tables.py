@@ -32,7 +32,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a table with a column for each value in `_COLUMNS` that at least one row has."""
+    """Format rows as a text table, with a column for each value in `_COLUMNS` that a row has."""
     import pandas as pd  # the Python that runs peers may not have pandas
 
     found = pd.DataFrame(rows)
