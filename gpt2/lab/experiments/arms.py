@@ -37,7 +37,7 @@ _RECIPE = "recipe"
 _CODE = "code"
 # A program that prints the options of the recipe `path`.
 _READ = "from gpt2.config import read_options; print(json.dumps(read_options(path)))"
-# Option groups that may be tuned for each arm and still leave the comparison fair.
+# Groups of options whose tuned values may differ between arms. The comparison remains fair.
 _TUNABLE = ("optim.", "loss.")
 _LONGEST_NAME = 150  # in bytes; file systems allow 255 bytes for a folder's name
 
@@ -80,8 +80,8 @@ class Arm:
     ) -> Run:
         """Return the arm's run with its `number`-th seed, counted from 0.
 
-        With `chooses`, the run is a tuning run, which tries the options `tuned`. Otherwise, `tuned`
-        are the options that tuning has chosen.
+        `root` is the folder of the sweep or ledger. With `chooses`, the run is a tuning run, which
+        tries the options `tuned`. Otherwise, `tuned` are the options that tuning has chosen.
         """
         tuned = tuned or {}
         folder = root / "runs" / self.name
@@ -104,7 +104,10 @@ class Arm:
 
     @classmethod
     def from_options(cls, name: str, options: Settings, commit: str) -> "Arm":
-        """Return the arm with these options. Some may exist only in the code of `commit`."""
+        """Return the arm with these options.
+
+        `options` may contain options that only the code of `commit` has.
+        """
         known = dict(options)
         extra = {key: known.pop(key) for key in options.keys() - OPTIONS.keys()}
         return cls(name, Config.from_dict(known), commit, extra)
@@ -131,7 +134,11 @@ def differences(old: Arm, new: Arm) -> Differences:
 def refuse_differences(
     what: str, changed: Mapping[str, tuple[object, object]], remedy: str
 ) -> None:
-    """Raise a UserError that lists the changed values, if there are any."""
+    """Raise a UserError if an option in `changed` has two different values.
+
+    `changed` maps options to pairs of the old and the new value. The message begins with `what` and
+    lists the options that differ. `remedy` states what the user can do.
+    """
     texts = []
     for name, (old, new) in changed.items():
         if old != new:
@@ -176,7 +183,7 @@ def make_arms(config: Config, vary: Sequence[str], *, one_at_a_time: bool) -> li
 
 
 def draw_trials(tune: Sequence[str], number: int) -> str:
-    """Return a value for `--tune` with `number` quasi-random points in the ranges in `tune`.
+    """Return a value for the flag `--tune`: `number` quasi-random points in the ranges in `tune`.
 
     A range is `OPTION=LOW..HIGH`. A point has a value for the option of each range: an integer if
     the option is an integer, and otherwise three significant digits. If LOW is above 0, the values
@@ -217,7 +224,8 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
     """Return the values of each `--tune`. Every arm tries all combinations of these values.
 
-    Raise a UserError if a tuned option is not in `optim.` or `loss.`, or if `vary` also sets it.
+    `tune` and `vary` are the texts of the flags of these names. Raise a UserError if a tuned option
+    is not in `optim.` or `loss.`, or if `vary` also sets it.
     """
     taken = set[str]()
     for text in vary:
@@ -243,7 +251,7 @@ def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]
 
 
 def _read_axis(text: str) -> list[Settings]:
-    """Return the settings of each value in `OPTION=VALUE,...`."""
+    """Return the settings of each value in `text`, which has the form `OPTION=VALUE,...`."""
     name, _, rest = text.partition("=")
     values = next(csv.reader([rest]), [])
     if not values or not all(values):

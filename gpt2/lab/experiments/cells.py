@@ -10,10 +10,11 @@ from rich.table import Table
 
 
 def spread(values: Collection[float]) -> str:
-    """Return the mean of `values` and, if there are several, their standard deviation as a string.
+    """Format the mean and the standard deviation of `values`, such as `3.2104 ± 0.0123`.
 
-    Both have four decimals or, if the larger of them is at least 100, as many decimals as give the
-    larger five digits. Without values, return `-`.
+    Both numbers have four decimals. If one of them is at least 100, both have fewer decimals, so
+    that the larger number has five digits. A single value has no standard deviation, and is
+    formatted alone. Without values, return `-`.
     """
     if not len(values):
         return "-"
@@ -30,21 +31,24 @@ def spread(values: Collection[float]) -> str:
 
 
 def number(value: float, form: str) -> str:
-    """Format a number. Return `-` if it is not finite."""
+    """Format a number with `form`, such as `.4f`. Return `-` if the number is not finite."""
     if math.isfinite(value):
         return f"{value:{form}}"
     return "-"
 
 
 def interval(low: float, high: float, form: str) -> str:
-    """Format an interval. Return "" if an end is not finite."""
+    """Format an interval as `(LOW to HIGH)`, with the format `form`, such as `.4f`, for each end.
+
+    Return "" if an end is not finite.
+    """
     if math.isfinite(high - low):
         return f"({low:{form}} to {high:{form}})"
     return ""
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of a string, because a terminal would obey them."""
+    """Escape the control characters of a string. Otherwise a terminal would execute them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -15,7 +15,7 @@ WORKING_TREE = "."  # the value of `code=` for the current files
 
 
 def find_commit(name: str) -> str:
-    """Return the commit of a branch or tag, or "" for the working tree."""
+    """Return the commit of a branch or tag, or "" if `name` is `.`, the working tree."""
     if name == WORKING_TREE:
         return ""
     # The name may begin with a hyphen.
@@ -30,7 +30,7 @@ def find_commit(name: str) -> str:
 
 
 def diff(old: str, new: str, form: str = "--patch") -> str:
-    """Return git's diff of the Python files of two commits. `form` is an option of git diff."""
+    """Return git's diff of the Python files in two commits. `form` is an option of git diff."""
     return _git("diff", form, old, new, "--", "*.py")
 
 
@@ -53,15 +53,19 @@ def changed_files(old: str, new: str) -> dict[str, bool]:
 def contains(commit: str, other: str) -> bool:
     """Return whether `commit` has all changes of `other`: merging `other` would change nothing.
 
-    The history does not show this, because it does not contain the commits that `snapshot` makes,
-    and because a later commit may undo a change.
+    The history of commits does not show this. No branch contains the commits that `snapshot` makes,
+    and a later commit may undo a change.
     """
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")
 
 
 def snapshot() -> str:
-    """Return a commit of the current working tree, or "" if there is no git checkout."""
+    """Return a commit of the current working tree, or "" if there is no git checkout.
+
+    Raise a UserError if git does not track a Python file in gpt2/ or configs/, because the commit
+    would not contain this file.
+    """
     if not _git("ls-files", "train.py"):
         return ""
     # `git stash create` leaves out files that git does not track.
@@ -76,12 +80,18 @@ def snapshot() -> str:
 
 
 def source_folder(root: Path, commit: str) -> Path:
-    """Return the folder of a commit's code. `root` is the folder of the sweep or ledger."""
+    """Return the folder of a commit's code. `root` is the folder of the sweep or ledger.
+
+    The code of the commit "" is the working tree.
+    """
     return root / "code" / commit if commit else SOURCE
 
 
 def check_out(root: Path, commit: str) -> Path:
-    """Return the folder of a commit's code. If it is missing, create it as a git worktree."""
+    """Return the folder of a commit's code. If it is missing, create it as a git worktree.
+
+    `root` is the folder of the sweep or ledger. The code of the commit "" is the working tree.
+    """
     source = source_folder(root, commit)
     if not commit:
         return source

@@ -32,9 +32,9 @@ def plot_curves(
 ) -> None:
     """Plot the mean and the range of each arm's curves against tokens, FLOPs and seconds.
 
-    `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline.
-    A curve with a single validation is a dot. A curve whose tokens are unknown (NaN) is a
-    horizontal line at its first score.
+    `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline. A
+    curve with a single validation is a dot. A curve whose tokens are unknown (NaN) is a horizontal
+    line at its first score. `unit` is the unit of the scores.
     """
     height = 4.6 + 0.12 * len(curves)
     styles = [("-", BASELINE), *itertools.product(_LINES, COLORS)]
@@ -79,7 +79,11 @@ def plot_curves(
 def drawing(
     png: Path, height: float, width: float = 9, columns: int = 1
 ) -> Iterator[list["Axes"]]:
-    """Yield the panels of a new figure. At the end, add a legend and write the figure to a file."""
+    """Yield the panels of a new figure. At the end, add a legend and write the figure to `png`.
+
+    `height` and `width` are in inches. `columns` is the number of panels, which are next to each
+    other.
+    """
     # `Figure` is used without pyplot, which has global state and connects to a window system.
     import matplotlib
     from matplotlib.figure import Figure

@@ -15,7 +15,7 @@ class Decision(StrEnum):
     UNDECIDED = auto()
     BETTER = auto()  # in a sweep
     WORSE = auto()
-    GROWS = auto()  # in a ladder
+    GROWS = auto()  # in a ladder: how the compute multiplier changes with size
     FADES = auto()
     FLIPS = auto()
     CONSTANT = auto()

@@ -32,8 +32,8 @@ from gpt2.utils.text import format_duration
 Slot = LocalSlot | RaySlot  # the resources of one run at a time
 _DIVERGED = 3  # the exit code of train.py for a run that diverged
 # The outcome of each run when this process first read it. A run that had already failed by then is
-# trained again. It is recognised by its unchanged outcome and not by the time of the file, because
-# the clocks of file servers differ.
+# trained again. Such a run is recognised by its unchanged outcome and not by the time of its file,
+# because the clocks of file servers differ.
 _first_outcomes: dict[Path, Outcome] = {}
 
 
@@ -69,7 +69,7 @@ def make_slots(jobs: int | None = None) -> Sequence[Slot]:
 
 
 def _visible_gpus() -> list[str]:
-    """Return CUDA's names of the GPUs that this process may use."""
+    """Return the GPUs that this process may use, as identifiers for CUDA_VISIBLE_DEVICES."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return []
     number = len(list(Path("/dev").glob("nvidia[0-9]*")))
@@ -82,10 +82,11 @@ def _visible_gpus() -> list[str]:
 def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> None:
     """Train the runs that have not ended. When a run ends, print its score or error.
 
-    Without `score`, print only that a run has finished. Other processes may train the same runs. An
-    interrupted run continues. A run that failed before this process began is trained again, but a
-    diverged run is not, because it would diverge again. On SIGTERM, the runs in progress save their
-    state.
+    `slots` are the resources of simultaneous runs. `score` is the name of the metric to print.
+    Without `score`, print only that a run has finished. Other processes may train the same runs at
+    the same time. An interrupted run continues from its last checkpoint. A run that failed before
+    this process began is trained again, but a diverged run is not, because it would diverge again.
+    On SIGTERM, the runs in progress save their state.
     """
     start = time.monotonic()
     num_ended = 0  # number of runs that this call has trained until they ended
@@ -137,7 +138,11 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
 
 
 def _has_ended(run: Run) -> bool:
-    """Return whether a run has ended. A run that failed before this process began has not ended."""
+    """Return whether a run has ended, so that it is not trained.
+
+    A run that failed before this process began does not count as ended, because it is trained
+    again.
+    """
     outcome = run.outcome()
     if outcome.state == "failed":
         return outcome != _first_outcomes[run.folder]
@@ -145,7 +150,10 @@ def _has_ended(run: Run) -> bool:
 
 
 def _take(run: Run) -> TextIO | None:
-    """Lock a run, and return the lock. Return None if the run has ended or is trained elsewhere."""
+    """Lock a run, and return the lock.
+
+    Return None if the run has ended, or if another process trains it.
+    """
     run.folder.mkdir(parents=True, exist_ok=True)
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
     with contextlib.suppress(BlockingIOError):
@@ -159,7 +167,7 @@ def _take(run: Run) -> TextIO | None:
 
 
 def find_error(log: str) -> str:
-    """Return the line of a log that says why a program ended."""
+    """Return the line of `log`, the output of a program, that states why the program ended."""
     error = ""
     # The error is the last line that matches the most informative pattern, because JAX prints
     # further lines after a traceback. Each pattern is more informative than the one before it.

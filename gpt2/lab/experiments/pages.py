@@ -15,7 +15,10 @@ _LAB = Path(__file__).parents[1]
 
 
 def render(template: str, **context: object) -> str:
-    """Fill a template, given its path relative to gpt2/lab. In *.html.j2, values are escaped."""
+    """Fill the Jinja template at a path relative to gpt2/lab with the variables `context`.
+
+    In *.html.j2, values are escaped.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_LAB),
         autoescape=jinja2.select_autoescape(["html.j2"]),
@@ -28,14 +31,21 @@ def render(template: str, **context: object) -> str:
 
 
 def write_markdown(root: Path, title: str, text: str, pictures: Sequence[str]) -> None:
-    """Write a Markdown report to `root`/report.md, and the same report to `root`/report.html."""
+    """Write a Markdown report to `root`/report.md, and the same report to `root`/report.html.
+
+    `pictures` are the names of the images in `root` that the report shows. report.html contains
+    them.
+    """
     text = re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
     write_text(root / "report.md", text)
     write_page(root, title, MarkdownIt("js-default").render(text), pictures)
 
 
 def write_page(root: Path, title: str, body: str, pictures: Sequence[str]) -> None:
-    """Write `root`/report.html. The file contains the `pictures` in `root` that `body` shows."""
+    """Write `root`/report.html with the HTML `body`. The file needs no other file.
+
+    `pictures` are the names of the images in `root` that `body` shows. report.html contains them.
+    """
     for name in pictures:
         data = base64.b64encode((root / name).read_bytes()).decode()
         body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{data}"')

@@ -13,8 +13,8 @@ from typing import NamedTuple
 # The environment variable with a command, such as a sandbox, that starts all processes of judged
 # code. In this command, `{run}` stands for the folder of the run, which the process has to read,
 # and `{output}` for the only folder to which the process has to write. The process must not write
-# to the folder of the run itself. The ledger's process writes there, and a symbolic link that the
-# judged code had made could lead it to another file.
+# to the folder of the run itself. The ledger's process writes there. If the judged code could
+# make a symbolic link there, the ledger's process might overwrite another file.
 SANDBOX = "GPT2_SANDBOX"
 
 
@@ -27,11 +27,12 @@ class LocalSlot(NamedTuple):
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> subprocess.Popen:
-        """Start a Python file as a process, with `environment` added to this process's variables.
+        """Start a process that runs `command`: the path of a Python file, and its arguments.
 
-        Append the output of the file to `log`. On Linux, the started process gets SIGTERM when this
-        process ends. Elsewhere, it continues. In a sandbox, the process may read the folder that
-        contains `log`, and write to this folder's subfolder `run`.
+        The new process has this process's environment variables and `environment`, and appends its
+        output to `log`. On Linux, the new process gets SIGTERM when this process ends. Elsewhere,
+        it continues. In a sandbox, the new process may read the folder that contains `log`, and
+        write to this folder's subfolder `run`.
         """
         # This import is not at the top of the file, because the child also runs this file, but
         # possibly with another version of the package `gpt2`.
@@ -66,10 +67,10 @@ def confined(command: Sequence[str], run: Path, output: Path) -> list[str]:
 
 
 def become(cores: str, *command: str) -> None:
-    """Replace the program of this process with a Python file: `command` is its path and arguments.
+    """Replace the program of this process with `command`: a Python file's path and its arguments.
 
-    On Linux, first restrict this process to `cores`, such as `0,1`, and ask the kernel to send it
-    SIGTERM when its parent process ends.
+    On Linux, first restrict this process to `cores`, such as `0,1`, and ask the kernel to send
+    SIGTERM to this process when its parent process ends.
     """
     if sys.platform == "linux":
         os.sched_setaffinity(0, map(int, cores.split(",")))

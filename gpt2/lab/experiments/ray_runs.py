@@ -25,7 +25,7 @@ class RaySlot(NamedTuple):
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> "RayProcess":
-        """Start a Python file on a node. See `LocalSlot.start`."""
+        """Start a process on a node of the Ray cluster. See `LocalSlot.start` for the arguments."""
         variables = dict(environment)
         for name in _VARIABLES:
             if name in os.environ:
@@ -115,7 +115,10 @@ class RayProcess:
 def _run(
     folder: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> tuple[int, float]:
-    """Run a Python file in a worker of Ray. Return its exit code, and its duration in seconds."""
+    """Run a Python file in a worker of Ray, with the working directory `folder`.
+
+    Return the exit code, and the duration in seconds.
+    """
     began = time.monotonic()
     os.chdir(folder)
     os.environ.update(environment)

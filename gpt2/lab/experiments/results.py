@@ -78,12 +78,16 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 
 
 def unknown(steps: int) -> float:
-    """Return NaN, the FLOPs of a run of other code: that code may count FLOPs differently."""
+    """Return NaN for a run of another version of the code, which may count FLOPs differently."""
     return math.nan
 
 
 def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curve:
-    """Read the validations of a workdir. `tokens` and `flops` are functions of the step."""
+    """Read the validation curve of the metric `score` from a workdir.
+
+    `tokens` and `flops` are functions that map a number of steps to the tokens or FLOPs of these
+    steps.
+    """
     points = []
     seconds = 0.0
     before = 0
@@ -101,11 +105,11 @@ def read_curve(workdir: Path, score: str, tokens: Amount, flops: Amount) -> Curv
 
 
 def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) -> None:
-    """Raise a UserError if runs cannot be compared.
+    """Raise a UserError if runs cannot be compared, or if a finished run lacks the metric `score`.
 
-    Runs with the same options for data must have the same text, and runs with the same source must
-    have the same code. The code of runs that have not ended is checked only with `to_come`: both
-    the code that trained their checkpoints and the code that would train them now.
+    Runs with the same options for data must have the same text, and runs with the same source
+    folder must have the same code. The code of runs that have not ended is checked only with
+    `to_come`: both the code that trained their checkpoints and the code that would train them now.
     """
     # For each corpus and for each source folder, a fingerprint and the first run that has it.
     texts: dict[DataConfig, tuple[bytes, Run]] = {}

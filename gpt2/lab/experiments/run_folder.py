@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of train.py."""
+    """One run of train.py: its options, its code and its folder."""
 
     arm: str  # the arm's name
     config: Config
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def workdir(self) -> Path:
-        """The workdir of train.py."""
+        """The workdir, to which train.py writes its files."""
         return self.folder / "run"
 
     @property
@@ -177,10 +177,10 @@ def defaults_of(source: Path) -> Settings:
 
 
 def options_from(program: str, path: Path | str, source: Path) -> Settings:
-    """Return the options that a program prints as JSON for the file `path`.
+    """Return the options that the Python code `program` prints as JSON for the file `path`.
 
-    The program runs in another process, with the code in `source`, because a ledger must not run
-    the code that it judges.
+    `program` runs in another process, with the package `gpt2` in the folder `source`, because the
+    code that a ledger judges must not run in the ledger's own process.
     """
     code = f"import json, runpy, sys; path = sys.argv[1]; {program}"
     with reading(path, ""), tempfile.TemporaryDirectory() as folder:
@@ -202,7 +202,10 @@ def options_from(program: str, path: Path | str, source: Path) -> Settings:
 
 
 def find_root(flag: str, path: str | None) -> Path:
-    """Return the folder of a sweep or ledger, given the name and the value of its flag."""
+    """Return the folder of a sweep or ledger, given the name and the value of its flag.
+
+    Raise a UserError if the value is empty or a URL.
+    """
     if not path or is_url(path):
         raise UserError(
             f"--{flag}={path or ''} must name a local folder",

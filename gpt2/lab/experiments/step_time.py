@@ -1,4 +1,8 @@
-"""Measure the time of a step with short runs, and choose numbers of steps with equal total cost."""
+"""Measure the time of a step with short runs, and choose each arm's number of steps.
+
+The numbers are chosen so that a run of each arm costs as much as a run of the baseline. The cost is
+counted in tokens, FLOPs or seconds.
+"""
 
 import contextlib
 import json
@@ -33,7 +37,7 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
         "train.eval_batches": 1,
         # The schedule does not affect the time of a step. A constant schedule works with few steps,
         # and a slow warm-up prevents the run from diverging. These options do not depend on the
-        # arm's number of steps, so an arm with another number of steps has the same folder.
+        # arm's number of steps, so the folder does not change if this number does.
         "optim.schedule": "constant",
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": _STEPS,
@@ -47,9 +51,10 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
 
 
 def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
-    """Return the seconds of an arm's step, and the seconds of a run's start and compilation.
+    """Return the seconds of an arm's step, and the seconds of a run's start-up and compilation.
 
-    Both are measured by a short run, which is trained only once and stored in `root`.
+    A short run in the first of `slots` measures both times. The run is stored in `root`, the folder
+    of the sweep or ledger, and is not repeated.
     """
     run = make_measuring_run(root, arm)
     print(f"measuring the steps of {arm.name}, in {root}", flush=True)
@@ -83,13 +88,13 @@ def forecast(
     slots: Sequence[Slot],
     smallest: Mapping[str, Times],
 ) -> Iterator[tuple[str, Times]]:
-    """Yield the name and the times of each arm of one size. The baseline is the first arm.
+    """Yield the name of each arm at one size, with the times of its start-up and of a step.
 
-    At the larger sizes of a ladder, `smallest` contains the times at the smallest size. Only the
-    baseline is then measured. The times of another arm are the baseline's times, multiplied by the
-    ratio of the arm's to the baseline's times at the smallest size. At the smallest size, and for a
-    sweep, `smallest` is empty, and all arms are measured. Times that are stored in `root` are not
-    measured again.
+    The first arm is the baseline. At the larger sizes of a ladder, `smallest` contains the times at
+    the smallest size. Only the baseline is then measured. The times of another arm are the
+    baseline's times, multiplied by the ratio of the arm's to the baseline's times at the smallest
+    size. At the smallest size, and for a sweep, `smallest` is empty, and all arms are measured.
+    Times that are stored in `root` are not measured again.
     """
     baseline, *others = arms
     usual = Times(*measure(root, baseline, slots))
@@ -112,9 +117,11 @@ def equalize(
     root: Path,
     slots: Sequence[Slot],
 ) -> list[Arm]:
-    """Return the arms with numbers of steps such that all have the same tokens, FLOPs or seconds.
+    """Return the arms, each with the number of steps that costs as much as the first arm's run.
 
-    `terms` is one of `TERMS`. The number of steps of the first arm does not change.
+    `terms` states how the cost is counted: in `tokens`, `flops` or `seconds`. The first arm does
+    not change. If seconds count, short runs in the first of `slots` measure the time of a step; see
+    `measure`.
     """
     first, *others = arms
 

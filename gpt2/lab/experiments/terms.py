@@ -1,4 +1,4 @@
-"""Equal terms of a comparison: the metric in which arms are compared, and the lengths of runs.
+"""The terms of a fair comparison: the metric in which arms are compared, and the cost of a run.
 
 `flops` needs a config with the size of the vocabulary (`Config.with_vocabulary`), because the FLOPs
 depend on it. The default, a `model.vocab_size` of 0, stands for the size of the tokenizer.
@@ -28,9 +28,10 @@ BITS_PER_BYTE = "eval/bits_per_byte"
 
 
 def choose_score(arms: Sequence[Arm]) -> str:
-    """Return the metric in which arms are compared: nats per token, or bits per byte.
+    """Return the metric in which all arms are compared.
 
-    Raise a UserError if the validation texts of arms differ.
+    The metric is `LOSS` or, if arms have different tokenizers, `BITS_PER_BYTE`. Raise a UserError
+    if the validation texts of arms differ.
     """
 
     def differs(name: str) -> bool:
@@ -54,7 +55,10 @@ def choose_score(arms: Sequence[Arm]) -> str:
 
 
 def with_length(arm: Arm, num_steps: int) -> Arm:
-    """Return an arm with `num_steps` steps. Options that count steps change in proportion."""
+    """Return an arm with `num_steps` steps. Options that count steps change in proportion.
+
+    Raise a UserError if the number of steps changes and a schedule contains step numbers.
+    """
     optim = arm.config.optim
     before = arm.config.train.num_steps
     changes_shape = len(arm.config.shapes.pieces) > 1
@@ -74,6 +78,9 @@ def with_length(arm: Arm, num_steps: int) -> Arm:
 
 
 def flops(config: Config, steps: int) -> float:
-    """Return the model's FLOPs in the first `steps` steps."""
+    """Return the model's FLOPs in the first `steps` steps.
+
+    `model.vocab_size` must not be 0 in `config`, because the FLOPs depend on it.
+    """
     cfg = config.gpt()
     return config.shapes.sum(lambda s: s.tokens * model_flops_per_token(cfg, s), steps)
