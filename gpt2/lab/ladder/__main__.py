@@ -63,7 +63,11 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Train a ladder, write its report, and return the exit code."""
+    """Train a ladder, write its report, and return the exit code.
+
+    With --report, train nothing. With --dry_run, only print the runs, and return 0. Otherwise, the
+    exit code is 1 if a run failed or has not ended, and 0 if all runs have ended.
+    """
     root = find_root("workdir", FLAGS.workdir)
     if FLAGS.gain is not None and not 1 < FLAGS.gain < math.inf:
         raise UserError(
@@ -97,7 +101,10 @@ def main() -> int:
 
 
 def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
-    """Return a sweep for each depth in `--depths`, the smallest first."""
+    """Return a sweep for each depth in `--depths`, the smallest first.
+
+    With --equal=seconds, short runs in the first of `slots` measure the time of each arm's step.
+    """
     depths = {int(depth) for depth in FLAGS.depths if depth.isdecimal()} - {0}
     if len(depths) != len(FLAGS.depths) or len(depths) < _LEAST_SIZES:
         raise UserError(
@@ -131,7 +138,7 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
 
 
 def _load(root: Path) -> list[Sweep]:
-    """Return the sweeps of a ladder's folder, the smallest first."""
+    """Return the sweeps in a ladder's folder, the smallest size first."""
     folders = [path.parent for path in root.glob("d*/sweep.json")]
     if not folders:
         raise UserError(
@@ -144,7 +151,8 @@ def _load(root: Path) -> list[Sweep]:
 def _report(root: Path, sweeps: Sequence[Sweep], gain: float | None = None) -> int:
     """Write the report, print the verdicts, and return the exit code.
 
-    If `gain` (a compute multiplier) is not None, also print how many pairs of runs would find it.
+    If `gain` (a compute multiplier) is not None, also print how many pairs of runs are needed to
+    detect it.
     """
     with files.locked(root / ".sweep.lock"):
         # Another command may have added arms or seeds while this command trained.
@@ -160,7 +168,10 @@ def _report(root: Path, sweeps: Sequence[Sweep], gain: float | None = None) -> i
 
 
 def _print_plan(sweeps: Sequence[Sweep], gain: float) -> None:
-    """Print how many pairs would find a compute multiplier at each size, and what they cost."""
+    """Print how many pairs of runs are needed to detect the compute multiplier `gain`.
+
+    There is a row for each size, which also contains the cost of the pairs.
+    """
     noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
     print(
         f"\nWith this noise, a compute multiplier of {gain:g} is found in 4 of 5 cases with:"

@@ -1,7 +1,7 @@
 """Compute the `Course` of each arm of a ladder: how its compute multiplier changes with size.
 
 The course is the result of the first analysis that does not leave the arm undecided. If all
-analyses do, the course is the result of the last analysis.
+analyses leave the arm undecided, the course is the result of the last analysis.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,12 @@ from gpt2.lab.ladder.multipliers import Course, Losses, judge_course
 def judge(
     sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
 ) -> dict[str, Course]:
-    """Return the course of each arm except the baseline, by name. `results` has a table per sweep.
+    """Return the course of each arm except the baseline, by name.
 
-    An arm is analysed after n seeds once the first n runs of the arm and of the baseline have ended
-    at all sizes. An arm that is undecided continues to the next analysis.
+    A course describes how the arm's compute multiplier changes with size. `sweeps` and `results`
+    have an element for each size: the sweep, and the table of `read_results`. An arm is analysed
+    after n seeds once the first n runs of the arm and of the baseline have ended at all sizes. An
+    arm that is undecided continues to the next analysis.
     """
     baseline, *arms = sweeps[0].arms
     courses = {}
@@ -44,8 +46,9 @@ def _analyse(
 ) -> Course:
     """Return the course of an arm, computed from its first `analysis` seeds.
 
-    `pair` is (baseline, arm). If one of their runs has not ended or has no score, the course
-    contains no numbers.
+    A course describes how the arm's compute multiplier changes with size. `sweeps` and `results`
+    have an element for each size. `pair` is (baseline, arm). If one of their runs has not ended or
+    has no score, the course contains no numbers.
     """
     losses: list[list[Losses]] = []
     for arm in pair:

@@ -31,7 +31,11 @@ _RATES = ("optim.learning_rate", "optim.adam_learning_rate")
 
 
 def at_depth(arm: Arm, ratio: Fraction) -> Arm:
-    """Return an arm at `ratio` times its depth, with the options that the rules determine."""
+    """Return an arm at `ratio` times its depth.
+
+    The rules in the module's docstring determine the width, the number of steps, the batch size,
+    the learning rates and the weight decay.
+    """
     config = arm.config
     model = config.model
     optim = config.optim

@@ -60,14 +60,17 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
 
 
 def print_courses(table: pd.DataFrame) -> None:
-    """Print a table of courses. Leave out the intervals, so that the table fits into 80 columns."""
+    """Print the table of `write_report`, without intervals, so that it fits into 80 columns."""
     print_table(table.map(lambda cell: re.sub(r" \(.*", "", cell)))
 
 
 def _course_table(
     sweeps: Sequence[Sweep], courses: Mapping[str, Course]
 ) -> pd.DataFrame:
-    """Return a table with a row for each arm: its multiplier at each size, and its course."""
+    """Return a table of strings with a row for each arm.
+
+    A row contains the arm's compute multiplier at each size, with its slope, forecast and verdict.
+    """
     rows = []
     for name, course in courses.items():
         row = {"arm": name}
@@ -89,7 +92,7 @@ def _course_table(
 
 
 def _two_digits(value: float) -> str:
-    """Return a number with two significant digits, without an exponent."""
+    """Format a number with two significant digits, without an exponent."""
     return np.format_float_positional(
         value, precision=2, unique=False, fractional=False, trim="-"
     )
@@ -142,7 +145,10 @@ def _noise_table(
 def _multiplier_rows(
     sweeps: Sequence[Sweep], compute: Sequence[float], courses: Mapping[str, Course]
 ) -> list[dict[str, object]]:
-    """Return the rows of multipliers.csv: one for each size of each arm that has multipliers."""
+    """Return the rows of multipliers.csv: one for each size of each arm that has multipliers.
+
+    `compute` is the baseline's mean compute at each size.
+    """
     rows = []
     for name, course in courses.items():
         for i, multiplier in enumerate(course.multipliers):
@@ -162,7 +168,11 @@ def _multiplier_rows(
 def _plot(
     png: Path, compute: Sequence[float], courses: Mapping[str, Course], amount: str
 ) -> None:
-    """Plot multipliers with intervals against compute, and the range of each forecast."""
+    """Plot multipliers with intervals against compute, and the range of each forecast.
+
+    `compute` is the baseline's mean compute at each size. `amount` states its unit: `flops` or
+    `seconds`.
+    """
     with drawing(png, height=5.5) as (axes,):
         axes.axhline(1, color=BASELINE, linewidth=1.2)
         for i, (name, course) in enumerate(courses.items()):

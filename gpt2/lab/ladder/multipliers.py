@@ -81,9 +81,10 @@ def judge_course(
     level: float = LEVEL,
     num_arms: int = 1,
 ) -> Course:
-    """Return the course of an arm from the losses at each size, the smallest size first.
+    """Return how an arm's compute multiplier changes with size, and a verdict on the change.
 
-    At a size, baseline and arm must have the same seeds. `level` is the error rate for all
+    `baseline` and `arm` contain the losses at each size, the smallest size first. At a size, both
+    must have the same seeds, because runs are paired by seed. `level` is the error rate for all
     `num_arms` arms together.
     """
     means = np.array([losses.scores.mean() for losses in baseline])
@@ -123,11 +124,12 @@ def judge_course(
 
 
 def _forecast_weights(x: Array) -> list[Array]:
-    """Return the weights of m in forecasts of m at `FARTHEST` times the largest compute.
+    """Return the weights with which log multipliers are summed to forecast a multiplier.
 
-    There is one array for each form of the curve: constant, linear and saturating. Saturating means
-    that each decade of compute halves the remaining change. Each form is fitted to all sizes with
-    least squares.
+    The forecast is the log multiplier at `FARTHEST` times the largest compute. `x` are the decimal
+    logarithms of the compute at each size. There is one array of weights for each form of the
+    curve: constant, linear and saturating. Saturating means that each decade of compute halves the
+    remaining change. Each form is fitted to all sizes with least squares.
     """
     decades = np.append(x, x[-1] + math.log10(FARTHEST)) - x[0]
     ones = np.ones_like(decades)
@@ -140,7 +142,7 @@ def _forecast_weights(x: Array) -> list[Array]:
 
 
 class _Ladder:
-    """Intervals of weighted sums of m, the log multipliers of an arm."""
+    """Intervals of weighted sums of m, where m are the log multipliers of an arm at each size."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
         # For each size, an array [4, seeds]: the losses of baseline and arm, and then their log
@@ -166,7 +168,10 @@ class _Ladder:
             self._derivatives[index] = change / 2e-6
 
     def interval(self, weights: Array, level: float) -> Interval:
-        """Return `weights @ m` with its two-sided interval at the error rate `level`."""
+        """Return `weights @ m` with its two-sided interval at the error rate `level`.
+
+        m are the arm's log multipliers, one for each size.
+        """
         value = float(weights @ self._m)
         gradients = self._derivatives @ weights
         parts = []
@@ -184,7 +189,7 @@ class _Ladder:
 
 
 def _log_multipliers(means: Array) -> Array:
-    """Return m (log multipliers) `[sizes]`.
+    """Return the decimal logarithms of the multipliers, `[sizes]`.
 
     `means` `[sizes, 4]` are the mean losses of baseline and arm, and then their mean log computes.
     """
@@ -196,7 +201,8 @@ def _log_multipliers(means: Array) -> Array:
 def _reach(curve: Array, x: Array, targets: Array) -> Array:
     """Return the x at which a falling curve reaches each target.
 
-    Beyond its ends, the curve continues along its first and its last segment.
+    The curve connects the points (`x`, `curve`) by straight lines. Beyond its ends, the curve
+    continues along its first and its last segment.
     """
     slopes = np.diff(x) / np.diff(curve)
     segments = np.searchsorted(-curve, -targets) - 1

@@ -1,4 +1,4 @@
-"""The noise between seeds at each size of a ladder, and the number of pairs that find a gain.
+"""The noise between seeds at each size of a ladder, and how many pairs detect a gain.
 
 A pair is a run of an arm and a run of the baseline with the same seed.
 """
@@ -25,11 +25,12 @@ def measure_noise(
 ) -> pd.DataFrame:
     """Return a row for each size: what a run costs, and how much losses differ between seeds.
 
-    `compute` is the baseline's FLOPs or, with `--equal=seconds`, its seconds of training steps.
-    `loss`, `seed` and `pair` are in the unit of the sweep's score: the baseline's mean loss, the
-    standard deviation of its loss, and the standard deviation of the difference between an arm and
-    the baseline at the same seed. With several arms, `pair` is the root mean square of their
-    standard deviations.
+    `sweeps` and `results` have an element for each size: the sweep, and the table of
+    `read_results`. `compute` is the baseline's FLOPs or, with `--equal=seconds`, its seconds of
+    training steps. `loss`, `seed` and `pair` are in the unit of the sweep's score: the baseline's
+    mean loss, the standard deviation of its loss, and the standard deviation of the difference
+    between an arm and the baseline at the same seed. With several arms, `pair` is the root mean
+    square of their standard deviations.
     """
     amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
     rows = []
@@ -58,16 +59,16 @@ def measure_noise(
 def gains(noise: pd.DataFrame, multiplier: float) -> Array:
     """Return how far the loss falls at each size if compute grows by the factor `multiplier`.
 
-    Around each size, the baseline's loss is assumed to be a power law of compute. The exponent is
-    the slope of the parabola through this size and its nearest sizes, in log loss against log
-    compute.
+    `noise` is the table of `measure_noise`. Around each size, the baseline's loss is assumed to be
+    a power law of compute. The exponent is the slope of the parabola through this size and its
+    nearest sizes, in log loss against log compute.
     """
     slopes = np.gradient(np.log(noise.loss), np.log(noise.compute), edge_order=2)
     return (noise.loss * (1 - multiplier**slopes)).to_numpy()
 
 
 def sweep_pairs(effect: float) -> float:
-    """Return how many pairs a paired sweep of one arm needs to find a difference.
+    """Return how many pairs of runs a paired sweep of one arm needs to find a difference.
 
     With this number, 4 of 5 such sweeps would find it. `effect` is the true difference, divided by
     the standard deviation of a pair's difference. Return inf if 1,000 pairs are too few.
@@ -79,10 +80,11 @@ def sweep_pairs(effect: float) -> float:
 
 
 def ledger_pairs(effect: float) -> float:
-    """Return how many pairs a ledger needs to accept its first idea.
+    """Return how many pairs of runs a ledger needs to accept its first idea.
 
-    With this number, 4 of 5 ledgers would accept an idea with the given effect, which is defined as
-    in `sweep_pairs`. Return inf if a ledger's default of 16 pairs is too small.
+    With this number, 4 of 5 ledgers would accept an idea. `effect` is the idea's true gain over the
+    best version, divided by the standard deviation of a pair's difference. Return inf if a ledger's
+    default of 16 pairs is too small.
     """
     enough = np.flatnonzero(_findable_effects() <= effect)
     return enough[0] + 1 if len(enough) else math.inf
@@ -90,12 +92,20 @@ def ledger_pairs(effect: float) -> float:
 
 @cache
 def _findable_effects() -> Array:
-    """Return the smallest effect that 4 of 5 ledgers accept within n pairs, for n = 1, 2, ..."""
+    """Return the smallest effect that 4 of 5 ledgers detect within n pairs, for each n.
+
+    n is 1, 2, ..., `MOST_PAIRS`. An effect is an idea's true gain over the best version, divided by
+    the standard deviation of a pair's difference.
+    """
     return findable(MOST_PAIRS, level_at(1, 0), POWER)
 
 
 def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFrame:
-    """Return a table of strings: how many pairs find a compute multiplier at each size."""
+    """Return a table of strings: how many pairs are needed to detect a compute multiplier.
+
+    There is a row for each size. `noise` is the table of `measure_noise`, and `unit` is the unit of
+    its losses.
+    """
     table = noise.assign(gain=gains(noise, multiplier))
     effects = table.gain / table.pair
     table["pairs"] = effects.map(sweep_pairs)

@@ -129,7 +129,10 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Try an idea, print the answer, and return the exit code."""
+    """Compare an idea with the best version, print the answer, and return the answer's exit code.
+
+    Without --idea, print the best version, and return 0.
+    """
     root = find_root("ledger", FLAGS.ledger)
     with contextlib.redirect_stdout(sys.stderr if FLAGS.json else sys.stdout):
         ledger = _open_ledger(root)
@@ -162,7 +165,7 @@ def main() -> int:
 
 
 def _open_ledger(root: Path) -> Ledger:
-    """Return the ledger, or start a new one with the options of the command line.
+    """Return the ledger in `root`, or start a new one with the options of the command line.
 
     A ledger stores its options. If a later command also sets options, they must be the same.
     """
@@ -195,7 +198,7 @@ def _open_ledger(root: Path) -> Ledger:
 
 
 def _refuse_changes(root: Path, ledger: Ledger, config: Config) -> None:
-    """Raise a UserError if the ledger began with another config or other screens."""
+    """Raise a UserError if the ledger started with another config, or with another --screen."""
     first = ledger.ideas[0]
     changed = differences(first.arm, replace(first.arm, config=config))
     if FLAGS.screen:
@@ -246,7 +249,7 @@ def _become_judge(root: Path, ledger: Ledger) -> None:
 
 
 def _write_page(root: Path, ledger: Ledger) -> None:
-    """Write report.html and ledger.png."""
+    """Write report.html and ledger.png to the ledger's folder."""
     # The number of each kept idea -> its loss minus the loss at the start.
     gains = {0: 0.0}
     for idea in ledger.kept:
@@ -264,7 +267,10 @@ def _write_page(root: Path, ledger: Ledger) -> None:
 
 
 def _print_answer(ledger: Ledger, idea: Idea) -> None:
-    """Print the answer on an idea and the state of the ledger, as plain text or JSON."""
+    """Print the answer on an idea, such as `keep`, with its reason, and the state of the ledger.
+
+    Without --idea, print the best version instead. With --json, print a line of JSON.
+    """
     difference, low, high = idea.interval
     best = ledger.ideas[idea.best]
     steps = [each.arm.config.train.num_steps for each in (idea, best)]
@@ -342,7 +348,7 @@ _NEXT = {
 
 
 def _describe_pairs(root: Path, ledger: Ledger) -> str:
-    """Describe the smallest gains that pairs could detect, and how long the pairs would take."""
+    """Describe the smallest gains that pairs of runs could detect, and the time of the pairs."""
     idea = make_idea(root, ledger, FLAGS.idea, FLAGS.equal)
 
     screening = ""

@@ -82,7 +82,10 @@ def evidence(differences: Array) -> Array:
 
 
 def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
-    """Return the evidence E_n of `num` differences, given their mean m and S = `squares`."""
+    """Return the evidence E_n of n = `num` differences, given their `mean`.
+
+    `squares` is the sum of the squared deviations of the differences from their mean.
+    """
     r = 1 + num * _TAU**2
     around_zero = squares + num * mean**2
     left = squares + num * mean**2 / r
@@ -94,7 +97,7 @@ def _ratio(num: Numbers, mean: Numbers, squares: Numbers) -> Array:
 def most_evidence(pairs: int) -> float:
     """Return the largest evidence that n = `pairs` pairs can reach: 2 r^((n - 1) / 2).
 
-    r is defined in the module's docstring.
+    r is 1 + n tau^2, where tau = 3 is the scale of expected gains in standard deviations.
     """
     r = 1 + pairs * _TAU**2
     return 2 * r ** ((pairs - 1) / 2)
@@ -103,9 +106,10 @@ def most_evidence(pairs: int) -> float:
 def half_width(differences: Array, level: float) -> float:
     """Return half the width of an interval for the true mean that is valid after every pair.
 
-    If the interval is computed after every pair, the probability that one or more of these
-    intervals miss the true mean is at most `level`. The width is inf until there are enough pairs.
-    The interval is the two-sided interval of Wang and Ramdas (2025, see above).
+    `differences` are the differences so far, and the true mean is their expectation. If the
+    interval is computed after every pair, the probability that one or more of these intervals miss
+    the true mean is at most `level`. The width is inf until there are enough pairs. The interval is
+    the two-sided interval of Wang and Ramdas (2025), which the module's docstring cites.
     """
     num = len(differences)
     r = 1 + num * _TAU**2
@@ -119,9 +123,9 @@ def half_width(differences: Array, level: float) -> float:
 def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     """Return whether the evidence after `pairs` pairs is unlikely to reach 1 / `level`.
 
-    `differences` `[..., n]` are the differences so far. The differences of future pairs are
-    assumed to have the same standard deviation, and a mean that is the better end of a one-sided
-    80 % interval for the true mean.
+    `differences` `[..., n]` are the differences so far. The differences of future pairs are assumed
+    to have the same standard deviation, and a mean that is the better (lower) end of a one-sided 80
+    % interval for the true mean.
     """
     num = differences.shape[-1]
     mean = differences.mean(-1)
@@ -135,8 +139,9 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
 def findable(pairs: int, level: float, power: float) -> Array:
     """Return the smallest gains that 1, 2, ..., `pairs` pairs detect with probability `power`.
 
-    Gains are in standard deviations of a difference, and NaN where no gain is detected. `pairs` is
-    the ledger's --pairs. As in a ledger, the trial of an idea ends once the idea is futile.
+    `level` is the error rate of the test. Gains are in standard deviations of a difference, and NaN
+    where no gain is detected. `pairs` is the ledger's --pairs. As in a ledger, the trial of an idea
+    ends once the idea is futile.
     """
     noise = np.random.default_rng(0).standard_normal((_NUM_DRAWN, pairs))
     sizes = np.geomspace(0.25, 64, 97)

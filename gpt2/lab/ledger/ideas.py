@@ -32,12 +32,16 @@ _WORKING_TREE = re.compile(r"^code=\.(?=\+|$)")
 
 
 def is_working_tree(text: str) -> bool:
-    """Return whether an idea is the code in the working tree."""
+    """Return whether `text`, a value of `--idea`, names the code in the working tree."""
     return bool(_WORKING_TREE.match(text))
 
 
 def make_idea(root: Path, ledger: Ledger, text: str, equal: str) -> Idea:
-    """Return the idea that `--idea` describes, as a change of the best version so far."""
+    """Return the idea that `--idea` describes, as a change of the best version so far.
+
+    `text` and `equal` are the flags --idea and --equal. Raise a UserError if the idea cannot be
+    compared with the best version, or changes an option or a file that no idea may change.
+    """
     best = ledger.best.arm
     value = text
     if is_working_tree(text):
@@ -90,9 +94,9 @@ def arms_at(
 ) -> list[Arm]:
     """Return the arms of the best version and the idea at a small size, or the ledger's size.
 
-    A `depth` of 0 means the ledger's size. Otherwise, `depth` is the number of layers of the
-    version with which the ledger started. The best version and the idea are scaled by the same
-    ratio, and may have another number of layers.
+    A `depth` of 0 means the ledger's size. Otherwise, both arms are scaled by the ratio of `depth`
+    to the number of layers with which the ledger started. An arm therefore has `depth` layers,
+    unless an idea has changed its number of layers. `equal` is the flag --equal.
     """
     arms = [ledger.ideas[idea.best].arm, idea.arm]
     if not depth:
@@ -103,9 +107,10 @@ def arms_at(
 
 
 def _equalize(root: Path, arms: list[Arm], equal: str) -> list[Arm]:
-    """Return the arms with numbers of steps such that the cost in `equal` (--equal) is the same.
+    """Return the arms, each with the number of steps that costs as much as the first arm's run.
 
-    Short runs may measure the time of a step. They read only the training split.
+    `equal` (--equal) states how the cost is counted. With `seconds`, short runs measure the time of
+    a step. They read only the training split.
     """
     blind = [with_training_text(root, arm) for arm in arms]
     sized = equalize(blind, equal, root, make_slots(1))
@@ -120,6 +125,7 @@ def _refuse_options(text: str, best: Arm, arm: Arm) -> None:
     """Raise a UserError if an idea sets options that are not a part of the recipe.
 
     Such options determine, for example, the text, the seed, the validation, or what a run logs.
+    `text` is the value of --idea.
     """
     for name, about in OPTIONS.items():
         # A recipe may have another number of steps, because `_equalize` replaces it later.
@@ -151,7 +157,8 @@ def _changed_code(old: str, new: str) -> list[str]:
 def _refuse_unread(root: Path, best: Arm, arm: Arm, changed: Sequence[str]) -> None:
     """Raise a UserError if an idea's code changes the config file or the default of an option.
 
-    Runs take their options from the ledger, and would ignore such a change.
+    Runs take their options from the ledger, and would ignore such a change. `changed` are the paths
+    of the files that the idea's code changes.
     """
     remedy = "Add the options to the idea: --idea=code=BRANCH+OPTION=VALUE"
     for path in changed:

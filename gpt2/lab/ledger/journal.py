@@ -1,7 +1,7 @@
 """ledger.jsonl: the ideas of a ledger, and the answers to them.
 
-An idea is compared with the version that was the best when the idea was entered. Idea 0 is the
-version with which the ledger started.
+An idea is compared with the version that was the best when the idea was added to the ledger. Idea 0
+is the version with which the ledger started.
 
 Each line is the state of an idea at some time. The newest line of an idea is valid, and the order
 of lines is the order of events.
@@ -56,7 +56,7 @@ class Sample:
 
 @dataclass
 class Idea(Sample):
-    """An arm that is compared with the version that was the best when the arm was entered.
+    """An arm that is compared with the version that was the best when the arm was added.
 
     The inherited fields contain the pairs at the ledger's own size. The evidence is computed only
     from these pairs, and not from the pairs at smaller sizes in `screens`.
@@ -94,7 +94,10 @@ class Idea(Sample):
         return self.screens[depth] if depth else self
 
     def continues(self, earlier: "Idea") -> bool:
-        """Return whether the seeds of this state begin with the seeds of `earlier`."""
+        """Return whether this can be a later state of the idea whose earlier state is `earlier`.
+
+        The seeds of this state must begin with the seeds of `earlier`.
+        """
         if self.screens.keys() != earlier.screens.keys():
             return False
         samples = zip(self.samples(), earlier.samples(), strict=True)
@@ -123,7 +126,7 @@ class Idea(Sample):
 
 @dataclass
 class Ledger:
-    """The content of a ledger.jsonl."""
+    """The content of ledger.jsonl: all ideas, and the order in which they were first tested."""
 
     ideas: list[Idea] = field(default_factory=list)  # ordered by number
     # Numbers of the ideas that have drawn a seed for the ledger's own size, not only for a screen,

@@ -37,7 +37,7 @@ TOLERANCES = {"float32": 1e-4}
 
 
 class NoAnswerError(Exception):
-    """The code of a run did not compute valid logits: the message says in which way."""
+    """The error for a run whose code does not compute valid logits. The message states why."""
 
 
 class Score(NamedTuple):
@@ -58,9 +58,9 @@ class _Row(NamedTuple):
 
 
 def score(run: Run, dataset: Dataset) -> Score:
-    """Return the losses of a finished run on two splits.
+    """Return the losses of a finished run on two validation splits.
 
-    The run has not read the first, the validation split of `dataset`. The second is the split on
+    One is the validation split of `dataset`, which the run has not read. The other is the split on
     which the run validates itself.
 
     A second process of the run's code predicts a random half of the rows again (at most one batch),
@@ -100,7 +100,9 @@ def _measure(
 ) -> tuple[float, list[_Row]]:
     """Return the loss on a validation split, and a random half of its rows (at most one batch).
 
-    Only half of the rows are drawn, so that the continuation of a row is often not among them.
+    The caller predicts the returned rows again, to find code that predicts a row with the help of
+    the next row, its continuation. Only half of the rows are returned, so that the next row is
+    often missing, and the losses of such code change.
     """
     parts, _ = dataset.open(config).validation(ALL_ROWS)
     random = np.random.default_rng()
@@ -186,7 +188,7 @@ class _Answers:
         self._output.cleanup()
 
     def nats(self, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """Return the cross-entropies of `[B, T]`, in nats, and 0 for targets of -1."""
+        """Return the cross-entropy of each target, `[B, T]`, in nats, and 0 for targets of -1."""
         nats = np.zeros(targets.shape)
         has_target = (targets >= 0).any(0)
         if not has_target.any():

@@ -2,8 +2,8 @@
 
 When a ledger starts, the training split is copied to the ledger's folder, and runs read this copy.
 Neither their options nor their environment name the corpus or the folder of prepared corpora, which
-also contain the validation split. A run validates on the first tokens of its training split. This
-loss has no effect on the answer to an idea.
+also contain the validation split. A run validates on the first tokens of its training split. The
+resulting loss has no effect on the answer to an idea.
 """
 
 import glob
@@ -29,9 +29,10 @@ _NUM_VALIDATED = 1024  # tokens of each corpus with which a run validates
 
 
 def open_text(root: Path, data: DataConfig) -> Dataset:
-    """Return the dataset of a ledger, after copying the training split to the ledger's folder.
+    """Return the dataset of a ledger. For a new ledger, copy the training split to its folder.
 
-    Raise a UserError if the text differs from the text with which the ledger started.
+    `root` is the folder of the ledger, and `data` are the options of its corpus. Raise a UserError
+    if the text or the tokenizer has changed since the ledger started.
     """
     folder = root.absolute() / _FOLDER
     facts = folder / _FACTS
@@ -46,15 +47,18 @@ def open_text(root: Path, data: DataConfig) -> Dataset:
             f"The text or tokenizer of data.corpus={data.corpus} has changed since {root} started",
             "Restore the text and tokenizer, or start another --ledger",
         )
-    # Processes that this process starts read prepared corpora in this folder. A sandbox may prevent
-    # them from writing to it, so the training split is prepared here.
+    # The runs that this process starts look for prepared corpora in this folder. The training split
+    # is prepared here, because a sandbox may prevent the runs from writing to the folder.
     os.environ["GPT2_DATA_DIR"] = str(folder / "prepared")
     prepare_dataset(_training_options(root, data))
     return dataset
 
 
 def _copy_training_split(dataset: Dataset, folder: Path) -> None:
-    """Write the tokenizer and, for each corpus, the tokens that runs read."""
+    """Write the tokenizer and, for each corpus of `dataset`, two files or more to `folder`.
+
+    These files contain the training split, and the tokens with which runs validate.
+    """
     dataset.tokenizer.save(folder / _TOKENIZER)
     for number, (_, part) in enumerate(dataset.parts.values()):
         copy = folder / str(number)
@@ -69,13 +73,13 @@ def _copy_training_split(dataset: Dataset, folder: Path) -> None:
 
 
 def with_training_text(root: Path, arm: Arm) -> Arm:
-    """Return an arm whose runs read only the training split of the ledger."""
+    """Return an arm whose runs read only the copy of the training split in the folder `root`."""
     data = _training_options(root, arm.config.data)
     return replace(arm, config=replace(arm.config, data=data))
 
 
 def _training_options(root: Path, data: DataConfig) -> DataConfig:
-    """Return the options of `data.` with which a run reads only the training split."""
+    """Return the options of `data.` with which a run reads only the ledger's training split."""
     folder = root.absolute() / _FOLDER
     numbers = [1]
     weights = read_mixture(data.corpus)

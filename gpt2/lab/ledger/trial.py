@@ -32,10 +32,12 @@ _IS_BEST = "the idea is the same as the best version, so nothing was trained"
 
 
 def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
-    """Enter an idea in the ledger, and return it.
+    """Add an idea to the ledger, and return the entry.
 
-    If the ledger already has an entry for the same idea and the same best version, return this
+    `text`, `equal` and `pairs` are the flags --idea, --equal and --pairs. If the ledger already has
+    an entry for the same idea and the same best version, and the idea has not failed, return this
     entry. If the idea is the best version itself, return it with its answer, without an entry.
+    Raise a UserError if no evidence from `pairs` pairs could be enough.
     """
     with files.locked(root / LOCK):
         ledger = read_ledger(root)
@@ -73,10 +75,11 @@ def try_idea(
     least: float,
     slowdown: float,
 ) -> Idea:
-    """Train pairs until there is an answer, and return the idea with its answer.
+    """Train pairs of runs until there is an answer, and return the idea with its answer.
 
-    `dataset` contains the validation split. `text` is the flag --idea. The other arguments are the
-    flags of the same names.
+    A pair is a run of the idea and a run of the best version with the same seed. `dataset` contains
+    the validation split. `text` is the flag --idea. The other arguments are the flags of the same
+    names.
     """
     start = time.monotonic()
     pair_seconds = 0.0
@@ -129,9 +132,10 @@ def try_idea(
 
 
 def _screen(idea: Idea) -> tuple[int, str]:
-    """Return the depth of the next pair, and the reason to discard the idea at this depth.
+    """Return the depth at which the next pair trains, and the reason to discard the idea.
 
-    At the ledger's size, the depth is 0. If the idea is not discarded, the reason is "".
+    Small sizes come first. At the ledger's size, the depth is 0. If the pairs so far are no reason
+    to discard the idea, the reason is "".
     """
     for depth, sample in idea.screens.items():
         if len(sample.pairs) < SCREEN_PAIRS:
@@ -146,7 +150,10 @@ def _screen(idea: Idea) -> tuple[int, str]:
 
 
 def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answer, str]:
-    """Return the answer after the pairs so far, and the reason. Without an answer, both are ""."""
+    """Return the answer after the pairs so far, and the reason. Without an answer, both are "".
+
+    `pairs` and `least` are the flags --pairs and --least.
+    """
     differences = idea.differences + least
     if len(differences) < 2:
         return Answer.OPEN, ""
@@ -173,10 +180,9 @@ def _train_pair(
 ) -> tuple[Answer, str]:
     """Train the best version and the idea with the last seed, and add the pair to the ledger.
 
-    `depth` is the depth of a small size, or 0 for the ledger's size.
-
-    If the best version diverged, or the idea has no score, return the answer on the idea and the
-    reason. Otherwise, return two empty strings.
+    `depth` is the depth of a small size, or 0 for the ledger's size. If the best version diverged,
+    or the idea has no score, return the answer on the idea and the reason. Otherwise, return two
+    empty strings.
     """
     runs = list[Run]()
     arms = arms_at(root, ledger, idea, depth, equal)

@@ -59,7 +59,10 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Print a plan or the result of a search, and return the exit code."""
+    """Print a plan or the result of a search, and return the exit code.
+
+    The exit code is 1 if --search finds no layout that fits, and otherwise 0.
+    """
     exit_at_interrupt()  # there is nothing to save
     config = cli.parse_config()
     args = flags.FLAGS
@@ -131,15 +134,15 @@ _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>13}"
 
 
 def _forecast(plan: Plan, board: str) -> list[str]:
-    """Return the cells of a row about a step on an accelerator of `BOARDS`.
+    """Return a row of the table of times: the cells for a step on `board`, a key of `BOARDS`.
 
-    A `!` in the last cell means that the step does not fit into the memory.
+    A `!` in the last cell means that the step does not fit into the memory of `board`.
     """
     memory = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%}"
     if not plan.fits(board):
         memory += "!"
     seconds = plan.step_seconds(board)
-    if math.isinf(seconds):  # the speed of links between its devices is unknown
+    if math.isinf(seconds):  # the speed of links between devices is unknown
         return ["unknown", "unknown", "", "link speed unknown", memory]
     config = plan.program.config
     rate = config.tokens_per_step / seconds

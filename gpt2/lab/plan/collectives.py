@@ -127,8 +127,9 @@ _LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT"
 def _iterations(line: str, computations: Computations) -> int:
     """Return the number of iterations of a `while` instruction, or 1 with a warning if unknown.
 
-    Programs for TPUs do not state this number. Their loop condition compares the index of the
-    iteration, which `lax.scan` counts from 0, with a constant.
+    `line` is the instruction. Programs for TPUs do not state the number. Their loop condition
+    compares the index of the iteration, which `lax.scan` counts from 0, with a constant: the
+    number.
     """
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -147,9 +148,11 @@ def _iterations(line: str, computations: Computations) -> int:
 
 
 def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int:
-    """Return the `bytes` of a `Collective`, given the `result` of its instruction.
+    """Return the bytes of a collective's whole array: after a gather, or before a scatter.
 
-    The result is an array, such as `f32[2,3]`, or a tuple of arrays, such as `(pred[], bf16[8])`.
+    `result` is the result of the instruction: an array, such as `f32[2,3]`, or a tuple of arrays,
+    such as `(pred[], bf16[8])`. `is_start` means that the instruction only starts the collective,
+    which then runs asynchronously.
     """
     sizes = []
     for dtype, dims in _ARRAY.findall(result):
@@ -172,7 +175,10 @@ def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int
 
 
 def _first_group(line: str) -> tuple[int, ...]:
-    """Return the first group of devices, which HLO writes in one of three ways."""
+    """Return the indices of the devices in the first group of an HLO instruction.
+
+    HLO writes groups in one of three ways.
+    """
     # {{0,1},{2,3}} lists groups, or pairs of sender and receiver.
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)
     if listed:

@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         return self.bytes_needed <= usable
 
     def network_seconds(self, board: str) -> float:
-        """Return the seconds that collectives take in a step on an accelerator of `BOARDS`.
+        """Return the seconds that the collectives of a step take on `board`, a key of `BOARDS`.
 
         The result is infinite if the speed of a link between two devices is unknown.
         """
@@ -82,20 +82,29 @@ class Plan(NamedTuple):
         return seconds
 
     def step_seconds(self, board: str) -> float:
-        """Return the seconds of a step, if collectives do not overlap with computation."""
+        """Return the seconds of a step on `board`, a key of `BOARDS`.
+
+        Collectives are assumed not to overlap with computation.
+        """
         num_devices = self.program.backend.mesh.size
         compute = compute_seconds(self.program.config, num_devices, board)
         return compute + self.network_seconds(board)
 
 
 def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """Return the program of a config. The tokenizer is not loaded: only its size is needed."""
+    """Return the training program of a config on `devices`.
+
+    The tokenizer is not loaded, because only its size is needed.
+    """
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))
     return Program.from_config(config, devices)
 
 
 def compile_plan(program: Program) -> Plan:
-    """Compile a program's train step for its largest shape. Nothing runs."""
+    """Compile a program's train step for its largest shape. Nothing runs.
+
+    Raise DoesNotFit if the compiler reports that memory is insufficient.
+    """
     state = program.state_shapes
     largest = program.at(program.config.shapes.largest)
     try:
@@ -126,7 +135,10 @@ def bytes_per_device(tree: Tree) -> int:
 
 
 def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
-    """Return bytes per device of parameters, optimizer state and summed gradients."""
+    """Return the bytes per device of parameters, optimizer state and summed gradients.
+
+    `backend` determines how gradients are divided between devices.
+    """
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {
         "parameters": state.params,

@@ -39,7 +39,7 @@ _VARIANTS = ("none", "dots", "full", "split")
 
 
 class Result(NamedTuple):
-    """A summary of the plan of a layout. Results sort from the best to the worst."""
+    """A summary of a layout's plan. Sorted results begin with the fastest layout that fits."""
 
     fails: bool
     seconds: float  # time of a step
@@ -53,7 +53,8 @@ def search(
 
     Each variant of a layout needs less memory than the variant before it (see `_VARIANTS`).
     Variants that do not fit are printed last. Options with names in `given`, such as
-    `memory.remat`, stay as they are. Return 1 if no layout fits.
+    `memory.remat`, stay as they are. `board`, a key of `BOARDS`, is the accelerator for which time
+    and memory are computed. Return 1 if no layout fits, and otherwise 0.
     """
     results: dict[str, Result] = {}  # flags to add -> result
     for layout in _LAYOUTS:
@@ -84,7 +85,10 @@ def search(
 
 
 def _options(config: Config, layout: str, variant: str, num_devices: int) -> Options:
-    """Return the options of a variant of a layout, by dotted name."""
+    """Return the options of a variant of a layout, by dotted name.
+
+    `layout` is a list of `OPTION=VALUE`, separated by spaces. `variant` is one of `_VARIANTS`.
+    """
     options: Options = {}
     for setting in layout.split():
         name, _, value = setting.partition("=")
@@ -99,7 +103,7 @@ def _options(config: Config, layout: str, variant: str, num_devices: int) -> Opt
 
 
 def _try(config: Config, devices: Sequence[jax.Device], board: str) -> Result:
-    """Compile a step, and return a summary of its time and memory."""
+    """Compile a step, and return a summary of its time and memory on `board`, a key of `BOARDS`."""
     try:
         plan = compile_plan(make_program(config, devices))
     except DoesNotFit as error:

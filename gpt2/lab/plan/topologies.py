@@ -21,9 +21,9 @@ _GPUS = Path(__file__).parents[3] / "configs" / "chips"
 def find_devices(name: str) -> list[jax.Device]:
     """Return the JAX devices that `name` describes: a chip and a number of devices, as in `v5e-16`.
 
-    The chip may be a file with XLA's description of a GPU, as the benchmark's suite writes it.
-    Google's names for slices of v4 and v5p contain the number of cores instead, which is two per
-    device: Google's v4-16 is v4-8 here.
+    Instead of a chip, `name` may contain the path of a file with XLA's description of a GPU. The
+    suite of `gpt2.lab.benchmark` writes such files. Google's names for slices of v4 and v5p contain
+    the number of cores instead of devices. A device has two cores, so Google's v4-16 is v4-8 here.
     """
     kind, _, digits = name.rpartition("-")
     number = int(digits) if digits.isdecimal() else 0

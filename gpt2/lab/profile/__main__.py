@@ -1,9 +1,10 @@
-"""Print where the time of traced steps goes, and write it to profile.txt next to the trace.
+"""Print where the time of traced steps goes, and write the result next to the trace.
 
     python -m gpt2.lab.profile runs/quickstart
 
-The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. If it is a URL, the
-result is printed but not written. For rooflines and single operations, open the trace with xprof.
+The argument is a workdir, its profile folder, or a trace file, `*.xplane.pb`. The result is written
+to profile.txt or, if the argument is a URL, only printed. For rooflines and single operations, open
+the trace with xprof.
 """
 
 from gpt2.utils import launch

@@ -64,9 +64,10 @@ def break_down(trace: Trace) -> Breakdown:
 def _timeline(
     operations: Sequence[Operation], program: str, began: float, ended: float
 ) -> Iterator[tuple[float, float, list[str]]]:
-    """Yield the start and end of each interval, and a list of what runs in it.
+    """Divide the time from `began` to `ended` into intervals in which the same operations run.
 
-    The list contains the kinds of the step's operations, and the names of other programs.
+    Yield the start, the end and a list for each interval. The list contains the kinds of the step's
+    operations, and the names of other programs. `program` is the name of the step's program.
     """
     changes = [(began, "", 0), (ended, "", 0)]
     for operation in operations:
@@ -119,7 +120,7 @@ def _program_of_steps(trace: Trace) -> str:
 
 
 def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
-    """Return the start of the first and the end of the last operation of each run of the step.
+    """Return the start and the end of each execution of the train step, in order.
 
     `own` are the operations of the step, ordered by time. `num_steps` is the number of steps that
     the host dispatched.
@@ -142,7 +143,7 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
 def _causes(
     trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Split the idle time from `start` to `end` by cause, in seconds.
+    """Return how many seconds of the idle time from `start` to `end` each cause explains.
 
     `number` is the index of the next execution of the train step. The devices have been idle since
     `idle_since`.

@@ -90,7 +90,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def _operations(plane: ProfilePlane) -> Iterator[Operation]:
-    """Yield the operations of a plane, except loops and calls, which contain other operations."""
+    """Yield the operations of a plane (a device, or the host).
+
+    Loops and calls are left out, because they contain other operations.
+    """
     lines = list(plane.lines)
     # An accelerator's plane has other lines, which repeat the operations by module and by step.
     streams = [line for line in lines if re.match(r"Stream|XLA Ops", line.name or "")]
