@@ -69,11 +69,10 @@ def dunnett_probability(bound: float, sizes: tuple[int, ...], df: int) -> float:
 
 @cache
 def dunnett_quantile(sizes: tuple[int, ...], level: float, df: int) -> float:
-    """Return the bound that |t| of one or more arms exceeds with probability `level`.
+    """Return the |t| that one or more arms exceed with probability `level` if no arm truly differs.
 
-    This is the probability if no arm truly differs from the baseline. `sizes` are the numbers of
-    runs of the baseline and then of each arm. `df` are the degrees of freedom of the pooled
-    variance.
+    `sizes` are the numbers of runs of the baseline and then of each arm. `df` are the degrees of
+    freedom of the pooled variance.
     """
 
     def excess(bound: float) -> float:
@@ -108,8 +107,8 @@ def pool(variances: Array, design: Design) -> tuple[Array, Array]:
 def group_half_width(design: Design, variances: Array) -> Array:
     """Return half the width of the interval of the tested arm's difference from the baseline.
 
-    Dunnett's test and Welch's test have an interval each, and the wider interval counts.
-    `variances` `[..., 1 + arms]` are the variances of the baseline and then of each arm.
+    The interval is the wider one of the intervals of Dunnett's and Welch's tests. `variances`
+    `[..., 1 + arms]` are the variances of the baseline and then of each arm.
     """
     sizes, arm, level = design
     num = sizes[arm]
@@ -126,8 +125,8 @@ def group_half_width(design: Design, variances: Array) -> Array:
 def group_difference(design: Design, variances: Array) -> float:
     """Return the smallest true difference that both tests find with probability `POWER`.
 
-    The tests are Dunnett's and Welch's, of the arm that `design` names. `variances` `[1 + arms]`,
-    of the baseline and then of each arm, are assumed to be the true variances. The variances that
+    The tests are Dunnett's and Welch's tests of the arm `design.arm`. `variances` `[1 + arms]`, of
+    the baseline and then of each arm, are assumed to be the true variances. The variances that
     sweeps would estimate from their runs are simulated.
     """
     sizes = np.array(design.sizes)

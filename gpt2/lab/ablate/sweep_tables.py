@@ -149,7 +149,10 @@ def tuning_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 
 
 def tuning_notes(sweep: Sweep) -> list[str]:
-    """Return a sentence for each chosen value that is the smallest or the largest in `--tune`."""
+    """Return a sentence for each chosen value that is the smallest or the largest in `--tune`.
+
+    A value beyond the end of the list in `--tune` may be better.
+    """
     notes = []
     for arm, choice in sweep.chosen.items():
         listed = defaultdict[str, set](set)

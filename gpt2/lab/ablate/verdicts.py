@@ -116,7 +116,7 @@ def compare(
 
     The tests are Dunnett's and Welch's or, with `paired`, paired t-tests. An arm with a diverged
     run has no verdict, because its other runs are not a fair sample. The tests of the other arms do
-    not use its runs. `level` bounds the probability of a false verdict among all arms.
+    not use its runs. `level` bounds the probability of one or more false verdicts among all arms.
     """
     verdicts = {}
     judged = {}
@@ -161,9 +161,10 @@ def _decide(low: float, high: float) -> str:
 def _test(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of Dunnett's and Welch's tests. `level` is the error rate of all arms.
+    """Return the verdicts of Dunnett's and Welch's tests.
 
-    Arms whose pooled variance is 0 are left out, because the tests divide by this variance.
+    `level` is the error rate of all arms together. Arms whose pooled variance is 0 are left out,
+    because the tests divide by this variance.
     """
     first = baseline.scores.to_numpy()
     groups = [first, *(arm.scores.to_numpy() for arm in arms.values())]
@@ -202,10 +203,10 @@ def _test(
 def _test_pairs(
     baseline: Sample, arms: Mapping[str, Sample], level: float
 ) -> dict[str, Verdict]:
-    """Return the verdicts of paired t-tests. `level` is the error rate of all arms together.
+    """Return the verdicts of paired t-tests.
 
-    Arms whose differences are all the same are left out, because the tests divide by the spread of
-    the differences.
+    `level` is the error rate of all arms together. Arms whose differences are all the same are left
+    out, because the tests divide by the spread of the differences.
     """
     level_of_arm = level / len(arms)
     verdicts = {}

@@ -118,10 +118,11 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line. With peers, change options so that losses are equal.
+    """Return the config of the command line. With peers, make its losses comparable with theirs.
 
-    `peers` are the names of PyTorch implementations, which have no random options, such as dropout,
-    and no schedule. The options set here turn both off.
+    `peers` are the names of PyTorch implementations. They have a constant learning rate, a
+    vocabulary of a multiple of 64 tokens, and no random options, such as dropout. If there are
+    peers, the config gets the same properties.
     """
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))

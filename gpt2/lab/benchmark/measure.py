@@ -65,7 +65,7 @@ class Player(NamedTuple):
     process: subprocess.Popen[str]
 
     def ask(self, method: str, *arguments: int) -> Any:
-        """Call a method of the `Side` in the process, and return its result.
+        """Call the method of the `Side` with the name `method`, and return its result.
 
         If the process fails, exit with its exit code. If it was killed, raise a UserError.
         """
@@ -94,7 +94,10 @@ class Player(NamedTuple):
 
 
 class Side(abc.ABC):
-    """A training step to measure, with its state. A `Player` requests the calls of its methods."""
+    """The interface of a training step that is measured in a process of its own.
+
+    The parent process calls the methods through a `Player`.
+    """
 
     @abc.abstractmethod
     def info(self) -> Row:

@@ -44,7 +44,7 @@ _LONGEST_NAME = 150  # in bytes; file systems allow 255 bytes for a folder's nam
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One variant of a comparison."""
+    """A variant that a comparison trains: a config, and a version of the code."""
 
     # The difference from the baseline, such as `optim.name=muon`. The arm's folder has this name.
     name: str

@@ -35,9 +35,10 @@ def diff(old: str, new: str, form: str = "--patch") -> str:
 
 
 def changed_files(old: str, new: str) -> dict[str, bool]:
-    """Map each path that differs between two commits to whether it is a text file in `new`.
+    """Return the paths that differ between two commits.
 
-    A path that was removed also maps to True, unless git treats the old file as binary.
+    The value of a path is whether the path is a text file in `new`. A path that was removed has the
+    value True, unless git treats the old file as binary.
     """
     form = ("-z", "--no-renames", old, new)
     counts = _git("diff", "--numstat", *form).split("\0")

@@ -22,7 +22,7 @@ class Decision(StrEnum):
 
 
 class Answer(StrEnum):
-    """What a ledger decides about an idea."""
+    """What a ledger decides about an idea, which is a change of the best version so far."""
 
     OPEN = ""
     KEEP = auto()

@@ -198,7 +198,10 @@ class _Training:
         self.process = slot.start(command, self._log, {"WANDB_NAME": run.label})
 
     def end(self, code: int, score: str) -> str:
-        """Write the outcome of the run, release its lock, and return the score or the error."""
+        """Write the outcome of the run, release its lock, and return the score or the error.
+
+        `code` is the exit code of the run's process, and `score` is the name of a metric.
+        """
         outcome = self._read_outcome(code)
         write_json(self.run.folder / "outcome.json", outcome._asdict())
         self.lock.close()

@@ -28,7 +28,8 @@ _STEPS = 40
 def make_measuring_run(root: Path, arm: Arm) -> Run:
     """Return the short run that measures the time of an arm's step.
 
-    The name of the run's folder contains a hash of everything that affects the run's speed.
+    The name of the run's folder contains a hash of everything that affects the run's speed, so that
+    a change of any of this leads to a new measurement.
     """
     options = {
         "train.num_steps": _STEPS,

@@ -142,7 +142,7 @@ def _forecast_weights(x: Array) -> list[Array]:
 
 
 class _Ladder:
-    """Intervals of weighted sums of m, where m are the log multipliers of an arm at each size."""
+    """Confidence intervals of weighted sums of m, the log multipliers of an arm at each size."""
 
     def __init__(self, baseline: Sequence[Losses], arm: Sequence[Losses]):
         # For each size, an array [4, seeds]: the losses of baseline and arm, and then their log

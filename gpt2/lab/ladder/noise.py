@@ -70,8 +70,8 @@ def gains(noise: pd.DataFrame, multiplier: float) -> Array:
 def sweep_pairs(effect: float) -> float:
     """Return how many pairs of runs a paired sweep of one arm needs to find a difference.
 
-    With this number, 4 of 5 such sweeps would find it. `effect` is the true difference, divided by
-    the standard deviation of a pair's difference. Return inf if 1,000 pairs are too few.
+    With this number, 4 of 5 such sweeps would find the difference. `effect` is the true difference,
+    divided by the standard deviation of a pair's difference. Return inf if 1,000 pairs are too few.
     """
     for pairs in range(2, _MOST_PAIRS + 1):
         if paired_difference(1 / math.sqrt(pairs), pairs - 1, LEVEL) <= effect:
@@ -82,9 +82,9 @@ def sweep_pairs(effect: float) -> float:
 def ledger_pairs(effect: float) -> float:
     """Return how many pairs of runs a ledger needs to accept its first idea.
 
-    With this number, 4 of 5 ledgers would accept an idea. `effect` is the idea's true gain over the
-    best version, divided by the standard deviation of a pair's difference. Return inf if a ledger's
-    default of 16 pairs is too small.
+    With this number, 4 of 5 ledgers would accept an idea with the effect `effect`. An effect is an
+    idea's true gain over the best version, divided by the standard deviation of a pair's
+    difference. Return inf if a ledger's default of 16 pairs is too small.
     """
     enough = np.flatnonzero(_findable_effects() <= effect)
     return enough[0] + 1 if len(enough) else math.inf

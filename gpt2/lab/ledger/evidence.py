@@ -64,7 +64,10 @@ SCREEN_PAIRS = 4
 
 
 def level_at(number: int, kept: int) -> float:
-    """Return the level of the `number`-th idea, counted from 1, if `kept` ideas have been kept."""
+    """Return the level (allowed error rate) of the `number`-th idea, counted from 1.
+
+    `kept` is the number of ideas that have been kept so far.
+    """
     gamma = number**-_DECAY / scipy.special.zeta(_DECAY)
     return float(_FALSE_FRACTION * gamma * (kept + 1))
 
@@ -124,8 +127,8 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     """Return whether the evidence after `pairs` pairs is unlikely to reach 1 / `level`.
 
     `differences` `[..., n]` are the differences so far. The differences of future pairs are assumed
-    to have the same standard deviation, and a mean that is the better (lower) end of a one-sided 80
-    % interval for the true mean.
+    to have the same standard deviation. Their mean is assumed to be the better (lower) end of a
+    one-sided 80 % interval for the true mean.
     """
     num = differences.shape[-1]
     mean = differences.mean(-1)

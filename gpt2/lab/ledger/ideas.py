@@ -109,8 +109,8 @@ def arms_at(
 def _equalize(root: Path, arms: list[Arm], equal: str) -> list[Arm]:
     """Return the arms, each with the number of steps that costs as much as the first arm's run.
 
-    `equal` (--equal) states how the cost is counted. With `seconds`, short runs measure the time of
-    a step. They read only the training split.
+    `equal` (--equal) states how the cost is counted. With `seconds`, short runs, which read only
+    the training split, measure the time of a step.
     """
     blind = [with_training_text(root, arm) for arm in arms]
     sized = equalize(blind, equal, root, make_slots(1))

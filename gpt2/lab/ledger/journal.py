@@ -23,7 +23,8 @@ from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.ledger.evidence import Array, half_width, level_at
 from gpt2.utils.files import reading
 
-# Matches `FOLDER COMMIT`. The folder becomes part of a path, and the commit an argument of git.
+# Matches `FOLDER COMMIT`. Other characters are refused, because the folder becomes part of a path,
+# and the commit becomes an argument of git.
 _NAMES = re.compile(r"\d{3,}-[\w.,=+-]+ ([0-9a-f]{40,64})?")
 _INTERVAL_LEVEL = 0.05  # probability that an interval misses the true difference
 
@@ -56,7 +57,7 @@ class Sample:
 
 @dataclass
 class Idea(Sample):
-    """An arm that is compared with the version that was the best when the arm was added.
+    """An arm of a ledger, compared with the version that was the best when the arm was added.
 
     The inherited fields contain the pairs at the ledger's own size. The evidence is computed only
     from these pairs, and not from the pairs at smaller sizes in `screens`.
@@ -207,7 +208,7 @@ def read_ledger(root: Path) -> Ledger:
 
 
 def append(root: Path, idea: Idea) -> None:
-    """Append the state of an idea to the file. The caller must hold the lock of the ledger.
+    """Append the state of an idea to ledger.jsonl. The caller must hold the lock of the ledger.
 
     If the process is killed meanwhile, readers ignore the incomplete line.
     """
@@ -227,12 +228,18 @@ def append(root: Path, idea: Idea) -> None:
 
 
 def _checksum(tree: dict, before: int) -> int:
-    """Return the checksum of a line and of all lines before it, whose checksum is `before`."""
+    """Return the checksum of a line and of all lines before it.
+
+    `tree` is the content of the line, and `before` is the checksum of the lines before it.
+    """
     return zlib.crc32(json.dumps(tree, default=vars).encode(), before)
 
 
 def _whole_lines(text: bytes) -> list[bytes]:
-    """Return the lines, without a last line that is incomplete because a process was killed."""
+    """Return the lines of `text`, without an incomplete last line.
+
+    The last line is incomplete if a process was killed while it wrote the line.
+    """
     lines = text.splitlines(keepends=True)
     if lines and lines[-1].startswith(b"{") and not lines[-1].endswith(b"\n"):
         try:

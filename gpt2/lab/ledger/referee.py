@@ -215,7 +215,10 @@ class _Answers:
         return nats
 
     def end(self) -> None:
-        """Close the process's standard input. Raise an error if it has written too many logits."""
+        """Close the process's standard input.
+
+        Raise a NoAnswerError if the process has written too many logits.
+        """
         self.process.stdin.close()  # type: ignore[union-attr]
         if self._read(1):
             raise NoAnswerError("the logits do not have the shape [rows, vocabulary]")

@@ -55,9 +55,9 @@ def open_text(root: Path, data: DataConfig) -> Dataset:
 
 
 def _copy_training_split(dataset: Dataset, folder: Path) -> None:
-    """Write the tokenizer and, for each corpus of `dataset`, two files or more to `folder`.
+    """Write what runs read to `folder`: the tokenizer and, for each corpus, its tokens.
 
-    These files contain the training split, and the tokens with which runs validate.
+    The tokens are the training split, and the first tokens of this split, with which runs validate.
     """
     dataset.tokenizer.save(folder / _TOKENIZER)
     for number, (_, part) in enumerate(dataset.parts.values()):

@@ -37,7 +37,7 @@ def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
     `text`, `equal` and `pairs` are the flags --idea, --equal and --pairs. If the ledger already has
     an entry for the same idea and the same best version, and the idea has not failed, return this
     entry. If the idea is the best version itself, return it with its answer, without an entry.
-    Raise a UserError if no evidence from `pairs` pairs could be enough.
+    Raise a UserError if `pairs` pairs are too few to accept any idea.
     """
     with files.locked(root / LOCK):
         ledger = read_ledger(root)
@@ -232,7 +232,10 @@ def _train_pair(
 
 
 def _score(run: Run, dataset: Dataset) -> float:
-    """Return the referee's loss of a run. Warn if the run's own measurements are different."""
+    """Return the validation loss of a run, measured by the referee.
+
+    Warn if the run's own validation loss differs from the referee's loss on the same text.
+    """
     measured = score(run, dataset)
     reported = math.nan
     # The idea's code wrote the metrics, so reading them may raise any error.

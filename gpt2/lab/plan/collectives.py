@@ -127,9 +127,9 @@ _LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT"
 def _iterations(line: str, computations: Computations) -> int:
     """Return the number of iterations of a `while` instruction, or 1 with a warning if unknown.
 
-    `line` is the instruction. Programs for TPUs do not state the number. Their loop condition
-    compares the index of the iteration, which `lax.scan` counts from 0, with a constant: the
-    number.
+    `line` is the instruction. Programs for TPUs do not state the number. The condition of their
+    loops compares the index of the iteration, which `lax.scan` counts from 0, with a constant. This
+    constant is the number.
     """
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     condition = re.search(r"condition=%?([\w.\-]+)", line)
