@@ -4,14 +4,18 @@ import json
 from collections.abc import Mapping
 
 END_OF_TEXT = "<|endoftext|>"
-# tiktoken can encode with a tokenizer.json, in place of the tokenizers library, only if the file
-# has GPT-2's pre-tokenizer, and if its BPE model sets no other options than these.
+# tiktoken encodes in place of the tokenizers library if it returns the same tokens. For this, the
+# pre-tokenizer in a tokenizer.json must have the options in _PRE_TOKENIZER, and the BPE model must
+# set no options other than those in _MODEL_OPTIONS.
 _PRE_TOKENIZER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 _MODEL_OPTIONS = {"type", "vocab", "merges", "fuse_unk"}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's table (encoder.py) from the printable characters in BPE files to bytes."""
+    """Return a dict that maps each character in GPT-2's BPE files to the byte for which it stands.
+
+    It is the inverse of `bytes_to_unicode` in OpenAI's encoder.py.
+    """
     alphabet = dict[str, int]()
     hidden = list[int]()
     for byte in range(256):
@@ -27,10 +31,10 @@ def byte_alphabet() -> dict[str, int]:
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
     """Return (ranks, eot) of a tokenizer.json, or None if tiktoken would encode differently.
 
-    `ranks` maps the bytes of each token to its id, and `eot` is the id of the end-of-text token.
-    tiktoken encodes in the same way if the file contains only byte-level BPE with GPT-2's pattern,
-    if ids increase in the order of the merges, and if the only added token is `<|endoftext|>`.
-    Comments below state further conditions.
+    `tree` is the parsed file. `ranks` maps the bytes of each token to its id, and `eot` is the id
+    of the end-of-text token. tiktoken encodes in the same way as the tokenizers library only if the
+    file contains byte-level BPE with GPT-2's pre-tokenizer, ids that increase in the order of the
+    merges, and `<|endoftext|>` as the only added token.
     """
     model = tree["model"]
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})

@@ -18,15 +18,15 @@ from gpt2.errors import UserError
 from gpt2.utils import files, stores
 
 _PLUS = re.compile(r"\+(?=\d*\.?\d+\*)")  # the plus sign before a part of a mixture
-# The description of a run's data, from its data.json, or None if there is no such file.
+# The description of a run's data, read from the run's data.json; None if there is no such file.
 Recorded = Mapping[str, Any] | None
 
 
 def prepare_dataset(data: DataConfig, recorded: Recorded = None) -> Dataset:
     """Return the dataset of `data.corpus`. If a text is not prepared yet, prepare it first.
 
-    `recorded` is the description of its data that a run stored in data.json, or None. Data sets of
-    the hub are read at the revisions in `recorded`, so that the run continues with the same text.
+    `recorded` is the content of a run's data.json, or None for a new run. Data sets of the Hugging
+    Face hub are read at the revisions in `recorded`, so that a continued run has the same text.
     """
     recorded = recorded or {}
     weights = read_mixture(data.corpus)
@@ -67,9 +67,10 @@ def _prepare_mixture(
 
 
 def read_mixture(spec: str) -> dict[str, Fraction]:
-    """Return the weights of the mixture `0.7*ONE+0.3*OTHER`, scaled so that they add up to 1.
+    """Return a dict from each corpus to its weight, for a mixture such as `0.7*ONE+0.3*OTHER`.
 
-    If `spec` is a single corpus, return an empty dict.
+    The weights are scaled so that they add up to 1. If `spec`, the value of `data.corpus`, names a
+    single corpus, return an empty dict.
     """
     if not _PLUS.match(f"+{spec}"):
         return {}
@@ -87,9 +88,10 @@ def read_mixture(spec: str) -> dict[str, Fraction]:
 
 
 def refuse_other(path: Path, dataset: Dataset) -> bool:
-    """Raise a UserError if a dataset differs from the dataset in a run's data.json, `path`.
+    """Raise a UserError if a dataset differs from its description in `path`, a run's data.json.
 
-    Return False if data.json is missing or was altered, otherwise True.
+    Return True if the two are equal. Return False if data.json is missing or was altered, so that
+    nothing can be compared.
     """
     saved = files.read_sealed(path)
     if saved is None:

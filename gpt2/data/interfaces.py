@@ -28,30 +28,32 @@ class Source(Protocol):
     """The batches of one run. The first step is step 1."""
 
     def batch(self, step: int, rows: slice) -> Batch:
-        """Return the `rows` of a step's batch that this process reads."""
+        """Return a part of a step's batch: `rows`, the rows that this process reads."""
 
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
         """Return `({corpus: (weight, batches)}, targets_per_byte)` for the validation split.
 
-        `num_batches` limits the batches of each corpus. If it is 0, the run's options limit them. A
-        single corpus has an empty name. `targets_per_byte` is the number of targets for each byte
-        of text. It is None if it is not known, or if the batches do not cover the whole text.
+        `rows` are the rows of each batch that this process reads. `num_batches` is the largest
+        number of batches of each corpus; 0: the number that follows from the run's options. A
+        single corpus has an empty name. `targets_per_byte` is the number of targets divided by the
+        number of bytes of text, or None if this ratio is not known, or if the batches do not cover
+        the whole text.
         """
 
     def describe(self, num_steps: int) -> str:
         """Return a human-readable description of the data that `num_steps` steps read."""
 
     def position(self, step: int) -> str | None:
-        """Return this process's position in the data after a step.
+        """Return this process's position in the data after a step, for a checkpoint.
 
-        None means that the step alone determines the position.
+        None means that the number of the step alone determines the position.
         """
         return None
 
     def restore(self, position: str) -> None:
-        """Continue from a position. This method is called before the first batch is read."""
+        """Continue from a value that `position` returned. Called before the first batch is read."""
         return  # the step alone determines the batches
 
 
@@ -67,14 +69,20 @@ class Dataset(Protocol):
         return None
 
     def describe(self) -> dict[str, object]:
-        """Return a description of the data, without its location, for a run's data.json."""
+        """Return a description of the data for a run's data.json.
+
+        It does not contain the location of the data, so it stays the same if files are moved.
+        """
 
     def open(self, config: Config) -> Source:
-        """Return the batches of a run."""
+        """Return the batches of a run that has the options `config`."""
 
 
 class Corpus(Protocol):
     """A corpus that a reader has opened. Its text has not been encoded yet."""
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the dataset. If its tokens are not on this machine yet, write them first."""
+        """Return the dataset of this corpus, prepared with the `data.` options.
+
+        If its tokens are not on this machine yet, fetch or write them first.
+        """

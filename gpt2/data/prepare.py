@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def define_flags() -> None:
-    """Define the flags of a config, `--cluster` and `--inspect`."""
+    """Define `--config` and its overrides, `--cluster`, and `--inspect`."""
     cli.define_config()
     cli.define_cluster()
     flags.DEFINE_bool(

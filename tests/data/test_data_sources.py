@@ -204,7 +204,7 @@ def test_documents_of_a_users_function(make, user_module, capsys):
     assert changed.directory != dataset.directory
     assert changed.splits["train"].num_documents > 50
     assert "0 half ?" in documents_of(changed)
-    assert capsys.readouterr().err.count("half a surrogate pair") == 1
+    assert capsys.readouterr().err.count("unpaired surrogates") == 1
 
 
 @pytest.mark.parametrize("returned", ["'one text'", "[1, 2]"])

@@ -27,7 +27,10 @@ class ShuffledDocuments:
         self._shifts = starts[order] - (self._ends - sizes)
 
     def read(self, start: int, length: int) -> np.ndarray:
-        """Return the tokens [start, start + length), int32, or fewer at the end."""
+        """Return `length` tokens from the index `start` of this stream on, int32 `[length]`.
+
+        At the end of the stream, return fewer.
+        """
         first = np.searchsorted(self._ends, start, side="right")
         last = np.searchsorted(self._ends, start + length)
         documents = slice(first, last + 1)

@@ -1,9 +1,10 @@
 """Rows of a training split, packed as `data.packing` says. Each row can be read by its number.
 
 A row contains the tokens of one sequence. All of them except the first are targets. Rows are
-numbered over the whole run, and each epoch reads every row once, in a different order. Only `bos`
-with shuffled documents may leave out or repeat some rows. Each packing receives
-`data.shuffle_documents` as its argument `shuffles_documents`.
+numbered over the whole run, and each epoch reads every row once, in a different order. There is one
+exception: with `bos` and shuffled documents, epochs have different numbers of rows, so that an
+epoch may leave out or repeat a few. Each packing receives `data.shuffle_documents` as its argument
+`shuffles_documents`.
 """
 
 import bisect
@@ -34,10 +35,11 @@ class Rows:
 def concat(
     tokens: PreparedTokens, length: int, seed: int, shuffles_documents: bool
 ) -> Rows:
-    """Cut the joined documents into windows, which overlap by one token.
+    """Cut the joined documents into windows of `length` + 1 tokens, which overlap by one token.
 
     Each epoch begins its first window at a random offset, so that epochs cut the text differently.
-    With `shuffles_documents`, each epoch first joins the documents in another order.
+    With `shuffles_documents`, each epoch first joins the documents in another order. `seed`
+    determines the offsets and all orders.
     """
     if shuffles_documents:
         stream, starts = find_documents(tokens, "data.shuffle_documents=True")
@@ -72,18 +74,22 @@ def concat(
 def bos(
     tokens: PreparedTokens, length: int, seed: int, shuffles_documents: bool
 ) -> Rows:
-    """Begin each row with a document, and add the longest documents that fit, as in nanochat.
+    """Begin each row of `length` + 1 tokens with a document, as in nanochat.
 
-    If no document fits, crop the shortest document to fill the row. The longest and the shortest
-    are chosen from the next `AHEAD` documents. All epochs have the same rows, unless
-    `shuffles_documents`: then each epoch packs the documents in another order.
+    Then add the longest document that fits, again and again. If no document fits, crop the shortest
+    one to fill the row. The longest and the shortest are chosen from the next `AHEAD` documents in
+    a random order, which `seed` determines. All epochs have the same rows in different orders. With
+    `shuffles_documents`, each epoch instead packs the documents in another order.
     """
     stream, starts = find_documents(tokens, "data.packing=bos")
     sizes = np.diff(starts, append=len(stream))
 
     @functools.lru_cache(1)
     def pack(epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the start and length of each piece of the rows, and `ends` as in `best_fit`."""
+        """Return an epoch's rows, which consist of pieces of documents, as three arrays.
+
+        They contain the start and the length of each piece, and `ends` as in `best_fit`.
+        """
         draw = np.random.default_rng((seed, epoch))
         drawn = draw.permutation(len(starts))
         documents, lengths, ends = best_fit(sizes[drawn].tolist(), length + 1)
@@ -111,11 +117,11 @@ def bos(
 def best_fit(
     sizes: Sequence[int], room: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pack documents into rows of `room` tokens.
+    """Pack documents with `sizes` tokens into rows of `room` tokens, by the rules of `bos`.
 
-    Return three arrays: the documents in the order of the rows; the number of tokens that are used
-    from each document; and `ends`, the index in these arrays at which each row begins, followed by
-    the end of the last row. A document of `room` or more tokens has a row of its own.
+    Return three arrays: the indices of the documents, in the order of the rows; the number of
+    tokens that are used from each document; and `ends`, the index in these two arrays at which each
+    row begins, followed by their length. A document of `room` or more tokens has its own row.
     """
     documents = [document for document, size in enumerate(sizes) if size >= room]
     lengths = [room] * len(documents)
@@ -142,11 +148,12 @@ def best_fit(
 def pad(
     tokens: PreparedTokens, length: int, seed: int, shuffles_documents: bool = False
 ) -> Rows:
-    """Put one document, or a part of a long document, in each row. `assemble` pads the rows.
+    """Put one document, or a part of a long document, in each row of up to `length` + 1 tokens.
 
-    Every token of the stream except the first is a target once in each epoch. Each epoch reads the
-    rows, and therefore the documents, in a new order. `shuffles_documents` would change nothing, so
-    the option is refused, and the argument is always False.
+    `token_batches.assemble` pads the rows. In each epoch, every token of the stream except the
+    first is a target once, and the rows come in a new order, determined by `seed`.
+    `shuffles_documents` is always False: the documents are shuffled anyway, so the config refuses
+    the option with this packing.
     """
     stream, starts = find_documents(tokens, "data.packing=pad")
     begins = list[int]()
@@ -170,7 +177,7 @@ PACKINGS = {"concat": concat, "bos": bos, "pad": pad}
 
 
 def document_start(tokens: PreparedTokens, option: str) -> int:
-    """Return the token that begins each document.
+    """Return the id of the end-of-text token, which begins each document.
 
     If the tokenizer has no such token, raise a UserError that names `option`.
     """
@@ -181,7 +188,7 @@ def document_start(tokens: PreparedTokens, option: str) -> int:
 
 
 def single_text(option: str) -> UserError:
-    """Return the error for an option that needs several documents."""
+    """Return the error for an option that needs several documents, if no token separates them."""
     return UserError(
         f"{option} needs several documents, but the corpus has no end-of-text token that would "
         "separate them",
@@ -192,10 +199,10 @@ def single_text(option: str) -> UserError:
 def find_documents(
     tokens: PreparedTokens, option: str
 ) -> tuple[TokenStream, np.ndarray]:
-    """Return the training tokens, and the indices at which documents start, int64.
+    """Return the training tokens, and the indices at which documents start, in ascending order.
 
-    Documents start at 0 and at each end-of-text token. If the tokenizer has no end-of-text token,
-    raise a UserError that names `option`.
+    The indices are int64 `[num_documents]`: 0, and the index of each end-of-text token. If the
+    tokenizer has no end-of-text token, raise a UserError that names `option`.
     """
     stream = tokens.stream("train")
     eot = document_start(tokens, option)
@@ -214,10 +221,11 @@ def hashed(seed: int | tuple[int, int]) -> int:
 
 
 def shuffled(number: int, seed: int) -> Callable[[int], int]:
-    """Return a function that maps the number of a row in the run to one of `number` indices.
+    """Return a function that maps a row's number in the run to an index below `number`.
 
-    An epoch has `number` rows, and each epoch is another permutation of the indices. As in Grain's
-    `shuffle`, each index is computed when it is needed, so that no list is stored.
+    `number` is the number of rows in an epoch. Each epoch is another permutation of the indices,
+    determined by `seed`. As in Grain's `shuffle`, an index is computed when it is needed, so that
+    no list is stored.
     """
     # Epochs have consecutive seeds. Without the hash, runs with consecutive seeds would share
     # permutations.

@@ -17,9 +17,9 @@ T = TypeVar("T")
 def prefetch(batches: Iterable[T]) -> Generator[T, None, None]:
     """Yield the items of `batches`, while a thread reads up to two more items.
 
-    In the thread, JAX computes on the CPU, because only the caller may use accelerators. An error
-    in the thread is raised in the caller, in place of the batch. The caller waits while no item is
-    ready. If a signal stops the run during this wait, `Stopped` is raised, because the text might
+    In the thread, JAX computes on the CPU, so that only the caller uses accelerators. An error in
+    the thread is raised in the caller, in place of the item. The caller waits while no item is
+    ready. If a signal stops the run during this wait, `Stopped` is raised, because the item might
     never arrive.
     """
     # The queue holds one batch, and the thread another.

@@ -21,21 +21,24 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True)
 class TokenDataset(Dataset):
-    """The prepared tokens of a mixture of corpora, or of one corpus, whose name is then empty."""
+    """The prepared tokens of one corpus or of a mixture of corpora.
+
+    `parts` contains each corpus with its weight. A single corpus has an empty name.
+    """
 
     tokenizer: Tokenizer
     parts: Parts
 
     @classmethod
     def single(cls, tokens: PreparedTokens) -> "TokenDataset":
-        """Return the dataset of one corpus."""
+        """Return the dataset of one corpus, which has an empty name and the weight 1."""
         return cls(tokens.tokenizer, {"": (Fraction(1), tokens)})
 
     @property
     def targets_per_byte(self) -> float | None:
         """Targets per byte of validation text, or None if the tokens do not preserve the text.
 
-        For a mixture, this is 1 over the weighted mean of the parts' bytes per target.
+        For a mixture, the number is 1 divided by the weighted mean of the parts' bytes per target.
         """
         total = 0.0
         for weight, part in self.parts.values():
@@ -45,7 +48,7 @@ class TokenDataset(Dataset):
         return 1 / total
 
     def describe(self) -> dict[str, object]:
-        """Return a description of the tokens, without their location, for a run's data.json."""
+        """Return a description of the tokens for a run's data.json; see `Dataset.describe`."""
         descriptions = [part.describe() for _, part in self.parts.values()]
         if "" in self.parts:
             return {**descriptions[0], "parts": []}
@@ -59,11 +62,11 @@ class TokenDataset(Dataset):
 class TokenBatches(Source):
     """The batches of a run on prepared tokens, shuffled without replacement.
 
-    `rows` contains the training rows of each part (a corpus of the mixture). Rows are also numbered
-    over the whole run. This number determines the part from which a row comes, and the number of
-    the row in that part. In every range of rows, the parts occur in proportion to their weights, to
-    within a few rows. At steps with a shorter context, each row is cut into consecutive rows of one
-    batch.
+    The attribute `rows` contains the training rows of each part (a corpus of the mixture). The rows
+    of all parts together are numbered over the whole run. A row's number in the run determines its
+    part and its number in this part. In every range of rows, the parts occur in proportion to their
+    weights, to within a few rows. At steps with a shorter context, each row is cut into shorter
+    rows, which follow each other in the same batch.
     """
 
     def __init__(self, dataset: TokenDataset, config: Config):
@@ -102,7 +105,7 @@ class TokenBatches(Source):
             left -= weight
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Return the given `rows` of a step's batch."""
+        """Return the given `rows` of a step's batch. The first step is step 1."""
         shape = self._shapes.at(step)
         # A row is identified by the index of its first target among all targets of the run.
         start = self._shapes.tokens(step - 1)
@@ -110,9 +113,9 @@ class TokenBatches(Source):
         return assemble(self._read, starts[rows], shape.context_length, self._eot)
 
     def _read(self, start: int, length: int) -> np.ndarray:
-        """Return up to `length` tokens of the row that begins with the target `start`.
+        """Return up to `length` tokens of a row, beginning with the input whose target is `start`.
 
-        Targets are numbered over the run.
+        `start` is the index of this target among all targets of the run.
         """
         number, offset = divmod(start, self._context_length)
         before = self._count_rows(number)
@@ -155,13 +158,16 @@ class TokenBatches(Source):
         return validation, targets_per_byte
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return the number of epochs of each part after `step` steps."""
+        """Return the number of epochs, maybe a fraction, of each part in the first `step` steps."""
         num_rows = self._shapes.tokens(step) // self._context_length
         counts = self._count_rows(num_rows)
         return {name: counts[name] / self.rows[name].num_rows for name in counts}
 
     def describe(self, num_steps: int) -> str:
-        """Return the size of each part, and how often its training split is read."""
+        """Return a line for each part: its numbers of tokens, and its epochs in a whole run.
+
+        A whole run has `num_steps` steps.
+        """
         lines = list[str]()
         for name, epochs in self.epochs(num_steps).items():
             _, part = self._dataset.parts[name]
@@ -178,10 +184,10 @@ class TokenBatches(Source):
 
 
 class ValidationLoader:
-    """Validation batches in order, in which each token except the first is a target once.
+    """Batches of the validation split in order. Each token except the first is a target once.
 
-    The last batch is filled up with rows that have no targets. `num_batches` limits the number of
-    batches, and 0 means that there is no limit.
+    The last batch is filled up with rows that have no targets. `num_batches` is the largest number
+    of batches; 0: no limit. `document_mask` adds the array `segments` to each batch.
     """
 
     def __init__(
@@ -202,7 +208,7 @@ class ValidationLoader:
         self.is_whole = self._starts == starts  # whether the batches cover the split
 
     def batches(self, rows: slice = ALL_ROWS) -> Iterator[Batch]:
-        """Yield `rows` of each batch."""
+        """Yield all batches in order, each with only the given `rows`."""
         length = self._context_length
         for start in self._starts:
             starts = range(start, start + self._batch_size * length, length)
@@ -215,9 +221,10 @@ def assemble(
     length: int,
     eot: int | None,
 ) -> Batch:
-    """Return a batch `[len(starts), length]` of the rows that `read(start, length + 1)` returns.
+    """Return a batch of arrays `[len(starts), length]`, with a row for each of `starts`.
 
-    If `eot` is not None, each token `eot` begins a new segment.
+    `read(start, length + 1)` returns the tokens of a row: inputs, shifted by one, are targets. A
+    row with fewer tokens is padded. If `eot` is not None, each token `eot` begins a new segment.
     """
     tokens = np.zeros((len(starts), length), np.int32)
     targets = np.full_like(tokens, IGNORED)

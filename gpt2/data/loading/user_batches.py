@@ -1,4 +1,7 @@
-"""Batches from a user's function `python:MODULE:FUNCTION` that has a parameter `split`."""
+"""Batches that a user's function returns, for `data.corpus=python:MODULE:FUNCTION`.
+
+The function has a parameter `split`. A function without this parameter returns documents instead.
+"""
 
 import base64
 import functools
@@ -26,34 +29,42 @@ from gpt2.errors import UserError, warn
 
 UserBatch = Mapping[str, Any]  # array-likes by name
 MakeBatches = Callable[..., Iterable[UserBatch]]
-NUM_STATES = 16  # newest states that are retained; must exceed the batches read ahead
+# Number of newest states that are retained. A checkpoint needs the state after its own step, when
+# `prefetch` has already read later batches. This number must exceed the number of these batches.
+NUM_STATES = 16
 INT32 = np.iinfo(np.int32)
 
 
 @dataclass(frozen=True)
 class BatchFunction(Corpus):
-    """A user's function of `split` and optionally `seed` that returns an iterable of batches."""
+    """A user's function that returns an iterable of batches.
+
+    Its parameters are `split` (`train` or `validation`) and, if it needs the run's seed, `seed`.
+    """
 
     name: str  # python:MODULE:FUNCTION
     function: MakeBatches
     code: str  # hash of the module's code
 
     def prepare(self, data: DataConfig) -> "UserDataset":
-        """Return the dataset of the function's batches."""
+        """Return the dataset of the function's batches. This does not call the function."""
         tokenizer = tokenizers.build(data.tokenizer, end_of_text=data.end_of_text)
         return UserDataset(tokenizer, self)
 
 
 @dataclass(frozen=True)
 class UserDataset(Dataset):
-    """Batches of a user's function, and the tokenizer of their tokens."""
+    """The batches of a user's function, and the tokenizer that encoded their tokens."""
 
     tokenizer: tokenizers.Tokenizer
     made_by: BatchFunction
     parts: Parts = field(default_factory=dict)  # empty, because nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Return a description of the tokenizer and the code. It cannot include the data."""
+        """Return the tokenizer and a hash of the function's module, for a run's data.json.
+
+        The data are not described, because only the user's function has access to them.
+        """
         return {
             "code": self.made_by.code,
             "tokenizer": self.tokenizer.name,
@@ -108,7 +119,7 @@ class UserBatches(Source):
         self._restored = ""
 
     def position(self, step: int) -> str:
-        """Return the iterator's state after a step as a string, empty if there is none."""
+        """Return the iterator's state after a step as a string, empty if no state was saved."""
         return self._states.get(step, "")
 
     def restore(self, position: str) -> None:
@@ -120,7 +131,11 @@ class UserBatches(Source):
         return f"batches of {self._name}"
 
     def batch(self, step: int, rows: slice) -> Batch:
-        """Return the batch of a step. Call this method once for each step, in order."""
+        """Return the rows of a step's batch that this process reads.
+
+        Call this method once for each step, in order. The user's function returns only the rows of
+        its own process, so only the number of `rows` matters.
+        """
         if self._batches is None:
             if step > 1 and not self._restored:
                 warn(
@@ -141,7 +156,10 @@ class UserBatches(Source):
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], None]:
-        """Return the validation batches, cut into micro-batches of this process's `rows`."""
+        """Return the validation batches, cut into micro-batches of the size of `rows`.
+
+        See `Source.validation`. The corpus has an empty name, and `targets_per_byte` is None.
+        """
         num_rows = rows.stop - rows.start
         options = self._train_options
         limit = num_batches or options.eval_batches * options.accumulate_steps
@@ -163,7 +181,10 @@ class UserBatches(Source):
             yield from self._read("train")
 
     def _read(self, split: str, state: str = "") -> Iterator[UserBatch]:
-        """Call the user's function, and yield its batches. Begin at `state` unless it is empty."""
+        """Call the user's function, and yield its batches for `split`.
+
+        Continue from `state`, a value that `position` returned, unless it is empty.
+        """
         iterable: Any = self._function(split=split)
         saved = pickle.loads(base64.b64decode(state)) if state else None
         loads_state = hasattr(iterable, "load_state_dict")
@@ -227,7 +248,10 @@ class UserBatches(Source):
         return arrays
 
     def _convert_array(self, name: str, values: object) -> np.ndarray:
-        """Return an array as int32, or as float32 if it has floats and a user-defined name."""
+        """Return `values` as int32, or as float32 if they are floats and `name` is user-defined.
+
+        Raise a UserError if a value is outside the range that the array `name` may have.
+        """
         array = np.asarray(values)
         is_float = name not in self._ranges and array.dtype.kind == "f"
         if is_float:

@@ -1,4 +1,4 @@
-"""Yield documents in parts, each of which is assigned to the training or validation split."""
+"""Read documents, cut them into parts, and assign each part to the training or validation split."""
 
 import functools
 import hashlib
@@ -15,7 +15,8 @@ from gpt2.errors import UserError, warn
 from gpt2.utils.files import reading
 from gpt2.utils.stores import Remote, local_path
 
-# Documents with this number of characters or more are encoded in parts, if the tokenizer allows it.
+# Documents with this number of characters or more are encoded in parts, unless the tokenizer must
+# encode each document whole.
 PART_CHARACTERS = 2**18
 # If the tokenizer must encode documents whole, a document with more characters is an error.
 WHOLE_CHARACTERS = 2**26
@@ -49,12 +50,12 @@ class Measured(NamedTuple):
 
 
 class Documents:
-    """The documents of a corpus that contain text. With `data.unique`, each text occurs once.
+    """The documents of a corpus, without empty ones. With `data.unique`, each text occurs once.
 
-    If there are several documents, a hash of the content determines the split of a document, so
-    that equal documents are in the same split. With `weighs`, the sizes of the documents also
-    matter; see `_choose_by_size`. If there is only one document, its last `val_fraction` of
-    characters is for validation.
+    Each call of `read` starts a new iteration over all documents. If there are several documents, a
+    hash of the content determines the split of a document, so that equal documents are in the same
+    split. With `weighs`, the sizes of the documents also matter; see `_choose_by_size`. If there is
+    only one document, its last `val_fraction` of characters is for validation.
     """
 
     def __init__(self, read: ReadDocuments, data: DataConfig, *, weighs: bool):
@@ -77,7 +78,10 @@ class Documents:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
 
     def training_texts(self) -> Iterator[str]:
-        """Yield the texts from which a vocabulary is built."""
+        """Yield the texts from which a tokenizer's vocabulary is built.
+
+        They are the training split or, for the tokenizer `char`, both splits.
+        """
         for part in self.parts(whole=False):
             # The vocabulary of `char` also needs the characters of the validation split.
             if part.split == "train" or self._data.tokenizer == "char":
@@ -86,9 +90,9 @@ class Documents:
     def parts(self, *, whole: bool) -> Iterator[Part]:
         """Yield the parts of all documents.
 
-        A document's text is cut into parts, so that it need not be in memory at once. If `whole`,
-        it is not cut, and each document is one part. A single document is always divided between
-        the splits, so with `whole` it becomes two parts.
+        A text is cut into parts, so that a long text need not be in memory at once. If `whole`,
+        texts are not cut, and each document is one part. If the corpus has only one document, this
+        document is always divided between the splits, so with `whole` it becomes two parts.
         """
         if not self.many:
             yield from _split_text(self._first, self._data.val_fraction, whole=whole)
@@ -127,12 +131,13 @@ class Documents:
 
 
 def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[float]:
-    """Return the positions of documents that together have about `val_fraction` of all bytes.
+    """Choose documents for validation that have about `val_fraction` of all bytes.
 
-    Documents are considered in the order of their positions (`Measured.position`). A document is
-    chosen, unless the chosen documents would then have more than `val_fraction` of all bytes. If
-    every document is too large, the smallest one is chosen. For more than WEIGHED documents, return
-    an empty set, because a fraction of many documents has about the same fraction of their bytes.
+    Return their positions (`Measured.position`). Documents are considered in the order of their
+    positions. A document is chosen, unless the chosen documents would then have more than
+    `val_fraction` of all bytes. If every document is too large, the smallest one is chosen. For
+    more than WEIGHED documents, return an empty set: sizes are then not needed, because a fraction
+    of many documents has about the same fraction of their bytes.
     """
     sizes = defaultdict[float, int](int)  # equal documents have the same position
     for count, document in enumerate(documents, 1):
@@ -152,7 +157,10 @@ def _choose_by_size(documents: Iterable[Measured], val_fraction: float) -> set[f
 def _split_text(
     document: Document, val_fraction: float, *, whole: bool
 ) -> Iterator[Part]:
-    """Split a text as nanoGPT does: the first characters for training, the rest for validation."""
+    """Split a text as nanoGPT does, and yield its parts.
+
+    The last `val_fraction` of characters is for validation. If `whole`, each split is one part.
+    """
     num_characters = sum(len(text) for text in read_parts(document))
     num_train = int(num_characters * (1 - val_fraction))
     position = 0
@@ -167,9 +175,10 @@ def _split_text(
 
 
 def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
-    """Yield a document's text in parts, cut where `PART_END` allows it.
+    """Yield a document's text in parts.
 
-    If `whole`, yield the text as one part, for tokenizers that cannot encode parts.
+    A text is cut only at matches of `PART_END`, so that the tokens of the parts are the tokens of
+    the text. If `whole`, yield the text as one part, for tokenizers that cannot encode parts.
     """
     text = ""
     # A document that is a str has no path, and is too long to be quoted in a message.
@@ -195,7 +204,10 @@ def read_parts(document: Document, *, whole: bool = False) -> Iterator[str]:
 
 
 def group_parts(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Yield the parts in lists of at least PART_CHARACTERS characters, except the last list."""
+    """Yield the parts in lists, to encode the parts of a list in one call.
+
+    Each list has at least PART_CHARACTERS characters, except the last one.
+    """
     group = list[Part]()
     num_characters = 0
     for part in parts:
@@ -211,7 +223,7 @@ def group_parts(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 def _open_text(document: Document) -> TextIO:
     if isinstance(document, str):
-        # JSON and Python strings may contain half a surrogate pair, which UTF-8 cannot encode.
+        # JSON and Python strings may contain unpaired surrogates, which UTF-8 cannot encode.
         text = document.encode("utf-8", "replace").decode("utf-8")
         if text != document:
             _warn_of_halves()
@@ -222,6 +234,6 @@ def _open_text(document: Document) -> TextIO:
 @functools.cache  # one warning for all documents
 def _warn_of_halves() -> None:
     warn(
-        "some documents contain half a surrogate pair, which UTF-8 cannot encode;"
-        " each half is replaced with ?"
+        "some documents contain unpaired surrogates, which UTF-8 cannot encode; each"
+        " of them is replaced with ?"
     )

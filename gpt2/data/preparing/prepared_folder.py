@@ -23,7 +23,8 @@ from gpt2.utils import files, stores
 FORMAT = 8  # version of the folder's format; if it changes, corpora are prepared again
 FACTS = "prepared.json"  # written last; marks the folder as complete
 TOKENIZER = "tokenizer.json"
-# The progress of a preparation. A preparation that was interrupted continues from it.
+# The file that records the progress of a preparation. If the preparation is interrupted, the next
+# attempt continues from the recorded progress.
 PROGRESS = "written.json"
 
 # At each start, the files of a folder are read to detect damage if they have at most this number of
@@ -38,9 +39,9 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
     """Return the tokens of a corpus. If they are not on this machine, fetch or write them first.
 
     Args:
-        data: the options.
+        data: the `data.` options.
         source: the files from which the corpus is read.
-        write: the function that writes the folder.
+        write: the function that encodes the corpus and writes its tokens to a given folder.
     """
     url = prepared_url(data, source)
     directory = stores.local_folder(url).absolute()
@@ -71,16 +72,19 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
 
 
 def prepared_revisions(data: DataConfig, source: SourceFiles) -> list[str]:
-    """Return the revisions of a data set that are prepared, in the order of their preparation.
+    """Return the prepared revisions of a Hugging Face dataset, in the order of their preparation.
 
-    `source` is the data set without a revision.
+    `source` describes the dataset without a revision.
     """
     names = stores.find_folders(f"{prepared_url(data, source)}-", FACTS)
     return [name.rpartition("-")[2] for name in names]
 
 
 def prepared_url(data: DataConfig, source: SourceFiles) -> str:
-    """Return the path or URL of the folder for the tokens of a corpus."""
+    """Return the path or URL of the folder for the tokens of the corpus that `source` describes.
+
+    The folder need not exist.
+    """
     tokenizer = tokenizers.check_spec(data.tokenizer, data.end_of_text)
     label = f"{data.corpus}-{Path(data.tokenizer).name}"
     label = re.sub(r"[^\w.-]+", "-", label)
@@ -94,15 +98,16 @@ def prepared_url(data: DataConfig, source: SourceFiles) -> str:
 
 
 def data_folder(data_dir: str) -> str:
-    """Return the folder of prepared corpora.
+    """Return the path or URL of the folder that contains all prepared corpora.
 
-    It is `data_dir` if that is set, otherwise $GPT2_DATA_DIR if set, otherwise ~/.cache/gpt2-jax.
+    This is `data_dir` if it is not empty, otherwise $GPT2_DATA_DIR if this variable is set,
+    otherwise ~/.cache/gpt2-jax.
     """
     return data_dir or os.environ.get("GPT2_DATA_DIR") or "~/.cache/gpt2-jax"
 
 
 def _read(directory: Path) -> PreparedTokens | None:
-    """Return the tokens of a folder, or None if the folder is incomplete or damaged."""
+    """Return the tokens in a prepared folder, or None if the folder is incomplete or damaged."""
     facts = files.read_sealed(directory / FACTS)
     if facts is None:
         return None
@@ -119,7 +124,10 @@ def _read(directory: Path) -> PreparedTokens | None:
 def _write(
     data: DataConfig, source: SourceFiles, write: Write, directory: Path
 ) -> PreparedTokens:
-    """Write a corpus to a temporary folder, or continue to write it, and rename the folder."""
+    """Write a corpus to a temporary folder, and rename the folder to `directory`.
+
+    Return the tokens. If an earlier attempt was interrupted, `write` continues it.
+    """
     if (directory / FACTS).exists():
         warn(f"{directory} is damaged, so it is prepared again")
     corpus = data.corpus

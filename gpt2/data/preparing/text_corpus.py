@@ -43,7 +43,7 @@ Encoded = tuple[np.ndarray, int]  # the result of `Tokenizer.encode_counting`
 
 @dataclasses.dataclass(frozen=True)
 class TextCorpus(Corpus):
-    """A corpus of documents, whose order never changes.
+    """A corpus whose documents are always read in the same order.
 
     In the tokens, each document begins with an end-of-text token, unless it is the only document.
     """
@@ -53,13 +53,14 @@ class TextCorpus(Corpus):
     num_bytes: int = 0  # approximate size of the text; 0 if it is not known in advance
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the tokens of the documents."""
+        """Return the tokens of the documents. If they are not prepared yet, prepare them first."""
         return prepare_tokens(data, self.source, self.write)
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Write the tokenizer and the tokens, or continue an interrupted attempt to write them.
+        """Write the tokenizer and the tokens to `directory`, and return the tokens.
 
-        The content of the folder does not depend on interruptions.
+        If an earlier attempt was interrupted, continue it. The content of the folder is the same as
+        without an interruption.
         """
         documents = Documents(self.documents, data, weighs=self.num_bytes > 0)
         progress, tokenizer, parts = _resume(directory, documents, data)
@@ -117,7 +118,8 @@ def encode_in_parallel(
 ) -> Iterator[tuple[Part, Encoded]]:
     """Yield each part, in order, with the result of `Tokenizer.encode_counting` for its text.
 
-    Parts are encoded in threads or, if this process has joined a Ray cluster, on its nodes.
+    Parts are encoded in threads or, if this process has joined a Ray cluster, on the nodes of the
+    cluster.
     """
 
     def encode(texts: list[str]) -> list[Encoded]:
@@ -144,7 +146,7 @@ def encode_in_parallel(
 
 @dataclasses.dataclass
 class Progress:
-    """The state of a preparation after its first `parts` parts."""
+    """The state of a preparation after its first `parts` parts, from which it can continue."""
 
     splits: dict[str, Split]
     parts: int = 0
@@ -153,7 +155,10 @@ class Progress:
     digests: files.Digests = dataclasses.field(default_factory=dict)
 
     def add(self, part: Part, num_lost: int) -> None:
-        """Add a part to the counts. The caller writes the part's tokens."""
+        """Add a part to the counts of its split. The caller writes the part's tokens.
+
+        `num_lost` is the number of the part's bytes that the tokens do not preserve.
+        """
         text = part.text.encode("utf-8")
         split = self.splits[part.split]
         split.num_bytes += len(text)
@@ -167,7 +172,10 @@ class Progress:
         return sum(getattr(split, count) for split in self.splits.values())
 
     def save(self, directory: Path, written: list[str]) -> None:
-        """Flush the token files to the disk, and then write the file that records the progress."""
+        """Flush the token files to the disk, and then write the file that records the progress.
+
+        `written` names the files in `directory` that are new since the last save.
+        """
         self.digests |= files.digest_files(directory, written)
         files.sync_tree(directory)
         files.write_json(directory / PROGRESS, files.seal(dataclasses.asdict(self)))
@@ -176,9 +184,10 @@ class Progress:
 def _resume(
     directory: Path, documents: Documents, data: DataConfig
 ) -> tuple[Progress, Tokenizer, Iterator[Part]]:
-    """Return the progress of a folder, its tokenizer, and the parts that are still to be written.
+    """Return the progress recorded in a folder, its tokenizer, and the parts not written yet.
 
-    The folder is cleared first if it records no progress, is damaged, or contains another corpus.
+    If the folder records no progress, is damaged, or contains another corpus, delete its files
+    first, and begin with a new tokenizer and all parts.
     """
     saved = files.read_sealed(directory / PROGRESS)
     damage = saved and files.find_damage(directory, saved["digests"])

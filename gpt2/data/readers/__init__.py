@@ -15,7 +15,8 @@ from gpt2.data.readers import (
 )
 from gpt2.errors import UserError
 
-# A prefix with the form of its argument -> the function that opens a corpus, given the argument.
+# The form of a value of `data.corpus`, such as `text:GLOB` -> the function that opens the corpus.
+# The argument of the function is the part of the value after the first colon.
 READERS: dict[str, Callable[[str], Corpus]] = {
     **packaged_texts.READERS,
     **text_files.READERS,
@@ -26,7 +27,7 @@ READERS: dict[str, Callable[[str], Corpus]] = {
 
 
 def open_corpus(spec: str) -> Corpus:
-    """Return the corpus that `data.corpus` names. No text is encoded yet."""
+    """Return the corpus for `spec`, a value of `data.corpus`. No text is encoded yet."""
     usage = find_usage(spec)
     if not usage:
         raise UserError(
@@ -37,7 +38,10 @@ def open_corpus(spec: str) -> Corpus:
 
 
 def find_usage(spec: str) -> str:
-    """Return the key in `READERS` that fits `data.corpus`, or an empty string if none does."""
+    """Return the key in `READERS`, such as `text:GLOB`, that fits `spec`.
+
+    `spec` is a value of `data.corpus`. If no key fits, return an empty string.
+    """
     prefix, _, argument = spec.partition(":")
     for usage in READERS:
         name, _, needed = usage.partition(":")
@@ -47,5 +51,8 @@ def find_usage(spec: str) -> str:
 
 
 def reads_files(spec: str) -> bool:
-    """Return whether `data.corpus` contains a path to files, which the user may move."""
+    """Return whether `spec`, a value of `data.corpus`, contains the path of files.
+
+    Such files may be moved, so that two paths can lead to the same text.
+    """
     return ":GLOB" in find_usage(spec)

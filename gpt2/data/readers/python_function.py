@@ -17,11 +17,11 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """Open a user's function.
+    """Open a user's function, given `argument`, `MODULE:FUNCTION`.
 
     A function with a parameter `split` returns batches. Any other function returns documents. If
-    the module's file changes, the documents are prepared again, and a run on batches cannot
-    continue.
+    the module's file changes, documents are prepared again, and a run on batches cannot continue,
+    because its batches may have changed.
     """
     module, _, name = argument.partition(":")
     if os.getcwd() not in sys.path:

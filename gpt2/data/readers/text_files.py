@@ -17,9 +17,10 @@ _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4"}
 
 
 def split_field(argument: str) -> tuple[str, str]:
-    """Split `NAME#FIELD` at the last `#`, unless the whole argument matches files.
+    """Split `NAME#FIELD` at the last `#` into the name and the field.
 
-    If the field is left out, it is `text`.
+    If the whole argument matches files, whose names may contain `#`, do not split it. If the field
+    is left out, it is `text`.
     """
     name, mark, field = argument.rpartition("#")
     if not mark or find_paths(argument):
@@ -28,7 +29,7 @@ def split_field(argument: str) -> tuple[str, str]:
 
 
 def _open_text(pattern: str) -> TextCorpus:
-    """Open a corpus in which each file is a document."""
+    """Open a corpus in which each file that matches the glob or URL `pattern` is a document."""
     source = SourceFiles(partial(match_files, pattern), "text")
     return TextCorpus(source, lambda: source.paths, source.num_bytes)
 
@@ -36,7 +37,11 @@ def _open_text(pattern: str) -> TextCorpus:
 def _open_records(
     argument: str, kind: str, read: Callable[[str, IO[bytes], str], Iterator[str]]
 ) -> TextCorpus:
-    """Open a corpus of `GLOB#FIELD`, in which each record that `read` yields is a document."""
+    """Open a corpus in which each text that `read(name, file, field)` yields is a document.
+
+    `argument` is `GLOB#FIELD`. `kind`, such as `jsonl`, distinguishes the same files with another
+    reader in the hash of the corpus.
+    """
     pattern, field = split_field(argument)
     source = SourceFiles(partial(match_files, pattern), kind, field)
 
@@ -56,9 +61,9 @@ def _open_records(
 
 
 def _read_json_lines(name: str, file: IO[bytes], field: str) -> Iterator[str]:
-    """Yield the field of each line of a JSON Lines file, which may be compressed.
+    """Yield the value of `field` in each line of a JSON Lines file, which may be compressed.
 
-    Null becomes an empty string. Blank lines are not records.
+    Null becomes an empty string. Blank lines are skipped. `name` appears in error messages.
     """
     import pyarrow
 
@@ -77,7 +82,10 @@ def _read_json_lines(name: str, file: IO[bytes], field: str) -> Iterator[str]:
 
 
 def read_parquet(name: str, file: IO[bytes], column: str) -> Iterator[str]:
-    """Yield a column of a Parquet file, row by row. Null becomes an empty string."""
+    """Yield the texts in a column of a Parquet file, row by row. Null becomes an empty string.
+
+    `name` appears in error messages.
+    """
     import pyarrow.parquet
 
     with reading(name, "Give Parquet files, and one of their columns after #"):
