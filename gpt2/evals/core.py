@@ -44,9 +44,10 @@ class Task(NamedTuple):
     def requests(
         self, index: int, tokenizer: Tokenizer, context_length: int
     ) -> list[Request]:
-        """Return the requests that score an example: one for each alternative answer.
+        """Return the requests that score the example `examples[index]`.
 
-        An example of the kind `language_modeling` has a single request.
+        There is one request for each alternative answer, or a single request for the answer of an
+        example of the kind `language_modeling`.
         """
         others = self.examples[:index] + self.examples[index + 1 :]
         rng = random.Random(1234 + index)  # nanochat's seed
@@ -76,7 +77,7 @@ class Task(NamedTuple):
         return requests
 
     def solved(self, scorer: Scorer, tokenizer: Tokenizer) -> list[bool]:
-        """Return whether the model solves each example."""
+        """Return a list with an element for each example: whether the model solves it."""
         requests = []
         for index in range(len(self.examples)):
             with reading(f"An example of the CORE task {self.label}"):
@@ -94,9 +95,10 @@ class Task(NamedTuple):
 
 
 def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return the accuracy of each task in core.yaml, and then CORE, the mean centered accuracy.
+    """Return the accuracy of each task, and then CORE, the mean of the tasks' centered accuracies.
 
-    A centered accuracy is 0 for random guessing, and 1 if the model solves every example.
+    `path` is the path of core.yaml, which lists the tasks. A centered accuracy is 0 for random
+    guessing, and 1 if the model solves every example.
     """
     figures = []
     centered = []
@@ -105,7 +107,7 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
         chance = task.chance
         convention = f"accuracy, {task.kind}, {task.num_shots} shots, {100 * chance:g} % by chance"
         figures.append(Figure("core", task.label, *mean(solved), convention))
-        # The centered accuracy is 0 for random guessing, and 1 if the model solves every example.
+        # The mean of these gains is the centered accuracy of the task.
         gains = (np.array(solved) - chance) / (1 - chance)
         centered.append(mean(gains))
     number = len(figures)
@@ -120,7 +122,7 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 
 def _read_tasks(path: Path) -> list[Task]:
-    """Read and check all tasks, before the first one is scored."""
+    """Return all tasks in core.yaml. Report mistakes in any of them before the first is scored."""
     chances = _read_chances(path.parent / "eval_meta_data.csv")
     tasks = dict[str, Task]()
     with reading(path):
@@ -154,7 +156,10 @@ def _read_tasks(path: Path) -> list[Task]:
 
 
 def _read_chances(path: Path) -> dict[str, float]:
-    """Return the accuracy of random guessing, from 0 to 1, for each task in DCLM's CSV table."""
+    """Return a dict from each task in DCLM's CSV table to the accuracy of random guessing.
+
+    The accuracies are fractions. `path` is the path of eval_meta_data.csv.
+    """
     chances = dict[str, float]()
     with reading(path):
         for row in csv.DictReader(read_text(path).splitlines()):
@@ -170,7 +175,10 @@ def _read_chances(path: Path) -> dict[str, float]:
 
 
 def _parse(kind: str, delimiter: str, row: Any) -> Example:
-    """Return the example in a row of a task's file."""
+    """Return the example in `row`, an object from the JSON Lines file of a task.
+
+    `kind` is one of `KINDS`. `delimiter` is inserted between the question and the answer.
+    """
     if kind == "language_modeling":
         question = row["context"].strip() + delimiter
         answer = row["continuation"]

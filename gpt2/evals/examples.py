@@ -12,7 +12,10 @@ from gpt2.evals.task_files import read_jsonl, require
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return accuracy and perplexity for the last tokens of passages, as in the GPT-2 paper."""
+    """Return the accuracy and the perplexity of the last token of each passage in a file.
+
+    This is the convention of the GPT-2 paper. `path` is the path of lambada.jsonl.
+    """
 
     def parse(passage: Any) -> Request:
         # White space at the end of a passage does not belong to the passage.
@@ -34,9 +37,10 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 
 def hellaswag(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return how often the correct one of four endings is the most likely, as in llm.c.
+    """Return how often the most likely of four endings is the correct one, as in llm.c.
 
-    There are two accuracies: by the sum and by the mean of an ending's log-probabilities.
+    There are two accuracies: the first compares the sums of the log-probabilities of the endings'
+    tokens, and the second compares the means. `path` is the path of hellaswag.jsonl.
     """
 
     def parse(example: Any) -> tuple[int, list[Request]]:

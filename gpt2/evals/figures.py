@@ -16,7 +16,10 @@ from gpt2.utils import files
 
 
 class Figure(NamedTuple):
-    """A score, its standard error over examples, and its convention: how it was computed."""
+    """A row of the table of scores: a score of a task, and its standard error over the examples.
+
+    `convention` describes how the score was computed.
+    """
 
     task: str
     metric: str
@@ -39,7 +42,10 @@ class Estimate(NamedTuple):
         return Estimate(factor * value, factor * stderr, n)
 
     def exp(self) -> "Estimate":
-        """Return the perplexity of a loss. The standard error is multiplied by the perplexity."""
+        """Return the perplexity, given that this estimate is a loss in nats.
+
+        The standard error of the perplexity is that of the loss times the perplexity.
+        """
         # Beyond 700, the perplexity would overflow float64.
         value = math.exp(min(self.value, 700.0))
         return Estimate(value, value * self.stderr, self.num_examples)
@@ -49,15 +55,15 @@ Numbers = Sequence[float] | np.ndarray
 
 
 def mean(values: Numbers) -> Estimate:
-    """Return the mean of values, one for each example."""
+    """Return the mean and its standard error. `values` has one value for each example."""
     return ratio(values, np.ones(len(values)))
 
 
 def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
-    """Return sum(numerators) / sum(denominators), where each list has a value for each example.
+    """Return sum(numerators) / sum(denominators). Both arguments have one value for each example.
 
     The standard error is that of the ratio estimator (Cochran 1977, section 2.11), under the
-    assumption that examples are independent.
+    assumption that examples are independent. Raise a UserError if the ratio is not finite.
     """
     x = np.asarray(numerators, np.float64)
     y = np.asarray(denominators, np.float64)
@@ -80,8 +86,9 @@ def ratio(numerators: Numbers, denominators: Numbers) -> Estimate:
 def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
     """Return the loss in nats per scored token or, if `units` is given, per unit of the text.
 
-    `units` is the number of units, such as words or bytes, in the whole text. They are assigned to
-    windows in proportion to tokens, because a window may end within a unit.
+    `units` is the number of words, bytes or other units in the whole text. Each of `scores` belongs
+    to a window over the text, and counts for a number of units in proportion to its scored tokens,
+    because a window may end within a unit.
     """
     losses = [-score.log_prob for score in scores]
     counts = np.array([score.count for score in scores], np.float64)
@@ -91,7 +98,7 @@ def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    """Print a table of scores, and below it the convention of each score."""
+    """Print a table of scores and, below the table, how each score was computed."""
     table = Table("task", "metric", "value", "± stderr", "examples")
     for figure in figures:
         stderr = f"{figure.stderr:.2g}"

@@ -19,9 +19,11 @@ from gpt2.evals.task_files import read_text, reading, require
 def validation(
     scorer: Scorer, tokenizer: Tokenizer, data: DataConfig, recorded: Recorded
 ) -> list[Figure]:
-    """Score the validation split of a corpus, or of each corpus in a mixture, as training does.
+    """Return the loss, perplexity and bits per byte of the validation split of `data.corpus`.
 
-    `data` and `recorded` are the result of `validation_data`.
+    The windows are the same as in the validations of a run. Each corpus of a mixture is scored
+    separately. `data` and `recorded` are the result of `validation_data`. Bits per byte are left
+    out if the tokens do not preserve the text.
     """
     dataset = prepare_dataset(data, recorded)
     if not dataset.parts:
@@ -65,7 +67,10 @@ def validation(
 
 
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
-    """Return the perplexity per token and the perplexity per word of a file of raw WikiText."""
+    """Return the perplexity per token and the perplexity per word of a file of raw WikiText.
+
+    The first is computed on the unchanged text, the second on the detokenized text.
+    """
     text = read_text(path)
     plain = detokenize(text)
     scores = _score(scorer, tokenizer, text, "wikitext tokens")
@@ -108,10 +113,11 @@ def compression(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure
 
 
 def _score(scorer: Scorer, tokenizer: Tokenizer, text: str, label: str) -> list[Score]:
-    """Score windows over a text.
+    """Return the scores of windows over a text, which together score each token once.
 
-    If the tokenizer has an end-of-text token, prepend it, so that every token of the text is
-    scored.
+    The first token of a text cannot be scored, because it has no context. If the tokenizer has an
+    end-of-text token, it is therefore put before the text. `label` names the text in the progress
+    bar.
     """
     tokens = tokenizer.encode(text).tolist()
     if tokenizer.eot is not None:
@@ -135,7 +141,10 @@ _DETOKENIZE = (
 
 
 def detokenize(text: str) -> str:
-    """Undo the tokenization of WikiText, as the GPT-2 paper does (section 3.1)."""
+    """Return WikiText with its tokenization undone, as in the GPT-2 paper (section 3.1).
+
+    For example, WikiText has spaces around punctuation, and ` @-@ ` for a hyphen.
+    """
     for pattern, replacement in _DETOKENIZE:
         text = re.sub(pattern, replacement, text)
     return text

@@ -28,9 +28,11 @@ class RunTasks:
         self.score(None)
 
     def score(self, params: Mapping | None) -> dict[str, float]:
-        """Return the scores by name, `eval/TASK/METRIC`. Every process must call this method.
+        """Return the scores by name, `eval/TASK/METRIC`.
 
-        The parameters may have any layout. With `params` None, only read the files.
+        Every process of the run must call this method, because all devices compute together.
+        `params` may be divided between the devices in any way. If `params` is None, only read the
+        files; the scores are then meaningless.
         """
         devices = list(self.mesh.devices.flat)
         scorer = Scorer(self.model, params, devices)

@@ -34,7 +34,7 @@ CPU_TOKENS_PER_BATCH = 512
 
 
 class Request(NamedTuple):
-    """A text and its tokens to score: int32 arrays `[T]`, or `[B, T]` for a batch of requests."""
+    """A text, and which of its tokens to score: int32 arrays `[T]`, or `[B, T]` for a batch."""
 
     tokens: np.ndarray  # the input tokens of the model
     targets: np.ndarray  # the token after each position, or -1 if it is not scored
@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The score of a request."""
+    """The score of a request, that is, of all its scored tokens together."""
 
     log_prob: float  # sum over the scored tokens, in nats
     count: int  # type: ignore[assignment] # number of scored tokens
@@ -72,10 +72,12 @@ def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Reques
 
 
 def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
-    """Return requests that score all tokens but the first, in windows that advance by `stride`.
+    """Return requests that together score every token except the first, each of them once.
 
-    A window scores only tokens that earlier windows have not scored. After the first window, every
-    scored token therefore has at least `context_length - stride` tokens of context.
+    A request is a window of up to `context_length` inputs, and begins `stride` tokens after the
+    previous window. A window scores only tokens that earlier windows have not scored. After the
+    first window, every scored token therefore has at least `context_length - stride` tokens of
+    context.
     """
     ids = np.asarray(tokens, np.int32)
     requests = []
@@ -94,14 +96,14 @@ def windows(tokens: Tokens, context_length: int, stride: int) -> list[Request]:
 class Scorer:
     """A model that scores requests on `devices`, with a part of each batch on every device.
 
-    Every process that has one of the devices must call the scorer. Without `devices`, all local
-    devices are used, and a terminal shows a progress bar. A program is compiled for each bucket of
-    lengths, once for requests without segments and once for requests with segments. Scorers of the
-    same model with other weights use the same programs.
+    Every process that has one of the devices must call the scorer. Without `devices`, the scorer
+    uses all local devices, and shows a progress bar in a terminal. It compiles a program for each
+    bucket of lengths, one for requests without segments and another for requests with segments.
+    Scorers of the same model with other weights use the same programs.
 
-    `params` may be None to find out whether the files of a task can be read. The scores are then
-    meaningless. Windows over a text advance by `stride` tokens or, if `stride` is 0, by half of the
-    context.
+    If `params` is None, nothing is computed, and the scores are meaningless. A run uses this to
+    find out whether the files of its tasks can be read. Windows over a text advance by `stride`
+    tokens or, if `stride` is 0, by half of the context.
     """
 
     def __init__(
@@ -133,7 +135,10 @@ class Scorer:
         self._score = _program(with_kernels(model, devices[0]), mesh)
 
     def score(self, requests: Sequence[Request], label: str = "scoring") -> list[Score]:
-        """Return the scores of requests, in the order of the requests."""
+        """Return the scores of requests, in the order of the requests.
+
+        `label` is the text in front of the progress bar.
+        """
         buckets = defaultdict[int, list[int]](list)
         for index, request in enumerate(requests):
             num_tokens = len(request.tokens)
@@ -164,7 +169,10 @@ class Scorer:
     def score_groups(
         self, groups: Sequence[Sequence[Request]], label: str
     ) -> list[list[Score]]:
-        """Return the scores of groups of requests, such as all alternatives of an example."""
+        """Return the scores of groups of requests, in the same nested lists.
+
+        A group contains, for example, all alternative answers to a question.
+        """
         requests = itertools.chain.from_iterable(groups)
         scores = iter(self.score([*requests], label))
         return [[*itertools.islice(scores, len(group))] for group in groups]
@@ -185,7 +193,10 @@ def _program(model: GPT, mesh: Mesh) -> Wrapped:
 
 
 def _pad(requests: Sequence[Request], size: int, length: int) -> Request:
-    """Return requests as one batch `[size, length]`, with rows padded and empty rows added."""
+    """Return requests as one batch `[size, length]`.
+
+    Shorter requests are padded, and rows without scored tokens are added.
+    """
 
     def pad(name: str, fill: int) -> np.ndarray:
         batch = np.full((size, length), fill, np.int32)

@@ -15,7 +15,10 @@ reading = partial(
 
 
 def require(condition: object, message: str) -> None:
-    """Raise a ValueError unless a condition is true. `reading` adds the file to its message."""
+    """Raise a ValueError with `message` unless `condition` is true.
+
+    Call this in the body of `reading`, which adds the name of the file to the message.
+    """
     if not condition:
         raise ValueError(message)
 
@@ -30,7 +33,10 @@ def read_text(path: Path) -> str:
 
 
 def read_jsonl(path: Path, parse: Callable[[Any], Example]) -> list[Example]:
-    """Read a JSON value from each line, and return the results of `parse` for all values."""
+    """Return `parse(value)` for the JSON value in each line of a file.
+
+    An error of `parse` becomes a UserError that names the file and the line.
+    """
     examples = []
     for number, line in enumerate(read_text(path).rstrip("\n").split("\n"), 1):
         with reading(f"{path}, line {number}"):

@@ -32,13 +32,21 @@ TASKS: dict[str, tuple[str, Score]] = {
 
 
 def find_task(spec: str) -> tuple[Score, Path]:
-    """Return the scoring function and the file of a task, specified as NAME:DIRECTORY."""
+    """Return the scoring function and the file of the task `spec`, which is `NAME:DIRECTORY`.
+
+    `validation` is no such task. Raise a UserError for it, and for a file that does not exist.
+    """
     name, _, directory = spec.partition(":")
     require_choice("task", name, ("validation", *TASKS))
+    if spec == "validation":  # eval.py handles this task itself
+        raise UserError(
+            "train.eval_tasks contains validation, but a run validates anyway, every "
+            "train.eval_every steps",
+            "Leave validation out of train.eval_tasks",
+        )
     if name == "validation":
         raise UserError(
-            f"The task {spec} is not allowed here: validation reads no directory, and a run "
-            "validates anyway, every train.eval_every steps",
+            f"The task {spec} has a directory, but validation reads no directory",
             "In eval.py, use --tasks=validation. In train.eval_tasks, leave validation out",
         )
     file, score = TASKS[name]
@@ -54,12 +62,12 @@ def find_task(spec: str) -> tuple[Score, Path]:
 def validation_data(
     workdir: str | None, hf: str | None, corpus: str, val_fraction: float | None
 ) -> tuple[DataConfig, Recorded]:
-    """Return the options of the corpus whose validation split is scored, and its description.
+    """Return the `data.` options of the corpus whose validation split is scored, and its record.
 
-    If `corpus` is empty, the run's corpus is scored, and the description is what the run recorded
-    about its data. Otherwise, the description is None, and `corpus` is split and prepared with the
-    run's options, or with the default options if `workdir` is not given. `val_fraction` then
-    replaces the option of this name, unless it is None, and the tokenizer is the model's.
+    The model is the run in `workdir` or, without it, the Hugging Face model `hf`. If `corpus` is
+    empty, the run's corpus is scored, and the record is the content of its data.json. Otherwise,
+    the record is None, and `corpus` is scored with the run's options (without `workdir`: the
+    defaults), but with the model's tokenizer, and with `val_fraction` unless it is None.
     """
     if workdir:
         folder = stores.fetch(workdir)

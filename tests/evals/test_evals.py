@@ -584,7 +584,8 @@ def test_a_run_scores_spread_parameters_by_the_same_programs(bundle, params, sco
     [
         ("cor:", "task=cor is not one of"),
         ("core:.", "needs the file core.yaml"),
-        ("validation", "validation reads no directory"),
+        ("validation", "a run validates anyway"),
+        ("validation:.", "validation reads no directory"),
         ("lambada:{}", "line 1 cannot"),
     ],
 )
