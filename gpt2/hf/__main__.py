@@ -1,4 +1,4 @@
-"""Convert Hugging Face directories to runs, and runs to Hugging Face directories.
+"""Convert a directory with a Hugging Face model to a run, or a run to such a directory.
 
     python -m gpt2.hf import --from=DIR --workdir=DIR
     python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
@@ -17,12 +17,12 @@ from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.hf.weights import export_run, import_run
 
-# command -> the flags that name the directory it reads and the directory it writes.
+# Command -> two flags: for the directory that the command reads, and for the one that it writes.
 _DIRECTORIES = {"import": ("from", "workdir"), "export": ("workdir", "to")}
 
 
 def define_flags() -> None:
-    """Define the flags of both commands."""
+    """Define the flags of the commands `import` and `export`."""
     flags.DEFINE_string("from", None, "import: the Hugging Face directory to read.")
     flags.DEFINE_string("to", None, "export: the Hugging Face directory to write.")
     flags.DEFINE_string(

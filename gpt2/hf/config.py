@@ -9,8 +9,8 @@ from gpt2.hf.families import FAMILIES, family_for
 from gpt2.hf.family import SCALED_ROPE, Family, Json, canonical
 from gpt2.utils.files import reading
 
-# rope_type in config.json -> the parameters of rope that have no option here, each with the only
-# value that `model.rope_scaling` implements.
+# rope_type in config.json -> the parameters of rotary embeddings that are not options of `model.`,
+# each with the only value that `model.rope_scaling` implements.
 _ROPE_TYPES: dict[str, Json] = {
     "default": {},
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -19,9 +19,10 @@ _ROPE_TYPES: dict[str, Json] = {
 
 
 def read_config(directory: Path) -> GPTConfig:
-    """Read the architecture from the config.json of a directory.
+    """Return the architecture that the config.json in a directory describes.
 
-    Dropout is 0, because it is an option of training and not a property of the weights.
+    Dropout is 0 in the result, whatever config.json says, because it is an option of training and
+    not a property of the weights.
     """
     path = Path(directory) / "config.json"
     families = {family.model_type: family for family in FAMILIES}
@@ -37,9 +38,10 @@ def read_config(directory: Path) -> GPTConfig:
 
 
 def _with_flat_rope(config: Json, family: Family) -> Json:
-    """Return the options of config.json without nesting.
+    """Return the content of config.json with the options of rotary embeddings at the top level.
 
-    Version 5 of the library transformers stores the options of rope in a nested dictionary.
+    Version 5 of the library transformers stores these options in a nested dictionary, with the same
+    names for all families. The result has the names that `family` uses.
     """
     names = {
         "rope_theta": family.options.get("rope_base"),
@@ -56,7 +58,10 @@ def _with_flat_rope(config: Json, family: Family) -> Json:
 
 
 def _refuse_others(path: Path, family: Family, config: Json) -> None:
-    """Raise a UserError if an option has a value that only Hugging Face's code supports."""
+    """Raise a UserError if an option in config.json has a value that the model here lacks.
+
+    Hugging Face's code supports such a value, so ignoring it would give other results.
+    """
     fixed = {
         "partial_rotary_factor": 1.0,
         "attention_factor": None,
@@ -81,7 +86,7 @@ def _refuse_others(path: Path, family: Family, config: Json) -> None:
 
 
 def _options(family: Family, config: Json) -> Json:
-    """Return the options of `model.` that config.json sets."""
+    """Return the options of `model.` and their values, converted from those in config.json."""
     names = dict(family.options)
     if config.get("rope_type", "default") != "default":
         names |= SCALED_ROPE
@@ -96,7 +101,7 @@ def _options(family: Family, config: Json) -> Json:
 def to_hf_config(cfg: GPTConfig) -> Json:
     """Return the content of config.json for an architecture, the inverse of `read_config`.
 
-    The options of rope have names that every version of transformers can read.
+    The options of rotary embeddings have names that every version of transformers can read.
     """
     family = family_for(cfg)
     sizes = canonical(cfg)

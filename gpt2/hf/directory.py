@@ -30,7 +30,10 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
-    """Return the config, without dropout, and the float32 parameters, with unrolled layers."""
+    """Return the config and the parameters of the model in a Hugging Face directory.
+
+    The config has a dropout of 0. The parameters are float32 NumPy arrays, with unrolled layers.
+    """
     # Flax imports JAX, and `python -m gpt2.hf` has to prepare the process before JAX is imported.
     from flax.traverse_util import unflatten_dict
 
@@ -80,7 +83,11 @@ def load(directory: str | os.PathLike) -> tuple[GPTConfig, dict]:
 
 
 def _take(directory: Path, stored: dict[str, np.ndarray], tensor: Tensor) -> np.ndarray:
-    """Remove a tensor from `stored`. Return its content: a parameter, or a part of a parameter."""
+    """Remove a tensor from `stored`, and return the parameter that it contains, in float32.
+
+    If `tensor` stores only a part of a parameter, return this part. Raise a UserError if the tensor
+    is missing, or if its shape or its values are wrong.
+    """
     array = stored.pop(tensor.name, None)
     name = f"{directory}: {tensor.name}"
     remedy = (
@@ -105,7 +112,8 @@ def save(
 ) -> None:
     """Write a new directory that `AutoModelForCausalLM.from_pretrained` of transformers can load.
 
-    If the family has biases but `cfg` has none, write zeros. The layers of `params` may be scanned.
+    If the Hugging Face family always has biases but `cfg` has none, write zeros for the biases. The
+    layers of `params` may be scanned or unrolled. Without `tokenizer`, write no tokenizer.
     """
     from flax.traverse_util import flatten_dict
 
@@ -122,8 +130,8 @@ def save(
     unknown = leaves.keys() - {tensor.path for tensor in tensors}
     if unknown:
         raise UserError(
-            f"Hugging Face's model has no parameter for {', '.join(unknown)}",
-            "Export the parameters of the model that cfg describes",
+            f"params contains {', '.join(unknown)}, but the model that cfg describes does not",
+            "Pass the cfg with which these parameters were trained",
         )
     arrays: dict[str, np.ndarray] = {}
     for tensor in tensors:
@@ -146,9 +154,9 @@ def save(
 
 
 def _read_weights(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name and the array of each tensor in a directory.
+    """Yield the name and the array of each tensor in the safetensors files of a directory.
 
-    The tensors are in a single file, or in the shards that an index file lists.
+    The tensors are in a single file, or in several files that an index file lists.
     """
     remedy = "Save or download the weights again as safetensors, without quantization"
     paths = [directory / "model.safetensors"]

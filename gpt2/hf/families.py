@@ -1,4 +1,4 @@
-"""The model families of Hugging Face that the options of `model.` can express, as tables.
+"""Tables of the Hugging Face model families that the options of `model.` can express.
 
 Names come from configuration_*.py and modeling_*.py of transformers. To add a family, add a table;
 gpt2/hf/family.py describes its fields.
@@ -195,9 +195,10 @@ FAMILIES = (GPT2, LLAMA, QWEN3, GPT_NEOX)
 
 
 def family_for(cfg: GPTConfig) -> Family:
-    """Return the family that can express `cfg`.
+    """Return the Hugging Face model family whose models include the architecture `cfg`.
 
-    If there is none, raise a UserError with the options that the most similar family lacks.
+    If there is no such family, raise a UserError with the options of `cfg` that the most similar
+    family lacks.
     """
     family = min(FAMILIES, key=lambda family: len(family.lacks(cfg)))
     lacking = ", ".join(

@@ -17,7 +17,8 @@ FREE = {"attention", "init", "init_std", "zero_init_projections"}
 FREE |= {
     name.removeprefix("model.") for name, option in OPTIONS.items() if option.is_random
 }
-# The options of scaled rope, and their names in config.json in every family with rope.
+# The options of `model.rope_scaling`, and their names in config.json in every family with rotary
+# embeddings (rope).
 SCALED_ROPE = {
     "rope_scaling": "rope_type",
     "rope_factor": "factor",
@@ -29,7 +30,7 @@ BUFFERS = (".attn.bias", ".attention.bias", ".masked_bias", ".rotary_emb.inv_fre
 
 
 def canonical(cfg: GPTConfig) -> GPTConfig:
-    """Return the same architecture with all derived sizes set explicitly."""
+    """Return `cfg` with all derived sizes set explicitly, such as `mlp_dim` in place of 0."""
     return dataclasses.replace(
         cfg,
         num_kv_heads=cfg.kv_heads,
@@ -69,7 +70,10 @@ class Tensor(NamedTuple):
         )
 
     def to_stored(self, parameter: np.ndarray) -> np.ndarray:
-        """Return the float32 tensor to store in the file, given the parameter."""
+        """Return the float32 tensor to store in a file, given the whole parameter.
+
+        If this tensor has a `part`, it contains only this part of the parameter.
+        """
         array = np.asarray(parameter, np.float32)
         if self.part is not None:
             array = array[:, self.part]
@@ -77,7 +81,7 @@ class Tensor(NamedTuple):
         return np.ascontiguousarray(array).reshape(self.shape)
 
     def from_stored(self, tensor: np.ndarray) -> np.ndarray:
-        """Return the float32 parameter, or its `part`, given the tensor in the file."""
+        """Return the float32 parameter, or its `part`, given the tensor in a file."""
         array = tensor.astype(np.float32, copy=False)
         whole = [self.sizes[axis] for axis in self.stored.replace(" ", "")]
         array = array.reshape(whole)
@@ -124,9 +128,9 @@ class Family(NamedTuple):
     head: str = "lm_head.weight"
 
     def tensors(self, cfg: GPTConfig) -> Iterator[Tensor]:
-        """Yield all tensors of a model.
+        """Yield the tensors of a model with the architecture `cfg`, with full names and with sizes.
 
-        Tensors that are parts of one parameter come in the order of their `part`.
+        Tensors that are parts of one parameter come one after another, in the order of `part`.
         """
         sizes = {
             "V": cfg.vocab_size,
@@ -155,16 +159,16 @@ class Family(NamedTuple):
             yield row._replace(stored=row.stored or row.axes, sizes=sizes)
 
     def full_name(self, name: str) -> str:
-        """Return a tensor's name with the prefix, given the tensor's name in a file.
+        """Return a tensor's name with the family's prefix, given the tensor's name in a file.
 
-        OpenAI's files leave out the prefix.
+        OpenAI's files leave out the prefix. The head's name has no prefix.
         """
         if name in (self.head, "lm_head.weight"):
             return self.head
         return self.prefix + name.removeprefix(self.prefix)
 
     def lacks(self, cfg: GPTConfig) -> list[str]:
-        """Return the fields of `cfg` whose values the family cannot express."""
+        """Return the names of the fields of `cfg` whose values no model of the family has."""
         cfg = canonical(cfg)
         held = {*self.options, *FREE, "activation"}
         if "rope_base" in self.options:

@@ -15,7 +15,7 @@ from gpt2.utils import files
 
 
 def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
-    """Read tokenizer.json, and check that it fits the model.
+    """Return the tokenizer in a directory. Raise a UserError unless it fits the model `cfg`.
 
     The model's embedding may have a few more rows than the tokenizer has tokens: many models pad
     the vocabulary to a multiple of 64 or 128 for faster matrix products, or reserve rows for new
@@ -40,7 +40,10 @@ def load_tokenizer(directory: Path, cfg: GPTConfig) -> ours.Tokenizer:
 def save_tokenizer(
     directory: Path, tokenizer: ours.Tokenizer, context_length: int
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json for the AutoTokenizer of transformers."""
+    """Write tokenizer.json and tokenizer_config.json for the AutoTokenizer of transformers.
+
+    `context_length` is the largest number of tokens that the model reads.
+    """
     tree = _to_tree(tokenizer)
     template = tree.get("post_processor")
     if template and template["type"] != "ByteLevel":
@@ -63,7 +66,7 @@ def save_tokenizer(
 
 
 def _to_tree(tokenizer: ours.Tokenizer) -> Json:
-    """Return the content of tokenizer.json for a tokenizer."""
+    """Return the content of a tokenizer.json that encodes in the same way as `tokenizer`."""
     # This is the tokenizer `byte`, which has no merges. Other kinds replace parts of it.
     backend = Backend(models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

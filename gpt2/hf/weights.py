@@ -40,12 +40,16 @@ from gpt2.utils import files, stores
 from gpt2.utils.scan import in_layout
 from gpt2.utils.trees import Tree
 
-_SECONDS_TO_REMOVE = 5.0  # seconds within which a run removes the files of a checkpoint
+# A run that saves a new checkpoint removes the files of an old one within this number of seconds.
+_SECONDS_TO_REMOVE = 5.0
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 
 
 def import_run(source: str | Path, location: str | Path) -> None:
-    """Convert a Hugging Face directory to a run that has trained no steps."""
+    """Write a new run at `location` with the weights of the Hugging Face directory `source`.
+
+    The run has one checkpoint, at step 0. `location` is a directory or a URL.
+    """
     with stores.writing(location) as workdir, files.new_directory(workdir) as scratch:
         require_safe_path(workdir)
         cfg, params, tokenizer = load_model(None, source)
@@ -63,13 +67,16 @@ def import_run(source: str | Path, location: str | Path) -> None:
 def export_run(
     workdir: str | Path, location: str | Path, checkpoint: str | int = "best"
 ) -> None:
-    """Write a checkpoint of a run (`best`, `latest` or a step) as a Hugging Face directory."""
+    """Write a checkpoint of the run in `workdir` as a new Hugging Face directory at `location`.
+
+    `checkpoint` is `best`, `latest` or a step.
+    """
     with stores.writing(location) as directory:
         save(directory, *load_model(workdir, None, checkpoint))
 
 
 def define_source() -> None:
-    """Define the flags for the arguments of `load_model`."""
+    """Define `--workdir`, `--hf` and `--checkpoint`, the arguments of `load_model`."""
     flags.DEFINE_string("workdir", None, "Directory of a run.")
     flags.DEFINE_string(
         "hf", None, "Directory of a Hugging Face model, instead of --workdir."
@@ -89,9 +96,10 @@ def load_model(
     hf_directory: str | Path | None,
     checkpoint: str | int = "best",
 ) -> tuple[GPTConfig, dict, tokenizers.Tokenizer]:
-    """Load the config, the parameters and the tokenizer of a run or a Hugging Face directory.
+    """Return the config, the parameters and the tokenizer of a run or a Hugging Face directory.
 
-    The parameters are put on the default device.
+    If `workdir` is given, it is read, otherwise `hf_directory`. `checkpoint` chooses the checkpoint
+    of a run: `best`, `latest` or a step. The parameters are on one device.
     """
     if workdir:
         folder = stores.fetch(workdir)
@@ -103,21 +111,21 @@ def load_model(
 
 
 def load_params(workdir: Path | str, which: str | int = "best") -> tuple[Config, Tree]:
-    """Load the options and the weights of a run. The weights are put on one device.
+    """Return the options and the weights of a run. The weights are on one device.
 
-    If the optimizer averages the weights, these are the averaged weights. `which` is `latest`, a
-    step, or `best`: the checkpoint with the lowest validation loss, or the latest if none was
-    validated. The options of `parallel.`, `memory.remat` and `model.attention` suit the devices on
-    which the run trained, so the returned options contain their defaults instead. Only
-    `model.attention=plain` is kept.
+    If the optimizer averages weights, the result contains the averages instead. `which` is
+    `latest`, a step, or `best`: the checkpoint with the lowest validation loss, or the latest if no
+    checkpoint was validated. The run's values of `parallel.`, `memory.remat` and `model.attention`
+    suit the devices on which it trained, so the returned options have the defaults instead. The
+    exception is `model.attention=plain`, which works on every device and is retained.
     """
     workdir = Path(workdir)
     saved = saved_steps(workdir)
     try:
         return _load_params(workdir, saved, which)
     except (UserError, OSError):
-        # A run that is still training may have saved a newer checkpoint, and may be removing the
-        # files of this one.
+        # A run that is still training may have saved a newer checkpoint while this process read an
+        # older one, and may be removing the files of the older one. Then try again.
         if files.is_locked(workdir / ".lock"):
             time.sleep(_SECONDS_TO_REMOVE)
         if {*saved} <= {*saved_steps(workdir)}:
@@ -153,7 +161,8 @@ def _load_params(
             steps["best"] = best[0]
         require_choice(f"{workdir}: checkpoint", str(which), tuple(steps))
         step = steps[str(which)]
-        # The average is a part of the optimizer's state, which can only be read as a whole.
+        # The averages of the weights belong to the optimizer's state, which can only be read as a
+        # whole.
         averages = config.optim.averages
         if damage := find_damage(workdir, step, ITEMS if averages else WEIGHTS):
             raise UserError(damage, remedy)
@@ -165,11 +174,12 @@ def _load_params(
 def with_model_of_weights(
     config: Config, chosen: Collection[str], workdir: Path
 ) -> Config:
-    """Return the config with `model.` options taken from the weights in `train.init_from`.
+    """Return the config with the `model.` options of the weights that `train.init_from` names.
 
-    Options in `chosen`, which the user has set, and the options in FREE, which weights do not
-    determine, do not change. Raise a UserError if an option in `chosen` does not fit the weights. A
-    run that continues takes the options from its own config.json instead.
+    `chosen` names the options that the user has set. They do not change, and a UserError is raised
+    if one of them does not fit the weights. The options in FREE do not change either, because
+    weights do not determine them. If `workdir` contains a run, the options come from its
+    config.json instead, because the run continues.
     """
     names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():
@@ -209,7 +219,10 @@ def _require_same_model(
 
 
 def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Tokenizer]:
-    """Return the config and the tokenizer of weights, without reading the weights."""
+    """Return the config and the tokenizer in a directory, without reading its weights.
+
+    `kind` is `run` or, for a Hugging Face directory, `hf`.
+    """
     if kind == "run":
         cfg = load_config(directory).gpt()
         return cfg, tokenizers.load(directory / "tokenizer.json")
@@ -221,18 +234,20 @@ def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Toke
 def load_initial_params(
     source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer
 ) -> dict:
-    """Return the weights that `train.init_from` names, with scanned or unrolled layers as in `cfg`.
+    """Return the weights that `source`, the value of `train.init_from`, names, for the model `cfg`.
 
-    With learned positions, the context of `cfg` may be shorter than the context of the weights, but
-    not longer. The model then uses the first position embeddings. With other positions, the context
-    may have any length. If the weights were trained without `model.rope_scaling`, `cfg` may use it.
+    `cfg` determines whether layers are scanned or unrolled. Raise a UserError if it has another
+    architecture than the weights, or if `tokenizer` is not their tokenizer. Two differences are
+    allowed: `cfg` may set `model.rope_scaling` if the weights were trained without it, and the
+    context length may differ. With learned positions, however, the context must not be longer, and
+    a shorter context uses the first position embeddings.
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)
     if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
         raise UserError(
-            f"The weights of {source} were trained with another tokenizer than the one that "
-            "encodes the corpus",
+            f"The weights of {source} were trained with another tokenizer than data.tokenizer, "
+            "which encodes the corpus",
             f"Use --config.data.tokenizer={directory}/tokenizer.json",
         )
     _require_same_model(source, canonical(found), canonical(cfg), _MODEL)
@@ -247,7 +262,10 @@ def load_initial_params(
 
 
 def _split_source(source: str) -> tuple[str, Path, str]:
-    """Return the kind of a source (hf or run), its directory and its checkpoint."""
+    """Split a value of `train.init_from` into its kind (hf or run), directory and checkpoint.
+
+    If the directory is a URL, fetch its files first.
+    """
     kind, _, location = source.partition(":")
     if kind == "hf":
         return kind, stores.fetch(location, stores.HUGGING_FACE), "best"
