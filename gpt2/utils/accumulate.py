@@ -14,11 +14,12 @@ def accumulate(
     batch: dict[str, Array],
     num_micro_batches: int,
 ) -> Tree:
-    """Sum `function(micro_batch, index)` over equal slices of the batch's rows.
+    """Return the sum of `function(micro_batch, index)` over all micro-batches of `batch`.
 
-    The number of rows must be a multiple of `num_micro_batches`. The result is a sum, not a mean:
-    the caller divides once by the number of tokens, so that every token has the same weight,
-    however many tokens its micro-batch has.
+    A micro-batch contains an equal number of the batch's rows, so the number of rows must be a
+    multiple of `num_micro_batches`. The result is a sum, not a mean: the caller divides it once by
+    the number of tokens, so that every token has the same weight, however many tokens its
+    micro-batch has.
     """
     if num_micro_batches == 1:
         return function(batch, jnp.int32(0))

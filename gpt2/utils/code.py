@@ -1,4 +1,8 @@
-"""Hash the code that determines a run's results, and record the hash at each start of the run."""
+"""Hash the code on which a run's results depend, and describe each start of a run.
+
+A run is started again when it is continued, maybe with other code. The file environment.jsonl in
+its workdir contains a record of each start.
+"""
 
 import ast
 import functools
@@ -28,10 +32,10 @@ _OBSERVERS = {
 
 
 def hash_code(source: Path = SOURCE) -> str:
-    """Return a hash of the code in `source` that determines what a run computes.
+    """Return a hash of the code in the folder `source` that determines what a run computes.
 
-    The hash ignores comments and formatting, but not docstrings, and depends on the version of
-    Python.
+    The hash ignores comments and formatting, but not docstrings. It depends on the version of
+    Python, because it is computed from syntax trees. It has 12 hexadecimal digits.
     """
     package = source / "gpt2"
     paths = [*source.glob("train.py"), *source.glob("configs/default.py")]
@@ -47,13 +51,17 @@ def hash_code(source: Path = SOURCE) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return a hash of one Python file. Like `hash_code`, it ignores comments and formatting."""
+    """Return a hash of one Python file. Like `hash_code`, this ignores comments and formatting."""
     return hashlib.sha256(_bare(path.read_bytes()).encode()).hexdigest()[:12]
 
 
 @functools.cache  # a sweep hashes the code before each run
 def _bare(text: bytes) -> str:
-    """Return a file's syntax tree as text, without comments and line numbers."""
+    """Return the syntax tree of a Python file with the content `text`, as a string.
+
+    The tree contains neither comments nor line numbers. If `text` has a syntax error, return `text`
+    itself as a string.
+    """
     try:
         return ast.dump(ast.parse(text))
     except (SyntaxError, ValueError):  # an editor may be saving the file
@@ -61,7 +69,10 @@ def _bare(text: bytes) -> str:
 
 
 def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
-    """Return the output of git in a folder, or None if git fails, is missing or takes too long."""
+    """Return the output of `git ARGUMENTS` in the folder `source`.
+
+    Return None if git is not installed, fails, or takes longer than `seconds`.
+    """
     command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
     try:  # with a time limit, because network file systems may be slow
         done = subprocess.run(
@@ -73,7 +84,10 @@ def git(source: Path, *arguments: str, seconds: float = 5) -> str | None:
 
 
 def describe_code() -> dict[str, str]:
-    """Return `hash_code` and the versions of the programs that determine a run's results."""
+    """Return the result of `hash_code`, and the versions of gpt2, Python, JAX and other packages.
+
+    Together, these determine a run's results, apart from options, data and devices.
+    """
     packages = ("jax", "jaxlib", "flax", "optax", "numpy")
     return {
         "gpt2": __version__,
@@ -84,11 +98,12 @@ def describe_code() -> dict[str, str]:
 
 
 def describe_start(step: int) -> dict[str, Any]:
-    """Return the record that a start at `step` adds to environment.jsonl.
+    """Return the record for environment.jsonl of a run that starts or continues after `step`.
 
     The record describes what results depend on, apart from options and data. It contains neither
-    the host name nor environment variables. `code` comes from `hash_code`. `clean` is True if no
-    Python file differs from `commit`. Outside a git checkout, `clean` and `commit` are None.
+    the host name nor environment variables, which may be private. `code` comes from `hash_code`.
+    `clean` is True if no Python file differs from the git commit `commit`. Outside a git checkout,
+    `clean` and `commit` are None.
     """
     import jax  # slow, and not needed to hash code
 
@@ -113,9 +128,10 @@ def describe_start(step: int) -> dict[str, Any]:
 
 
 def read_starts(workdir: Path) -> list[dict]:
-    """Return the records in environment.jsonl of starts that led to the run's state, oldest first.
+    """Return the records in environment.jsonl that describe how the run's state was computed.
 
-    A start at step N replaces earlier starts at step N or later.
+    Each record describes a start of the run, and the oldest is first. A start at step N discards
+    the steps after N, so earlier records of starts at step N or later are left out.
     """
     path = workdir / "environment.jsonl"
     if not path.exists():

@@ -1,6 +1,6 @@
-"""Atomic writes, locks that are released when their process ends, and digests of folders.
+"""Atomic writes, locks that are released when the process ends, and digests of folders.
 
-Digests are CRC-32. They detect failing disks and incomplete copies, not forgery.
+Digests are CRC-32. They detect failing disks and incomplete copies, but not deliberate changes.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ def reading(
     remedy: str = "Repair the file, convert it to UTF-8 or leave it out",
     failed: str = "cannot be read",
 ) -> Iterator[None]:
-    """Turn any exception of the body into a UserError: "WHAT cannot be read (REASON)".
+    """Turn any exception in the body of `with` into the UserError "WHAT FAILED (REASON). REMEDY".
 
-    Exceptions of every type are caught, because a damaged file can make a library raise any type.
-    A UserError of the body keeps its remedy, and becomes "WHAT: ..." unless it already names a
-    file, line or option.
+    Every type of exception is caught, because a damaged file can make a library raise any type. If
+    the body raises a UserError, its message remains, with "WHAT: " before it unless it already
+    contains `what` or comes from an inner `reading`.
     """
     with located(what):
         try:
@@ -39,7 +39,10 @@ def reading(
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason of an error, without the path, which the message already contains."""
+    """Return the reason of an error for the message of `reading`.
+
+    It does not contain the path, because the message already does.
+    """
     if isinstance(error, KeyError):
         return f"{error} is missing"
     if isinstance(error, FileNotFoundError):
@@ -51,7 +54,10 @@ def _reason(error: Exception) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file with UTF-8 text. Readers see the old or the new text, even after a kill."""
+    """Replace the content of a file with `text` in UTF-8, atomically.
+
+    Readers see the old or the new text, even if this process is killed in the meantime.
+    """
     partial = path.with_name(f"{path.name}.tmp")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(text)
@@ -61,12 +67,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, tree: object) -> None:
-    """Replace a file with an indented JSON value, in the same way as `write_text`."""
+    """Replace the content of a file with the value `tree` as indented JSON, as in `write_text`."""
     write_text(path, json.dumps(tree, indent=2) + "\n")
 
 
 def sync_tree(directory: Path) -> None:
-    """Flush a directory and all its files to the disk, before a rename makes them visible."""
+    """Flush a directory and everything in it from the operating system's cache to the disk.
+
+    Call this before a rename that makes the files visible, so that a power loss cannot damage them.
+    """
     for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -77,9 +86,10 @@ def sync_tree(directory: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory, and rename it to `directory` on success.
+    """Yield a temporary directory, and rename it to `directory` unless the body raises an error.
 
-    `directory` must be absent or empty. It may be a symbolic link to such a directory.
+    Raise a UserError if `directory` is a file or a directory that is not empty. If it is a symbolic
+    link, the target of the link is used.
     """
     directory = directory.resolve()
     if directory.is_file() or any(directory.glob("*")):
@@ -99,7 +109,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock `path`, and hold it during the body."""
+    """Wait until no other process holds the lock on the file `path`. Hold it during the body."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -107,7 +117,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process, possibly this one, holds the lock `path`."""
+    """Return whether a process holds the lock on the file `path`. It may be this process."""
     if not path.exists():
         return False
     with open(path) as file:
@@ -115,9 +125,10 @@ def is_locked(path: Path) -> bool:
 
 
 def lock_for_good(path: Path) -> bool:
-    """Hold the lock `path` until this process ends. Return False if another process holds it.
+    """Take the lock on the file `path`, and hold it until this process ends.
 
-    On a file system without locks, return True.
+    Return whether this succeeded: False if another process holds the lock. On a file system without
+    locks, return True.
     """
     # The file is never closed, because that would release the lock.
     return _try_lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
@@ -137,7 +148,7 @@ Digests = dict[str, list[int]]  # path in the folder -> [size in bytes, CRC-32]
 
 
 def digest_folder(folder: Path) -> Digests:
-    """Return the digests of all files in a folder."""
+    """Return the digests of all files in a folder and its subfolders."""
     names = list[str]()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -146,16 +157,17 @@ def digest_folder(folder: Path) -> Digests:
 
 
 def digest_files(folder: Path, names: Collection[str]) -> Digests:
-    """Return the digests of the named files in a folder."""
+    """Return the digests of the files in `folder` with the relative paths `names`."""
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(_digest, (folder / name for name in names))
         return dict(zip(names, digests, strict=True))
 
 
 def find_damage(folder: Path, digests: Digests, *, read: bool = True) -> str:
-    """Describe the first file that differs from its digest. Return "" if there is none.
+    """Return a description of the first file in a folder that differs from its digest.
 
-    With `read=False`, compare only the sizes.
+    If no file differs, return an empty string. With `read=False`, compare only the sizes, because
+    reading large files takes long.
     """
     try:
         # All sizes are compared first, because reading the files takes long.
@@ -184,12 +196,15 @@ def _digest(path: Path) -> list[int]:
 
 
 def seal(tree: Mapping[str, object]) -> dict[str, object]:
-    """Return a JSON object with its CRC-32 added as `crc32`."""
+    """Return `tree`, a JSON object, with the additional entry `crc32`: the CRC-32 of the others."""
     return {**tree, "crc32": _checksum(tree)}
 
 
 def read_sealed(path: Path) -> dict | None:
-    """Read an object that `seal` returned, or return None if the file is missing or was altered."""
+    """Return the object in a file that was written with `seal`, without its entry `crc32`.
+
+    If the file is missing or was altered, return None.
+    """
     # A damaged file may contain different JSON, or none.
     with contextlib.suppress(Exception):
         tree = json.loads(path.read_text("utf-8"))

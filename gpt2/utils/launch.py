@@ -12,9 +12,10 @@ from pathlib import Path
 
 from gpt2 import signals
 
-# With these settings, glibc allocates pages of 2 MB. The operating system clears the temporary
-# memory of every step page by page, and large pages are cleared faster. The process retains freed
-# blocks of up to 256 MB. If it retained larger blocks, fragmentation would double its memory.
+# With these settings, glibc allocates memory in pages of 2 MB. The operating system clears the
+# temporary memory of every step page by page, and clears large pages faster. The process retains
+# freed blocks of up to 256 MB. If it also retained larger blocks, fragmentation would double its
+# memory.
 _TUNABLES = (
     "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=268435456"
     ":glibc.malloc.trim_threshold=268435456"
@@ -23,7 +24,8 @@ _STARTED_AGAIN = "GPT2_STARTED_AGAIN"
 # This environment variable is set in processes that train alone, even if a launcher such as Slurm
 # started their parent as one of several processes.
 ALONE = "GPT2_ALONE"
-# With these flags, matrix products use cuBLAS, and are not merged if they share an operand.
+# With these flags, XLA computes matrix products with cuBLAS, and does not merge two of them that
+# share an operand.
 # All-gathers are combined only up to 6 MB, so that the gathers of a layer's kernels do not wait for
 # each other.
 _GPU_FLAGS = (
@@ -37,10 +39,11 @@ BEGAN = time.perf_counter()  # in seconds, shortly after this process started
 
 
 def prepare_process() -> None:
-    """Apply the settings of docs/performance.md that the user has not set.
+    """Set the environment variables in docs/performance.md that the user has not set.
 
-    Call this before JAX is imported. The C library reads its settings when a process starts, so a
-    CPU run on Linux restarts itself once, unless GLIBC_TUNABLES is set.
+    Call this before JAX is imported, because JAX reads some of them when it is imported. The C
+    library reads its settings when a process starts, so a CPU run on Linux restarts itself once,
+    unless GLIBC_TUNABLES is set.
     """
     _open_standard_streams()
     signals.begin_process()
@@ -81,10 +84,10 @@ def prepare_process() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null in place of standard streams that are closed, as they are in some daemons.
+    """Open /dev/null in place of closed standard streams (stdin, stdout, stderr).
 
-    Otherwise a file of the run could get the file descriptor of such a stream, and messages of
-    libraries would be written into this file.
+    Some daemons start processes with closed streams. A file of the run could then get the file
+    descriptor of such a stream, and messages of libraries would be written into this file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -100,19 +103,20 @@ def _is_installed(package: str) -> bool:
 
 
 def environment_to_measure() -> dict[str, str]:
-    """Return the environment variables for a child process that will be timed.
+    """Return all environment variables for a child process whose speed will be measured.
 
-    They are the variables of this process, and those that a CPU run needs. JAX's compilation cache
-    is off.
+    They are the variables of this process, the result of `cpu_environment`, and a variable that
+    turns JAX's compilation cache off.
     """
     uncached = {"JAX_ENABLE_COMPILATION_CACHE": "0"}
     return os.environ | cpu_environment() | uncached
 
 
 def cpu_environment() -> dict[str, str]:
-    """Return the environment variables that child processes need for a CPU run.
+    """Return the environment variables to add for child processes that train on CPUs.
 
-    Variables that this process already has with the necessary settings are left out.
+    They contain the settings of glibc and XLA that `prepare_process` would apply. A variable is
+    left out if this process already has it with the necessary settings.
     """
     variables = _with_flags(_CPU_FLAG) if has_old_xla() else {}
     if "GLIBC_TUNABLES" not in os.environ:
@@ -121,18 +125,18 @@ def cpu_environment() -> dict[str, str]:
 
 
 def release_free_memory() -> None:
-    """Return freed memory to the operating system.
+    """Return memory that the process has freed to the operating system.
 
-    After a compilation, glibc retains hundreds of MB.
+    After a compilation, glibc retains hundreds of MB of such memory.
     """
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
 
 
 def has_old_xla() -> bool:
-    """Return whether the installed XLA belongs to JAX 0.10.
+    """Return whether the installed version of XLA has the flag `_CPU_FLAG`: that of JAX 0.10.
 
-    Newer versions of XLA do not have `_CPU_FLAG`, and exit if they are given an unknown flag.
+    Newer versions do not have this flag, and XLA exits if XLA_FLAGS contains an unknown flag.
     """
     # This import is slow, and a process that only restarts itself does not need it.
     from importlib.metadata import version
@@ -141,7 +145,10 @@ def has_old_xla() -> bool:
 
 
 def _with_flags(*wanted: str) -> dict[str, str]:
-    """Return XLA_FLAGS with the wanted flags added, or {} if the user has set all of them."""
+    """Return {"XLA_FLAGS": FLAGS}, where FLAGS are the user's flags and the missing `wanted` ones.
+
+    If the user has set all wanted flags, to any values, return {}.
+    """
     given = os.environ.get("XLA_FLAGS", "")
     flags = given
     for flag in wanted:

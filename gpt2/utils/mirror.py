@@ -15,9 +15,11 @@ PAUSE = 2.0  # seconds between checks for new checkpoints
 
 @contextlib.contextmanager
 def mirrored(url: str, folder: Path) -> Iterator[None]:
-    """Push a run's working copy, `folder`, to `url` after every checkpoint and at the end.
+    """While the body runs, upload `folder`, the folder of a run, to `url`.
 
-    If another run has begun at the same URL, this run notices it at its next push, and then sends
+    Files are uploaded after every checkpoint and at the end.
+
+    If another run has begun at the same URL, this run notices it at its next upload, and then sends
     SIGTERM to itself, so that it stops.
     """
     claim(url, folder)

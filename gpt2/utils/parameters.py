@@ -1,7 +1,7 @@
-"""The axes and the roles of a parameter, declared where the parameter is created.
+"""The names of a parameter's axes, and what optimizers need to know about the parameter.
 
-Sharding rules, optimizers and the count of FLOPs read these declarations. Only `optim.layer_rates`
-depends on the names of parameters.
+They are declared where the parameter is created. Sharding rules, optimizers and the count of FLOPs
+read these declarations instead of the parameter's name. Only `optim.layer_rates` depends on names.
 """
 
 import dataclasses
@@ -16,13 +16,14 @@ from gpt2.utils.trees import Tree
 
 # Names of axes that stack tensors of equal shapes.
 STACKING = {"layers", "experts", "qkv"}
-# Names of axes that `param_info` ignores when it decides whether a parameter may be a matrix.
+# Names of axes that `param_info` ignores when it decides whether a parameter may be a matrix: a
+# parameter with at least two other axes may be.
 SMALL = STACKING | {"mix", "head_size"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamInfo:
-    """The axes and the roles of a parameter.
+    """The axes of a parameter, and whether optimizers treat it as a matrix and decay it.
 
     Attributes:
         axes: a name for each axis, such as `embed`, `heads`, `mlp`, `layers`.
@@ -38,12 +39,18 @@ class ParamInfo:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The output axes of a matrix, as negative indices."""
+        """The output axes of a matrix, as negative indices: those after the inputs.
+
+        Axes that are named in `STACKING` are left out.
+        """
         after = range(self.inputs[-1] + 1, 0)
         return tuple(axis for axis in after if self.axes[axis] not in STACKING)
 
     def stack(self) -> "ParamInfo":
-        """Return the info of this parameter after stacking all layers along a new first axis."""
+        """Return the info of the parameter that stacks this parameter of all layers.
+
+        The new first axis is named `layers`.
+        """
         return dataclasses.replace(self, axes=("layers", *self.axes))
 
 
@@ -62,28 +69,32 @@ class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Return the parameter after `nn.vmap` has added an axis."""
+        """Return this box after `nn.vmap` has added an axis to `value`: add its name to `info`.
+
+        The name is `params[nn.PARTITION_NAME]`.
+        """
         axes = list(self.info.axes)
         axes.insert(index, params[nn.PARTITION_NAME])
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Return the parameter as it is inside `nn.vmap`, without the axis that `nn.vmap` adds."""
+        """Return this box for use inside `nn.vmap`: remove the added axis's name from `info`."""
         axes = list(self.info.axes)
         del axes[index]
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
 
 def is_declared(node: Tree) -> bool:
-    """Return whether a node of a tree is a parameter in its box, a `DeclaredParam`."""
+    """Return whether a node of a tree is a `DeclaredParam`, a parameter with its info."""
     return isinstance(node, DeclaredParam)
 
 
 def param_info(path: tuple, param: Tree) -> ParamInfo:
-    """Return the info of the parameter at a path.
+    """Return the info of `param`, a `DeclaredParam` at the key path `path` of a tree.
 
-    Incomplete information is an error, because otherwise the parameter would be replicated on every
-    device, or would never decay.
+    Raise a UserError if `param` has no info, or if a parameter that may be a matrix has neither
+    `inputs` nor `decays`. Otherwise, a forgotten declaration would replicate the parameter on every
+    device, or exclude it from weight decay.
     """
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if not is_declared(param):

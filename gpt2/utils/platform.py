@@ -15,13 +15,17 @@ def jit_is_off() -> bool:
 def platform_of(device: jax.Device) -> str:
     """Return `cpu`, `gpu`, `tpu`, or JAX's name of another platform.
 
-    The devices of a topology, for which JAX can only compile, report `cuda` instead of `gpu`.
+    The function is needed because `device.platform` is `cuda` or `rocm` instead of `gpu` for the
+    devices of a topology description, for which JAX can compile programs but not run them.
     """
     return "gpu" if device.platform in ("cuda", "rocm") else device.platform
 
 
 def host_device() -> jax.Device:
-    """Return the CPU as a device, for work that must not use accelerators."""
+    """Return the CPU as a JAX device, for work that must not use accelerators.
+
+    Raise a UserError if the user has excluded the CPU with JAX_PLATFORMS.
+    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:

@@ -1,4 +1,7 @@
-"""Random keys, derived from the seed and a purpose. No key is stored, and none is used twice."""
+"""Random keys. Each is derived from the run's seed and a purpose, such as dropout.
+
+No key is stored, and no key is used twice.
+"""
 
 import jax
 from jax import Array
@@ -18,9 +21,10 @@ def dropout_key(
     micro_batch: Array | int,
     device: Array | int,
 ) -> Array:
-    """Return the dropout key of a micro-batch on a device at a step, all counted from 0.
+    """Return the dropout key of a micro-batch on a device at a step.
 
-    `device` is the device's index along the mesh axes that split the batch.
+    Steps, micro-batches and devices count from 0. `device` is the device's index along the mesh
+    axes that split the batch.
     """
     key = jax.random.fold_in(jax.random.key(seed), _DROPOUT)
     for index in (step, micro_batch, device):
@@ -29,8 +33,8 @@ def dropout_key(
 
 
 def sample_key(seed: int) -> Array:
-    """Return the key for generated text.
+    """Return the key for sampling text.
 
-    Sampling folds in the index of the sequence, and then the index of the new token.
+    The sampler folds the index of the sequence into this key, and then the index of the new token.
     """
     return jax.random.fold_in(jax.random.key(seed), _SAMPLE)

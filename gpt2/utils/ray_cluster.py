@@ -14,9 +14,10 @@ _is_connected = False  # whether `connect` has joined a cluster
 
 
 def connect(cluster: str) -> None:
-    """Join the Ray cluster of `--cluster=ray[:ADDRESS]`. If the flag is empty, do nothing.
+    """Join the Ray cluster that `cluster`, the value of `--cluster`, names: `ray[:ADDRESS]`.
 
-    Without ADDRESS, join the cluster of $RAY_ADDRESS, or a cluster to which this machine belongs.
+    Without ADDRESS, join the cluster in $RAY_ADDRESS or, if this variable is not set, the cluster
+    to which this machine belongs. If `cluster` is empty, do nothing.
     """
     global _is_connected
     if not cluster:
@@ -44,8 +45,9 @@ def connect(cluster: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise UserError(
-            f"--cluster={cluster} reaches no Ray cluster: {reason}",
-            "Run `ray start --head` on a machine, and give its HOST:6379",
+            f"The Ray cluster of --cluster={cluster} cannot be reached ({reason})",
+            "Start a cluster with `ray start --head` on a machine HOST, and use "
+            "--cluster=ray:HOST:6379",
         ) from None
     _is_connected = True
 
@@ -56,7 +58,9 @@ def is_connected() -> bool:
 
 
 class RayExecutor(Executor):
-    """An executor that calls functions on the nodes. If a node is lost, its calls are repeated.
+    """An executor that calls functions on the nodes of the Ray cluster that `connect` has joined.
+
+    If a node is lost, the functions that it was executing are called again on other nodes.
 
     Attributes:
         num_workers: the number of calls that the cluster can execute at a time.

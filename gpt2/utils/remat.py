@@ -1,8 +1,8 @@
 """Rematerialisation: what a block stores for its backward pass, and what it computes again.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A policy names the results of
-matrix products that are stored. All other values, such as norms and activations, are computed
-again.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A policy, the value of
+`memory.remat`, determines which results of matrix products are stored. All other values, such as
+norms and activations, are computed again.
 """
 
 import inspect
@@ -11,7 +11,8 @@ from collections.abc import Collection
 import flax.linen as nn
 from jax.ad_checkpoint import Recompute, Saveable
 
-# The names of the results of linear maps: one name for all in attention, and one for all others.
+# The names of the results of linear maps: one name for maps in attention, which have an axis of
+# heads, and another for all other maps.
 ATTENTION_LINEAR = "attention/linear"
 MLP_LINEAR = "mlp/linear"
 # The name of attention's output, and of the row statistics that a fused kernel's backward pass
@@ -35,10 +36,11 @@ KEPT: dict[str, tuple[str, ...]] = {
 def remat(
     block: type[nn.Module], policy: str, *, static: Collection[str], looped: bool
 ) -> type[nn.Module]:
-    """Wrap `block` so that it recomputes activations in the backward pass.
+    """Return the module class `block`, changed so that it recomputes values in the backward pass.
 
-    `policy` is the value of `memory.remat`. `static` names the block's arguments that are not
-    arrays. `looped` states whether the block is the body of a loop.
+    `policy`, a value of `memory.remat` other than `none`, chooses the values that are stored
+    instead. `static` names the block's arguments that are not arrays. `looped` states whether the
+    compiled program loops over the blocks.
     """
     arguments = list(inspect.signature(block.__call__).parameters)  # self has index 0
 
@@ -57,10 +59,11 @@ def remat(
 
 
 def compiler_options(policy: str, *, looped: bool, platform: str) -> dict[str, str]:
-    """Return the compiler options that keep XLA from undoing a policy on a platform.
+    """Return the compiler options that keep XLA from undoing the rematerialisation of `policy`.
 
-    XLA:CPU removes optimization barriers before its last pass of common-subexpression elimination
-    (CSE). Without these options, that pass would merge a block with its recomputation.
+    Only XLA:CPU needs one, and only if the layers are not `looped`. XLA:CPU removes optimization
+    barriers before its last pass of common-subexpression elimination (CSE), which would then merge
+    a block with its recomputation.
     """
     undone = platform == "cpu" and not looped and policy != "none"
     return {"xla_disable_hlo_passes": "cse_barrier_expander"} if undone else {}

@@ -27,11 +27,11 @@ def scan_layers(
     per_layer: Collection[str],
     unroll: int = 1,
 ) -> type[nn.Module]:
-    """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times, carrying x.
+    """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times.
 
-    The `y` that the module returns, and the arguments named in `per_layer`, have a leading layer
-    axis. All other arguments are the same for every layer. Each iteration of the loop applies
-    `unroll` layers.
+    The x that a layer returns is the x of the next layer. The `y` that the module returns, and the
+    arguments named in `per_layer`, have a leading layer axis. All other arguments are the same for
+    every layer. Each iteration of the compiled loop applies `unroll` layers.
     """
     _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
@@ -54,12 +54,12 @@ def report(
 ) -> None:
     """Add a quantity of a module to the metrics, as `train/PATH/name` and `eval/PATH/name`.
 
-    PATH is the module's path, such as `h_3/attn`. `total` (a sum in float32, because 16 bits would
-    be too coarse) and `count` are summed over micro-batches, devices and validation batches, and
-    their quotient is logged. With a `weight`, `weight * total` is added to the objective as an
-    auxiliary loss, but not to the logged loss. `total` must then be a sum over tokens. If the
-    module is an expert, `total` and `count` are also summed over all experts. An expert computes a
-    fixed number of slots, and its total includes slots to which no token was assigned.
+    PATH is the module's path, such as `h_3/attn`. The logged value is the sum of `total` divided by
+    the sum of `count`, over micro-batches, devices and validation batches. `total` must be a sum in
+    float32, because 16 bits would be too coarse. If `weight` is not 0, `weight * total` is added to
+    the objective as an auxiliary loss, but not to the logged loss. `total` must then be a sum over
+    tokens. If the module is an expert, both sums also extend over all experts. An expert has a
+    fixed number of slots for tokens, and its total includes slots to which no token was assigned.
     """
     auxiliary = jnp.float32(weight * total if weight else 0.0)
     # The logged quantity must have no gradient. If a module reports a square root, its gradient at
@@ -76,14 +76,20 @@ def report(
 
 
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
-    """Return `{PATH/name: (total, count, weighted total)}` for all quantities from `report`."""
+    """Return `{PATH/name: (total, count, weight * total)}` for all quantities passed to `report`.
+
+    `collection` is the Flax collection `METRICS` after a forward pass.
+    """
     tree = in_layout(collection, scanned=False)
     tree = jax.tree.map(jnp.sum, tree)  # sums over the experts, each of which reports
     return flatten_dict(tree, sep="/")
 
 
 def is_scanned(tree: Tree) -> bool:
-    """Return whether a tree of parameters, or state of the same structure, is stacked by layer."""
+    """Return whether the layers in `tree` are scanned, that is, stacked in a subtree `h`.
+
+    `tree` contains parameters, or an optimizer's state with the same structure.
+    """
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         if any(getattr(key, "key", None) == "h" for key in path):
             return True
@@ -96,9 +102,10 @@ def in_layout(
     scanned: bool,
     stack: Callable = lambda *leaves: jnp.stack(leaves),
 ) -> Tree:
-    """Return a tree of parameters, stacked by layer if `scanned`, otherwise unstacked.
+    """Return `tree`, a tree of parameters, with scanned or unrolled layers as `scanned` states.
 
-    `stack` joins the leaves of all layers into one.
+    If the tree already has this layout, return it unchanged. `stack` joins the leaves of all layers
+    into one leaf.
     """
     first = "h_0" if scanned else "h"
 

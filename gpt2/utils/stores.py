@@ -1,10 +1,11 @@
 """Files and folders at URLs (gs://, s3://, hf://, https://, ...), with local working copies.
 
-A folder at a URL, called a store, has a working copy in the cache. `fetch` updates the working copy
-from the store, and `push` sends new and changed files to the store. Each call of `fetch` or `push`
-is a sync. The working copy contains a record of the store's files at the last sync. A completion
-marker, which marks other files as complete, is written last and removed first. Weights are not
-fetched until they are read.
+A folder at a URL, called a store, has a working copy in the cache of this machine. `fetch` updates
+the working copy from the store, and `push` sends new and changed files to the store. Each call of
+`fetch` or `push` is a sync. The working copy contains a record of the store's files at the last
+sync. The files of a checkpoint or a prepared corpus count as complete if its completion marker
+exists. A completion marker is therefore written after these files, and removed before them. The
+weights in checkpoints are not fetched until they are read.
 
 A file that is missing in the working copy stays in the store, and a file that is missing in the
 store stays in the working copy. The exceptions are samples.txt, and the files of a checkpoint that
@@ -66,7 +67,7 @@ class Remote(NamedTuple):
 
 
 def find(pattern: str) -> list[Remote]:
-    """Return the files that match a URL, which may contain wildcards, in sorted order."""
+    """Return the files that match `pattern`, a URL that may contain wildcards, in sorted order."""
     remotes = list[Remote]()
     with _connect(pattern) as (store, root):
         if "http" in store.protocol:  # HTTP cannot list files
@@ -81,10 +82,10 @@ def find(pattern: str) -> list[Remote]:
 
 
 def find_folders(prefix: str, mark: str) -> list[str]:
-    """Return the names of the folders that begin with `prefix`, and contain a file named `mark`.
+    """Return the names of the folders whose paths begin with `prefix` and that contain `mark`.
 
-    `prefix` is a path or URL, including the beginning of a name. The folder whose file `mark` was
-    written last is at the end.
+    `prefix` is a path or URL that ends within a folder's name. `mark` is the name of a file. The
+    folder whose `mark` was written last is at the end.
     """
     with _connect(prefix) as (store, root):
         times = dict[str, datetime]()
@@ -109,9 +110,9 @@ def local_path(file: Path | Remote) -> Path:
 
 
 def fetch_file(path: str | Path) -> Path:
-    """Return the local path of a JSON file.
+    """Return the local path of a JSON file, given its path or URL.
 
-    If the file is at a URL, fetch it first, with the other JSON files of its folder.
+    If the file is at a URL, first fetch all JSON files of its folder.
     """
     folder, name = os.path.split(path)
     return fetch(folder, r"[^/]+\.json$") / name
@@ -119,7 +120,11 @@ def fetch_file(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def writing(target: str | Path) -> Iterator[Path]:
-    """Yield a local path for a new file or folder. If `target` is a URL, send the result there."""
+    """Yield a local path at which the body writes a new file or folder.
+
+    If `target` is a URL, upload the file or folder after the body. Otherwise, the yielded path is
+    `target`.
+    """
     if not is_url(target):
         path = _expand(target)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +146,7 @@ def writing(target: str | Path) -> Iterator[Path]:
 
 
 class TakenOver(UserError):
-    """The error raised when another run has taken over the URL of a run."""
+    """The error raised when another run has begun at the URL to which this run uploads."""
 
 
 @dataclasses.dataclass
@@ -156,30 +161,33 @@ class _Record:
     owner: str = ""  # the key that the run of the working copy has written to the store
 
     def holds(self, name: str, time_ns: int) -> bool:
-        """Return whether a file whose time is now `time_ns` is unchanged since the last sync."""
+        """Return whether the file `name` of the working copy is unchanged since the last sync.
+
+        `time_ns` is its modification time now.
+        """
         return name in self.versions and self.times.get(name) == time_ns
 
 
 def local_folder(path: str | Path) -> Path:
-    """Return a local path with `~` expanded, or the folder of the working copy of a URL."""
+    """Return the working copy of `path` if it is a URL, otherwise `path` with `~` expanded."""
     if is_url(path):
         return _cache("stores", str(path))
     return _expand(path)
 
 
 def url_or_path(folder: Path) -> str:
-    """Return the URL of a working copy. For any other folder, return its path."""
+    """Return how to name `folder` in a message: its URL if it is a working copy, else its path."""
     return _read_record(folder).url or str(folder)
 
 
 def fetch(path: str | Path, only: str = "") -> Path:
-    """Return the local folder for a path or a URL, updated from the store.
+    """Return a local folder for `path`. If `path` is a URL, first update its working copy.
 
-    If a process trains in the local folder, nothing is updated. Otherwise, local files that have
-    not been uploaded yet are preserved. If another run has changed the store since the last sync, a
-    local folder with such files is renamed, and the store is fetched into a new folder. But if that
-    run's newest checkpoint in the store is older than the newest checkpoint at the last sync, a
-    UserError is raised. `only` is a regular expression for the names of the files to fetch.
+    `only` is a regular expression for the names of the files to fetch. If a process trains in the
+    working copy, nothing is updated. Local files that have not been uploaded yet are never
+    replaced: if another run has changed the store since the last sync, a working copy with such
+    files is renamed, and the store is fetched into a new folder. If the store's newest checkpoint
+    is then older than at the last sync, a UserError is raised instead.
     """
     folder = local_folder(path)
     is_training = files.is_locked(folder / ".lock")
@@ -200,7 +208,7 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
-    """If `folder` is a working copy, fetch the named files that are missing in it."""
+    """If `folder` is a working copy, fetch those of the files `names` that are missing in it."""
     url = _read_record(folder).url
     if url and not all((folder / name).exists() for name in names):
         with _exchange(url, folder) as (store, record):
@@ -208,11 +216,11 @@ def complete(folder: Path, names: Iterable[str]) -> None:
 
 
 def push(url: str | Path, folder: Path) -> None:
-    """Upload the files of a working copy that are new or have changed since the last sync.
+    """Upload the files of the working copy `folder` that are new or changed since the last sync.
 
     Remove a checkpoint from the store if the working copy has replaced it with a newer one, and
-    samples.txt if the working copy has removed it. Raise `TakenOver` if another run has begun at
-    the URL.
+    samples.txt if the working copy no longer contains this file. Raise `TakenOver` if another run
+    has begun at the URL. If `url` is a local path, do nothing.
     """
     if not is_url(url):
         return
@@ -252,7 +260,10 @@ def push(url: str | Path, folder: Path) -> None:
 
 
 def claim(url: str, folder: Path) -> None:
-    """Register the run in the working copy `folder` as the newest at `url`, and push its files."""
+    """Register the run in the working copy `folder` as the newest run at `url`, and push its files.
+
+    If an earlier run still trains at this URL, its next `push` then raises `TakenOver`.
+    """
     with _exchange(url, folder) as (store, record):
         record.owner = secrets.token_hex(8)
         store.pipe_file(_OWNER, record.owner.encode())
@@ -260,7 +271,10 @@ def claim(url: str, folder: Path) -> None:
 
 
 def completion_markers(folder: Path) -> set[str]:
-    """Return the completion markers in a working copy, files that mark checkpoints as complete."""
+    """Return the names of the completion markers in a working copy.
+
+    A completion marker is a file that marks a checkpoint or a prepared corpus as complete.
+    """
     return set(filter(_is_mark, _list_copy(folder)))
 
 
@@ -268,10 +282,10 @@ def completion_markers(folder: Path) -> set[str]:
 
 
 def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
-    """Return whether the run of this working copy is the last run that `claim` has registered.
+    """Return whether the run in this working copy is the last that `claim` has registered.
 
-    If so, no other run has written to the store since then, even if the store differs from `record`
-    because the last sync was interrupted.
+    If so, no other run has written to the store since then. If the store nevertheless differs from
+    `record`, the last sync was interrupted.
     """
     return store.exists(_OWNER) and store.cat_file(_OWNER).decode() == record.owner
 
@@ -279,9 +293,10 @@ def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
     """Delete the local copies of files that another run has replaced in the store.
 
-    If the working copy has files that were changed since the last sync, or that are no longer in
-    the store, rename the working copy instead. Raise a UserError if the store's newest checkpoint
-    is older than at the last sync.
+    `listed` contains the versions of the files that are now in the store. If the working copy has
+    files that were changed since the last sync, or that are no longer in the store, rename the
+    working copy instead, to preserve these files. Raise a UserError if the store's newest
+    checkpoint is older than at the last sync.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)
@@ -319,7 +334,11 @@ def _expand(path: str | Path) -> Path:
 
 
 def _cache(kind: str, url: str) -> Path:
-    """Return the path for the content of a URL, in the cache's subfolder `kind`."""
+    """Return the path in this machine's cache for the content of a URL.
+
+    `kind` is the subfolder of the cache. The path contains a hash of `url`, so that no two URLs
+    have the same path.
+    """
     cache = _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     digest = hashlib.sha256(url.rstrip("/").encode()).hexdigest()
     name = Path(url).name.partition(" ")[0]
@@ -345,7 +364,8 @@ def _connect(url: str) -> Iterator[tuple[AbstractFileSystem, str]]:
 def _exchange(url: str, folder: Path) -> Iterator[tuple[AbstractFileSystem, _Record]]:
     """Yield the file system of the folder at a URL, and the record of its working copy `folder`.
 
-    Save the record at the end.
+    The body of `with` transfers files and updates the record, which is saved afterwards. Only one
+    process at a time executes the body for a folder.
     """
     lock = folder.with_name(f".{folder.name}.exchange")
     with files.locked(lock), _connect(url) as (store, root):
@@ -369,22 +389,26 @@ def _read_record(folder: Path) -> _Record:
 
 
 def _version(info: Mapping[str, object]) -> str:
-    """Return a hash of a store's information about a file, such as its size and time.
+    """Return a string that changes when a file in a store changes.
 
-    The URL is left out, because it may change with every redirect.
+    It is a hash of `info`, the file system's information about the file, such as size and time. The
+    URL is left out, because it may change with every redirect.
     """
     return tokenize({**info, "url": ""})
 
 
 def _list_store(store: AbstractFileSystem) -> dict[str, str]:
-    """Return the version of each file in a store's folder."""
+    """Return a dict from each file in a store to its version, without hidden and partial files."""
     store.invalidate_cache()
     infos = store.find("", detail=True)
     return {name: _version(infos[name]) for name in infos if not _HIDDEN.match(name)}
 
 
 def _list_copy(folder: Path) -> dict[str, int]:
-    """Return the modification time of each file in a working copy, in ns."""
+    """Return a dict from each file in a working copy to its modification time in ns.
+
+    Hidden and partial files are left out.
+    """
     times = dict[str, int]()
     for root, _, names in os.walk(folder):  # a run may remove files in the meantime
         for path in (Path(root, name) for name in names):
@@ -396,32 +420,35 @@ def _list_copy(folder: Path) -> dict[str, int]:
 
 
 def _step(name: str) -> int:
-    """Return the step of the checkpoint that contains a file, or -1."""
+    """Return the step of the checkpoint that contains the file `name`, or -1 if none does."""
     checkpoint = _STEP.match(name)
     return int(checkpoint[2]) if checkpoint else -1
 
 
 def _mark(name: str) -> str:
-    """Return the completion marker of the checkpoint that contains a file.
+    """Return the name of the completion marker of the checkpoint that contains the file `name`.
 
-    If the file is in no checkpoint, return `name`.
+    If the file is in no checkpoint, return `name`, because it is complete by itself.
     """
     checkpoint = _STEP.match(name)
     return f"{checkpoint[1]}/digests/digests" if checkpoint else name
 
 
 def _is_mark(name: str) -> bool:
-    """Return whether a file is a completion marker."""
+    """Return whether a file marks a checkpoint or a prepared corpus as complete."""
     return _MARK.fullmatch(name) is not None
 
 
 def _newest_step(names: Iterable[str]) -> int:
-    """Return the step of the newest complete checkpoint, or -1."""
+    """Return the step of the newest complete checkpoint among the files `names`, or -1."""
     return max(map(_step, filter(_is_mark, names)), default=-1)
 
 
 def _in_order(names: set[str], job: Callable[[str], None]) -> None:
-    """Run a job for each file, several at a time. Completion markers come last."""
+    """Call `job(name)` for each file, several at a time.
+
+    Completion markers come last, so that they never exist without the files that they mark.
+    """
     marks = set(filter(_is_mark, names))
     with ThreadPoolExecutor(8) as pool:
         for group in (names - marks, marks):

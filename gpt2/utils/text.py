@@ -18,7 +18,7 @@ def format_count(number: float) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Format a number of bytes in binary units: 512 B, 3.4 GiB."""
+    """Format a number of bytes in units of powers of 1024: 512 B, 3.4 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(number) < 1024:
             return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
