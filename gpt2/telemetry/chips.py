@@ -9,7 +9,7 @@ import jax
 
 
 class Chip(NamedTuple):
-    """The data sheet of an accelerator, for one JAX device. Unknown numbers are 0.
+    """Numbers from the data sheet of an accelerator, for one JAX device. Unknown numbers are 0.
 
     Attributes:
         name: name of the chip.
@@ -42,9 +42,10 @@ class Chip(NamedTuple):
         return 1e12 * self.half
 
     def bandwidth(self, group: tuple[int, ...]) -> float | None:
-        """Return the bytes/s that each device in a ring of devices can send, or None if unknown.
+        """Return the bytes/s that each device in a ring can send to its neighbour.
 
-        `group` lists the indices of the ring's devices.
+        `group` lists the indices of the ring's devices. The result is None if the devices are in
+        several domains, and the bandwidth between domains is unknown.
         """
         domain = group[0] // self.domain
         neighbours = sum(device // self.domain == domain for device in group)
@@ -58,13 +59,13 @@ class Chip(NamedTuple):
 
 
 def _read_chips() -> list[Chip]:
-    """Read configs/chips.csv, which names the source of each row.
+    """Return the rows of configs/chips.csv, which names the source of each row.
 
     FLOP/s are without sparsity. If NVIDIA states only FLOP/s with sparsity, the table has half of
-    that number. `near` is half the bandwidth of NVLink or of Cloud TPU's links, whose data sheets
-    count both directions, or the bandwidth of the PCIe slot. `far` is the bandwidth of each GPU's
-    network adapter in the manufacturer's own system. For TPU v2, v3 and TPU7, the numbers are for
-    half a chip, which is one JAX device.
+    that number. `near` is half the bandwidth of NVLink or of Cloud TPU's links, because their data
+    sheets count both directions; for chips without such links, it is the bandwidth of the PCIe
+    slot. `far` is the bandwidth of each GPU's network adapter in the manufacturer's own system. For
+    TPU v2, v3 and TPU7, the numbers are for half a chip, which is one JAX device.
     """
     path = Path(__file__).parents[2] / "configs/chips.csv"
     chips = list[Chip]()
@@ -82,9 +83,9 @@ BOARDS = {chip.name: chip for chip in CHIPS if chip.memory}
 
 
 def find_chip(kind: str) -> Chip | None:
-    """Return the chip of a `device.device_kind`, or None if the chip is unknown.
+    """Return the row of the table for a device, or None if the table does not contain its chip.
 
-    If several chips in the table match, return the first.
+    `kind` is JAX's `device.device_kind`. If several rows match, return the first.
     """
     # Chips with these suffixes have another speed than the chip whose name they contain.
     if re.search(r"\b(Laptop|MIG|Ti|D)\b", kind):
@@ -97,9 +98,9 @@ def find_chip(kind: str) -> Chip | None:
 
 
 def total_peak_flops(dtype: str) -> float | None:
-    """Return the peak FLOP/s of all devices together for products of `dtype`, or None.
+    """Return the sum of the peak FLOP/s of all devices, for matrix products of `dtype`.
 
-    None means that the peak is unknown.
+    The devices of all processes count. Return None if the peak is unknown.
     """
     # Data sheets list no peak for float32 at a precision other than JAX's default.
     if dtype == "float32" and jax.config.jax_default_matmul_precision:  # type: ignore[attr-defined]
@@ -111,6 +112,9 @@ def total_peak_flops(dtype: str) -> float | None:
 
 
 def board_name(kind: str) -> str | None:
-    """Return the key in `BOARDS` for a `device.device_kind`, or None if there is none."""
+    """Return the key in `BOARDS` for a device, or None if `BOARDS` does not contain its chip.
+
+    `kind` is JAX's `device.device_kind`.
+    """
     chip = find_chip(kind)
     return chip.name if chip and chip.memory else None

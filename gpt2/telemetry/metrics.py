@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object for each logged step, in order, with no step twice.
+"""Write and read metrics.jsonl, a file with one JSON object for each logged step.
 
-This is also true after a run was killed and continued. NaN and Inf are written as `null`, because
-JSON has neither.
+The steps are in order, and no step occurs twice, even after a run was killed and continued. NaN and
+Inf are written as `null`, because JSON has neither.
 """
 
 import errno
@@ -19,10 +19,11 @@ from gpt2.utils.text import counted
 class MetricsFile(Writer):
     """The writer of metrics.jsonl, which collects all values of a step in one line.
 
-    A line is written at the first value of a later step, at `flush` or at `close`. If the disk is
-    full, writing raises OSError and retains the lines for the next attempt. The constructor removes
-    lines after `resume_step`, which a continued run will write again, and lines that are incomplete
-    because the run was killed.
+    A line is written to the file when the first value of a later step arrives, at `flush` or at
+    `close`. If the disk is full, these methods raise OSError, and retain the lines for the next
+    attempt. The constructor removes the lines of steps after `resume_step` from the file at `path`,
+    because a continued run writes them again. It also removes a line that is incomplete because the
+    run was killed.
     """
 
     name = "metrics.jsonl"
@@ -53,7 +54,11 @@ class MetricsFile(Writer):
         self._commit(step - 1)
 
     def flush(self, step: int) -> None:
-        """Write all values up to `step` and sync the file. A run does this before a checkpoint."""
+        """Write the lines of all steps up to `step`, and flush the file to the disk.
+
+        A run calls this before it saves a checkpoint, so that no line before the checkpoint is
+        lost.
+        """
         self._commit(step)
         os.fsync(self._file)
 
@@ -98,10 +103,10 @@ def read_metrics(path: Path | str) -> list[dict]:
 
 
 def _read(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yield the end offset in bytes and the record of each line, oldest first.
+    """Yield the record of each line, with the offset in bytes at which the line ends.
 
-    Skip a last line that is incomplete because the run was killed. Skip other lines that are not
-    records, and print one warning about them.
+    The oldest line is first. A last line that is incomplete because the run was killed is skipped.
+    Other lines that are not records are skipped with one warning.
     """
     if not path.exists():
         return

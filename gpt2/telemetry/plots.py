@@ -10,10 +10,11 @@ from gpt2.utils.stores import url_or_path
 
 
 def plot_losses(workdir: Path, reference: str = "") -> None:
-    """Write loss.png: the validation losses, the training losses (faint) and their rolling mean.
+    """Plot the validation losses, the training losses and their rolling mean in loss.png.
 
-    The published losses of `reference` are plotted at the steps at which the run has trained on the
-    same number of tokens.
+    `workdir` contains metrics.jsonl, and the plot is written there. `reference` is the value of
+    `logging.reference`. Its published losses are plotted at the steps at which the run has trained
+    on the same number of tokens. Without training losses, nothing is written.
     """
     import pandas as pd
     from matplotlib.figure import Figure  # pyplot would have global state and windows

@@ -25,9 +25,13 @@ _SHOWN = {
 class Progress(Writer):
     """A writer that prints the metrics of a step as one line.
 
-    `names` lists additional metrics to print. A name may omit its prefix: NAME means `train/NAME`
-    and `eval/NAME`. The remaining time is estimated from `work(n)`, the work of the first n steps
-    in any unit.
+    Args:
+        total: the number of steps of the run.
+        start: the step at which this process starts, more than 0 if the run is continued.
+        work: a function that returns the work of the first n steps, in any unit. The remaining time
+            is estimated in proportion to the work.
+        names: additional metrics to print. NAME without a prefix means `train/NAME` and
+            `eval/NAME`.
     """
 
     name = "standard output"
@@ -47,7 +51,7 @@ class Progress(Writer):
         self._missing = set(self._names)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Print the metrics of a step, which have the names of metrics.jsonl."""
+        """Print the metrics of a step. Their names are the same as in metrics.jsonl."""
         shown = list[str]()
         for name, text in _SHOWN.items():
             if name in metrics:
@@ -72,7 +76,7 @@ class Progress(Writer):
         log("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)
 
     def close(self) -> None:
-        """Warn about names for which no metric was written."""
+        """Warn about each of `names` that no metric of the run had."""
         for name in sorted(self._missing):
             warn(
                 f"logging.screen={name}: the run has written no metric of this name; the names are "

@@ -15,10 +15,11 @@ STEP = "train"  # the name of the trace annotation of each step on the host
 
 
 class TraceRecorder(AbstractContextManager):
-    """A hook that traces the first `profile_steps` steps after step `profile_start`.
+    """A hook that records a trace of `profile_steps` steps, beginning after step `profile_start`.
 
-    Processes write their traces to `workdir/profile`. `python -m gpt2.lab.profile` reads the trace
-    of process 0.
+    Call it after each step. Each process writes its trace to `workdir/profile`, and `python -m
+    gpt2.lab.profile` reads the trace of process 0. `start` is the step at which this process
+    starts, more than 0 if the run is continued.
     """
 
     def __init__(self, workdir: Path, options: LoggingConfig, start: int = 0):
@@ -34,9 +35,10 @@ class TraceRecorder(AbstractContextManager):
         return self
 
     def __call__(self, step: int, state: chex.ArrayTree) -> None:
-        """Start or stop the trace after `step`, once the arrays of `state` are computed.
+        """If the trace begins or ends after `step`, start or stop it.
 
-        Waiting for the arrays ensures that a trace contains complete steps.
+        Wait for the arrays of `state`, the training state after this step, before doing so. The
+        trace then contains only complete steps, although devices run behind the host.
         """
         is_traced = step in self._before
         if is_traced == self._is_tracing:

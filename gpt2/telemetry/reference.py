@@ -10,12 +10,12 @@ REFERENCES = Path(__file__).parents[2] / "configs" / "reference"
 
 
 def read_reference(name: str) -> dict[str, np.ndarray]:
-    """Return loss curves, by the name of each curve. A curve is an array `[N, 2]`.
+    """Return a dict from the name of each published loss curve to an array `[N, 2]`.
 
-    A row contains a number of tokens and the loss in nats per token. Rows are sorted by tokens. If
-    the number of training tokens is not known, as for OpenAI's weights, it is NaN. `name` is the
-    name of a CSV file in configs/reference/, without its suffix, or a path. If `name` is empty,
-    there are no curves.
+    `name` is the name of a CSV file in configs/reference/ without its suffix, or the path of a CSV
+    file. If it is empty, the dict is empty. Each row of an array contains a number of training
+    tokens, and the loss in nats per token after this number. Rows are sorted by tokens. The number
+    is NaN if it is not known, as for OpenAI's weights.
     """
     if not name:
         return {}

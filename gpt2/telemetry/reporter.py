@@ -19,8 +19,8 @@ from gpt2.telemetry.throughput import StepClock
 from gpt2.telemetry.writers import EventFile, Metrics, Wandb, Writer
 
 Scalars = Mapping[str, jax.Array]
-# A log line has the values of its own step for these metrics. For all other metrics of steps, it
-# has the mean since the previous line.
+# For these metrics, a log line contains the values of its own step. For all other metrics of steps,
+# it contains the mean over the steps since the previous log line.
 _SINGLE_STEP = {
     "train/grad_norm",
     "train/learning_rate",
@@ -32,8 +32,9 @@ _SINGLE_STEP = {
 class Reporter(AbstractContextManager):
     """The reporter of a run's metrics, which never makes a device wait.
 
-    It fetches the metrics of a step while the next step runs, and logs them every `log_every`
-    steps, and at the first and the last step.
+    It fetches the metrics of a step while the next step runs. It passes metrics to all `writers`
+    every `train.log_every` steps, and at the first and the last step. `clock` measures the speed of
+    the run, and `options` are the `train.` options.
     """
 
     def __init__(
@@ -60,7 +61,10 @@ class Reporter(AbstractContextManager):
         workdir: Path,
         start: int,
     ) -> "Reporter":
-        """Return the reporter of a run. Only process 0 writes files and prints lines."""
+        """Return the reporter of a run with the options `config`, which starts at step `start`.
+
+        Only process 0 writes files, which are in `workdir`, and prints log lines.
+        """
         train = config.train
         logging = config.logging
         writers: list[Writer] = [Watchdog(clock, train.hang_seconds)]
@@ -82,17 +86,19 @@ class Reporter(AbstractContextManager):
         metrics: Scalars,
         norms: Scalars | None = None,
     ) -> None:
-        """Report the previous step, and store the metrics of the step that was just dispatched.
+        """Report the previous step, and store the metrics of `step` until the next call.
 
-        For a norm-logging step, `norms` are the norms of tensors by name.
+        Call this as soon as `step` is dispatched: it waits only for the previous step. If the norms
+        of tensors are logged at `step`, `norms` contains the norms by name, otherwise it is None.
         """
         self.catch_up()
         self._pending = step, metrics, norms
 
     def catch_up(self) -> None:
-        """Wait for the newest step and report it.
+        """Wait for the step whose metrics are stored, and report it. If there is none, do nothing.
 
-        Raise DivergedError if the step has NaN or Inf and may not be skipped.
+        Raise DivergedError if the step has NaN or Inf, and `train.skip_bad_steps` does not allow
+        skipping it.
         """
         if self._pending is None:
             return
@@ -121,9 +127,10 @@ class Reporter(AbstractContextManager):
             self.write(step, values)
 
     def _check(self, step: int, values: dict[str, float]) -> None:
-        """Collect the metrics of a step, or log that the step was skipped.
+        """Collect the metrics of a step for the next log line, or log that the step was skipped.
 
-        Raise DivergedError if the step is not finite and may not be skipped.
+        Raise DivergedError if the loss or the gradient norm is not finite, and more steps in a row
+        are bad than `train.skip_bad_steps` allows.
         """
         loss = values["train/loss"]
         grad_norm = values["train/grad_norm"]
@@ -146,7 +153,10 @@ class Reporter(AbstractContextManager):
         self._call_writers(lambda writer: writer.write(step, values))
 
     def flush(self, step: int) -> None:
-        """Write all metrics up to `step` to disk. A run does this before a checkpoint."""
+        """Make every writer write its metrics up to `step` to disk.
+
+        A run calls this before it saves a checkpoint, so that no earlier metrics are lost.
+        """
         self._call_writers(lambda writer: writer.flush(step))
 
     def _call_writers(self, call: Callable[[Writer], None]) -> None:
@@ -168,7 +178,10 @@ def _fetch(scalars: Scalars) -> dict[str, float]:
 
 
 def _peak_memory() -> dict[str, float]:
-    """Return one metric, the highest peak memory of any local device in bytes, or {} on CPUs."""
+    """Return `{"perf/peak_memory_bytes": BYTES}`, the largest peak of any device of this process.
+
+    On CPUs, which do not report their memory, return {}.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peak = max(device.get("peak_bytes_in_use", 0) for device in stats)
     if not peak:
@@ -177,12 +190,13 @@ def _peak_memory() -> dict[str, float]:
 
 
 class Watchdog(Writer):
-    """A watchdog that ends a process which no longer completes steps.
+    """A watchdog that ends this process if it no longer completes steps.
 
-    Before it ends the process, it prints the stacks of all threads. A step may take
-    `least_seconds`, or ten times as long as recent steps if that is longer. If `least_seconds` is
-    0, the watchdog is off. The watchdog's thread measures time by adding up its own pauses instead
-    of reading a clock, so that time in which the process is suspended does not count.
+    First, the watchdog prints the stacks of all threads. Then it calls `end` with a message and an
+    exit code. A step may take `least_seconds`, or ten times as long as recent steps if that is
+    longer. If `least_seconds` is 0, the watchdog is off. `clock` shows whether the process is in a
+    step. The watchdog's thread measures time by adding up its own pauses instead of reading a
+    clock, so that time in which the process is suspended does not count.
     """
 
     EXIT_CODE = 4
@@ -206,7 +220,7 @@ class Watchdog(Writer):
             thread.start()
 
     def step(self, step: int) -> None:
-        """Record that a step is done."""
+        """Record that a step is done: the time limit begins again."""
         # If the host records a step late, the next step seems short. The limit therefore falls by
         # at most 10 % per step.
         self._allowed = max(10 * self._quiet, 0.9 * self._allowed)
@@ -219,7 +233,7 @@ class Watchdog(Writer):
     def _watch(self) -> None:
         pause = min(5.0, self._least / 10)
         while not self._closed.wait(pause):
-            # Steps are completed only in these phases.
+            # Steps are completed only in these phases. Validations and checkpoints have no limit.
             if self._clock.current in ("step", "data wait"):
                 self._quiet += pause
             allowed = self._allowed

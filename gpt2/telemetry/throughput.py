@@ -60,7 +60,11 @@ class StepClock:
         config: Config,
         flops_per_token: Callable[[StepShape], float],
     ) -> "StepClock":
-        """Return the clock of a run on all devices."""
+        """Return the clock of a run with the options `config`.
+
+        `flops_per_token(shape)` returns the FLOPs per token of a step of this shape. Tokens, FLOPs
+        and peak FLOP/s are sums over the devices of all processes.
+        """
 
         @cache
         def cost(shape: StepShape) -> float:
@@ -74,7 +78,10 @@ class StepClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the body for the phase `name`, which also appears in traces."""
+        """Count the time of the body of `with` for the phase `name`.
+
+        The name also appears in a trace of JAX's profiler.
+        """
         outer = self.current
         self._switch(name)
         try:
@@ -84,16 +91,16 @@ class StepClock:
             self._switch(outer)
 
     def count_step(self, step: int) -> None:
-        """Count a completed optimizer step."""
+        """Record that the optimizer step `step` is complete."""
         self._num_steps += 1
         self._last = step
 
     def read(self) -> dict[str, float]:
-        """Return the metrics `perf/...`, as means over the steps since the last call.
+        """Return the metrics `perf/...` by name, as means over the steps since the last call.
 
-        Tokens per second are the sum over all devices. `perf/total_seconds` and `perf/goodput` are
-        for the time since the process began. The result is empty if no step was completed since the
-        last call.
+        Exceptions are `perf/total_seconds` and `perf/goodput`, which are for the time since the
+        process began. Tokens per second are the sum over all devices. If no step was completed
+        since the last call, the dict is empty.
         """
         total = self.total_seconds
         steps = self._num_steps

@@ -14,7 +14,10 @@ Metrics = Mapping[str, float]  # name -> value
 
 
 class Writer:
-    """The interface of writers. If a method raises OSError, the reporter prints one warning."""
+    """The interface of writers of metrics. Every method may be left out.
+
+    If a method raises OSError, the reporter prints one warning, and the run continues.
+    """
 
     name = ""  # the destination, as the warning names it: "NAME cannot be written"
 
@@ -22,7 +25,7 @@ class Writer:
         """Record that a step is done, whether or not its metrics are logged."""
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Add metrics of a step."""
+        """Add metrics of a step, by name. Several calls may add metrics of the same step."""
 
     def flush(self, step: int) -> None:
         """Write all metrics up to `step` to disk."""
@@ -32,7 +35,11 @@ class Writer:
 
 
 class EventFile(Writer):
-    """A TensorBoard event file, which does not hang on a full disk as a SummaryWriter would."""
+    """The writer of a TensorBoard event file in `directory`.
+
+    `resume_step` is the step at which this process starts, 0 for a new run. tensorboardX's
+    SummaryWriter is not used, because it hangs on a full disk.
+    """
 
     name = "tensorboard/"
 
@@ -73,7 +80,10 @@ class EventFile(Writer):
 
 
 def check_wandb() -> None:
-    """Raise a UserError unless the package wandb is installed, and is logged in or offline."""
+    """Log in to W&B. Raise a UserError if this fails, or if the package wandb is not installed.
+
+    In W&B's offline mode, no login is necessary.
+    """
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
             "logging.wandb=True needs the package wandb", "Run `pip install wandb`"
@@ -91,7 +101,10 @@ def check_wandb() -> None:
 
 
 class Wandb(Writer):
-    """The W&B run of a workdir, started or continued. `wandb/run_id` stores the run's ID."""
+    """The writer of a run at W&B. It starts a W&B run, or continues the one of the same workdir.
+
+    The file `wandb/run_id` in `workdir` contains the ID of the W&B run.
+    """
 
     name = "wandb/"
 
