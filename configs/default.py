@@ -3,7 +3,8 @@
 The defaults are GPT-2 124M, with the training recipe of nanoGPT and llm.c. Each group is a class,
 and each option is a field of its group. The type of a field determines the allowed values:
 `Literal` lists names, and `Annotated` has a range. A number without a range must be at least 0. For
-some strings, the arguments `choices` and `factors` of `option` restrict the values.
+some options that are strings, the arguments `choices` and `factors` of the function `option`
+restrict the values.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -630,7 +631,7 @@ class Train:
     accumulate_steps: Positive = option(
         1,
         "number of micro-batches per optimizer step",
-        may_change=True,  # but not with random masks, which depend on it
+        may_change=True,  # but not if the model has random masks, because these depend on it
         is_recipe=True,
         aliases="gradient_accumulation_steps",
     )
@@ -869,13 +870,13 @@ class Options:
     loss: Loss = option(Loss(), "the training loss", is_recipe=True)
     optim: Optim = option(Optim(), "the optimizer", is_recipe=True)
     train: Train = option(Train(), "steps, validations and checkpoints")
-    # parallel and memory may change when a run continues, because without dropout they change
-    # results only by rounding.
+    # A run may continue with other values of `parallel.` and `memory.`: without dropout, these
+    # options change results only by rounding.
     parallel: Parallel = option(Parallel(), "devices", may_change=True, is_recipe=True)
     memory: Memory = option(Memory(), "memory", may_change=True, is_recipe=True)
     logging: Logging = option(Logging(), "logs", may_change=True)
 
 
 def get_config() -> ConfigDict:
-    """Return all options with their defaults."""
+    """Return all options with their default values, nested by group."""
     return ConfigDict(asdict(Options()))

@@ -17,7 +17,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """Return the options of this config."""
+    """Return the options of this recipe, nested by group."""
     config = default.get_config()
     config.data.update(dict(corpus="text:input.txt", batch_size=32, val_fraction=0.1))
     config.optim.update(

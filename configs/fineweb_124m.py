@@ -14,8 +14,8 @@ github.com/KellerJordan/modded-nanogpt).
 
 Unlike the original, this model has no norm after the embedding and no bias in the head. Its soft
 cap of logits is a tanh, and the norms of queries and keys have scales. The embedding and the head
-also have weight decay. The original trains the embedding with a rate of 0.3, and the head with
-1/320. Here, the embedding has a lower rate, because no norm follows it.
+also have weight decay. The original trains the embedding with a learning rate of 0.3, and the head
+with 1/320. Here, the embedding has a lower learning rate, because no norm follows the embedding.
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +26,10 @@ SHARDS = "hf://datasets/kjj0/fineweb10B-gpt2/fineweb_*_0000[0-3]*.bin"
 
 
 def get_config(word: str = "h100-8") -> ConfigDict:
-    """Return the options for `word`, which is `MACHINE` or `MACHINE+modern`."""
+    """Return the options of this recipe for `word`, which is `MACHINE` or `MACHINE+modern`.
+
+    MACHINE is one of `gpt2_124m.MACHINES`.
+    """
     machine, _, variant = word.partition("+")
     config = gpt2_124m.get_config(machine)
     config.data.corpus = f"tokens:{SHARDS}"

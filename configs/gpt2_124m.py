@@ -33,8 +33,8 @@ _FEW_KERNELS = {
     "memory.scan_unroll": 12,
 }  # docs/performance.md shows how many kernels these options save
 _TURING = {"precision.compute": "float16"}  # Turing GPUs have no bfloat16
-# Machines, with the names of `gpt2.lab.plan --chips`: the number of devices, the number of
-# sequences per device and micro-batch, and options.
+# Machine, named as in `gpt2.lab.plan --chips` -> the number of devices, the number of sequences in
+# a device's part of a micro-batch, and additional options.
 MACHINES = {
     "v3-8": (8, 4, {}),
     "v5e-8": (8, 16, {}),
@@ -49,7 +49,10 @@ MACHINES = {
 
 
 def get_config(machine: str = "") -> ConfigDict:
-    """Return the options for a machine in `MACHINES`, or nanoGPT's recipe if none is given."""
+    """Return the options of llm.c's recipe for a machine in `MACHINES`.
+
+    If `machine` is empty, return the options of nanoGPT's recipe.
+    """
     config = default.get_config()
     config.precision.compute = "bfloat16"
     if not machine:
@@ -58,7 +61,7 @@ def get_config(machine: str = "") -> ConfigDict:
         return config
     if machine not in MACHINES:
         raise ValueError(
-            f"{machine} is not a machine; choose one of {', '.join(MACHINES)}"
+            f"there is no recipe for the machine {machine}; choose one of {', '.join(MACHINES)}"
         )
     devices, sequences, options = MACHINES[machine]
     parts = 512 // (devices * sequences)

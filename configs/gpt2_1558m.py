@@ -19,7 +19,7 @@ from configs import gpt2_124m
 
 
 def get_config() -> ConfigDict:
-    """Return the options of this config."""
+    """Return the options of this recipe, nested by group."""
     config = gpt2_124m.get_config()
     config.logging.reference = "openai-openwebtext"
     config.model.update(num_layers=48, num_heads=25, embed_dim=1600)

@@ -14,7 +14,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """Return the options of this config."""
+    """Return the options of this recipe, nested by group."""
     config = default.get_config()
     config.model.update(context_length=128, num_layers=4, num_heads=4, embed_dim=128)
     config.data.update(tokenizer="bpe:4096", batch_size=16, val_fraction=0.02)

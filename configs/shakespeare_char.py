@@ -22,7 +22,7 @@ from configs import default
 
 
 def get_config() -> ConfigDict:
-    """Return the options of this config."""
+    """Return the options of this recipe, nested by group."""
     config = default.get_config()
     config.model.update(
         context_length=256,

@@ -36,9 +36,10 @@ def run(
 ) -> None:
     """Parse the command line, call `main`, and exit with the code that `main` returns (None: 0).
 
-    `main` receives the arguments that are not flags. The first must be one of `commands`, unless
-    `commands` is empty. With `takes_files`, any number of files may follow. If the program has the
-    flag `--config`, and the flag is not given, configs/quickstart.py is read.
+    `define_flags` defines the program's flags. `main` receives the arguments that are not flags.
+    The first of them must be one of `commands`, unless `commands` is empty. With `takes_files`, any
+    number of files may follow. If the program has the flag `--config`, but the user does not give
+    it, configs/quickstart.py is read.
     """
     raise_at_interrupt()
     faulthandler.enable()
@@ -79,7 +80,7 @@ def run(
 
 
 def _wrap(text: str) -> str:
-    """Wrap paragraphs at 80 columns, except indented paragraphs, which are commands."""
+    """Return `text` wrapped at 80 columns. Indented paragraphs are commands, and do not change."""
     paragraphs = text.split("\n\n")
     for index, paragraph in enumerate(paragraphs):
         if not paragraph.startswith(" "):
@@ -88,16 +89,17 @@ def _wrap(text: str) -> str:
 
 
 def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
-    """Parse flags. Return the program's name and the arguments that are not flags.
+    """Parse the command line `argv`. Return the program's name, and the arguments without flags.
 
-    With `lists_options`, --help also lists the options of `--config`.
+    With `lists_options`, --help also lists the options of `--config`. Raise a UserError for a flag
+    or value that is not allowed.
     """
     try:
         arguments = flags.FLAGS.read_flags_from_files(argv[1:])
         is_given = any(re.match("--?config(=|$)", text) for text in arguments)
         if "config" in flags.FLAGS and not is_given:
-            # Take the default config from this installation, because the current directory may have
-            # a configs/quickstart.py of its own.
+            # The path leads to this installation, because the current directory may contain another
+            # file named configs/quickstart.py.
             path = Path(__file__).parents[1] / "configs/quickstart.py"
             argv.insert(1, f"--config={os.path.relpath(path)}")
         for argument in arguments:
@@ -122,7 +124,7 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
 
 
 def _list_options() -> None:
-    """Print all options of `--config`, with their values and meanings."""
+    """Print all options that can follow `--config.`, with their values and meanings."""
     print("\nOptions of --config:")
     for name, value in flatten(flags.FLAGS["config"].value).items():
         print(
@@ -135,10 +137,10 @@ def _list_options() -> None:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
-    """Return the error for an unknown flag.
+    """Return the UserError for absl's error about an unknown flag.
 
-    If the flag is one of nanoGPT's, or an option without `--config.` before its name, the error
-    says what to use instead.
+    If the flag is a flag of nanoGPT, or the name of an option without `--config.`, the message
+    contains the flag to use instead.
     """
     if error.flagname == "out_dir":
         return UserError("There is no flag --out_dir", "Did you mean --workdir?")
@@ -154,7 +156,7 @@ def _unknown_flag(error: flags.UnrecognizedFlagError) -> UserError:
 
 
 def define_config() -> None:
-    """Define `--config=FILE` and its overrides `--config.a.b=v`."""
+    """Define `--config=FILE` and `--config.GROUP.OPTION=VALUE`, which overrides the file."""
     try:
         config_flags.DEFINE_config_file(
             "config",
@@ -181,7 +183,10 @@ class _ConfigFileParser(flags.ArgumentParser):
 
 
 def parse_config() -> Config:
-    """Return the validated options of `--config` and its overrides."""
+    """Return the options in the file of `--config`, with the overrides on the command line.
+
+    Raise a UserError if they are not allowed. Call this after the flags have been parsed.
+    """
     return Config.from_dict(flags.FLAGS["config"].value)
 
 
@@ -191,24 +196,28 @@ def config_file() -> str:
 
 
 def config_name() -> str:
-    """Return the config file's name without folder, suffix and argument.
+    """Return the name of the file of `--config`, without folder, suffix and argument.
 
-    For `configs/gpt2_124m.py:v5e-8` this is `gpt2_124m`.
+    For `configs/gpt2_124m.py:v5e-8`, the name is `gpt2_124m`.
     """
     path, _, _ = config_file().partition(".py:")
     return Path(path).stem
 
 
 def overrides() -> Options:
-    """Return the options set by `--config.a.b=v`, by dotted name."""
+    """Return the options that the user has set with `--config.GROUP.OPTION=VALUE`.
+
+    The keys are dotted names, `GROUP.OPTION`.
+    """
     return dict(config_flags.get_override_values(flags.FLAGS["config"]))
 
 
 def chosen_options() -> set[str]:
-    """Return the names of options that the user has set, on the command line or in a file.
+    """Return the dotted names of options that the user has set, on the command line or in a file.
 
-    A value in a config file counts if it differs from configs/default.py. Values in quickstart.py
-    do not count, because that file is read if `--config` is not given.
+    A value in a config file counts if it differs from configs/default.py. Values in
+    configs/quickstart.py do not count, because this file is read even if the user does not give
+    `--config`.
     """
     chosen = set(overrides())
     if config_name() != "quickstart":
@@ -220,7 +229,7 @@ def chosen_options() -> set[str]:
 
 
 def define_cluster() -> None:
-    """Define `--cluster`, for programs that call gpt2.utils.ray_cluster.connect."""
+    """Define the flag `--cluster`, whose value the program passes to `ray_cluster.connect`."""
     flags.DEFINE_string(
         "cluster",
         "",
@@ -229,7 +238,7 @@ def define_cluster() -> None:
 
 
 def define_run() -> None:
-    """Define the flags of a run: its options, its directory and its processes."""
+    """Define the flags of train.py: `--config`, `--workdir`, `--debug`, and flags for processes."""
     define_config()
     flags.DEFINE_string(
         "workdir",
@@ -267,7 +276,7 @@ def define_run() -> None:
 
 
 def _is_address(text: str | None) -> bool:
-    """Return whether `text` is HOST:PORT or None."""
+    """Return whether `text` is HOST:PORT, or None because the flag is not given."""
     if text is None:
         return True
     host, _, port = text.rpartition(":")

@@ -14,9 +14,10 @@ _on_exit = ""  # the shell command of `logging.on_exit`, or empty
 
 
 class UserError(Exception):
-    """A mistake that the user can correct.
+    """The error for a mistake that the user can correct.
 
-    The message is one line, which states `what` is wrong and then the `remedy`.
+    The message is one line. It states `what` is wrong, and then the `remedy`. A command that ends
+    with this error exits with `exit_code`.
     """
 
     def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
@@ -35,11 +36,11 @@ class UserError(Exception):
 
 
 class DivergedError(ArithmeticError):
-    """The error of a step whose results contain NaN or Inf.
+    """The error raised if the results of a step contain NaN or Inf.
 
-    `what` begins the message, for example "The loss is". `before` is True if the state before the
-    step led to NaN or Inf (in the loss or the gradients), and False if the state after the step did
-    (in the validation loss).
+    `what` begins the message, for example "The loss is". `before` is True if NaN or Inf was
+    computed from the state before the step (in the loss or the gradients), and False if it was
+    computed from the state after the step (in the validation loss).
     """
 
     def __init__(self, step: int, what: str, *, before: bool):
@@ -50,10 +51,10 @@ class DivergedError(ArithmeticError):
 
 @contextlib.contextmanager
 def located(place: object) -> Iterator[None]:
-    """If the body raises a UserError, begin its message with `place`.
+    """If the body of `with` raises a UserError, write `place` before its message.
 
-    `place` is the file, the line or the option that is wrong.
-    The message does not change if it contains `place`, or if it comes from an inner `located`.
+    `place` is the file, the line or the option that is wrong. The message does not change if it
+    already contains `place`, or if an inner `located` has handled the error.
     """
     try:
         yield
@@ -66,11 +67,12 @@ def located(place: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn an error that the user can correct into a one-line message and an exit code.
+    """If the body raises an error that the user can correct, print one line and end the process.
 
-    These errors are UserError, and others that `describe_exit` recognises. Ctrl-C exits with 130.
-    If the output is a pipe whose reader has ended, such as `head`, exit with 141 and print nothing.
-    Other exceptions are raised again. The function is also a decorator.
+    Such errors are UserError and the others that `describe_exit` recognises. Ctrl-C ends the
+    process with the exit code 130. If the output is a pipe whose reader has ended, such as `head`,
+    the process ends with 141 and prints nothing. Other exceptions are raised again. The function is
+    a context manager and a decorator.
     """
     try:
         yield
@@ -92,7 +94,10 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def exit_process(message: str, code: int) -> NoReturn:
-    """Print a message and end the process, without waiting for threads or other processes."""
+    """Print a message, and end this process with the exit code `code`.
+
+    Do not wait for threads or other processes, because they may hang.
+    """
     log(message)
     run_on_exit(code, message)
     with ignore_failed_output(sys.stdout):
@@ -101,16 +106,16 @@ def exit_process(message: str, code: int) -> NoReturn:
 
 
 def set_on_exit(command: str) -> None:
-    """Set the shell command that `run_on_exit` runs."""
+    """Set the shell command that `run_on_exit` runs. An empty string means no command."""
     global _on_exit
     _on_exit = command
 
 
 def run_on_exit(code: int, reason: str) -> None:
-    """Run the command of `logging.on_exit`, at most once.
+    """Run the command of `logging.on_exit`. Further calls do nothing.
 
     The command can read `code` and `reason` in $GPT2_EXIT_CODE and $GPT2_EXIT_REASON. If it fails
-    or takes longer than a minute, print a warning. The process still exits with `code`.
+    or takes longer than a minute, print a warning; the exit code of the process does not change.
     """
     command = _on_exit
     set_on_exit("")
@@ -125,7 +130,7 @@ def run_on_exit(code: int, reason: str) -> None:
         warn(f"the command of logging.on_exit failed: {error}")
 
 
-# Errors of the operating system that concern a disk or a path that the user chose.
+# Errors of the operating system about a disk or a path that the user chose.
 _CAUSED_BY_USER = (
     errno.ENOENT,
     errno.ENOSPC,
@@ -143,9 +148,9 @@ _CAUSED_BY_USER = (
 
 
 def describe_exit(error: BaseException) -> tuple[str, int] | None:
-    """Return the message and the exit code of a command that ends with an exception.
+    """Return the message and the exit code for a command that ends with the exception `error`.
 
-    Return None if the exception is a bug, whose traceback should be printed.
+    Return None if the user cannot correct the error, so that its traceback should be printed.
     """
     if isinstance(error, OSError) and error.errno in _CAUSED_BY_USER:
         message = str(error.strerror)
@@ -175,7 +180,10 @@ def warn(message: str) -> None:
 
 
 def log(message: str, stream: TextIO | None = None) -> None:
-    """Print a line without buffering, to stderr by default. Ignore a failure to write it."""
+    """Print a line to `stream`, by default stderr, without buffering.
+
+    If the line cannot be written, ignore this, so that the run continues.
+    """
     stream = stream or sys.stderr
     with ignore_failed_output(stream):
         print(message, file=stream, flush=True)
@@ -183,7 +191,7 @@ def log(message: str, stream: TextIO | None = None) -> None:
 
 @contextlib.contextmanager
 def ignore_failed_output(stream: TextIO) -> Iterator[None]:
-    """Discard what the body writes to `stream` if it cannot be written.
+    """If the body of `with` cannot write to `stream`, discard the output instead of failing.
 
     For example, the disk may be full, or Ctrl-C may have ended the `tee` that reads the output.
     """
@@ -194,16 +202,16 @@ def ignore_failed_output(stream: TextIO) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard the buffered output of a stream, which Python would fail to flush at exit."""
+    """Redirect a stream to /dev/null, because Python would fail to flush its buffer at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise a UserError that suggests the nearest choice, unless `value` is one of `choices`.
+    """Raise a UserError that suggests the most similar choice, unless `value` is one of `choices`.
 
-    The choices must be in lower case, because the search for the nearest one ignores the case of
-    `value`.
+    `name` is the option or argument that has this value. The choices must be in lower case, because
+    the search for the most similar choice converts `value` to lower case.
     """
     if value not in choices:
         near = difflib.get_close_matches(value.lower(), choices, n=1)

@@ -17,7 +17,7 @@ from gpt2.model.sampling import Sampling, generate
 
 
 def define_flags() -> None:
-    """Define the flags of this command."""
+    """Define `--prompt`, the flags that control sampling, and the flags that choose the model."""
     flags.DEFINE_string("prompt", "", "Text to continue.")
     flags.DEFINE_integer(
         "max_new_tokens",
@@ -48,11 +48,12 @@ def define_flags() -> None:
 
 
 def main() -> None:
-    """Print `--num_samples` continuations of `--prompt`."""
+    """Sample `--num_samples` continuations of `--prompt`, and print each after the prompt."""
     args = flags.FLAGS
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     cfg, params, tokenizer = load_model(args.workdir, args.hf, args.checkpoint)
-    # In a locale without UTF-8, Python reads the bytes of other characters as lone surrogates.
+    # In a locale without UTF-8, Python reads each byte of a non-ASCII character as an unpaired
+    # surrogate.
     text = args.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     prompt = tokenizer.encode(text).tolist()
     start = prompt

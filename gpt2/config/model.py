@@ -1,4 +1,4 @@
-"""The options of the model, and the sizes that OpenAI released."""
+"""The options of the model, and the sizes of the models that OpenAI released."""
 
 import inspect
 from dataclasses import dataclass
@@ -93,17 +93,17 @@ class ModelConfig(default.Model):
 
     @cached_property
     def rope_size(self) -> int:
-        """Number of dimensions of a head that `model.position=rope` rotates."""
+        """Number of dimensions of each head that `model.position=rope` rotates."""
         return int(self.head_size * self.rope_share)
 
     @cached_property
     def width_ratio(self) -> float:
-        """Ratio of the width to `mup_base_width`, or 1 without muP."""
+        """Ratio of `embed_dim` to `mup_base_width`, or 1 without muP."""
         return self.embed_dim / (self.mup_base_width or self.embed_dim)
 
     @cached_property
     def depth_ratio(self) -> float:
-        """Ratio of the depth to `mup_base_depth`, or 1 without CompleteP."""
+        """Ratio of `num_layers` to `mup_base_depth`, or 1 without CompleteP."""
         return self.num_layers / (self.mup_base_depth or self.num_layers)
 
     @cached_property
@@ -113,9 +113,9 @@ class ModelConfig(default.Model):
 
     @cached_property
     def is_gated(self) -> bool:
-        """Whether the MLP has a gate, which is a third linear map.
+        """Whether the MLP has a third linear map, whose result multiplies the hidden layer.
 
-        The names of gated activations end in `glu`.
+        This is so for the activations `swiglu` and `geglu`.
         """
         return self.activation.endswith("glu")
 
@@ -126,7 +126,10 @@ class ModelConfig(default.Model):
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Attention window of each layer, in tokens, including the query's token. 0: no limit."""
+        """For each layer, the number of tokens to which a position attends, including itself.
+
+        0 means all earlier tokens.
+        """
         widths = {"S": self.window, "L": 0}
         letters = self.window_pattern * self.num_layers
         return tuple(widths[letter] for letter in letters[: self.num_layers])
@@ -134,7 +137,7 @@ class ModelConfig(default.Model):
 
 @dataclass(frozen=True)
 class GPTConfig(ModelConfig):
-    """The config of `gpt2.model.GPT`: the `model.` options, and options of the computation."""
+    """The config of `gpt2.model.GPT`: the `model.` options, dtypes, remat and scanned layers."""
 
     # The size of GPT-2's vocabulary. A run passes `model.vocab_size`, or the size of its tokenizer
     # if this option is 0.
@@ -152,17 +155,20 @@ class GPTConfig(ModelConfig):
             values[name] = option.check(name, value)
         check_effects(values, _OPTIONS)
         super().__post_init__()
-        # Evaluate the cached properties now, outside of any traced function.
+        # This evaluates the cached properties now, outside of any function that JAX traces.
         inspect.getmembers(self)
 
     @cached_property
     def loops_over_layers(self) -> bool:
-        """Whether the compiled program loops over layers, instead of repeating the block's code."""
+        """Whether the compiled program loops over layers. Otherwise, it repeats a layer's code."""
         return self.scan_layers and self.scan_unroll < self.num_layers
 
     @classmethod
     def from_name(cls, name: str, **overrides: Any) -> Self:
-        """Return the config of an OpenAI release, one of `SIZES`, with overrides."""
+        """Return the config of a model that OpenAI released, such as `gpt2-124m`.
+
+        `name` is one of `SIZES`. `overrides` replace other fields of the config.
+        """
         require_choice("model name", name, tuple(SIZES))
         num_layers, num_heads, embed_dim = SIZES[name]
         size = dict(num_layers=num_layers, num_heads=num_heads, embed_dim=embed_dim)

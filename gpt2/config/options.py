@@ -14,7 +14,8 @@ from configs import default
 from gpt2.errors import UserError, require_choice, warn
 
 Value = bool | int | float | str
-Options = dict[str, Any]  # dotted name -> value, or group -> the Options of the group
+# Dotted name -> value, or nested: name of a group -> the Options of the group.
+Options = dict[str, Any]
 
 Item = TypeVar("Item")
 
@@ -29,6 +30,8 @@ class Option:
         kind: the type of the option's values.
         interval: the range of a number; a round bracket excludes the bound.
         default: the value of a run that does not set the option. Tests may leave it None.
+
+    `configs.default.option` describes the other attributes.
     """
 
     kind: type
@@ -48,14 +51,17 @@ class Option:
     is_recorded: bool = True
 
     def holds(self, number: float) -> bool:
-        """Return whether a number lies in the interval."""
+        """Return whether a number lies in the option's `interval`."""
         low, high = map(float, self.interval[1:-1].split(","))
         if number in (low, high):
             return self.interval[0 if number == low else -1] in "[]"
         return low < number < high
 
     def check(self, name: str, value: object) -> Value:
-        """Return `value` in the option's type. Raise a UserError if it is not allowed."""
+        """Return `value` as a value of the option's type: 1 becomes 1.0 for a float.
+
+        Raise a UserError if the option does not allow the value. `name` is the option's name.
+        """
         if isinstance(value, np.generic):
             value = value.item()
         if self.kind is float and type(value) is int:
@@ -74,16 +80,17 @@ class Option:
         return value
 
 
-# The attributes that a group may set for all of its options.
+# The attributes that a group may set for all of its options, and their values outside of groups.
 _OF_GROUPS = {"may_change": False, "is_recipe": False}
 
 
 def read_group(
     group: type, prefix: str = "", inherited: Mapping[str, bool] = _OF_GROUPS
 ) -> dict[str, Option]:
-    """Return the options of a dataclass and of its nested groups, by dotted name, in order.
+    """Return a dict from dotted names to the options of a dataclass and of its nested groups.
 
-    `inherited` contains the attributes that the enclosing group sets for all of its options.
+    `prefix` begins each name. `inherited` contains the attributes that the enclosing group sets for
+    all of its options. The options have the order in which the dataclass declares them.
     """
     options = dict[str, Option]()
     hints = get_type_hints(group, include_extras=True)
@@ -109,7 +116,10 @@ OPTIONS = read_group(default.Options)
 
 
 def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
-    """Return the options of nested groups by dotted name, in order."""
+    """Return the options in nested groups as one dict, whose keys are dotted names.
+
+    `prefix` begins each name. The order does not change.
+    """
     flat = Options()
     for name, value in tree.items():
         if isinstance(value, Mapping | ConfigDict):
@@ -120,9 +130,10 @@ def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
 
 
 def no_option(name: str, prefix: str = "") -> UserError:
-    """Return the error for an unknown option, with a suggestion.
+    """Return the error for an unknown option `name`, with a suggestion.
 
-    The suggestion is the option that another codebase calls `name`, or the most similar name.
+    The suggestion is the option that another codebase calls `name`, or the option with the most
+    similar name. `prefix`, such as `--config.`, is written before the suggestion.
     """
     spellings = dict[str, str]()
     for known, option in OPTIONS.items():
@@ -141,7 +152,7 @@ def no_option(name: str, prefix: str = "") -> UserError:
 
 
 def require_option(name: str, prefix: str = "") -> None:
-    """Raise a UserError unless there is an option of this name."""
+    """Raise the error of `no_option` unless there is an option with the dotted name `name`."""
     if name not in OPTIONS:
         raise no_option(name, prefix)
 
@@ -149,8 +160,9 @@ def require_option(name: str, prefix: str = "") -> None:
 def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
     """Return all options, nested by group: the values in `tree`, and defaults for all others.
 
-    Each value is checked by itself; `Config` checks combinations. With `is_record`, the tree is a
-    run's config.json, and options that contain shell commands are ignored.
+    Each value is checked by itself; `Config` checks combinations. `is_record` states that `tree` is
+    a config.json. Options that contain shell commands are then ignored, so that a downloaded run
+    cannot run commands.
     """
     given = Options()
     for name, value in flatten(tree).items():
@@ -172,10 +184,11 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:
-    """Raise a UserError if an option is set, but another option prevents it from having an effect.
+    """Raise a UserError if an option is set that has no effect because of another option.
 
-    `values` contains some or all options, by dotted name. An option is not checked if `values` does
-    not contain the option on which it depends.
+    `values` contains the values of some or all options, by dotted name, and `options` contains the
+    declarations of these options. An option is not checked if `values` does not contain the option
+    on which it depends.
     """
     for name, value in values.items():
         option = options[name]
@@ -197,7 +210,7 @@ def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> N
 
 
 def read_option(name: str, text: str) -> Value:
-    """Parse `text` as a value of the option `name`."""
+    """Parse `text` as a value of the option `name`. Raise a UserError if its type is wrong."""
     require_option(name)
     kind = OPTIONS[name].kind
     try:
@@ -207,7 +220,10 @@ def read_option(name: str, text: str) -> Value:
 
 
 def read_factor(text: str) -> float:
-    """Parse a factor. Raise a ValueError unless it is 0 or from 1e-6 to 1e6."""
+    """Parse a factor of a learning rate, or the weight of a loss.
+
+    Raise a ValueError unless it is 0 or from 1e-6 to 1e6.
+    """
     factor = float(text)
     if factor and not 1e-6 <= factor <= 1e6:
         raise ValueError(f"{text} is neither 0 nor between 1e-6 and 1e6")

@@ -79,9 +79,10 @@ class OptimConfig(default.Optim):
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, float], ...]:
-        """Pairs (step, fraction of the peak rate) of a `piecewise` schedule, in ascending order.
+        """The pairs (step, fraction of the peak rate) of a `piecewise` schedule, ascending.
 
-        Other schedules have no pairs.
+        From each step on, the learning rate is this fraction of its peak. For other schedules, the
+        tuple is empty.
         """
         name, _, text = self.schedule.partition(":")
         if name != "piecewise":
@@ -96,14 +97,17 @@ class OptimConfig(default.Optim):
 
     @cached_property
     def rates(self) -> tuple[tuple[str, float], ...]:
-        """Pairs (regular expression, factor) of `layer_rates`."""
+        """The pairs (regular expression, factor) of `layer_rates`, in the given order.
+
+        The first expression that matches a parameter's name determines the factor of its rate.
+        """
         text = self.layer_rates
         what = f"optim.layer_rates={text}"
         return tuple(read_items(what, text, _read_rate, "wte=0.5,h_.*=2"))
 
     @property
     def decay_in_gradient(self) -> bool:
-        """Whether weight decay is added to the gradient.
+        """Whether the optimizer adds weight decay to the gradient, instead of decaying separately.
 
         The options `cautious` and `scheduled_weight_decay` then cannot change the decay.
         """
@@ -116,16 +120,22 @@ class OptimConfig(default.Optim):
 
     @property
     def end_rate(self) -> float:
-        """The learning rate at the end of a schedule that decays."""
+        """The learning rate at the end of a `cosine`, `linear` or `wsd` schedule."""
         return self.learning_rate * self.end_fraction
 
     def decay(self, num_steps: int) -> float:
-        """Return the weight decay of a run of `num_steps` steps."""
+        """Return the weight decay of a run of `num_steps` steps.
+
+        This is `weight_decay` or, if `decay_timescale` is set, the value that follows from it.
+        """
         product = self.learning_rate * self.decay_timescale * num_steps
         return 1 / product if product else self.weight_decay
 
     def tail_start(self, num_steps: int) -> int:
-        """Return the step after which `tail_average` begins in a run of `num_steps` steps."""
+        """Return the step after which the tail average begins in a run of `num_steps` steps.
+
+        Without `tail_average`, return `num_steps`.
+        """
         return num_steps - _floor(num_steps * self.tail_average)
 
     def decay_steps(self, num_steps: int) -> int:
@@ -152,7 +162,10 @@ class TrainConfig(default.Train):
     """The `train.` options."""
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether an action is due after `step`: every `every` steps, and at the end."""
+        """Return whether an action is due after `step`: every `every` steps, and at the end.
+
+        If `every` is 0, the action is due only at the end of the run.
+        """
         return step == self.num_steps or (every > 0 and step % every == 0)
 
 
@@ -165,7 +178,10 @@ class RulesConfig(default.Rules):
     """
 
     def axes(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes that an option lists, outermost first."""
+        """Return the mesh axes that the option `name` lists, outermost first.
+
+        If the option is `none`, the tuple is empty.
+        """
         value = getattr(self, name)
         return () if value == "none" else tuple(value.split(","))
 
@@ -189,7 +205,10 @@ class ParallelConfig(default.Parallel):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The requested size of every mesh axis. An axis of size -1 uses all remaining devices."""
+        """The size of every mesh axis, from the options `data`, `fsdp`, `tensor` and `strategy`.
+
+        An axis of size -1 uses all remaining devices.
+        """
         sizes = dict(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
         takes_all = {"zero1": "fsdp", "zero3": "fsdp", "megatron": "tensor"}
         axis = takes_all.get(self.strategy)
@@ -256,7 +275,7 @@ class Config(default.Options):
 
     @cached_property
     def shapes(self) -> ShapeSchedule:
-        """The shapes of the run's steps."""
+        """The batch size, context length and window of every step of the run."""
         changes: dict[int, dict[str, int]] = {0: {}}
         for name, size in _SHAPE_SCHEDULES.items():
             text = getattr(self.train, name)
@@ -274,8 +293,8 @@ class Config(default.Options):
     def at(self, shape: StepShape) -> "Config":
         """Return the config with the batch size and window of `shape` in every step.
 
-        The result has no schedules of shapes. Its `model.context_length` is that of this config,
-        even if `shape.context_length` is shorter.
+        The result has no schedules of batch size, context length or window. Its
+        `model.context_length` does not change, even if `shape.context_length` is shorter.
         """
         options: Options = {f"train.{name}": "" for name in _SHAPE_SCHEDULES}
         options["data.batch_size"] = shape.batch_size
@@ -284,12 +303,16 @@ class Config(default.Options):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in the largest global batch."""
+        """Number of tokens in the largest batch of the run, over all devices and micro-batches."""
         return self.shapes.largest.tokens
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences in one micro-batch, on all devices together, for `data.batch_size`."""
+        """Number of sequences in one micro-batch, over all devices.
+
+        This is for `data.batch_size`. Steps that train.batch_schedule changes have other
+        micro-batches.
+        """
         return self.data.batch_size // self.train.accumulate_steps
 
     @classmethod
@@ -298,7 +321,10 @@ class Config(default.Options):
         return _build(cls, complete(tree))
 
     def to_dict(self) -> dict:
-        """Return nested plain dicts, as stored in config.json, which excludes `logging.on_exit`."""
+        """Return the options as nested dicts, for config.json.
+
+        `logging.on_exit` is left out, so that continuing a downloaded run cannot run commands.
+        """
         tree = asdict(self)
         for name, option in OPTIONS.items():
             if not option.is_recorded:
@@ -307,7 +333,7 @@ class Config(default.Options):
         return tree
 
     def with_vocabulary(self, tokens: int) -> "Config":
-        """Return the config, with `model.vocab_size` set to `tokens` if it was 0.
+        """Return the config with a `model.vocab_size` above 0: if it is 0, set it to `tokens`.
 
         `tokens` is the number of tokens of the tokenizer, or 0 if the number is not known. Raise a
         UserError if the resulting size would be 0 or less than `tokens`.
@@ -329,7 +355,8 @@ class Config(default.Options):
     def gpt(self) -> GPTConfig:
         """Return the model's config, with the attention window of the run's last steps.
 
-        Call `with_vocabulary` first, because `model.vocab_size` must not be 0 here.
+        Call `with_vocabulary` first, because `model.vocab_size` must not be 0 here: the size of the
+        model depends on it.
         """
         options = asdict(self.model) | {"window": self.shapes.last.window}
         return GPTConfig(
@@ -341,7 +368,10 @@ class Config(default.Options):
 
 
 def _build(group: type[Any], options: Options) -> Any:
-    """Build a group of options, and its nested groups, from nested dicts."""
+    """Return an instance of the dataclass `group`, with its nested groups, from nested dicts.
+
+    `options` must contain every option.
+    """
     values = dict(options)
     for field in fields(group):
         if is_dataclass(field.default):
@@ -350,20 +380,24 @@ def _build(group: type[Any], options: Options) -> Any:
 
 
 def get_option(config: Config, name: str) -> Any:
-    """Return the value of an option by its dotted name."""
+    """Return the value of the option with a dotted name, such as `model.num_layers`."""
     return attrgetter(name)(config)
 
 
 def with_options(config: Config, options: Mapping[str, object]) -> Config:
-    """Return the config with some options replaced, by dotted name."""
+    """Return a config in which the values in `options`, by dotted name, replace those in `config`.
+
+    The new config is checked like any other.
+    """
     return Config.from_dict(flatten(asdict(config)) | flatten(options))
 
 
 def read_options(name: str) -> Options:
-    """Return all options of a config file or of a run's config.json, each checked by itself.
+    """Return all options of the config file or config.json `name`, nested by group.
 
-    `FILE:ARGUMENT` passes the argument to the file's `get_config`. A path that does not exist is
-    looked up next to the package, so that `configs/quickstart.py` works in any directory.
+    Each option is checked by itself. If `name` is `FILE:ARGUMENT`, the argument is passed to the
+    file's `get_config`. A path that does not exist is looked up next to the package, so that
+    `configs/quickstart.py` works in any directory.
     """
     path = Path(name)
     argument = ""
@@ -391,7 +425,7 @@ def read_options(name: str) -> Options:
 
 
 def load_config(workdir: Path) -> Config:
-    """Read the options of a run from its config.json."""
+    """Return the options of the run in `workdir`, which is a local folder, from its config.json."""
     path = workdir / "config.json"
     if not path.is_file():
         raise UserError(

@@ -1,4 +1,7 @@
-"""The shapes of a run's steps, which the schedules in `train.` change during the run."""
+"""The batch size, context length and window of a run's steps.
+
+The schedules in `train.` can change these sizes during a run.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +38,10 @@ def read_steps(
 
 
 class StepShape(NamedTuple):
-    """The static sizes of a compiled step, named like their options."""
+    """The sizes that are constant in a compiled step. If one of them changes, JAX compiles again.
+
+    Each field has the name of its option.
+    """
 
     batch_size: int
     context_length: int
@@ -43,7 +49,7 @@ class StepShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens in a global batch."""
+        """Number of tokens in a batch, over all devices and micro-batches."""
         return self.batch_size * self.context_length
 
 
@@ -62,7 +68,7 @@ class ShapeSchedule:
         return self.pieces[max(start for start in self.pieces if start < step)]
 
     def tokens(self, steps: int) -> int:
-        """Return the tokens in the first `steps` steps."""
+        """Return the number of tokens in the first `steps` steps."""
         return int(self.sum(lambda shape: shape.tokens, steps))
 
     def sum(self, amount: Callable[[StepShape], float], steps: int) -> float:
@@ -76,7 +82,7 @@ class ShapeSchedule:
 
     @property
     def last(self) -> StepShape:
-        """The shape of the last steps."""
+        """The shape of the run's last steps."""
         return self.pieces[max(self.pieces)]
 
     @property

@@ -66,7 +66,7 @@ def test_each_machine_takes_half_a_million_tokens_a_step_in_what_it_holds(
     monkeypatch.chdir(tmp_path)  # where there are no configs
     found = read_options("configs/gpt2_124m.py:v5e-8")
     assert Config.from_dict(found) == recipe("v5e-8")
-    message = f"v9 is not a machine; choose one of {', '.join(MACHINES)}"
+    message = f"no recipe for the machine v9; choose one of {', '.join(MACHINES)}"
     with pytest.raises(UserError, match=message):
         read_options("configs/gpt2_124m.py:v9")
 
