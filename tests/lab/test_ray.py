@@ -266,7 +266,7 @@ def test_a_run_reserves_an_accelerator_a_host_or_a_part_of_its_cores(
         ("slurm", "--cluster=slurm is not ray or ray:ADDRESS"),
         ("ray:localhost:1", "Connection refused"),
         ("ray:localhost:port", "invalid literal"),
-        ("ray", "no instance. Run `ray start --head`"),
+        ("ray", r"\(no instance\). Start a cluster with `ray start --head`"),
     ],
 )
 def test_a_cluster_that_is_not_there_is_one_sentence(cluster, error, monkeypatch):
