@@ -151,7 +151,7 @@ def test_padding_of_a_directory_is_skipped_by_every_import(tmp_path, monkeypatch
 
 def test_a_parameter_that_no_tensor_has_is_refused(tmp_path):
     cfg, params = make_model(64)
-    with pytest.raises(UserError, match="no parameter for gate"):
+    with pytest.raises(UserError, match="params contains gate, but the model"):
         hf.save(tmp_path / "out", cfg, params | {"gate": np.zeros(3)})
 
 
