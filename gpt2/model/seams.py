@@ -122,10 +122,14 @@ class Ingredient:
     ) -> tuple[ScoreTerm, ...]:
         """Return `terms`, to which an ingredient may append a `plain.ScoreTerm`.
 
-        A `ScoreTerm` is a function that changes attention's scores. Kernels do not support the
-        functions of ingredients, so the reference implementation then computes attention.
+        A `ScoreTerm` is a function that changes attention's scores. Unless `has_kernel` returns
+        True, the reference implementation then computes attention.
         """
         return terms
+
+    def has_kernel(self) -> bool:
+        """Return whether attention's kernels compute what `score_terms` appends."""
+        return False
 
     def attention_output(
         self, attention: nn.Module, y: Array, context: Context

@@ -62,6 +62,13 @@ class Scoring(NamedTuple):
         # A learned cap is an array, for which kernels would not compute a gradient.
         return first.cap if isinstance(first.cap, float | int) else None
 
+    @property
+    def slopes(self) -> Array | None:
+        """The slopes `[N]` if a linear bias is the only term, and otherwise None."""
+        if len(self.terms) == 1 and isinstance(self.terms[0], LinearBias):
+            return self.terms[0].slopes
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class SoftCap:
@@ -75,6 +82,20 @@ class SoftCap:
     def __call__(self, x: Array, *_: Array) -> Array:
         """Return `cap * tanh(x / cap)`."""
         return self.cap * jnp.tanh(x / self.cap)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearBias:
+    """The function that adds `slope * (key - query)` to scores, given the positions of both.
+
+    The slopes `[N]` float32 belong to the heads. The source is ALiBi, arXiv 2108.12409.
+    """
+
+    slopes: Array
+
+    def __call__(self, scores: Array, query: Array, key: Array) -> Array:
+        """Return the scores `[B, N, T, S]` with the bias."""
+        return scores + self.slopes[:, None, None] * (key - query)
 
 
 def linear(

@@ -20,7 +20,7 @@ import numpy as np
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError, first_line
 from gpt2.ops import Scoring, plain
-from gpt2.ops.plain import SoftCap
+from gpt2.ops.plain import LinearBias, ScoreTerm, SoftCap
 from gpt2.parallel import distributed
 from gpt2.parallel.kernels import Terms, choose_attention, get_attention
 from gpt2.utils.platform import host_device
@@ -101,7 +101,12 @@ def _largest_error(name, cfg, window, is_masked, is_late, host):
     for heads in (cfg.num_heads, cfg.kv_heads, cfg.kv_heads, cfg.num_heads):
         x = rng.standard_normal((1, T, heads, cfg.head_size), np.float32)
         inputs.append(x.astype(cfg.compute_dtype))
-    terms = (SoftCap(cfg.attention_softcap),) if cfg.attention_softcap else ()
+    terms: tuple[ScoreTerm, ...] = ()
+    if cfg.attention_softcap:
+        terms = (SoftCap(cfg.attention_softcap),)
+    elif cfg.position == "alibi":
+        slopes = 2.0 ** (-8 * jnp.arange(1.0, cfg.num_heads + 1) / cfg.num_heads)
+        terms = (LinearBias(slopes),)
     segments = jnp.arange(T)[None] * 3 // T if is_masked else None
     scoring = Scoring(cfg.head_size**-0.5, min(window, T // 2), terms, segments)
 

@@ -29,6 +29,7 @@ from gpt2.ops.head_loss import (
     pad_vocab,
 )
 from gpt2.ops.linear import add_rows, linear, linear_separately
+from gpt2.ops.linear_bias import MAX_HEAD_SIZE, with_linear_bias
 from gpt2.ops.norm import norm
 from gpt2.ops.table import AttentionFn, LookUpFn, Spread
 from gpt2.ops.tokamax_attention import is_installed, tokamax_attention
@@ -52,7 +53,7 @@ SHORT_NARROW = 64
 # tokamax, because no GPU has run it in this project yet.
 PREFERRED = {"cpu": "blocked", "gpu": "cudnn", "tpu": "splash"}
 
-# The names of options that add a term to the scores. No kernel supports these terms.
+# The names of options that change the scores in a way that no kernel supports.
 Terms = Collection[str]
 
 
@@ -111,9 +112,9 @@ def _find_obstacle(
             f"needs bfloat16 or float16, but precision.compute is {cfg.compute_dtype}"
         )
     is_on_gpu = name in ("cudnn", "tokamax")
-    if is_on_gpu and (cfg.head_size % 8 or cfg.head_size > 128):
+    if is_on_gpu and (cfg.head_size % 8 or cfg.head_size > MAX_HEAD_SIZE):
         return (
-            f"needs a head size that is a multiple of 8 and at most 128, "
+            f"needs a head size that is a multiple of 8 and at most {MAX_HEAD_SIZE}, "
             f"but the head size is {cfg.head_size}"
         )
     if name == "cudnn" and cfg.context_length % 2:
@@ -165,7 +166,7 @@ def make_ops(
         cfg: the model's config.
         mesh: the devices. If its axis `tensor` has more than one device, XLA's partitioner splits
             activations according to `rules`.
-        terms: the options that add a term to the scores.
+        terms: the options that change the scores in a way that no kernel supports.
         rules: the rules that map logical axes to the mesh. None if each device computes
             independently of the others.
         gathers_by_layer: whether devices hold shards of kernels and tables, which are gathered
@@ -227,12 +228,12 @@ def get_attention(
     Unless `platform` is `tpu`, splash runs in Pallas' interpreter. If activations are split over
     devices, `spread` turns a kernel into a kernel that runs on each device's own heads.
     """
-    if name == "blocked":
-        return partial(blocked_attention, spread=spread)
-    if name == "cudnn":
-        return partial(cudnn_attention, spread=spread)
-    if name == "tokamax":
-        return partial(tokamax_attention, spread=spread)
-    if name == "splash":
-        return partial(splash_attention, interpret=platform != "tpu", spread=spread)
-    return plain.attention
+    kernels: dict[str, Callable[..., Array]] = {
+        "blocked": blocked_attention,
+        "cudnn": cudnn_attention,
+        "tokamax": tokamax_attention,
+        "splash": partial(splash_attention, interpret=platform != "tpu"),
+    }
+    if name not in kernels:
+        return plain.attention
+    return with_linear_bias(partial(kernels[name], spread=spread))

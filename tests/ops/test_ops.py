@@ -22,8 +22,9 @@ from gpt2.ops.linear import (
     linear,
     linear_separately,
 )
+from gpt2.ops.linear_bias import _factors, with_linear_bias
 from gpt2.ops.norm import norm
-from gpt2.ops.plain import SoftCap
+from gpt2.ops.plain import LinearBias, SoftCap
 from gpt2.ops.variants import VARIANTS, variants_for
 from gpt2.parallel import kernels
 from gpt2.parallel.kernels import choose_attention, get_attention
@@ -280,6 +281,56 @@ def test_attention_within_a_window_equals_its_formula():
 def test_a_term_that_a_kernel_lacks_is_computed_by_the_formula(name):
     check_scoring(name, 128, terms=(nearer_first,))
     check_scoring(name, 128, terms=(CAP, add_column))
+    check_scoring(name, 128, terms=(CAP, BIAS))
+
+
+# Slopes with more digits than 16 bits have, one of which is steep.
+BIAS = LinearBias(jnp.array([0.7, 1 / 3, 2.0**-6.5, 0.0123]))
+
+
+@each_dtype
+def test_a_linear_bias_is_a_product_of_narrow_numbers(dtype):
+    heads, positions = jax.jit(_factors, static_argnums=(1, 2))(
+        BIAS.slopes, 1100, jnp.dtype(dtype)
+    )
+    product = np.float64(heads) @ np.float64(positions).T
+    expected = np.outer(np.float64(BIAS.slopes), np.arange(1100))
+    np.testing.assert_allclose(product, expected, rtol=2**-22)
+
+
+@each_dtype
+def test_a_linear_bias_needs_only_more_dimensions(dtype):
+    inputs = [normal(seed, 2, 1100, heads, 8) for seed, heads in enumerate((4, 2, 2))]
+    q, k, v = (x.astype(dtype) for x in inputs)
+    segments = jnp.sort(random_integers(0, 3, 2, 1100))
+    shapes = []
+
+    def kernel(q, k, v, scoring):
+        shapes.append((q.shape[-1], k.shape[-1], v.shape[-1], scoring.terms))
+        return plain.attention(q, k, v, scoring)
+
+    for options in ({}, {"segments": segments}, {"window": 700}):
+        scoring = Scoring(8**-0.5, terms=(BIAS,), **options)
+        fast = jax.jit(partial(with_scoring, with_linear_bias(kernel), scoring))
+        actual = np.float32(fast(q, k, v))
+        # In float32, so that only the rounding of the result is left.
+        wide = (x.astype("float32") for x in (q, k, v))
+        expected = np.float32(plain.attention(*wide, scoring))
+        without = np.float32(plain.attention(q, k, v, scoring._replace(terms=())))
+        tolerance = {"float32": 1e-4, "bfloat16": 2**-7}[dtype]
+        assert np.abs(without - expected).max() > 0.5
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * 4)
+    assert {*shapes} == {(16, 16, 16, ())}
+
+
+@pytest.mark.parametrize("name", ["blocked", "splash"])
+def test_kernels_compute_a_linear_bias(monkeypatch, name):
+    args = qkv(2, 256, 4, 8)
+    scoring = Scoring(8**-0.5, window=100, terms=(BIAS,))
+    expected = with_gradients(partial(with_scoring, plain.attention, scoring), args)
+    monkeypatch.setattr(plain, "attention", None)  # a kernel that falls back fails
+    fast = partial(with_scoring, get_attention(name, "cpu"), scoring)
+    assert_close(with_gradients(fast, args), expected)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "splash"])
@@ -460,6 +511,8 @@ def test_auto_attention_of_cpus_is_blocked_unless_the_context_is_short():
     check_choice("blocked", "CPU", "bfloat16", 128)
     check_choice("plain", "CPU", "bfloat16", 64)
     check_choice("blocked", "CPU", attention_softcap=0.4)
+    check_choice("blocked", "CPU", position="alibi")
+    check_choice("plain", "CPU", position="alibi", attention_softcap=0.4)
     check_choice("plain", "CPU", refused=["blocked"], attention_sink=True)
 
 
@@ -468,6 +521,8 @@ def test_auto_attention_of_gpus_is_cudnn_where_it_can_run():
     check_choice("plain", "NVIDIA L4", "float32")
     check_choice("plain", "NVIDIA L4", length=1023)
     check_choice("plain", "NVIDIA L4", attention_softcap=0.4)
+    check_choice("cudnn", "NVIDIA L4", position="alibi")
+    check_choice("plain", "NVIDIA L4", position="alibi", head_dim=128)
     check_choice("plain", "AMD")
     check_choice("plain", "Tesla T4", "float16")
 
@@ -498,7 +553,7 @@ def test_tokamax_is_chosen_by_its_name_alone(monkeypatch):
         ("AMD", {}, "does not run on this device"),
         ("TPU v5 lite", {}, "does not run on this device"),
         ("NVIDIA H100", {"dropout": 0.1}, "does not support model.dropout"),
-        ("NVIDIA H100", {"position": "alibi"}, "does not support model.position"),
+        ("NVIDIA H100", {"attention_sink": True}, "not support model.attention_sink"),
         ("NVIDIA H100", {"compute_dtype": "float16"}, "needs bfloat16, but .* float16"),
         ("NVIDIA H100", {"embed_dim": 512}, "the head size is 256"),
     ],

@@ -45,6 +45,7 @@ def check(monkeypatch):
     [
         (False, {}),
         (True, {"compute_dtype": "bfloat16", "num_kv_heads": 2, **WINDOWS}),
+        (True, {"compute_dtype": "bfloat16", "position": "alibi"}),
         thorough(False, {"compute_dtype": "float16", "attention_softcap": 5.0}),
     ],
 )
@@ -140,6 +141,12 @@ def test_a_kernel_that_hangs_is_left_out_and_does_not_run_later(
     ends.set()
     thread.join()
     assert bool(runs) == (when == "run")
+
+
+def test_a_bias_that_is_wrong_is_found(check, monkeypatch):
+    monkeypatch.setattr("gpt2.ops.linear_bias._LOW", 2048)  # positions are rounded
+    options = {"compute_dtype": "bfloat16", "position": "alibi", "context_length": 512}
+    assert "its results are wrong by " in check(**options)
 
 
 def test_a_kernel_that_was_asked_for_is_not_replaced(check):

@@ -55,12 +55,12 @@ def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
 
 
 def score_term_options(config: GPTConfig) -> tuple[str, ...]:
-    """Return the names of the options in use that change attention's scores.
+    """Return the options in use that change attention's scores in a way that no kernel supports.
 
     An example is `model.attention_sink`.
     """
     return tuple(
         f"model.{ingredient.option}"
         for ingredient in ingredients_of(config)
-        if ingredient.acts_at("score_terms")
+        if ingredient.acts_at("score_terms") and not ingredient.has_kernel()
     )

@@ -12,7 +12,8 @@ from jax import Array
 
 from gpt2.config import GPTConfig
 from gpt2.model.seams import Context, Ingredient
-from gpt2.ops.plain import ScoreTerm
+from gpt2.ops.linear_bias import DIMENSIONS, MAX_HEAD_SIZE
+from gpt2.ops.plain import LinearBias, ScoreTerm
 
 
 class Alibi(Ingredient):
@@ -29,12 +30,13 @@ class Alibi(Ingredient):
         self, attention: nn.Module, terms: tuple[ScoreTerm, ...], context: Context
     ) -> tuple[ScoreTerm, ...]:
         """Append the function that adds the biases of all heads."""
-        slopes = alibi_slopes(self.config.num_heads)[:, None, None]
+        return (*terms, LinearBias(alibi_slopes(self.config.num_heads)))
 
-        def add_bias(scores: Array, query: Array, key: Array) -> Array:
-            return scores + slopes * (key - query)
-
-        return (*terms, add_bias)
+    def has_kernel(self) -> bool:
+        """Return whether kernels compute the biases: without a soft cap, and if heads are small."""
+        cfg = self.config
+        fits = cfg.head_size + DIMENSIONS <= MAX_HEAD_SIZE
+        return fits and not cfg.attention_softcap
 
 
 def alibi_slopes(num_heads: int) -> Array:
