@@ -61,7 +61,7 @@ class Hook(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The objects with which `train` runs the steps. The training state is passed separately."""
+    """The parts of a run except its state."""
 
     program: Program
     batches: Batches
@@ -91,8 +91,7 @@ def main() -> int:
         config = with_model_of_weights(config, cli.chosen_options(), workdir)
     folder.check_options(workdir, config)
 
-    # Data: the tokens of a corpus are prepared once and stored. The seed and the number of the step
-    # determine which tokens a batch contains.
+    # Data: tokens are prepared once and stored. The seed and the step determine each batch.
     dataset = prepare_dataset(config.data, folder.read_data(workdir))
     folder.check_data(workdir, dataset)
     config = config.with_vocabulary(dataset.tokenizer.vocab_size)
@@ -101,13 +100,12 @@ def main() -> int:
     batches = Batches(config, dataset, program.backend)
     tasks = RunTasks(program.model, options, dataset.tokenizer, program.backend.mesh)
 
-    # State: from the newest undamaged checkpoint, else from `train.init_from`, else drawn.
+    # State: from the newest undamaged checkpoint, from `train.init_from`, or drawn from the seed.
     start = folder.find_start(workdir)
     if folder.is_finished(workdir, config, start):
         with mirror:
             return 0
-    # Initial weights are loaded before `begin` writes to the workdir, because they may not fit the
-    # model.
+    # Initial weights are loaded before the workdir is written, because they may not fit the model.
     state = None if start else first_state(program, dataset)
     folder.begin(workdir, config, dataset, start)
     clock = StepClock.for_run(config, program.flops_per_token)
@@ -120,11 +118,7 @@ def main() -> int:
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
-    """Return the state before the first step, with weights drawn from the seed.
-
-    If `train.init_from` is set, load the weights from there instead. They must have been trained
-    with the tokenizer of `dataset`.
-    """
+    """Return the state before the first step, with weights of `train.init_from` or of the seed."""
     if not (source := program.config.train.init_from):
         return program.init_state()
     params = load_initial_params(source, program.model.config, dataset.tokenizer)
@@ -132,16 +126,12 @@ def first_state(program: Program, dataset: Dataset) -> TrainState:
 
 
 def train(run: Run, state: TrainState, start: int) -> int:
-    """Run the steps after `start` from `state`, write the run's files and return the exit code.
-
-    The code is 0, or 128 plus the number of the signal that stopped the run before its last step.
-    """
+    """Run the steps after `start`, write the run's files, and return the exit code."""
     program, batches, tasks, workdir, checkpointer, clock = run
     config = program.config
     options = program.config.train
 
-    # Compile once for each combination of batch size, context length and window that the run uses,
-    # while the devices initialise the weights.
+    # Compile once for each shape of the run's steps, while the devices initialise the weights.
     distributed.only_first(log)("compiling the steps", sys.stdout)
     with clock.phase("compile"):
         examples, eval_batch = batches.examples(start)
@@ -161,10 +151,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
     upcoming = batches.train(start, options.num_steps, checkpointer.position(start))
 
     def score(num_batches: int = 0) -> dict[str, float]:
-        """Return the validation scores of the newest state. Raise DivergedError at NaN or Inf.
-
-        `num_batches` limits the batches of each corpus; 0: the options limit them.
-        """
+        """Return the newest state's scores. Raise DivergedError if their loss is not finite."""
         reporter.catch_up()
         with clock.phase("validation"):
             split = batches.validation(num_batches)

@@ -18,27 +18,27 @@ ROOT = Path(__file__).parents[1]
 # docstrings and layout. A line costs nothing, so squeezing lines gains nothing.
 ROOMS = {
     "model": 12.3,
-    "ops": 11.2,
+    "ops": 11.8,
     "optim": 6.8,
-    "parallel": 8.7,
+    "parallel": 8.9,
     "training": 11.9,
     "data": 16.8,
     "telemetry": 5.1,
-    "config cli errors signals": 7.3,
+    "config cli errors signals": 7.5,
     "utils": 7.5,
-    "evals": 5.5,
-    "hf": 6.0,
+    "evals": 5.7,
+    "hf": 6.1,
     "generate": 0.6,
     "lab/plan": 3.8,
     "lab/profile": 2.1,
     "lab/benchmark": 5.7,
     "lab": 44.6,
 }
-TOKENS = 145_200  # under gpt2/
+TOKENS = 146_500  # under gpt2/
 DENSITY = 10.6  # tokens per statement; seqax has 10.0, nanochat 10.4, levanter 10.5, nanodo 10.9
-TESTS = 153_200
+TESTS = 154_600
 TESTS_DENSITY = 12.8
-WORDS = 38_000
+WORDS = 41_000
 TRAIN_LINES = 230
 
 LAYOUT = {
