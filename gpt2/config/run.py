@@ -408,8 +408,8 @@ def read_options(name: str) -> Options:
         path = Path(__file__).parents[2] / path
     if not path.is_file():
         raise UserError(
-            f"{name} is not a file, so it contains no options",
-            "Give --config or recipe= a path such as configs/quickstart.py",
+            f"The file of options {name} does not exist",
+            "Give the path of a file such as configs/quickstart.py",
         )
     with reading(name, "Correct the file, or restore it from a copy"):
         if path.suffix == ".json":

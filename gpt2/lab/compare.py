@@ -31,7 +31,7 @@ from gpt2 import cli
 from gpt2.config import Config, flatten
 from gpt2.data.datasets import read_mixture
 from gpt2.errors import UserError, warn
-from gpt2.lab.experiments.cells import spread
+from gpt2.lab.experiments.cells import print_table, spread
 from gpt2.lab.experiments.curve_plot import plot_curves
 from gpt2.lab.experiments.results import Amount, Curve, read_curve, unknown
 from gpt2.lab.experiments.terms import BITS_PER_BYTE, LOSS, flops
@@ -121,7 +121,7 @@ def main(*directories: str) -> None:
     output = flags.FLAGS.output
     with writing(output) as picture:
         plot_curves(picture, curves, unit)
-    print(_make_table(curves, unit).to_string(index=False))
+    print_table(_make_table(curves, unit))
     for name in others:
         origin = origins[name]
         if origin.text != usual.text:

@@ -86,13 +86,13 @@ class TextCorpus(Corpus):
                 unsaved = 0
             if time.monotonic() > reported + SECONDS:
                 reported = time.monotonic()
-                line = f"{format_count(progress.sum('num_tokens'))} tokens"
+                line = f"encoded {format_count(progress.sum('num_tokens'))} tokens"
                 if self.num_bytes:
                     # `num_bytes` is the size of the files, which may be compressed. It is therefore
                     # compared with the bytes read from them, if these are counted.
                     done = self.source.bytes_read or progress.sum("num_bytes")
                     fraction = min(done / self.num_bytes, 1)
-                    line += f", {fraction:.0%} of the text"
+                    line += f", {fraction:.0%} of the text so far"
                 log(line, sys.stdout)
         writer.flush()
         details = dict[str, str | int]()

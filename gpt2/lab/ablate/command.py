@@ -61,7 +61,7 @@ def define_flags() -> None:
         "tune",
         [],
         "OPTION=VALUE,...: each arm is first trained with each value, and then uses the value that "
-        "is best for this arm. With --trials: OPTION=LOW..HIGH.",
+        "is best for this arm. With --trials: OPTION=LOW..HIGH",
     )
     flags.DEFINE_integer(
         "trials",

@@ -69,7 +69,8 @@ def plot_curves(
         for curve in itertools.chain(*curves.values()):
             skipped = len(curve.scores) // 10
             shown.extend(curve.scores[skipped:])
-        panels[0].set_ylim(top=1.02 * max(shown))
+        margin = 0.05 * (max(shown) - min(shown)) + 0.01 * max(shown)
+        panels[0].set_ylim(min(shown) - margin, max(shown) + margin)
         several = any(len(members) > 1 for members in curves.values())
         bands = "; bands: range over seeds" if several else ""
         panels[0].set_ylabel(f"validation loss ({unit}){bands}")
@@ -94,6 +95,7 @@ def drawing(
         (panels,) = figure.subplots(1, columns, sharey=True, squeeze=False)
         for axes in panels:
             axes.grid(alpha=0.3)
+            axes.ticklabel_format(useOffset=False)  # ticks are values, not differences
         yield panels
         handles, labels = panels[0].get_legend_handles_labels()
         if labels:  # the legend is below the panels, where it does not hide curves

@@ -124,13 +124,13 @@ def _print(plan: Plan, kind: str) -> None:
         f"time, if devices compute at {ATTAINABLE:.0%} of their peak FLOP/s and send data"
         " afterwards"
     )
-    print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "of its memory"))
+    print(_ROW.format("", "step", "sending", "tokens/s", "all steps", "memory used"))
     here = board_name(kind)
     for board in [here] if here else BOARDS:
         print(_ROW.format(board, *_forecast(plan, board)))
 
 
-_ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>13}"
+_ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>12}"
 
 
 def _forecast(plan: Plan, board: str) -> list[str]:

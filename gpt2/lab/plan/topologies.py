@@ -77,9 +77,9 @@ def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
     except Exception as error:  # its type depends on what is missing
         reason = str(error).strip().partition("\n")[0]
         extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
-        what = f"The {platform} devices of --chips cannot be simulated ({reason})"
+        what = f"The compiler for the {platform} devices of --chips does not start ({reason})"
         remedy = (
-            f"If their compiler is missing, run `pip install -e '.[{extra}]'`. Otherwise, give "
-            "another number of devices"
+            f"If it is not installed, run `pip install -e '.[{extra}]'`, or use --devices, which "
+            "simulates devices on this machine. Otherwise, give another number of chips"
         )
         raise UserError(what, remedy) from error
