@@ -183,7 +183,9 @@ def test_models_without_biases_export_the_same_function(options, tmp_path):
     ],
 )
 def test_export_names_what_the_nearest_family_lacks(options, family, option, tmp_path):
-    with pytest.raises(UserError, match=rf"{family}, the nearest.*model\.{option}"):
+    with pytest.raises(
+        UserError, match=rf"{family}, the most similar.*model\.{option}"
+    ):
         hf.save(tmp_path / "out", small_config(f"{options} {option}"), {})
     assert not list(tmp_path.iterdir())
 

@@ -833,7 +833,11 @@ DAMAGES = [  # a path, what happens to it, and the error
     ("runs", swap_arms, "contains a run with optim.name=lion, not adamw"),
     ("runs/baseline", copy_run, "contains a run with seed=1, not 0"),
     (f"{SEED}/outcome.json", cut, r"seed-0/outcome\.json cannot be read"),
-    (f"{SEED}/outcome.json", put_state, "outcome.json cannot be read .*state is 7"),
+    (
+        f"{SEED}/outcome.json",
+        put_state,
+        "outcome.json cannot be read .*the state 7 is unknown",
+    ),
     (f"{SEED}/run/config.json", Path.unlink, "seed-0.*cannot be read"),
     ("sweep.json", cut, r"sweep\.json cannot be read .*or remove the file"),
     ("sweep.json", put_text, r"sweep\.json cannot be read .*or remove the file"),

@@ -16,6 +16,7 @@ import pytest
 from gpt2.errors import UserError
 from gpt2.model import GPT, GPTConfig, ingredients, with_kernels
 from gpt2.model.flops import count_compute_parameters
+from gpt2.model.ingredients import score_term_options
 from gpt2.model.layers import named_param
 from gpt2.model.one_device import ops_for
 from gpt2.model.seams import Ingredient
@@ -361,6 +362,7 @@ def test_every_seam_is_called_and_changes_nothing_by_default(
     chex.assert_trees_all_equal(init_of(GPT(config)), params)
     assert mean_loss(GPT(config), params, tokens) == expected
     count_compute_parameters(config)
+    assert score_term_options(config) == ("model.attention_sink",)
     assert called == seams
 
 

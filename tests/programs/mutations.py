@@ -52,9 +52,12 @@ a bad step that is skipped lowers the loss scale: training/steps.py, guard -k fl
 the gradient that is named is the last that broke: training/diagnosis.py, diagnosis -k gradient
     - grads, key=order, reverse=True
     + grads, key=order
-alibi favours far tokens: model/ingredients/alibi.py, against_numpy -k alibi
-    - slopes * (key - query)
-    + slopes * (query - key)
+alibi favours far tokens: ops/plain.py, against_numpy -k alibi
+    - self.slopes[:, None, None] * (key - query)
+    + self.slopes[:, None, None] * (query - key)
+a linear bias in more dimensions rounds positions: ops/linear_bias.py, ops -k linear_bias
+    - right += [positions - low, low]
+    + right += [positions, 0 * low]
 nothing is dropped of the embedding: model/gpt.py, against_numpy -k dropout
     - dropout(x, deterministic=context.deterministic)
     + dropout(x, deterministic=True)
