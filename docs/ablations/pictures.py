@@ -1,4 +1,4 @@
-"""Draw optimizers.png, widths.png, depths.png and ../ledger.png from the tables next to them.
+"""Draw optimizers.png, widths.png and ../ledger.png from the tables next to them.
 
 python docs/ablations/pictures.py
 """
@@ -28,19 +28,9 @@ PANELS = {
     "Muon, muP": ["optim.name=muon", MUP],
 }
 WIDTHS = {
-    "width 64": [],
-    "width 128": ["model.embed_dim=128+model.num_heads=2"],
-    "width 256": ["model.embed_dim=256+model.num_heads=4"],
-}
-COMPLETEP = {
-    "without CompleteP": [],
-    "with CompleteP": ["model.mup_base_depth=2"],
-}
-DEPTHS = {
-    "2 layers": ["model.num_layers=2"],
-    "4 layers": [],
-    "8 layers": ["model.num_layers=8"],
-    "16 layers": ["model.num_layers=16"],
+    "64": [],
+    "128": ["model.embed_dim=128+model.num_heads=2"],
+    "256": ["model.embed_dim=256+model.num_heads=4"],
 }
 
 
@@ -50,22 +40,6 @@ def rates_and_losses(name: str) -> pd.Series:
     runs = runs[runs.purpose == "choose"]
     rates = runs["values"].str.removeprefix("optim.learning_rate=").astype(float)
     return runs.groupby([runs.arm, rates])["eval/loss"].mean()
-
-
-def draw_transfer(
-    name: str, panels: dict[str, list[str]], sizes: dict[str, list[str]], width: float
-) -> None:
-    """Draw NAME.png from NAME.csv: a panel for each key of `panels`, a curve for each size."""
-    losses = rates_and_losses(f"{name}.csv")
-    picture = FOLDER / f"{name}.png"
-    with drawing(picture, height=4.5, width=width, columns=len(panels)) as axes:
-        for panel, (title, options) in zip(axes, panels.items(), strict=True):
-            for (label, size), color in zip(sizes.items(), COLORS, strict=False):
-                arm = ",".join(size + options) or "baseline"
-                draw_line(panel, losses[arm], label, color)
-            panel.set_title(title)
-            label_rates(panel, losses["baseline"].index)
-        axes[0].set_ylabel("final validation loss (nats per token)")
 
 
 def draw_line(axes, losses: pd.Series, label: str, color: str) -> None:
@@ -90,8 +64,15 @@ with drawing(FOLDER / "optimizers.png", height=5) as (axes,):
     label_rates(axes, losses["baseline"].index)
     axes.set_ylabel("final validation loss (nats per token)")
 
-draw_transfer("widths", PANELS, WIDTHS, width=14)
-draw_transfer("depths", COMPLETEP, DEPTHS, width=9)
+losses = rates_and_losses("widths.csv")
+with drawing(FOLDER / "widths.png", height=4.5, width=14, columns=4) as panels:
+    for axes, (title, options) in zip(panels, PANELS.items(), strict=True):
+        for (width, size), color in zip(WIDTHS.items(), COLORS, strict=False):
+            arm = ",".join(size + options) or "baseline"
+            draw_line(axes, losses[arm], f"width {width}", color)
+        axes.set_title(title)
+        label_rates(axes, losses["baseline"].index)
+    panels[0].set_ylabel("final validation loss (nats per token)")
 
 ideas = []
 gains = {0: 0.0}
