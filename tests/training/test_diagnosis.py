@@ -83,7 +83,7 @@ def diagnose(tmp_path, program, planted, poison=(None, None)):
             break
     else:
         pytest.fail("every step was finite")
-    what = "the gradients are" if has_loss else "the loss is"
+    what = "The gradients are" if has_loss else "The loss is"
     error = diagnosis.explain(DivergedError(number, what, before=True), state)
     assert error.exit_code == 3
     return str(error)
@@ -175,7 +175,7 @@ def test_batches_that_cannot_be_read_again_are_not_blamed_on_the_hardware(tmp_pa
     checkpointer = SimpleNamespace(wait=lambda: None, position=lambda step: [""])
     batches = poisoned_batches(program)
     diagnosis = Diagnosis(program, batches, tmp_path, checkpointer, None, None)
-    error = DivergedError(3, "the loss is", before=True)
+    error = DivergedError(3, "The loss is", before=True)
     explained = str(diagnosis.explain(error, program.init_state()))
     assert "a function that saves no state cannot be read again" in explained
     assert "hardware" not in explained
