@@ -408,7 +408,7 @@ def read_options(name: str) -> Options:
         path = Path(__file__).parents[2] / path
     if not path.is_file():
         raise UserError(
-            f"The file of options {name} does not exist",
+            f"There is no file of options {name}",
             "Give the path of a file such as configs/quickstart.py",
         )
     with reading(name, "Correct the file, or restore it from a copy"):

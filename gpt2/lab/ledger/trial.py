@@ -246,8 +246,7 @@ def _score(run: Run, dataset: Dataset) -> float:
         warn(
             f"{run.label} reports a loss of {reported:.4f} on the start of its training split,"
             f" but the referee measured {measured.own_loss:.4f} on the same text. The answer uses"
-            " only the referee's measurements. Unless the code of this run changes the loss on"
-            " purpose, the model computes something else when it generates text with a cache, which"
-            " is how the referee uses it"
+            " only the referee's measurements. Possible causes: the model reads later tokens, or it"
+            " computes something else with a cache of keys and values, which the referee uses"
         )
     return measured.loss
