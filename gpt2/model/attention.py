@@ -126,7 +126,7 @@ class Attention(nn.Module):
     def _extend_cache(self, k: Array, v: Array, start: Array) -> tuple[Array, Array]:
         """Write keys and values `[B, T, K, H]` to the cache, from position `start` `[B]` on.
 
-        Return all keys and values of the cache, both `[B, K, S, H]`.
+        Return all keys and values of the cache, both `[B, K, S, H]`, where S is the cache's length.
         """
 
         def write(old: Array, x: Array, first: Array) -> Array:
@@ -145,8 +145,8 @@ class Attention(nn.Module):
 def _for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
     """Return `function(values[layer])`. `values` holds one Python value for each layer.
 
-    In a scan, `layer` is a traced array. Each distinct value therefore becomes one branch of a
-    `switch`.
+    In a scan over layers, `layer` is a traced array, which cannot index a Python sequence. Each
+    distinct value therefore becomes a branch of `jax.lax.switch`.
     """
     different = sorted(set(values))
     branch = jnp.array([different.index(value) for value in values])[layer]
@@ -156,6 +156,7 @@ def _for_layer(function: Callable, values: Sequence, layer: Array) -> Tree:
 def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
     """Return the cosines and sines that `plain.rope` reads, for positions `[B or 1, T]` int32.
 
+    Both are `[B or 1, T, 1, R / 2]` float32, where R is the number of rotated dimensions of a head.
     With `model.rope_scaling`, low frequencies, which complete few turns in `model.rope_context`
     tokens, are divided by `model.rope_factor`. High frequencies do not change. Frequencies between
     low and high ones are divided by a smaller number.
@@ -173,12 +174,12 @@ def rope_rotation(cfg: GPTConfig, positions: Array) -> tuple[Array, Array]:
 
 
 def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
-    """Return how much of each frequency `model.rope_scaling` leaves as it is, from 0 to 1.
+    """Return the fraction of each frequency that is not divided by `model.rope_factor`.
 
-    A frequency with the fraction 1 does not change, and a frequency with the fraction 0 is divided
-    by `model.rope_factor`. The fraction rises with the number of turns that a frequency completes
-    in `model.rope_context` tokens. `frequencies` and the result are `[R / 2]`, where R is the
-    number of rotated dimensions of a head.
+    A frequency f becomes `fraction * f + (1 - fraction) * f / model.rope_factor`. The fraction
+    rises from 0 to 1 with the number of turns that a frequency completes in `model.rope_context`
+    tokens. `frequencies` and the result are `[R / 2]`, where R is the number of rotated dimensions
+    of a head.
     """
     half = len(frequencies)
     context = cfg.rope_context

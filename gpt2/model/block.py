@@ -27,10 +27,10 @@ class Block(nn.Module):
     def __call__(
         self, stream: Stream, layer: int | Array, context: Context
     ) -> tuple[Stream, None]:
-        """Apply the layer with the index `layer` to a stream.
+        """Apply the layer with the index `layer`.
 
-        A stream is a pair: the residual stream `[B, T, D]`, and `Context.carried`. Return the new
-        stream, and None, because `nn.scan` expects two outputs.
+        `stream` is a pair: the residual stream `[B, T, D]`, and the dict `Context.carried`. The
+        first output is the new pair. The second is None, because `nn.scan` expects two outputs.
         """
         cfg, ops = self.config, self.ops
         x, carried = stream
@@ -41,7 +41,7 @@ class Block(nn.Module):
         drop = nn.Dropout(cfg.dropout, deterministic=context.deterministic)
 
         def dropout(y: Array) -> Array:
-            """Apply dropout, and CompleteP's factor, to the output of a branch."""
+            """Apply dropout to a branch's output and, with CompleteP, divide by the depth ratio."""
             y = drop(y)
             # CompleteP, arXiv 2505.01618: the stream is a sum of 2 L terms, so each term is divided
             # by the ratio of L to the base depth.

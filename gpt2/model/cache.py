@@ -20,9 +20,9 @@ class KVCache(struct.PyTreeNode):
 
     Attributes:
         layers: the model's collection `cache`, which holds the keys and the values of each layer,
-            `[B, K, S, H]` in the compute dtype. Keys and values are separate arrays, and
-            their axis of heads precedes the axis of tokens, so that a step can update the arrays in
-            place and multiply them without a transpose.
+            `[B, K, S, H]` in the compute dtype, with room for S tokens. Keys and values are
+            separate arrays, and their axis of heads precedes the axis of tokens, so that a step can
+            update the arrays in place and multiply them without a transpose.
         length: `[B]` int32, the number of tokens in the cache of each sequence.
         last: `[B]` int32, the last token of each sequence; any token if the sequence is empty.
     """

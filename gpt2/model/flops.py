@@ -40,11 +40,11 @@ def count_compute_parameters(cfg: GPTConfig) -> int:
 def model_flops_per_token(cfg: GPTConfig, shape: StepShape | None = None) -> float:
     """Return the training FLOPs per token, `6 N + 12 L D T`.
 
-    N is `count_compute_parameters(cfg)`. As in PaLM (Chowdhery et al. 2022, appendix B) and
-    nanoGPT's `estimate_mfu`, the FLOPs include attention scores above the diagonal, and exclude
-    recomputation. T is the context length, or a layer's window if the layer has one, and D is the
-    width of all heads together. If `shape` is given, its context length and its window replace the
-    model's.
+    N is `count_compute_parameters(cfg)`, L the number of layers, D the width of all heads together,
+    and T the context length or, for a layer with a shorter window, the window. As in PaLM
+    (Chowdhery et al. 2022, appendix B) and nanoGPT's `estimate_mfu`, the FLOPs include attention
+    scores above the diagonal, and exclude rematerialisation. If `shape` is given, its context
+    length and its window replace the model's.
     """
     T = cfg.context_length
     if shape:

@@ -9,9 +9,9 @@ Learners". Details follow OpenAI's code: biases in all linear maps and norms, GE
 LayerNorm before each branch and after the last one, and an output head that is the token embedding.
 
 A model computes with the functions in `ops`: the reference implementations of gpt2/ops/plain.py, or
-kernels that a backend puts in their place. Each variation of GPT-2 that few models have is
-implemented in a file of its own in gpt2/model/ingredients. A variation acts at hooks of the model,
-the seams of gpt2/model/seams.py.
+kernels with which a backend replaces them. Each ingredient (a part that GPT-2 does not have, such
+as value residuals) has a file of its own in gpt2/model/ingredients. An ingredient changes values at
+the seams of the model, which are hooks (gpt2/model/seams.py).
 """
 
 import dataclasses
@@ -43,13 +43,14 @@ Params = dict[str, Tree]  # nested dictionaries whose keys are the names of modu
 class GPT(nn.Module):
     """The GPT-2 language model.
 
-    `init` returns parameters as nested dictionaries. Their values do not depend on whether layers
-    are scanned or unrolled. `parameters` returns the `ParamInfo` of each parameter.
+    `init` returns parameters as nested dictionaries. The values of the parameters do not depend on
+    whether layers are scanned or unrolled. `parameters` returns the `ParamInfo` of each parameter:
+    its axis names, and what optimizers need to know about it.
 
     Methods take `tokens` `[B, T]` int32, where T is at most `context_length` if positions are
     learned. With `segments` `[B, T]` int32, a token attends only to tokens of its own segment, and
     positions count from the start of the segment. The tokens of a segment must be adjacent. With
-    `deterministic=False` there is dropout, which uses the key `rngs={"dropout": key}`.
+    `deterministic=False` there is dropout, for which `apply` needs `rngs={"dropout": key}`.
     """
 
     config: GPTConfig
@@ -154,11 +155,12 @@ class GPT(nn.Module):
     def newest_logits(
         self, tokens: Array, num_new: Array, length: Array, last: Array
     ) -> Array:
-        """Return the logits `[B, V]` after the last of `num_new` `[B]` new tokens `[B, T]`.
+        """Return the float32 logits `[B, V]` of the token that follows the new tokens of each row.
 
-        The collection `cache` holds the keys and values of the previous tokens. `length` `[B]` is
-        the number of previous tokens, and `last` `[B]` the last of them (gpt2/model/cache.py). The
-        keys and values of the new tokens are appended to the cache.
+        The first `num_new` `[B]` tokens of each row of `tokens` `[B, T]` are new, and the rest are
+        padding. `length` `[B]` is the number of previous tokens, and `last` `[B]` the last previous
+        token. The collection `cache` (gpt2/model/cache.py) holds the keys and values of the
+        previous tokens, and the keys and values of the new tokens are appended to it.
         """
         context = make_context(tokens)
         positions = context.positions + length[:, None]
@@ -249,10 +251,11 @@ class GPT(nn.Module):
 
     @nn.nowrap
     def draw(self, rngs: Array, tokens: Array) -> Params:
-        """Return parameters drawn with the key `rngs`, unstacked even if layers are scanned.
+        """Draw parameters with the random key `rngs`, in the layout of unrolled layers.
 
-        Each parameter is boxed in a `DeclaredParam`, together with its `ParamInfo`. The values of
-        `tokens` do not matter.
+        Each layer has its own parameters, even if the model scans its layers. Each parameter is
+        boxed in a `DeclaredParam`, together with its `ParamInfo`. The values of `tokens` do not
+        matter.
         """
         config = dataclasses.replace(
             self.config, scan_layers=False, scan_unroll=1, remat="none"
@@ -289,7 +292,10 @@ class GPT(nn.Module):
 
 
 class LogitsSeam(nn.Module):
-    """The module that calls the seam (hook) `logits`. Ingredients create their parameters in it."""
+    """The module that calls the seam (hook) `logits` of every ingredient.
+
+    An ingredient that needs parameters to change the logits creates the parameters in this module.
+    """
 
     config: GPTConfig
     ops: Ops
@@ -305,7 +311,10 @@ class LogitsSeam(nn.Module):
 def make_context(
     tokens: Array, segments: Array | None = None, deterministic: bool = True
 ) -> Context:
-    """Return the context of tokens `[B, T]` int32. Positions start at 0 in each segment."""
+    """Return the `Context` (what every module can read) for tokens `[B, T]` int32.
+
+    Positions start at 0 in each segment or, without `segments`, in each row.
+    """
     chex.assert_rank(tokens, 2)
     chex.assert_type(tokens, int)
     positions = jnp.arange(tokens.shape[1])[None]

@@ -31,8 +31,8 @@ def named_param(
 
     `init(key, shape, dtype)` draws the parameter. The module must have the attribute `ops`. The
     names in `axes` determine how `parallel.rules` shard the parameter between steps. For a matrix
-    `[D, F]`, pass `inputs=(-2,)`, which Muon and SOAP need, and `decays=True` for weight decay. See
-    `ParamInfo`.
+    `[D, F]`, pass `inputs=(-2,)`, so that Muon and SOAP treat the parameter as a matrix, and
+    `decays=True`, so that weight decay applies to it. See `ParamInfo`.
     """
     info = ParamInfo(axes, inputs, decays)
     return module.ops.whole(module.ops.param(module, name, init, shape, info))
@@ -76,7 +76,8 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Map `[..., C1, .., Cn]` to `[..., O1, .., Om]` in the compute dtype.
 
-        The kernel is `[C1, .., Cn, O1, .., Om]`, where n is `num_contract`.
+        The kernel is `[C1, .., Cn, O1, .., Om]`. The product contracts its first n axes, where n is
+        `num_contract`.
         """
         y = self.ops.linear(
             x,
@@ -89,7 +90,10 @@ class Linear(nn.Module):
         return checkpoint_name(y, self._result)
 
     def parts(self, x: Array) -> list[Array]:
-        """Map `[..., C]` to P results `[..., O1, .., Om]`, with a kernel `[C, P, O1, .., Om]`."""
+        """Map `[..., C]` to P results `[..., O1, .., Om]`, with a kernel `[C, P, O1, .., Om]`.
+
+        For example, map the residual stream to queries, keys and values.
+        """
         dtype = self.config.compute_dtype
         y = self.ops.linear_parts(x, self.kernel, self.bias, dtype=dtype)
         return checkpoint_name(y, self._result)
@@ -111,7 +115,9 @@ class Linear(nn.Module):
 def kernel_stddev(cfg: GPTConfig, fan_in: int, *, adds_to_residual: bool) -> float:
     """Return the standard deviation of the normal distribution from which a kernel is drawn.
 
-    `fan_in` is the number of inputs of each output. `adds_to_residual` is explained in `Linear`.
+    `fan_in` is the number of inputs of each output. `adds_to_residual` says whether the result of
+    the linear map is added to the residual stream. The standard deviation is then smaller, or 0
+    with `model.zero_init_projections`.
     """
     if adds_to_residual and cfg.zero_init_projections:  # Zhang et al. 2019, Fixup
         return 0.0

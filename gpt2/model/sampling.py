@@ -79,7 +79,7 @@ class Sampling:
 
 
 def bucket(length: int, limit: int) -> int:
-    """Return the smallest `32 * 2^i` that is at least `length`, or `limit` if that is smaller.
+    """Return the smallest `32 * 2^i` that is at least `length`, or `limit` if `limit` is smaller.
 
     Arrays are padded to this length. JAX compiles a program for each different length, so rounding
     lengths up to a few values saves compilations.
@@ -105,7 +105,7 @@ def generate(
 
     The random numbers of sequence i depend on `seed` and i, but not on the rest of the batch. When
     a text fills the model's context, sampling continues from the text's last tokens, which fill
-    three quarters of the context.
+    three quarters of the context. Raise a UserError if a prompt is empty.
 
     Args:
         model: a `GPT`, or an instance of a subclass.

@@ -74,12 +74,13 @@ class Heads(NamedTuple):
 
 
 class Ingredient:
-    """Something that GPT-2 does not have, turned on by an option of `model.`.
+    """A part that GPT-2 does not have. An option of `model.` turns it on.
 
-    Most methods below are seams. A seam takes the module that calls it, a value, and the context,
-    and returns the value, changed or not. The module has `config` and `ops`. A seam creates its own
-    parameters in that module with `named_param`, or creates submodules with a `name`. It may
-    `report` scalars, and may store arrays in `context.shared` and `context.carried`.
+    Most methods are seams: hooks at which the model lets an ingredient change a value. A seam takes
+    the module that calls it, the value, and the context, and returns the value, changed or not. The
+    module has the attributes `config` and `ops`. If a seam needs parameters, it creates them in
+    this module with `named_param`, or in submodules with a `name`. A seam may `report` scalars, and
+    may store arrays in `context.shared` and `context.carried`.
     """
 
     option: ClassVar[str]
@@ -89,7 +90,7 @@ class Ingredient:
 
     @classmethod
     def is_wanted(cls, config: GPTConfig) -> bool:
-        """Return whether a model has the ingredient: whether its option is not the default."""
+        """Return whether `config` turns the ingredient on, by a value other than the default."""
         return getattr(config, cls.option) != getattr(DEFAULTS.model, cls.option)
 
     @classmethod
@@ -128,7 +129,7 @@ class Ingredient:
         return terms
 
     def has_kernel(self) -> bool:
-        """Return whether attention's kernels compute what `score_terms` appends."""
+        """Return whether attention's kernels can compute the terms that `score_terms` appends."""
         return False
 
     def attention_output(

@@ -16,7 +16,10 @@ from gpt2.model.seams import Ingredient
 
 
 def _find_ingredients() -> tuple[type[Ingredient], ...]:
-    """Import every file of this folder, and return the ingredients, ordered like their options."""
+    """Import every file of this folder, and return the ingredients in the order of their options.
+
+    Raise a UserError if an ingredient names an option that does not exist.
+    """
     for file in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{file.name}")
     options = [field.name for field in dataclasses.fields(GPTConfig)]
@@ -37,9 +40,9 @@ INGREDIENTS = _find_ingredients()
 
 @functools.cache
 def ingredients_of(config: GPTConfig) -> tuple[Ingredient, ...]:
-    """Return the ingredients of a model. GPT-2 has no ingredients.
+    """Return the ingredients that `config` turns on. With the default options, there are none.
 
-    Raise a UserError if an option is set, but the file of its ingredient has been deleted.
+    Raise a UserError if an option is set, but the file of the option's ingredient has been deleted.
     """
     implemented = {f"model.{kind.option}" for kind in INGREDIENTS}
     for name, option in OPTIONS.items():

@@ -33,7 +33,11 @@ class Alibi(Ingredient):
         return (*terms, LinearBias(alibi_slopes(self.config.num_heads)))
 
     def has_kernel(self) -> bool:
-        """Return whether kernels compute the biases: without a soft cap, and if heads are small."""
+        """Return whether kernels can compute the biases.
+
+        They can if attention has no soft cap, and if the head size is at most
+        `MAX_HEAD_SIZE - DIMENSIONS`.
+        """
         cfg = self.config
         fits = cfg.head_size + DIMENSIONS <= MAX_HEAD_SIZE
         return fits and not cfg.attention_softcap

@@ -1,4 +1,6 @@
-"""A learned logit for each head, which joins the softmax of attention like a key with value 0.
+"""A learned logit for each head, which joins the softmax of attention.
+
+It acts like the logit of an additional key whose value vector is 0.
 
 The source is gpt-oss, arXiv 2508.10925. Each layer gets N scalars, initialised to 0.
 """

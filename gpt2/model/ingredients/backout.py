@@ -18,7 +18,7 @@ class Backout(Ingredient):
     option = "backout"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Wrap `layers`: subtract a fraction of the middle layer's input from their output."""
+        """Wrap `layers`: subtract a fraction of the middle layer's input from the result."""
 
         def layers_without_middle(x: Array) -> Array:
             context.carried[self.option] = x  # replaced at the middle layer

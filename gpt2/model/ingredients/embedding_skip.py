@@ -16,7 +16,7 @@ class EmbeddingSkip(Ingredient):
     option = "embedding_skip"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Wrap `layers`: store their input, the embedded tokens with positions, for all blocks."""
+        """Wrap `layers`: store its input, the embedded tokens with positions, for all blocks."""
 
         def layers_with_embedding(x: Array) -> Array:
             context.shared[self.option] = x

@@ -1,4 +1,4 @@
-"""Exclusive attention: the output without its component along the position's value vector.
+"""Exclusive attention removes from a head's output the component along the position's value.
 
 Zhai 2026, arXiv 2603.09078. Exclusive attention has no parameters.
 """

@@ -7,10 +7,11 @@ its expert's probability, divided by the sum of the chosen experts' probabilitie
 2006.16668; Mixtral, arXiv 2401.04088). Kernels have the shape `[E, D, F]`, where E is the number of
 experts.
 
-Capacity and the balance loss are computed for each row of the batch separately, so the layout of
-devices does not affect them. Earlier tokens of a row fill an expert first, so later tokens have no
-effect on earlier ones. An expert drops the tokens beyond its capacity: it does not process them. As
-in DeepSeek-V2 (arXiv 2405.04434, section 2.2), this happens only in training.
+With `model.expert_capacity`, an expert processes only a limited number of tokens of each row of the
+batch, its capacity, and drops the rest. As in DeepSeek-V2 (arXiv 2405.04434, section 2.2), tokens
+are dropped only in training. An expert takes the earliest tokens of a row first, so later tokens
+have no effect on earlier tokens. Capacity and the balance loss are computed for each row
+separately, so the layout of devices does not affect them.
 """
 
 import dataclasses
@@ -125,12 +126,12 @@ class Mixture(nn.Module):
     ) -> None:
         """Report the auxiliary losses of the router, summed over tokens.
 
-        `logits` and `shares` `[B, T, E]` are the router's logits and their softmax. `is_chosen`
-        `[B, T, E]` is 1 for the experts that the router chose. Tokens whose entry in `counts`
-        `[B, T, 1]` is 0 have no target, and are left out of the sums. The balance loss (Switch
-        Transformer, equation 4) is 1 if all experts are chosen equally often, or if all have the
-        same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv 2202.08906, equation 5)
-        penalises large logits.
+        `logits` and `shares` `[B, T, E]` are the router's logits and their softmax, for E experts.
+        `is_chosen` `[B, T, E]` is 1 for the experts that the router chose. Tokens whose entry in
+        `counts` `[B, T, 1]` is 0 have no target, and are left out of the sums. The balance loss
+        (Switch Transformer, equation 4) is 1 if all experts are chosen equally often, or if all
+        have the same mean probability. The z-loss (ST-MoE, Zoph et al. 2022, arXiv 2202.08906,
+        equation 5) penalises large logits.
         """
         cfg = self.config
         sizes = counts.sum(1)  # [B, 1], the number of tokens in each row

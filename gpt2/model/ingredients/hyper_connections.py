@@ -22,7 +22,7 @@ class HyperConnections(Ingredient):
     option = "hyper_connections"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Wrap `layers`: copy their input `[B, T, D]` to n streams, and average their output."""
+        """Wrap `layers`: copy the input `[B, T, D]` to n streams, and average the final streams."""
 
         def layers_with_streams(x: Array) -> Array:
             copies = (self.config.hyper_connections, *x.shape)
@@ -34,7 +34,7 @@ class HyperConnections(Ingredient):
     def branch(self, block: nn.Module, branch: Branch, context: Context) -> Branch:
         """Return the branch with a weighted sum of the streams as its input.
 
-        The branch's output is added to n mixtures of the streams, with a weight for each.
+        The branch's output is added to n mixtures of the streams, with a weight for each mixture.
         """
         number = 1 if context.branch == "attention" else 2
         connect = HyperConnection(self.config, block.ops, name=f"connect_{number}")
