@@ -177,9 +177,9 @@ def _kept_fraction(cfg: GPTConfig, frequencies: Array) -> Array:
     """Return the fraction of each frequency that is not divided by `model.rope_factor`.
 
     A frequency f becomes `fraction * f + (1 - fraction) * f / model.rope_factor`. The fraction
-    rises from 0 to 1 with the number of turns that a frequency completes in `model.rope_context`
-    tokens. `frequencies` and the result are `[R / 2]`, where R is the number of rotated dimensions
-    of a head.
+    depends on `model.rope_scaling`, and rises from 0 to 1 with the number of turns that a frequency
+    completes in `model.rope_context` tokens. `frequencies` and the result are `[R / 2]`, where R is
+    the number of rotated dimensions of a head.
     """
     half = len(frequencies)
     context = cfg.rope_context

@@ -7,7 +7,8 @@ FlashAttention does (Dao et al. 2022, algorithm 4). The reference implementation
 a 124M step on two cores, and spends half of that time on scores above the diagonal, which are
 masked.
 
-Arrays in this file are `[groups, g, T, H]`, with g heads in a group.
+The B * N heads of a batch of B sequences are divided into groups of g heads. Arrays in this file
+are `[groups, g, T, H]`.
 """
 
 from functools import partial
@@ -41,11 +42,12 @@ def blocked_attention(
     *,
     spread: Spread | None = None,
 ) -> Array:
-    """Compute `plain.attention` in blocks of queries.
+    """Compute causal attention, as `plain.attention` does, in blocks of queries.
 
-    With dropout, or with a change of the scores (`ScoreTerm`) other than one constant soft cap, the
-    reference implementation runs instead. If activations are split over devices, `spread` turns a
-    kernel into a kernel that runs on each device's own heads.
+    `q` and the result are `[B, T, N, H]`, and `k` and `v` are `[B, T, K, H]`. The reference
+    implementation runs instead if there is dropout, or if `scoring` changes the scores by anything
+    but one constant soft cap. `spread` is given if devices split the heads: it wraps a kernel so
+    that each device runs the kernel on the device's own heads.
     """
     if scoring.softcap is None or scoring.dropout:
         return plain.attention(q, k, v, scoring)
@@ -61,7 +63,10 @@ def blocked_attention(
 
 
 class _Options(NamedTuple):
-    """The static part of a `Scoring`. A `softcap` of 0 means no soft cap."""
+    """The numbers in a `Scoring` that are constants of the compiled kernel.
+
+    A `softcap` of 0 means no soft cap.
+    """
 
     scale: float
     window: int
@@ -121,9 +126,11 @@ def _num_blocks(T):
 
 
 def _split(x):
-    """Reshape `[B, T, N, H]` to `[groups, g, T, H]`.
+    """Divide the B * N heads of `x` `[B, T, N, H]` into groups, and return `[groups, g, T, H]`.
 
-    T is padded to a multiple of the number of blocks.
+    A group has g heads: the largest divisor of B * N for which the scores of g heads, in one block
+    of queries, are at most `MAX_SCORES`; at least 1. In the result, T is padded to a multiple of
+    the number of blocks.
     """
     num_blocks = _num_blocks(x.shape[1])
     missing = -x.shape[1] % num_blocks
@@ -139,7 +146,10 @@ def _split(x):
 
 
 def _join(x, like):
-    """Undo `_split`, and remove the padding. `like` has the shape of the result, `[B, T, N, H]`."""
+    """Return the groups of heads `x` `[groups, g, T, H]` as one array `[B, T, N, H]`.
+
+    The result has the shape of `like`. Padding at the end of the axis T of `x` is removed.
+    """
     B, T, N, H = like.shape
     by_head = x.reshape(B, N, -1, H)
     real = by_head[:, :, :T]
@@ -147,14 +157,17 @@ def _join(x, like):
 
 
 def _sequences(groups, like):
-    """Return the index of the sequence to which each head belongs, `[groups, g]`."""
+    """Return the index of the sequence to which each head belongs, `[groups, g]`.
+
+    `groups` is `[groups, g, T, H]`, and `like` is the array `[B, T, N, H]` before it was divided.
+    """
     B, _, N, _ = like.shape
     sequences = jnp.arange(B * N) // N
     return sequences.reshape(groups.shape[:2])
 
 
 def _forward(groups, sequences, *, blocks, options):
-    """Return the output `[g, T, H]` and the log of softmax's normaliser `[g, T, 1]`."""
+    """Return the output `[g, T, H]` of g heads, and the log of softmax's normaliser `[g, T, 1]`."""
     q, k, v = groups
     outs = []
     log_normalisers = []
@@ -173,7 +186,7 @@ def _forward(groups, sequences, *, blocks, options):
 
 
 def _backward(groups, sequences, *, blocks, options):
-    """Return the gradients of q `[g, H, T]`, and of k and v `[g, T, H]`.
+    """Return the gradients of g heads' queries `[g, H, T]`, and of keys and values `[g, T, H]`.
 
     Scores and masks are transposed to `[keys, queries]`, and the gradient of the queries to
     `[H, T]`. Products then read their operands in memory order (docs/performance.md, XLA:CPU notes
@@ -208,7 +221,11 @@ def _backward(groups, sequences, *, blocks, options):
 
 
 def _blocks(T, segments, window, transposed):
-    """Return a tuple for each block: the slice of queries, the slice of keys, and the mask."""
+    """Return a tuple for each block: the slice of queries, the slice of keys, and the mask.
+
+    A mask is `[queries, keys]` or, if there are `segments`, `[B, queries, keys]`. With
+    `transposed`, the last two axes of masks are swapped.
+    """
     block = T // _num_blocks(T)
     if segments is not None:
         missing = T - segments.shape[1]

@@ -61,7 +61,7 @@ class Shards:
         return shards.reshape(self.whole_shape(shard.shape))
 
     def scatter(self, gradient: Array) -> Array:
-        """Return this device's shard of the sum of all devices' whole gradients."""
+        """Sum the whole gradients of all devices, and return this device's shard of the sum."""
         # The index of the shard becomes the first axis, because TPU compilers turn a reduce-scatter
         # along the last axis into an all-reduce if a shard does not fill the 128 lanes. They also
         # do so for a reduce-scatter over several axes of a torus, so each axis of the torus has its
@@ -95,9 +95,10 @@ class Shard(NamedTuple):
 
 
 def torus_sides(devices: np.ndarray) -> tuple[int, ...]:
-    """Return the sides of the torus that devices `[N]` fill, without sides of length 1.
+    """Return the lengths of the sides of the torus of chips that devices `[N]` fill.
 
-    Return `(N,)` if the devices do not fill a torus, or are not in the order of their coordinates.
+    Sides of length 1 are left out. Return `(N,)` if the devices do not fill a torus, or are not in
+    the order of their coordinates.
     """
     coords = [tuple(getattr(device, "coords", ())) for device in devices]
     sides = tuple(len(set(positions)) for positions in zip(*coords, strict=True))
@@ -173,10 +174,11 @@ def gathering(function: Callable) -> Callable:
 
 
 def look_up(table: Array | Shard, indices: Array, dtype: DTypeLike) -> Array:
-    """Compute `plain.look_up` from shards `[V, D / devices]` of a table `[V, D]`.
+    """Return the rows `[B, T, D]` of a table at int32 `indices` `[B, T]`, in `dtype`.
 
-    Indices and vectors are sent over the network instead of the table, which is larger. The
-    gradient of a device's columns is then already the sum over all devices of the fsdp group.
+    The table is an array `[V, D]`, or a `Shard` of it, whose array is `[V, D / devices]`. With a
+    `Shard`, devices exchange indices and parts of rows instead of the table, which is larger. The
+    gradient of a device's columns is then already summed over all devices of the fsdp group.
     """
     if not isinstance(table, Shard):
         return plain.look_up(table, indices, dtype)

@@ -1,10 +1,11 @@
 """Attention with library kernels: cuDNN's on GPUs, and Pallas' splash attention on TPUs.
 
-Both compute `plain.attention` without dropout, and without functions that change the scores
-(`plain.ScoreTerm`), except that splash supports a constant soft cap. cuDNN needs an even number of
-positions, and splash a multiple of 128. In all other cases, the functions below call the reference
-implementation. cuDNN takes 8.8 ms of a 124M step of 63 ms on an H200; with scores stored in memory,
-the step would move 122 GB instead of 33 GB.
+Neither kernel supports dropout. cuDNN needs an even number of positions, and supports no change of
+the scores (`plain.ScoreTerm`). Splash needs a number of positions that is a multiple of 128, and
+supports one change of the scores, a constant soft cap. If a kernel does not support a call, the
+functions below call the reference implementation (`plain.attention`) instead. cuDNN takes 8.8 ms of
+a 124M step of 63 ms on an H200; with scores stored in memory, the step would move 122 GB instead of
+33 GB.
 """
 
 import dataclasses
@@ -25,12 +26,13 @@ from gpt2.utils.remat import CORE_ATTENTION
 def cudnn_attention(
     q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Compute `plain.attention` on GPUs with cuDNN.
+    """Compute causal attention, as `plain.attention` does, with cuDNN's kernel for GPUs.
 
-    With dropout, a change of the scores (`ScoreTerm`, such as a soft cap) or an odd number of
-    positions, the reference implementation runs instead. If activations are split over devices,
-    `spread` turns a kernel into a kernel that runs on each device's own heads, because XLA's
-    partitioner cannot split cuDNN's kernel.
+    `q` and the result are `[B, T, N, H]`, and `k` and `v` are `[B, T, K, H]`. The reference
+    implementation runs instead if there is dropout, if `scoring` changes the scores (for example by
+    a soft cap), or if T is odd. `spread` is given if devices split the heads: it wraps a kernel so
+    that each device runs the kernel on the device's own heads, because XLA's partitioner cannot
+    split cuDNN's kernel.
     """
     is_odd = q.shape[1] % 2 == 1  # cuDNN has no derivative for odd lengths
     if scoring.terms or scoring.dropout or is_odd:
@@ -68,12 +70,13 @@ def splash_attention(
     interpret: bool,
     spread: Spread | None = None,
 ) -> Array:
-    """Compute `plain.attention` on TPUs with splash attention.
+    """Compute causal attention, as `plain.attention` does, with the splash kernel for TPUs.
 
-    With dropout, a change of the scores (`ScoreTerm`) other than one constant soft cap, or a T that
-    is not a multiple of 128, the reference implementation runs instead. `interpret` runs the kernel
-    in Pallas' interpreter, so that tests can run on CPUs. `spread` turns a kernel into a kernel
-    that runs on each device's own heads.
+    `q` and the result are `[B, T, N, H]`, and `k` and `v` are `[B, T, K, H]`. The reference
+    implementation runs instead if there is dropout, if `scoring` changes the scores by anything but
+    one constant soft cap, or if T is not a multiple of 128. With `interpret`, Pallas' interpreter
+    runs the kernel, so that tests can run on CPUs. `spread` is given if devices split the heads: it
+    wraps a kernel so that each device runs the kernel on the device's own heads.
     """
     if scoring.softcap is None or scoring.dropout or q.shape[1] % 128:
         return plain.attention(q, k, v, scoring)
@@ -87,9 +90,10 @@ def splash_attention(
 
 
 def _splash(q, k, v, segments, scoring, interpret):
-    """Apply splash attention.
+    """Apply splash attention to queries, keys and values `[B, T, N, H]`.
 
-    The kernel takes queries, keys and values `[N, T, H]` of one example, and does not scale scores.
+    The kernel takes queries, keys and values `[N, T, H]` of one sequence. It does not scale scores,
+    so the queries are multiplied by the scale.
     """
     # This import is here because it is slow, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash

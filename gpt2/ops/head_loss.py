@@ -47,9 +47,12 @@ def head_loss(
     variants: Variants,
     num_rows: int,
 ) -> tuple[Array, Tree]:
-    """Compute `plain.head_loss` with the logits of about `num_rows` tokens at a time.
+    """Return `logits_loss(logits, rows)`, with the logits of about `num_rows` tokens at a time.
 
-    `rows` is the batch, arrays `[B, T]`. `variants` chooses how the products are computed.
+    The logits are the product of `hidden` `[B, T, D]` and the head's `table` `[V, D]`. The operands
+    of the product have `dtype`, and the logits are rounded to `logits_dtype`. `rows` is the batch,
+    arrays `[B, T]`. `variants` chooses how the products are computed. `plain.head_loss` is the
+    reference implementation.
     """
     B, T, _ = hidden.shape
     chunk = _choose_chunk(T, max(1, num_rows // B))
@@ -79,10 +82,10 @@ def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int
 
 
 def _choose_chunk(length: int, fitting: int) -> int:
-    """Return the largest divisor of `length` that is at most `fitting`.
+    """Return the length of a chunk: the largest divisor of `length` that is at most `fitting`.
 
-    If that divisor is less than an eighth of `fitting` and of `length`, as for a prime `length`,
-    return the smallest divisor above `fitting`.
+    If this divisor is less than an eighth of both arguments, as for a prime `length`, return the
+    smallest divisor above `fitting` instead.
     """
     divisors = [size for size in range(1, length + 1) if length % size == 0]
     chunk = max(size for size in divisors if size <= fitting)
@@ -92,7 +95,7 @@ def _choose_chunk(length: int, fitting: int) -> int:
 
 
 class _Head(NamedTuple):
-    """The static part of the operation: everything but its arrays."""
+    """The static part of `head_loss`: everything but its arrays."""
 
     # A function of logits, rows, and the arrays that it closed over.
     logits_loss: Callable[..., tuple[Array, Tree]]
@@ -186,10 +189,12 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _scan(add_chunk, sums, positions, chunk):
-    """Scan `add_chunk` over chunks of `positions`, a tree of arrays `[B, T, ...]`.
+    """Scan `add_chunk(sums, part) -> (sums, outputs)` over parts of `chunk` positions each.
 
-    Return the sums, and the other outputs joined to `[B, T, ...]`. A scan adds up terms as they are
-    computed. XLA:CPU would store all terms of an unrolled loop (docs/performance.md, note 5).
+    `positions` is a tree of arrays `[B, T, ...]`, of which a part is a slice along T. `sums` holds
+    the initial sums. Return the final sums, and the outputs of all parts, joined to `[B, T, ...]`.
+    A scan adds up terms as they are computed, but XLA:CPU would store all terms of an unrolled loop
+    (docs/performance.md, XLA:CPU note 5).
     """
 
     def split(x):
@@ -208,9 +213,10 @@ def _scan(add_chunk, sums, positions, chunk):
 
 @jax.custom_vjp
 def one_pass_log_sum_exp(logits: Array) -> Array:
-    """Compute `plain.log_sum_exp` in one pass, rescaling the sum whenever the maximum grows.
+    """Return the log of softmax's normaliser, `[B, T]`, for float32 logits `[B, T, V]`.
 
-    See Milakov and Gimelshein 2018, arXiv 1805.02867.
+    The sum of exponentials is computed in one pass over the logits, and is rescaled whenever the
+    maximum grows (Milakov and Gimelshein 2018, arXiv 1805.02867).
     """
     return _one_pass_fwd(logits)[0]
 
@@ -243,7 +249,7 @@ one_pass_log_sum_exp.defvjp(_one_pass_fwd, _one_pass_bwd)
 def pad_vocab(table: Array, *, multiple: int, constrain: Callable[..., Array]) -> Array:
     """Return a table `[V, D]` with rows of zeros added, so that V is a multiple of `multiple`.
 
-    `constrain` is the backend's `plain.constrain`, which shards the padded table.
+    `constrain` is the function with which the backend shards the padded table.
 
     If the head is the token embedding, the lookup of tokens and the head use the same padded array.
     Their gradients are then accumulated in the padded table without a copy.
@@ -265,9 +271,9 @@ def look_up_padded(
     look_up: LookUpFn,
     vocab_size: int,
 ) -> Array:
-    """Look up tokens in a table that `pad_vocab` returned.
+    """Return the rows `[B, T, D]` of tokens `[B, T]` in a table that `pad_vocab` returned.
 
-    `look_up` is the function that reads the rows. `vocab_size` is the number of rows before
+    `look_up(table, tokens, dtype)` reads the rows. `vocab_size` is the number of rows before
     padding: a token whose id is `vocab_size` or more yields NaN, as in `plain.look_up`.
     """
     exists = (-vocab_size <= tokens) & (tokens < vocab_size)

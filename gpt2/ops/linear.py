@@ -37,7 +37,13 @@ def linear(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Compute `plain.linear`. The gradient of a float32 kernel is not rounded to `dtype`."""
+    """Compute `activation(x) @ kernel + bias`, as `plain.linear` does.
+
+    `x` is `[..., C1, .., Cn]` with n = `num_contract`, `kernel` is `[C1, .., Cn, O1, .., Om]`, and
+    `bias` is `[O1, .., Om]`. The result is `[..., O1, .., Om]` in `dtype`. The backward rule is
+    written by hand, and does not round the gradient of a float32 kernel to `dtype`. `variants`
+    chooses how the products are computed.
+    """
     if activation is plain.gelu_tanh:
         activation = gelu_tanh
     spec = _LinearMap(num_contract, activation, jnp.dtype(dtype), variants)
@@ -52,9 +58,11 @@ def linear_separately(
     dtype: DTypeLike,
     variants: Variants,
 ) -> list[Array]:
-    """Compute `plain.linear_parts` with one product for each part, such as the queries.
+    """Apply P linear maps to `x` `[..., C]`, as `plain.linear_parts` does, with P products.
 
-    A single product would return one array, out of which each part would have to be copied.
+    `kernel` is `[C, P, O1, .., Om]`, `bias` is `[P, O1, .., Om]`, and each of the P results (such
+    as queries, keys and values) is `[..., O1, .., Om]`. A single product would return one array,
+    out of which each result would have to be copied.
     """
     spec = _LinearMap(1, None, jnp.dtype(dtype), variants)
     kernels = [kernel[:, part] for part in range(kernel.shape[1])]
@@ -62,11 +70,11 @@ def linear_separately(
 
 
 def add_rows(x: Array, table: Array) -> Array:
-    """Compute `plain.add_rows` as a product, so that its gradient is a product too.
+    """Add the first T rows of a table `[rows, D]` to every sequence of `x` `[B, T, D]`.
 
-    If the gradient were a sum over 32 or more sequences, XLA:GPU would store the residual stream
-    with the batch innermost, and transpose it for every linear map (11 % of a 124M step on an
-    H200).
+    The rows are multiplied by a vector of B ones, so that their gradient is a product too. If the
+    gradient were a sum over 32 or more sequences, XLA:GPU would store the residual stream with the
+    batch innermost, and transpose it for every linear map (11 % of a 124M step on an H200).
     """
     rows = table[: x.shape[1]].astype(x.dtype)
     # By default, GPUs would round float32 operands to TF32, and "highest" prevents this. 16-bit
@@ -91,7 +99,7 @@ class _LinearMap(NamedTuple):
 
     @property
     def is_fused(self) -> bool:
-        """Whether cuBLAS computes the activation within the product that computes its input."""
+        """Whether cuBLAS computes the activation within the matrix product that precedes it."""
         can_fuse = self.activation is gelu_tanh and self.dtype.itemsize == 2
         return can_fuse and self.variants.fuse_activation
 
@@ -236,11 +244,12 @@ def dot(
 
 
 def sum_rows(x: Array, num_rows: int, variants: Variants) -> Array:
-    """Return the float32 sum over the first `num_rows` axes.
+    """Return the sum of `x` over its first `num_rows` axes, in float32.
 
-    XLA:GPU needs two kernels for such a sum. With `two_stage_sums`, and if the number of rows is a
-    multiple of 16, the first stage computes 16 partial sums, and is often fused with the operation
-    that computes the rows. The second stage is fused into the operation that reads the sum.
+    XLA:GPU needs two kernels for such a sum. With the variant `two_stage_sums`, the first kernel
+    computes 16 partial sums, and is often fused with the operation that computes `x`. The second
+    is fused into the operation that reads the sum. If the number of terms is not a multiple of 16,
+    the variant has no effect.
     """
     rows = math.prod(x.shape[:num_rows])
     if not variants.two_stage_sums or rows % _NUM_PARTIAL_SUMS:

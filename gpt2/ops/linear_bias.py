@@ -1,10 +1,12 @@
-"""Attention with a linear bias of the scores, such as ALiBi, by kernels that have no biases.
+"""Attention with a linear bias of the scores (ALiBi), by kernels that do not support biases.
 
-Softmax does not change if the same number is added to all scores of a query. A bias of
-`slope * (key - query)` can therefore be replaced with `slope * key`, the product of a number of the
-query's head and a number of the key. Such products fit into additional dimensions of the queries
-and keys. Compiled for an H100 (JAX 0.12.0), a step of 124M with ALiBi and 8 x 1024 tokens in
-bfloat16 moves 38.6 GB with cuDNN, and 87.0 GB with the reference implementation.
+The bias `slope * (key - query)` is added to a score, where `key` and `query` are positions, and
+each head has its own slope. Softmax does not change if the same number is added to all scores of a
+query, so `slope * key` can be added instead. A kernel adds this product as a part of its dot
+product of queries and keys: additional dimensions of the queries contain the slope of the head, and
+additional dimensions of the keys contain the position. Compiled for an H100 (JAX 0.12.0), a step of
+124M with ALiBi and 8 x 1024 tokens in bfloat16 moves 38.6 GB with cuDNN, and 87.0 GB with the
+reference implementation.
 """
 
 import jax
@@ -21,10 +23,11 @@ _PARTS = 3  # the sum of three bfloat16 numbers is as precise as float32
 
 
 def with_linear_bias(kernel: AttentionFn) -> AttentionFn:
-    """Return an attention function that computes a `LinearBias` with a kernel that has no biases.
+    """Wrap `kernel`, an attention function that does not support biases, so that it supports one.
 
-    The function calls the kernel unchanged if there is dropout, or if the scores have no bias or
-    also another change. Queries, keys and values for the kernel have `DIMENSIONS` more dimensions.
+    If a `LinearBias` is the only change of the scores, and if there is no dropout, the kernel gets
+    queries, keys and values whose head size is larger by `DIMENSIONS`, and no bias. In all other
+    cases, the kernel gets the unchanged arguments. The result always has the original head size.
     """
 
     def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
@@ -42,10 +45,11 @@ def with_linear_bias(kernel: AttentionFn) -> AttentionFn:
 
 
 def _factors(slopes: Array, length: int, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """Return `[N, DIMENSIONS]` and `[T, DIMENSIONS]` whose products are `slopes[n] * t`.
+    """Return arrays `[N, DIMENSIONS]` and `[T, DIMENSIONS]`, with T = `length`, in `dtype`.
 
-    16 bits cannot represent most slopes and positions. A slope is therefore the sum of three
-    numbers, and a position the sum of two.
+    The dot product of row n of the first array and row t of the second is `slopes[n] * t`. 16 bits
+    cannot represent most slopes and positions. A slope is therefore represented by the sum of three
+    numbers, and a position by the sum of two.
     """
     numbers = jnp.finfo(dtype)
     positions = jnp.arange(length)

@@ -27,7 +27,12 @@ def norm(
     dtype: DTypeLike,
     variants: Variants,
 ) -> Array:
-    """Compute `plain.norm` with a backward rule that stores less than JAX's own rule."""
+    """Apply LayerNorm (with `center`) or RMSNorm to rows `x` `[..., D]`; the result has `dtype`.
+
+    `scale` and `bias` are `[D]`. The result is the same as `plain.norm`'s, up to rounding, but the
+    backward rule stores less than JAX's own rule. `variants` chooses how statistics and gradients
+    are computed.
+    """
     chex.assert_type(x, float)
     chex.assert_shape([scale] if bias is None else [scale, bias], x.shape[-1:])
     return _norm(x, scale, bias, center, eps, jnp.dtype(dtype), variants)

@@ -88,13 +88,17 @@ class SoftCap:
 class LinearBias:
     """The function that adds `slope * (key - query)` to scores, given the positions of both.
 
-    The slopes `[N]` float32 belong to the heads. The source is ALiBi, arXiv 2108.12409.
+    Each of the N heads has its own slope: `slopes` is `[N]` float32. The source is ALiBi, arXiv
+    2108.12409.
     """
 
     slopes: Array
 
     def __call__(self, scores: Array, query: Array, key: Array) -> Array:
-        """Return the scores `[B, N, T, S]` with the bias."""
+        """Return the scores `[B, N, T, S]` with the bias added.
+
+        `query` `[T, 1]` and `key` `[S]` are the positions of queries and keys.
+        """
         return scores + self.slopes[:, None, None] * (key - query)
 
 
@@ -133,8 +137,8 @@ def linear_parts(
 ) -> list[Array]:
     """Apply P linear maps to `x` `[..., C]`, and return P results `[..., O1, .., Om]`.
 
-    `kernel` is `[C, P, O1, .., Om]`, and `bias` is `[P, O1, .., Om]`. A single call of the argument
-    `linear` computes all results.
+    `kernel` is `[C, P, O1, .., Om]`, and `bias` is `[P, O1, .., Om]`. All results are computed by a
+    single call of `linear`, which has the signature of `plain.linear`.
     """
     y = linear(x, kernel, bias, dtype=dtype)
     return [*jnp.unstack(y, axis=x.ndim - 1)]
@@ -152,8 +156,8 @@ def norm(
     """Apply LayerNorm or RMSNorm to rows `x` `[..., D]`, and return the result in `dtype`.
 
     RMSNorm (Zhang and Sennrich 2019) divides a row by `sqrt(mean square + eps)`, then multiplies by
-    `scale` `[D]` and adds `bias` `[D]`. LayerNorm (Ba et al. 2016), with `center`, subtracts the
-    mean of the row first.
+    `scale` `[D]` and adds `bias` `[D]`. With `center`, the mean of the row is subtracted first,
+    which makes it LayerNorm (Ba et al. 2016).
     """
     y = x.astype(jnp.float32)
     if center:
@@ -232,7 +236,8 @@ def attention_cached(
     """Apply `attention` to the last T positions, with keys and values from a cache.
 
     `q` is `[B, T, N, H]`. The caches are `[B, K, S, H]` and already hold the last T positions;
-    entries from `length` (int32 `[B]`) on are ignored. There are no segments and no dropout.
+    entries from `length` (int32 `[B]`) on are ignored. The segments and the dropout of `scoring`
+    are also ignored.
     """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
@@ -291,7 +296,8 @@ def masked_softmax(scores: Array, visible: Array) -> Array:
 def rope_frequencies(size: int, base: float) -> Array:
     """Return RoPE's frequencies (Su et al. 2021): `base^(-2 i / size)` for i < `size / 2`.
 
-    Frequency i is the rotation of pair i of dimensions per position, in radians.
+    Frequency i is the angle, in radians per position, by which pair i of dimensions is rotated. The
+    result is `[size / 2]` float32.
     """
     half = size // 2
     return base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -351,8 +357,8 @@ def log_sum_exp(logits: Array) -> Array:
 def target_logits(logits: Array, targets: Array) -> Array:
     """Return the logits `[B, T]` of the targets, and 0 where a target is -1.
 
-    XLA can fuse a comparison, unlike a gather, with other passes over the logits, and can split it
-    over V.
+    The logits are selected by a comparison with the targets, not by a gather, because XLA can fuse
+    a comparison with other passes over the logits, and can split it over V.
     """
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     return jnp.where(is_target, logits, 0.0).sum(-1)

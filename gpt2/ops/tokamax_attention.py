@@ -27,11 +27,12 @@ def is_installed() -> bool:
 def tokamax_attention(
     q: Array, k: Array, v: Array, scoring: Scoring, *, spread: Spread | None = None
 ) -> Array:
-    """Compute `plain.attention` on GPUs with tokamax, in bfloat16.
+    """Compute causal attention, as `plain.attention` does, with tokamax's kernel for GPUs.
 
-    With dropout, a change of the scores (`ScoreTerm`) other than one constant soft cap, or another
-    dtype, the reference implementation runs instead. `spread` turns a kernel into a kernel that
-    runs on each device's own heads.
+    `q` and the result are `[B, T, N, H]`, and `k` and `v` are `[B, T, K, H]`. The reference
+    implementation runs instead if the dtype is not bfloat16, if there is dropout, or if `scoring`
+    changes the scores by anything but one constant soft cap. `spread` is given if devices split the
+    heads: it wraps a kernel so that each device runs the kernel on the device's own heads.
     """
     # With a soft cap of at most 60, tokamax does not subtract the largest score from the scores.
     # Their exponentials would then overflow in float16, so only bfloat16 is used.

@@ -1,8 +1,8 @@
 """Value embeddings: embeddings of the tokens, mixed into the values of attention in each layer.
 
 The sources are modded-nanogpt, and arXiv 2410.17897. Each layer gets a table `[V, K * H]`. A layer
-looks up the tokens in its table, and adds the rows to the values of attention, with two
-learned weights, initialised to one half.
+looks up the tokens in its table, and adds the rows to the values of attention, with two learned
+weights, initialised to one half.
 """
 
 import flax.linen as nn

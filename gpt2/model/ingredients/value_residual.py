@@ -18,7 +18,7 @@ class ValueResidual(Ingredient):
     option = "value_residual"
 
     def layers(self, gpt: nn.Module, layers: Sublayer, context: Context) -> Sublayer:
-        """Wrap `layers`: store zeros in an array, which layer 0 replaces with its values."""
+        """Wrap `layers`: store an array of zeros, which layer 0 replaces with its values."""
         cfg = self.config
         shape = (*context.tokens.shape, cfg.kv_heads, cfg.head_size)
 
