@@ -35,7 +35,11 @@ def scale_to_matrices(parameters: Tree) -> optax.GradientTransformation:
 
 
 def keep_norms(parameters: Tree) -> optax.GradientTransformation:
-    """Return a transformation that changes the final updates so that each matrix keeps its norm."""
+    """Return a transformation that changes the final updates so that each matrix keeps its norm.
+
+    `parameters` is a tree of `ParamInfo`. The updates of parameters that are not matrices do not
+    change.
+    """
 
     def project(info: ParamInfo, update: Array, param: Array) -> Array:
         if not info.inputs:
@@ -49,7 +53,10 @@ def keep_norms(parameters: Tree) -> optax.GradientTransformation:
 
 
 def _with_norm_of(param: Array, x: Array, info: ParamInfo) -> Array:
-    """Return the matrices of a kernel `x`, scaled to the norms of the matrices of `param`."""
+    """Return `x`, with its matrices scaled to the Frobenius norms of the matrices of `param`.
+
+    `x` and `param` have the same shape. `info` says which axes make up the matrices.
+    """
     kernel = Kernel.of(info, param)
 
     def squared_norms(matrices: Array) -> Array:

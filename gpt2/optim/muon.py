@@ -49,12 +49,12 @@ class MuonState(NamedTuple):
 def scale_by_muon(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Return Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025, algorithm 1), without a rate.
+    """Return Muon (Jordan et al. 2024) or NorMuon (Li et al. 2025), without a learning rate.
 
-    Muon's updates are scaled as with `match_rms_adamw` of torch.optim.Muon. NorMuon divides the
-    update of each output by its running root mean square. `parameters` is a tree of `ParamInfo`.
-    This tree, and the trees of gradients, must contain only matrices. `matrices` assigns whole
-    matrices to devices.
+    Muon's updates are scaled as with `match_rms_adamw` of torch.optim.Muon. NorMuon (algorithm 1 of
+    the paper) divides the update of each output neuron by the running root mean square of the
+    neuron's updates. `parameters` is a tree of `ParamInfo`. This tree, and the trees of gradients,
+    must contain only matrices. `matrices` assigns whole matrices to devices.
     """
     neurons = optim.name == "normuon"
     momentum = momentum_schedule(optim)
@@ -107,14 +107,18 @@ def scale_by_muon(
 
 
 def momentum_schedule(optim: OptimConfig) -> optax.Schedule:
-    """Return the decay of the momentum as a function of the step."""
+    """Return the coefficient of the momentum as a function of the step, counted from 0.
+
+    With `optim.momentum_warmup`, it rises linearly from 0.85 to `optim.momentum` in that number of
+    steps.
+    """
     if steps := optim.momentum_warmup:  # starts at 0.85, as in modded-nanogpt
         return optax.linear_schedule(0.85, optim.momentum, steps)
     return optax.constant_schedule(optim.momentum)
 
 
 def muon_update(matrices: Array, method: str, platform: str) -> Array:
-    """Return the updates of Muon for momenta `[S, m, n]`.
+    """Return Muon's updates for the momenta of S matrices, `[S, m, n]`.
 
     The entries of each update have about the root mean square `UPDATE_RMS`. `method` is a key of
     `POLYNOMIALS`. Unless `platform` is `cpu`, products are computed in bfloat16.
@@ -126,7 +130,7 @@ def muon_update(matrices: Array, method: str, platform: str) -> Array:
 
 
 def orthogonalized(matrices: Array, method: str) -> Array:
-    """Orthogonalise matrices `[S, m, n]`: change their singular values to about 1.
+    """Orthogonalise S matrices `[S, m, n]`: change their singular values to about 1.
 
     `method` is a key of `POLYNOMIALS`. Singular values above 0.0015 times the Frobenius norm become
     0.68 to 1.21 with `newton_schulz`, and 0.85 to 1.15 with `polar_express`.
@@ -157,8 +161,8 @@ def orthogonalized(matrices: Array, method: str) -> Array:
 def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
     """Return orthogonalised matrices, and the mean squares of their rows and their columns.
 
-    The shapes are `[S, m, n]`, `[S, m, 1]` and `[S, 1, n]`. XLA does not compute the results that
-    the caller ignores.
+    The shapes are `[S, m, n]`, `[S, m, 1]` and `[S, 1, n]`. `method` is a key of
+    `POLYNOMIALS`. XLA does not compute the results that the caller ignores.
     """
     x = orthogonalized(*stacks, method)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -197,11 +201,11 @@ def _normalize(
     running: Array,
     *squares: Array,
 ) -> Array:
-    """Divide each neuron's update by its running root mean square.
+    """Divide the update of each neuron (a row or a column) by its running root mean square.
 
     Then scale each matrix so that its entries have the root mean square `UPDATE_RMS`. The mean
     square of a matrix is computed from the mean squares of its neurons, so no device needs a whole
-    matrix.
+    matrix. `squares` holds the mean squares of the rows and of the columns.
     """
     square = squares[kernel.outputs]
     # 1e-10 is the epsilon of the authors' code. It avoids 0 / 0 if a neuron's updates are all 0.

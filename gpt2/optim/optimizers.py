@@ -40,7 +40,10 @@ def make_optimizer(
     width_ratio: float = 1.0,
     matrices: Matrices = Matrices(),
 ) -> optax.GradientTransformation:
-    """Return the optimizer: a chain of clipping, direction, decay, factors, rate and averages.
+    """Return the optimizer, a chain of optax transformations.
+
+    The chain clips the gradients, computes the direction of `optim.name` (such as Adam's), adds
+    weight decay, multiplies by factors and by the learning rate, and averages the parameters.
 
     Args:
         optim: the options.
@@ -206,9 +209,9 @@ def _adam(
 def _sgd(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Return the direction of SGD, whose momentum is a sum of gradients, as in torch.optim.SGD.
+    """Return the direction of SGD (Sutskever et al. 2013): updates without a learning rate.
 
-    See Sutskever et al. 2013.
+    As in torch.optim.SGD, the momentum is a decaying sum of gradients, not a mean.
     """
     if not optim.momentum:
         return optax.identity()
@@ -225,11 +228,11 @@ def _lion(
 def _ademamix(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Return the direction of AdEMAMix (Pagliardini et al. 2024), with warm-up over the whole run.
+    """Return the direction of AdEMAMix (Pagliardini et al. 2024): updates without a learning rate.
 
-    As in section 3.1 of the paper, the weight `alpha` of the slow average rises linearly. The decay
-    `beta3` of this average rises so that its half-life grows linearly, starting at the half-life of
-    `beta1`.
+    As in section 3.1 of the paper, two hyperparameters of the slow average rise, here over the
+    whole run. The weight `alpha` of the average rises linearly. The decay `beta3` rises so that the
+    half-life of the average grows linearly, starting at the half-life of `beta1`.
     """
 
     def progress(count: Array) -> Array:
@@ -259,7 +262,7 @@ def _ademamix(
 def _schedule_free(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Return the direction of Adam without its first moment.
+    """Return Adam's direction without the first moment: updates without a learning rate.
 
     In `make_optimizer`, the average of schedule-free training replaces the first moment.
     """
@@ -274,9 +277,9 @@ def _schedule_free(
 def _with_adam(
     optim: OptimConfig, num_steps: int, parameters: Tree, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Return the direction of Muon, NorMuon, SOAP or SOAP-Muon, as `optim.name` chooses.
+    """Return a direction for matrices, and Adam's direction for all other parameters.
 
-    This is the direction for matrices. For all other parameters, it is the direction of Adam.
+    `optim.name` chooses the direction for matrices: Muon, NorMuon, SOAP or SOAP-Muon.
     """
     uses_bases = optim.name in ("soap", "soap_muon")
     scale_by_matrices = scale_by_soap if uses_bases else scale_by_muon
@@ -292,11 +295,14 @@ class Optimizer(NamedTuple):
     """An optimizer that `optim.name` can choose.
 
     Attributes:
-        direction: a function of the options, the number of steps of the run, the `ParamInfo` of the
-            parameters, and the assignment of matrices to devices. It returns the direction.
-        width_power: the exponent p, if the largest singular value of a hidden kernel's update is
-            proportional to width^p (Yang et al. 2022, appendix B.3; for orthogonal updates, Yang et
-            al. 2023, condition 1). None if the exponent is not known.
+        direction: a function that returns an optax transformation from gradients to updates, which
+            are neither negated nor multiplied by the learning rate. The arguments of the function
+            are the options, the number of steps of the run, a tree with the `ParamInfo` of each
+            parameter, and the assignment of matrices to devices.
+        width_power: the exponent p with which updates grow with the model's width: the largest
+            singular value of a hidden matrix's update is proportional to width^p (Yang et al. 2022,
+            appendix B.3; for orthogonal updates, Yang et al. 2023, condition 1). None if the
+            exponent is not known.
     """
 
     direction: Callable[

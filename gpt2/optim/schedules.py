@@ -44,10 +44,11 @@ def _constant(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
 
 
 def _wsd(optim: OptimConfig, steps: int, num_steps: int) -> optax.Schedule:
-    """Return a constant rate, then a linear decay over the last steps (warm-up, stable, decay).
+    """Return a schedule: a constant rate, then a linear decay over the last steps.
 
-    `steps` is the number of steps after the warm-up. The decay never begins during the warm-up, so
-    it has fewer steps than the options specify if the warm-up is long.
+    Together with the warm-up before it, this is WSD (warm-up, stable, decay). `steps` is the number
+    of steps after the warm-up. The decay never begins during the warm-up, so it has fewer steps
+    than the options specify if the warm-up is long.
     """
     decay = min(optim.decay_steps(num_steps), steps)
     return optax.linear_schedule(

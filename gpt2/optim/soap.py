@@ -19,8 +19,8 @@ from gpt2.utils.trees import Tree
 class SoapState(NamedTuple):
     """The state of `scale_by_soap`. Each tree has the same paths as the parameters.
 
-    The leading axes of the Gram matrices and bases enumerate a kernel's matrices. The columns of a
-    basis are its vectors.
+    The leading axes of Gram matrices, and of the bases of their eigenvectors, enumerate a kernel's
+    matrices. The columns of a basis are the eigenvectors.
     """
 
     count: Array  # type: ignore[assignment]  # int32, number of updates so far
@@ -38,17 +38,19 @@ class SoapState(NamedTuple):
 def scale_by_soap(
     optim: OptimConfig, parameters: Tree, matrices: Matrices = Matrices()
 ) -> optax.GradientTransformation:
-    """Return SOAP (Vyas et al. 2024, arXiv 2409.11321, algorithms 3 and 4), without a rate.
+    """Return SOAP (Vyas et al. 2024, arXiv 2409.11321) or SOAP-Muon, without a learning rate.
 
     `parameters` is a tree of `ParamInfo`. This tree, and the trees of gradients, must contain only
-    matrices. `matrices` assigns whole matrices to devices. As in the authors' code, the first step
-    computes the bases, and its updates are 0. If the first gradient of a matrix is nearly singular,
-    the basis depends on rounding.
+    matrices. `matrices` assigns whole matrices to devices.
+
+    SOAP follows algorithms 3 and 4 of the paper. As in the authors' code, the first step only
+    computes the Gram matrices and their eigenvectors, and its updates are 0. If the first gradient
+    of a matrix is nearly singular, the eigenvectors depend on rounding.
 
     SOAP-Muon divides the momentum, in the eigenbasis, by the root of the momentum's running mean
     square, and orthogonalises the result as Muon does (github.com/KellerJordan/modded-nanogpt, pull
-    request 278). Here, as in pull request 321, this applies to all matrices. The first step is a
-    step of Muon.
+    request 278). Here, as in pull request 321, this applies to all matrices. The first step of
+    SOAP-Muon is a step of Muon.
     """
 
     def init(params: Tree) -> SoapState:
@@ -115,10 +117,10 @@ def _square(kernel: Kernel, x: Array, side: int) -> Array:
 def _step(
     optim: OptimConfig, platform: str, stacks: tuple[Array, ...], count: Array
 ) -> tuple[Array, ...]:
-    """Return a tuple of stacks: the directions, and then the fields of the next state.
+    """Compute a step of SOAP or SOAP-Muon for stacks of matrices `[k, rows, columns]`.
 
-    `stacks` are the gradients, and then the fields of the current state. The fields are all fields
-    of `SoapState` except `count`, in their order.
+    `stacks` holds the gradients, and then all fields of the current `SoapState` except `count`, in
+    their order. Return the directions, and then the same fields of the next state.
     """
     is_muon = optim.name == "soap_muon"
     beta1 = momentum_schedule(optim)(count) if is_muon else optim.beta1
@@ -126,7 +128,7 @@ def _step(
     grads, mu, nu, row_gram, column_gram, row_basis, column_basis = stacks
 
     def average() -> tuple[Array, Array]:
-        """Return the running mean of gradients, and the mean to use, which may be Nesterov's."""
+        """Return the new running mean of gradients, and the momentum: this mean, or Nesterov's."""
         mean = beta1 * mu + (1 - beta1) * grads
         if is_muon and optim.nesterov:
             return mean, beta1 * mean + (1 - beta1) * grads
@@ -192,10 +194,11 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
 
 
 def _power_iteration(gram: Array, basis: Array) -> tuple[Array, Array]:
-    """Return bases closer to the eigenvectors of `gram`, and how the vectors of `basis` are sorted.
+    """Move the vectors of `basis` closer to the eigenvectors of `gram`, by one power iteration.
 
-    All arrays are stacks `[k, n, n]`, except the second result: indices `[k, n]` that sort the
-    vectors of `basis` from the largest eigenvalue to the smallest.
+    The vectors are the columns of matrices `[k, n, n]`. Return the new vectors `[k, n, n]`, sorted
+    from the largest eigenvalue to the smallest, and the indices `[k, n]` that sort the vectors of
+    `basis` in this way.
     """
     product = gram @ basis
     eigenvalues = jnp.sum(basis * product, axis=1)

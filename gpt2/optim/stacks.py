@@ -1,8 +1,9 @@
 """Kernels as stacks of matrices, for optimizers that work on whole matrices.
 
-A kernel is one matrix or several, `[k, rows, columns]`. The rows are the axis of the model's width,
-so `c_proj` is transposed. The matrices of all layers then make few stacks: in the 124M model,
-`[48, 768, 768]` and `[24, 768, 3072]`.
+A kernel (a weight array of a linear map) contains k matrices, and is reshaped to
+`[k, rows, columns]`. The rows are the axis of the model's width, so the kernels `c_proj` are
+transposed. The matrices of all layers then make few stacks: in the 124M model, `[48, 768, 768]` and
+`[24, 768, 3072]`.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from gpt2.utils.trees import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The layout of the matrices in a kernel.
+    """The layout of the matrices in a kernel, a weight array.
 
     Attributes:
         shape: the shape of the kernel.
@@ -68,7 +69,10 @@ class Kernel:
         return x.transpose(self._order).reshape(-1, *self.sides)
 
     def from_matrices(self, matrices: Array) -> Array:
-        """Return the kernel of matrices `[k, rows, columns]`, the inverse of `to_matrices`."""
+        """Return the weight array that contains matrices `[k, rows, columns]`.
+
+        This is the inverse of `to_matrices`.
+        """
         ordered = matrices.reshape(self._sizes(self._order))
         return ordered.transpose(np.argsort(self._order))
 
@@ -86,16 +90,20 @@ class Kernel:
 
 
 def matrices_of(parameters: Tree) -> Tree:
-    """Return a tree of `ParamInfo`, with an `optax.MaskedNode` for each non-matrix parameter."""
+    """Return `parameters`, a tree of `ParamInfo`, without the parameters that are not matrices.
+
+    Each of these is replaced by an `optax.MaskedNode`.
+    """
     return jax.tree.map(
         lambda info: info if info.inputs else optax.MaskedNode(), parameters
     )
 
 
 def kernels(parameters: Tree, tree: Tree) -> Tree:
-    """Return a tree like `tree` with the `Kernel` of every leaf. All leaves must be matrices.
+    """Return a tree like `tree` with the `Kernel` (the layout of the matrices) of every leaf.
 
-    `parameters` is a tree of `ParamInfo` of the same structure.
+    All leaves must be matrices, or arrays of matrices. `parameters` is a tree of `ParamInfo` of the
+    same structure.
     """
     return jax.tree.map(Kernel.of, parameters, tree)
 
@@ -116,10 +124,11 @@ def map_stacks(
 ) -> tuple[Tree, ...]:
     """Apply `function(stacks, *scalars) -> tuple of stacks` to all matrices in `trees`.
 
-    The leaves of the trees are `[k, rows, columns]`, with any k, rows and columns. Leaves whose
-    matrices have the same shape are concatenated to one stack, for which `function` is called once.
-    `matrices` assigns the matrices of a stack to devices. The results are trees with the structure
-    of the first tree.
+    The trees have the same structure. Their leaves are `[k, rows, columns]`, with any sizes.
+    `function` is called once for all leaves whose matrices have the same shapes and dtypes: for
+    each tree, these leaves are concatenated to one stack, and `stacks` holds the stacks of all
+    trees. `matrices` assigns the matrices of a stack to devices. The results are trees with the
+    structure of the first tree.
     """
     structure = jax.tree.structure(trees[0])
     columns = [jax.tree.leaves(tree) for tree in trees]

@@ -62,11 +62,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def cautious(
     direction: optax.GradientTransformation, parameters: Tree
 ) -> optax.GradientTransformation:
-    """Return `direction` with a mask, which sets entries of the update to 0.
+    """Return `direction` with a mask, which sets some entries of the update to 0.
 
     As in Liang et al. 2024, algorithm 1, these are the entries whose sign differs from the sign of
-    the gradient. The remaining entries of a tensor are divided by the fraction that remains, where
-    entries with a gradient of 0 do not count. `parameters` is a tree of `ParamInfo`.
+    the gradient. The remaining entries of a tensor are divided by a fraction: their number, divided
+    by the number of entries whose gradient is not 0. `parameters` is a tree of `ParamInfo`.
     """
 
     def mask(info: ParamInfo, update: Array, grad: Array) -> Array:
@@ -93,7 +93,7 @@ def cautious(
 
 
 def cautious_decay(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return `decay`, restricted to entries whose update also moves the parameter towards 0.
+    """Return the weight decay `decay`, restricted to entries that the update also moves towards 0.
 
     An update of 0 counts as such an update. See Chen et al. 2025, arXiv 2510.12402.
     """
@@ -163,9 +163,10 @@ def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
 
 
 def num_updates(opt_state: optax.OptState) -> Array | None:
-    """Return the number of steps that were not skipped, an int32 scalar.
+    """Return the number of steps that have updated the parameters, an int32 scalar.
 
-    The number is the count of the schedule's state. Return None if the optimizer has no schedule.
+    Steps that were skipped, for example because of NaN, do not count. The number is the count of
+    the schedule's state. Return None if the optimizer has no schedule.
     """
     states = optax.tree.get_all_with_path(opt_state, "ScaleByScheduleState")
     if not states:
