@@ -45,8 +45,9 @@ def make_backend(
 ) -> Backend:
     """Return the backend that `parallel.backend` names, on `devices` (by default, all devices).
 
-    `logical_axes` come from `GPT.logical_axes` or from another model, which may need its own
-    `rules`. If `parallel.fsdp_gather` is `auto`, `gather_by` (`step` or `layer`) is used.
+    `logical_axes` is a tree with a PartitionSpec of axis names for each parameter, such as
+    `GPT.logical_axes` returns. A model with other axis names needs its own `rules`. `gather_by`
+    (`step` or `layer`) says when devices gather parameters if `parallel.fsdp_gather` is `auto`.
     """
     mesh = make_mesh(parallel, devices)
     if parallel.backend == "pmap":

@@ -78,6 +78,8 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
 
     Other threads must not use the devices meanwhile: cuDNN captures a CUDA graph during the first
     run. Any other work on the GPU would make the capture fail, or be captured instead of being run.
+    Raise a UserError if the program fails on an accelerator, unless the reason is a lack of memory
+    or another process that has ended.
     """
     jax.block_until_ready(arguments)
     try:

@@ -50,7 +50,8 @@ def initialize(
 
     `coordinator` is HOST:PORT of process 0. If it is None, all three arguments are read from the
     environment of Slurm, Open MPI or a TPU pod. If there is no such environment either, this
-    process trains alone.
+    process trains alone. Raise a UserError if only some of the arguments are None, if the port is
+    in use, or if the processes have different numbers for `num_processes`.
     """
     options = (coordinator, num_processes, process_index)
     if None in options and any(option is not None for option in options):
@@ -93,11 +94,11 @@ def initialize(
 
 @contextlib.contextmanager
 def ends_together() -> Iterator[None]:
-    """Exit this process as soon as the body of the `with` statement fails.
+    """In a run of several processes, exit this process as soon as the body of `with` fails.
 
-    In a run of one process, raise the error instead. In a run of several, this process would
-    otherwise wait for the other processes to shut down or to finish a checkpoint, while they wait
-    for this process to join a collective.
+    Otherwise, this process would wait for the other processes to shut down or to finish a
+    checkpoint, while they wait for this process to join a collective. In a run of one process, the
+    error is raised as usual.
     """
     try:
         yield

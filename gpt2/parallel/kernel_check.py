@@ -43,10 +43,11 @@ def check_attention(
 ) -> tuple[GPTConfig, str]:
     """Check the attention kernel of `cfg`; return the config to use, and how the kernel failed.
 
-    If the kernel passes, or is not a library's, return `cfg` and an empty string. If the kernel
-    fails, return a config with the reference implementation or, unless `model.attention` is `auto`,
-    raise a UserError. `terms` are the options that add a term to the scores. `is_masked` says
-    whether batches have segments. All processes of a run must call this; all get the same result.
+    If the kernel passes, or is not a library's, return `cfg` and an empty string. If it fails and
+    `model.attention` is `auto`, return a config with the reference implementation. If it fails and
+    `model.attention` names it, raise a UserError. `terms` names the options that change the scores
+    in a way that no kernel supports. `is_masked` says whether batches have segments. All processes
+    of a run must call this function, and all get the same result.
     """
     name, _ = choose_attention(cfg, device, terms)
     # A device that JAX does not list can be compiled for, but cannot run anything.
@@ -91,8 +92,10 @@ def _find_fault(name: str, cfg: GPTConfig, is_masked: bool) -> str:
 def _largest_error(name, cfg, window, is_masked, is_late, host):
     """Return the largest relative error of a row `[H]` in the output and gradients of a kernel.
 
-    The norm of a row's difference from the reference implementation is divided by the norm of the
-    reference row, or by the root mean square of all reference rows' norms if that is larger.
+    A row is the vector of a head at a position. The norm of a row's difference from the reference
+    implementation is divided by the norm of the reference row, or by the root mean square of all
+    reference rows' norms if that is larger. Return 0 if the event `is_late` is set, because the
+    check has then timed out. `host` is the CPU device that computes the reference.
     """
     T = min(cfg.context_length, MAX_LENGTH)
     rng = np.random.default_rng(0)

@@ -63,8 +63,9 @@ def choose_attention(
     """Return the implementation of attention for a model on a device, and why no kernel is used.
 
     The reason is empty if a kernel is used, or if none is expected: with `model.attention=plain`,
-    with JAX_DISABLE_JIT, and with `auto` for a short context on a CPU. Raise UserError if
-    `model.attention` names a kernel that cannot run.
+    with JAX_DISABLE_JIT, and with `auto` for a short context on a CPU. `terms` names the options
+    that change the scores in a way that no kernel supports. Raise UserError if `model.attention`
+    names a kernel that cannot run.
     """
     is_auto = cfg.attention == "auto"
     preferred = PREFERRED.get(platform_of(device), "plain")
@@ -167,8 +168,8 @@ def make_ops(
         mesh: the devices. If its axis `tensor` has more than one device, XLA's partitioner splits
             activations according to `rules`.
         terms: the options that change the scores in a way that no kernel supports.
-        rules: the rules that map logical axes to the mesh. None if each device computes
-            independently of the others.
+        rules: the rules that map logical axes to the mesh, or None if each device computes
+            independently of the other devices.
         gathers_by_layer: whether devices hold shards of kernels and tables, which are gathered
             where they are used, within a `shard_map` over `fsdp`.
     """
@@ -225,8 +226,9 @@ def get_attention(
 ) -> AttentionFn:
     """Return the attention function for `name`, a kernel or `plain`.
 
-    Unless `platform` is `tpu`, splash runs in Pallas' interpreter. If activations are split over
-    devices, `spread` turns a kernel into a kernel that runs on each device's own heads.
+    Unless `platform` is `tpu`, splash runs in Pallas' interpreter. `spread` is given if devices
+    split the heads: it wraps a kernel so that each device runs the kernel on the device's own
+    heads.
     """
     kernels: dict[str, Callable[..., Array]] = {
         "blocked": blocked_attention,

@@ -1,7 +1,7 @@
 """Distribute the matrices of an optimizer over devices.
 
-Optimizers such as Muon and SOAP apply a function to whole matrices. Each matrix is made whole on
-one device, which applies the function to it.
+Optimizers such as Muon and SOAP apply a function to whole matrices. The parts of each matrix are
+gathered on one device, which applies the function to the matrix.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from gpt2.utils.trees import Tree
 
 
 def matrix_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Return the spec of stored matrices: `fsdp` splits their rows, and `tensor` their columns.
+    """Return the PartitionSpec of stored matrices: `fsdp` splits rows, and `tensor` columns.
 
     `shape` is the shape `[..., rows, columns]` of an array of matrices.
 
@@ -56,12 +56,12 @@ class Matrices:
     ) -> Tree:
         """Return `function(stacks, *scalars)`, with each device computing some of the matrices.
 
-        `function` maps a tree of stacks `[S, ?, ?]` to another tree, matrix by matrix. With several
-        devices, each device calls `function` with its part of each stack. Stacks are padded with
-        matrices of zeros, so that all parts have the same size. Results are sharded by
-        `matrix_spec`. If a mesh axis splits the matrices, its devices exchange parts before the
-        call, so that each device has some whole matrices, and exchange parts of the results after
-        the call.
+        `function` maps a tree of stacks `[S, ?, ?]` of S matrices to another tree, matrix by
+        matrix. With several devices, each device calls `function` with some matrices of each stack.
+        Stacks are padded with matrices of zeros, so that each device has the same number of
+        matrices. Results are sharded by `matrix_spec`. If a mesh axis splits the matrices, devices
+        exchange parts before the call, so that each device has whole matrices, and exchange parts
+        of the results after the call.
         """
         mesh = self.mesh
         if mesh is None or mesh.size == 1:
@@ -90,10 +90,12 @@ class Matrices:
 
 
 def _split(x: Array, mesh: Mesh, numbers: tuple[int, ...]) -> Array:
-    """Split a stack's first axis over the mesh's first n axes, for each n of `numbers` in turn.
+    """Reshard a stack of matrices `[S, rows, columns]`, with one move for each n in `numbers`.
 
-    The remaining axes of the mesh split the rows and columns of the matrices. There is one step for
-    each axis, because XLA's partitioner would gather whole stacks if one step changed several axes.
+    After a move, the first n axes of the mesh split the axis S, so that devices along these axes
+    hold different matrices. The other axes of the mesh split rows and columns as in `matrix_spec`.
+    The caller chooses `numbers` so that a move changes only one axis of the mesh, because XLA's
+    partitioner would gather whole stacks if a move changed several axes.
     """
     stored = matrix_spec(x.shape, mesh)[1:]
     for number in numbers:

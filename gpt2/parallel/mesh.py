@@ -12,7 +12,11 @@ from gpt2.parallel.rules import MESH_AXES, Rules
 
 
 def find_devices(config: Config) -> list[jax.Device]:
-    """Return all devices of a run, after checking that batches and sequences can be split."""
+    """Return all devices of a run, after checking that they can split batches and sequences.
+
+    Raise a UserError if they cannot. On machines without accelerators, the CPU is split into
+    `parallel.cpu_devices` devices.
+    """
     split_cpu(config.parallel.cpu_devices)
     check_layout(config, jax.device_count())
     return jax.devices()
@@ -49,7 +53,10 @@ def describe_mesh(mesh: Mesh) -> str:
 
 
 def mesh_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
-    """Return the size of every mesh axis, with -1 replaced by the number of remaining devices."""
+    """Return the size of every mesh axis, with -1 replaced by the number of remaining devices.
+
+    Raise a UserError if the product of the sizes is not `num_devices`.
+    """
     sizes = parallel.sizes
     options = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items())
     fixed = math.prod(size for size in sizes.values() if size != -1)

@@ -92,7 +92,7 @@ class PjitBackend:
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
         """Return the operations for a model whose loss each device computes for its own rows.
 
-        `terms` are the options that add a term to attention's scores.
+        `terms` names the options that change attention's scores in a way that no kernel supports.
         """
         by_layer = self.gather_by == "layer"
         return make_ops(cfg, self.mesh, terms, self.rules, gathers_by_layer=by_layer)
@@ -114,7 +114,10 @@ class PjitBackend:
         return ", ".join(parts)
 
     def state_shardings(self, state: State) -> State:
-        """Return the sharding of every leaf of a state, whose leaves may be arrays or shapes."""
+        """Return the sharding of every leaf of a state, whose leaves may be arrays or shapes.
+
+        Raise a UserError if the mesh cannot split a leaf evenly.
+        """
         opt_state = optimizer_specs(
             state.opt_state, state.params, self._optimizer, self.mesh
         )
@@ -169,10 +172,12 @@ class PjitBackend:
         return jax.jit(partial(step, map_sum=map_sum))
 
     def _map_sum(self, function: Callable, with_gradients: bool = True) -> Callable:
-        """Return `map_sum(function)`, as gpt2/training/steps.py defines it, for all devices.
+        """Return a function of `(params, batch)` that sums `function` over all devices.
 
-        XLA's partitioner adds the collectives over the axis `tensor`. If `function` returns None
-        instead of gradients, pass `with_gradients=False`.
+        Each device calls `function(params, rows, device) -> (sums, gradients)` with its rows of the
+        batch and its index. Both results are summed over all devices, and the gradients are sharded
+        as in the optimizer's state. XLA's partitioner adds the collectives over the axis `tensor`.
+        If `function` returns None instead of gradients, pass `with_gradients=False`.
         """
         manual = rules.MESH_AXES if self._tensor == 1 else rules.BATCH_AXES
 
@@ -287,7 +292,7 @@ class _Leaf:
         return self.dim + (self.tensor > 1)
 
     def separate_tensor(self, grad: Array) -> Array:
-        """Reshape a gradient so that `tensor` and `fsdp` split two axes instead of one."""
+        """Reshape a gradient so that `tensor` and `fsdp` split two axes, not the same axis."""
         if self.tensor == 1:
             return grad
         before = grad.shape[: self.dim]

@@ -39,7 +39,7 @@ class PmapBackend:
     def make_ops(self, cfg: GPTConfig, terms: Terms) -> Ops:
         """Return the operations for a model that each device runs independently.
 
-        `terms` are the options that add a term to attention's scores.
+        `terms` names the options that change attention's scores in a way that no kernel supports.
         """
         return make_ops(cfg, self.mesh, terms)
 
@@ -107,7 +107,11 @@ class PmapBackend:
 
 
 def _map_sum(function: Callable) -> Callable:
-    """Return `map_sum(function)`, as gpt2/training/steps.py defines it, for all devices."""
+    """Return a function of `(params, batch)` that sums `function` over all devices.
+
+    Each device calls `function(params, rows, device)` with its rows of the batch and its index. The
+    result is the sum of the trees of arrays that the calls return.
+    """
 
     def mapped(params, batch):
         device = jax.lax.axis_index(AXIS)

@@ -90,7 +90,8 @@ class Rules:
 def spec(names: tuple[str, ...], table: Table) -> PartitionSpec:
     """Return the mesh axes that split an array whose logical axes are `names`.
 
-    As in Flax, a mesh axis splits only the first logical axis that is mapped to it: for example the
+    `table` maps logical axes to mesh axes. Raise a UserError if a name is not in the table. As in
+    Flax, a mesh axis splits only the first logical axis that is mapped to it: for example the
     experts, but not the hidden units of each expert.
     """
     taken = set[str]()
@@ -117,17 +118,22 @@ def specs(logical_axes: Tree, table: Table) -> Tree:
 
 
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
-    """Return the `Shards.stages` for the axis `fsdp`: factors whose product is its size."""
+    """Return the stages of a reduce-scatter over the axis `fsdp`: factors of the axis's size.
+
+    The factors are the sides of the torus that the devices fill. If they do not fill a
+    torus, the size itself is the only factor.
+    """
     return torus_sides(mesh.devices[0, :, 0])
 
 
 def gathered_axis(names: tuple[str, ...], mesh: Mesh, rules: Rules) -> int | None:
-    """Return the axis along which a parameter is gathered where a layer uses it, or None.
+    """Return the axis along which a parameter may be gathered by layer, or None if it may not.
 
-    This is gathering by layer (`parallel.fsdp_gather=layer`). A parameter is gathered in this
-    way only if `fsdp` splits it over several devices, along one of the axes in `GATHERED_BY_LAYER`,
-    and if the axis `tensor` of the mesh has one device. Vectors are never gathered by layer,
-    because they are too small. `names` are the parameter's logical axes.
+    With `parallel.fsdp_gather=layer`, such a parameter is gathered where a layer uses it. A
+    parameter may be gathered by layer only if `fsdp` splits it over several devices, along one of
+    the axes in `GATHERED_BY_LAYER`, and if the axis `tensor` of the mesh has one device. Vectors
+    are never gathered by layer, because they are too small. `names` are the parameter's logical
+    axes.
     """
     split = [axis for axis, name in enumerate(names) if "fsdp" in rules.storage[name]]
     if not split or mesh.shape["fsdp"] == 1 or mesh.shape["tensor"] > 1:
@@ -146,9 +152,10 @@ def find_shards(
     rules: Rules,
     forget: bool,
 ) -> Shards | None:
-    """Return the `Shards` of a parameter, or None if it is not gathered by layer.
+    """Return how a parameter is split into shards, or None if it is not gathered by layer.
 
-    `names` are the parameter's logical axes. `forget` becomes `Shards.forget`.
+    `names` are the parameter's logical axes. With `forget`, an optimization barrier makes XLA
+    gather the parameter again in the backward pass (see `Shards`).
     """
     axis = gathered_axis(names, mesh, rules)
     if axis is None:

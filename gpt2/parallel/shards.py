@@ -1,4 +1,4 @@
-"""FSDP by layer: the table of operations for parameters that are sharded over devices."""
+"""FSDP by layer: replace operations in the table `Ops` with operations on sharded parameters."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,11 @@ ShardsFor = Callable[[AxisNames], Shards | None]
 
 
 def gather_by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
-    """Return a copy of `ops` with operations that gather sharded parameters (gpt2/ops/fsdp.py)."""
+    """Return a copy of `ops` whose operations accept sharded parameters (gpt2/ops/fsdp.py).
+
+    `shards_for(axes)` returns how a parameter with these logical axes is split, or None if devices
+    hold the whole parameter. Most operations gather the parameter when they use it.
+    """
 
     def add_rows(x, table):
         return ops.add_rows(x, gather(table, x.dtype))
@@ -59,10 +63,11 @@ def shard_param(
     *,
     shards_for: ShardsFor,
 ) -> Array | Shard:
-    """Return a parameter, like `plain.param`. If `shards_for` splits it, return a `Shard`.
+    """Return the parameter `name` of a module or, if it is split, this device's `Shard` of it.
 
-    Inside a `shard_map`, Flax has only a device's shard of the parameter. The shape that Flax
-    checks is therefore the shape of the shard.
+    `shards_for(info.axes)` returns how the parameter is split, or None. Inside a `shard_map`, Flax
+    has only a device's shard of the parameter. The shape that Flax checks is therefore the shape of
+    the shard.
     """
     shards = shards_for(info.axes)
     local_shape = shards.shard_shape(shape) if shards else shape
@@ -71,10 +76,10 @@ def shard_param(
 
 
 def isolate(loss: Callable) -> Callable:
-    """Return a loss that gathers parameters separately for each micro-batch.
+    """Return `loss`, changed so that parameters are gathered separately for each micro-batch.
 
-    Without the barrier below, XLA would gather parameters once for all micro-batches and store
-    them. Pass the arguments of the loss by position.
+    This needs an optimization barrier, because XLA would otherwise gather parameters once for all
+    micro-batches and store them. Pass the arguments of the loss by position.
     """
 
     def isolated(params: Tree, micro_batch: Tree, *others: Array | None):

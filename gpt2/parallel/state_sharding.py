@@ -52,8 +52,10 @@ def optimizer_specs(
 ) -> Tree:
     """Return a PartitionSpec for every leaf of an optimizer's state.
 
-    If the path of a leaf ends with the path of a parameter, the leaf belongs to this parameter, and
-    is split like the parameter in `storage`. Leaves that belong to no parameter are replicated.
+    `storage` holds a PartitionSpec for each parameter. If the path of a leaf ends with the path of
+    a parameter, the leaf belongs to this parameter. If it also has the parameter's shape, it is
+    split like the parameter; `_spec` determines how leaves of other shapes are split. Leaves that
+    belong to no parameter are replicated.
     """
     leaves = zip(
         jax.tree_util.tree_leaves_with_path(params),
