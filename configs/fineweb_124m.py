@@ -28,7 +28,7 @@ SHARDS = "hf://datasets/kjj0/fineweb10B-gpt2/fineweb_*_0000[0-3]*.bin"
 def get_config(word: str = "h100-8") -> ConfigDict:
     """Return the options of this recipe for `word`, which is `MACHINE` or `MACHINE+modern`.
 
-    MACHINE is one of `gpt2_124m.MACHINES`.
+    MACHINE is one of `gpt2_124m.MACHINES`. Raise a ValueError for any other word.
     """
     machine, _, variant = word.partition("+")
     config = gpt2_124m.get_config(machine)

@@ -51,7 +51,8 @@ MACHINES = {
 def get_config(machine: str = "") -> ConfigDict:
     """Return the options of llm.c's recipe for a machine in `MACHINES`.
 
-    If `machine` is empty, return the options of nanoGPT's recipe.
+    If `machine` is empty, return the options of nanoGPT's recipe. Raise a ValueError if there is no
+    recipe for the machine.
     """
     config = default.get_config()
     config.precision.compute = "bfloat16"

@@ -3,9 +3,9 @@
     python train.py --config=configs/modern.py
 
 The data, the batch and the number of steps are the same as in configs/quickstart.py, so that the
-two can be compared. The number at the beginning of a comment below is the increase of the
-validation loss after 300 steps if only the change that the comment describes is left out, as a mean
-of three seeds. These numbers were measured on a recipe that has three more changes than this file.
+two can be compared. Below, the comment on each of the four changes begins with a number: the
+increase of the validation loss after 300 steps if only this change is left out, as a mean of three
+seeds. These numbers were measured on a recipe that has three more changes than this file.
 Expect, with the text of Python 3.11: a validation loss of 3.28 as a mean of five seeds, compared
 with 4.23 for the quickstart. With --config.train.num_steps=150 --config.optim.warmup_steps=15 the
 loss is 4.15. This is lower than the quickstart's loss, with only 30 % of the quickstart's tokens.

@@ -21,7 +21,10 @@ MAX_PARAMETERS = 4_000_000
 
 
 def get_config(recipe: str = "plain") -> ConfigDict:
-    """Return the options of a recipe: `plain`, `modern`, `small_batch` or `ledger`."""
+    """Return the options of a recipe: `plain`, `modern`, `small_batch` or `ledger`.
+
+    Raise a ValueError for any other name.
+    """
     if recipe == "plain":
         config = quickstart.get_config()
         config.train.num_steps = 480
