@@ -16,7 +16,7 @@ def accumulate(
 ) -> Tree:
     """Return the sum of `function(micro_batch, index)` over all micro-batches of `batch`.
 
-    A micro-batch contains an equal number of the batch's rows, so the number of rows must be a
+    All micro-batches have the same number of rows, so the number of rows of the batch must be a
     multiple of `num_micro_batches`. The result is a sum, not a mean: the caller divides it once by
     the number of tokens, so that every token has the same weight, however many tokens its
     micro-batch has.

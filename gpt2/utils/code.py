@@ -1,7 +1,7 @@
 """Hash the code on which a run's results depend, and describe each start of a run.
 
 A run is started again when it is continued, maybe with other code. The file environment.jsonl in
-its workdir contains a record of each start.
+the run's workdir contains a record of each start.
 """
 
 import ast

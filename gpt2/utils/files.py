@@ -24,9 +24,9 @@ def reading(
 ) -> Iterator[None]:
     """Turn any exception in the body of `with` into the UserError "WHAT FAILED (REASON). REMEDY".
 
-    Every type of exception is caught, because a damaged file can make a library raise any type. If
-    the body raises a UserError, its message remains, with "WHAT: " before it unless it already
-    contains `what` or comes from an inner `reading`.
+    Every type of exception is caught, because a damaged file can make a library raise any type. A
+    UserError that the body raises keeps its message, to which "WHAT: " is added at the beginning.
+    Nothing is added if the message already contains `what`, or comes from an inner `reading`.
     """
     with located(what):
         try:
@@ -148,7 +148,10 @@ Digests = dict[str, list[int]]  # path in the folder -> [size in bytes, CRC-32]
 
 
 def digest_folder(folder: Path) -> Digests:
-    """Return the digests of all files in a folder and its subfolders."""
+    """Return the digests of all files in a folder and its subfolders, by relative path.
+
+    A digest is a list: the size of the file in bytes, and its CRC-32.
+    """
     names = list[str]()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -157,7 +160,10 @@ def digest_folder(folder: Path) -> Digests:
 
 
 def digest_files(folder: Path, names: Collection[str]) -> Digests:
-    """Return the digests of the files in `folder` with the relative paths `names`."""
+    """Return the digests of the files in `folder` with the relative paths `names`, by path.
+
+    A digest is a list: the size of the file in bytes, and its CRC-32.
+    """
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(_digest, (folder / name for name in names))
         return dict(zip(names, digests, strict=True))

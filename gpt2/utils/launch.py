@@ -115,8 +115,9 @@ def environment_to_measure() -> dict[str, str]:
 def cpu_environment() -> dict[str, str]:
     """Return the environment variables to add for child processes that train on CPUs.
 
-    They contain the settings of glibc and XLA that `prepare_process` would apply. A variable is
-    left out if this process already has it with the necessary settings.
+    They contain the settings of glibc and XLA that `prepare_process` would apply. GLIBC_TUNABLES is
+    left out if this process already has this variable. XLA_FLAGS is left out if this process's
+    XLA_FLAGS already contains the necessary flag, or if the installed XLA does not have this flag.
     """
     variables = _with_flags(_CPU_FLAG) if has_old_xla() else {}
     if "GLIBC_TUNABLES" not in os.environ:
@@ -125,7 +126,7 @@ def cpu_environment() -> dict[str, str]:
 
 
 def release_free_memory() -> None:
-    """Return memory that the process has freed to the operating system.
+    """Make glibc return to the operating system the memory that this process has freed.
 
     After a compilation, glibc retains hundreds of MB of such memory.
     """
@@ -134,7 +135,7 @@ def release_free_memory() -> None:
 
 
 def has_old_xla() -> bool:
-    """Return whether the installed version of XLA has the flag `_CPU_FLAG`: that of JAX 0.10.
+    """Return whether the installed version of XLA is that of JAX 0.10, which has `_CPU_FLAG`.
 
     Newer versions do not have this flag, and XLA exits if XLA_FLAGS contains an unknown flag.
     """
@@ -145,7 +146,7 @@ def has_old_xla() -> bool:
 
 
 def _with_flags(*wanted: str) -> dict[str, str]:
-    """Return {"XLA_FLAGS": FLAGS}, where FLAGS are the user's flags and the missing `wanted` ones.
+    """Return {"XLA_FLAGS": FLAGS}: the user's flags, and those in `wanted` that are not among them.
 
     If the user has set all wanted flags, to any values, return {}.
     """

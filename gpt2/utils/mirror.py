@@ -17,7 +17,8 @@ PAUSE = 2.0  # seconds between checks for new checkpoints
 def mirrored(url: str, folder: Path) -> Iterator[None]:
     """While the body runs, upload `folder`, the folder of a run, to `url`.
 
-    Files are uploaded after every checkpoint and at the end.
+    Files are uploaded after every checkpoint and at the end. If the upload at the end fails, raise
+    a UserError, or only print a warning if the body has raised an error.
 
     If another run has begun at the same URL, this run notices it at its next upload, and then sends
     SIGTERM to itself, so that it stops.

@@ -27,9 +27,10 @@ class ParamInfo:
 
     Attributes:
         axes: a name for each axis, such as `embed`, `heads`, `mlp`, `layers`.
-        inputs: for a matrix, the input axes, as negative indices. The axes after the inputs are
-            outputs. Axes before the inputs, and axes named in `STACKING`, enumerate matrices. Muon
-            and SOAP update matrices, and Adam updates all other parameters.
+        inputs: for a matrix, the input axes, as negative indices; empty for other parameters. The
+            axes after the inputs are outputs. Axes before the inputs, and axes named in `STACKING`,
+            enumerate matrices. Optimizers such as Muon and SOAP apply only to matrices, and update
+            all other parameters with Adam.
         decays: whether weight decay applies.
     """
 
@@ -47,7 +48,7 @@ class ParamInfo:
         return tuple(axis for axis in after if self.axes[axis] not in STACKING)
 
     def stack(self) -> "ParamInfo":
-        """Return the info of the parameter that stacks this parameter of all layers.
+        """Return the info of a parameter that stacks one such parameter per layer.
 
         The new first axis is named `layers`.
         """
@@ -69,16 +70,20 @@ class DeclaredParam(struct.PyTreeNode, nn.meta.AxisMetadata):
         return self.replace(value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Return this box after `nn.vmap` has added an axis to `value`: add its name to `info`.
+        """Return this box with the name of a new axis in `info`.
 
-        The name is `params[nn.PARTITION_NAME]`.
+        Flax calls this method after `nn.vmap` has added an axis at `index` to `value`. The name is
+        `params[nn.PARTITION_NAME]`.
         """
         axes = list(self.info.axes)
         axes.insert(index, params[nn.PARTITION_NAME])
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> "DeclaredParam":
-        """Return this box for use inside `nn.vmap`: remove the added axis's name from `info`."""
+        """Return this box without the name of the axis at `index` in `info`.
+
+        Flax calls this method inside `nn.vmap`, where `value` does not have the added axis.
+        """
         axes = list(self.info.axes)
         del axes[index]
         return self.replace(info=dataclasses.replace(self.info, axes=tuple(axes)))
@@ -93,8 +98,8 @@ def param_info(path: tuple, param: Tree) -> ParamInfo:
     """Return the info of `param`, a `DeclaredParam` at the key path `path` of a tree.
 
     Raise a UserError if `param` has no info, or if a parameter that may be a matrix has neither
-    `inputs` nor `decays`. Otherwise, a forgotten declaration would replicate the parameter on every
-    device, or exclude it from weight decay.
+    `inputs` nor `decays`. Without these errors, a forgotten declaration would replicate the
+    parameter on every device, or exclude it from weight decay.
     """
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if not is_declared(param):

@@ -17,7 +17,8 @@ def connect(cluster: str) -> None:
     """Join the Ray cluster that `cluster`, the value of `--cluster`, names: `ray[:ADDRESS]`.
 
     Without ADDRESS, join the cluster in $RAY_ADDRESS or, if this variable is not set, the cluster
-    to which this machine belongs. If `cluster` is empty, do nothing.
+    to which this machine belongs. If `cluster` is empty, do nothing. Raise a UserError if the
+    cluster cannot be reached, or if the package ray is not installed.
     """
     global _is_connected
     if not cluster:

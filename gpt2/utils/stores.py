@@ -208,7 +208,7 @@ def fetch(path: str | Path, only: str = "") -> Path:
 
 
 def complete(folder: Path, names: Iterable[str]) -> None:
-    """If `folder` is a working copy, fetch those of the files `names` that are missing in it."""
+    """If `folder` is a working copy, fetch the files in `names` that do not exist in it."""
     url = _read_record(folder).url
     if url and not all((folder / name).exists() for name in names):
         with _exchange(url, folder) as (store, record):
@@ -282,7 +282,7 @@ def completion_markers(folder: Path) -> set[str]:
 
 
 def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
-    """Return whether the run in this working copy is the last that `claim` has registered.
+    """Return whether the run in this working copy is the newest run that `claim` has registered.
 
     If so, no other run has written to the store since then. If the store nevertheless differs from
     `record`, the last sync was interrupted.
