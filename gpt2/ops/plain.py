@@ -465,6 +465,7 @@ def constrain(x: Array, *names: str) -> Array:
 def isolate(loss: Callable) -> Callable:
     """Return `loss(params, micro_batch, ...)` unchanged.
 
-    FSDP by layer replaces this function, so that parameters are gathered for each micro-batch.
+    FSDP by layer replaces this function with one that makes XLA gather parameters separately for
+    each micro-batch.
     """
     return loss

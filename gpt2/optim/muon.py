@@ -161,8 +161,8 @@ def orthogonalized(matrices: Array, method: str) -> Array:
 def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
     """Return orthogonalised matrices, and the mean squares of their rows and their columns.
 
-    The shapes are `[S, m, n]`, `[S, m, 1]` and `[S, 1, n]`. `method` is a key of
-    `POLYNOMIALS`. XLA does not compute the results that the caller ignores.
+    The shapes are `[S, m, n]`, `[S, m, 1]` and `[S, 1, n]`. `method` is a key of `POLYNOMIALS`.
+    XLA does not compute the results that the caller ignores.
     """
     x = orthogonalized(*stacks, method)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -173,7 +173,7 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
 
 
 def _zeros(kernel: Kernel, x: Array) -> Array:
-    """Return the initial running mean squares of a kernel's neurons, `[..., outputs]`."""
+    """Return zeros `[..., outputs]`, the initial running mean squares of a kernel's neurons."""
     number = kernel.sides[kernel.outputs]
     shape = (*kernel.counts, number)
     return jnp.zeros(shape, x.dtype)

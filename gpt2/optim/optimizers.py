@@ -48,8 +48,8 @@ def make_optimizer(
     Args:
         optim: the options.
         schedule: the learning rate as a function of the step.
-        parameters: the `ParamInfo` of each parameter (`GPT.parameters`), in the layout in which the
-            parameters are trained.
+        parameters: the `ParamInfo` of each parameter (`GPT.parameters`), in the layout (scanned or
+            unrolled layers) in which the parameters are trained.
         num_steps: the number of steps of the run.
         width_ratio: the model's width divided by the width for which the rates were tuned. In a
             wider model, matrices have lower rates. As in microsoft/mup, the product of a matrix's
@@ -138,7 +138,8 @@ def _layer_rates(optim: OptimConfig) -> optax.GradientTransformation:
     """Return a transformation that multiplies updates by the factors in `optim.layer_rates`.
 
     The first pattern that matches a parameter's name determines the factor of the parameter's
-    update. The factor is 1 if no pattern matches.
+    update. The factor is 1 if no pattern matches. `init` raises a UserError if a pattern has no
+    effect.
     """
     rates = (*optim.rates, ("", 1.0))  # the empty pattern matches every name
 

@@ -182,8 +182,8 @@ def _eigenvectors(gram: Array, rank: int) -> Array:
     """Return the eigenvectors of Gram matrices `[k, n, n]`, largest eigenvalues first.
 
     Each Gram matrix is computed from a single gradient, so its rank is at most `rank`. The basis of
-    the null space is not unique. Therefore QR, which returns the same basis on every device,
-    computes it.
+    the null space is not unique, so it is computed with QR, which returns the same basis on every
+    device.
     """
     vectors = _decompose_each(lambda x: jnp.linalg.eigh(x)[1], gram)
     vectors = vectors[..., ::-1]

@@ -151,7 +151,10 @@ def average_parameters(
 
 
 def averaged_params(opt_state: optax.OptState, params: Tree) -> Tree:
-    """Return the parameters to validate and export: the optimizer's average, or else `params`."""
+    """Return the parameters to validate and export: the optimizer's average, or `params`.
+
+    `params` are returned if the optimizer does not average parameters.
+    """
     averaged = optax.tree.get(opt_state, "AverageState")
     if averaged:
         return averaged.average

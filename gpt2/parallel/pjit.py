@@ -219,8 +219,9 @@ class PjitBackend:
     def _sum_gradients(self, grads: Tree) -> Tree:
         """Sum gradients over the devices that split the batch, and return this device's part.
 
-        The collectives are explicit. XLA's partitioner would all-reduce whole gradients and discard
-        the parts that a device does not store, although a reduce-scatter sends half the bytes.
+        The collectives are explicit, because XLA's partitioner would all-reduce whole gradients and
+        discard the parts that a device does not store, although a reduce-scatter sends half the
+        bytes.
         """
         leaves = self._leaves
 

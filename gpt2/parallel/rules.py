@@ -76,9 +76,9 @@ class Rules:
     def from_table(cls, table: Table, strategy: str = "auto") -> "Rules":
         """Return rules from one table, which must contain all logical axes of the model.
 
-        The table applies to optimizer state and, unless `strategy` is `zero1`, to parameters
-        between steps. Inside a step, and with `zero1` also between steps, `fsdp` splits no
-        parameter.
+        The table applies to the optimizer's state, and to parameters between steps. Inside a step,
+        `fsdp` splits no parameter. With the strategy `zero1`, `fsdp` splits no parameter between
+        steps either.
         """
         compute = {}
         for name, axes in table.items():
@@ -120,8 +120,8 @@ def specs(logical_axes: Tree, table: Table) -> Tree:
 def fsdp_stages(mesh: Mesh) -> tuple[int, ...]:
     """Return the stages of a reduce-scatter over the axis `fsdp`: factors of the axis's size.
 
-    The factors are the sides of the torus that the devices fill. If they do not fill a
-    torus, the size itself is the only factor.
+    The factors are the sides of the torus that the devices fill. If they do not fill a torus, the
+    size itself is the only factor.
     """
     return torus_sides(mesh.devices[0, :, 0])
 

@@ -83,7 +83,7 @@ def _spec(
     param_spec: PartitionSpec,
     mesh: Mesh,
 ) -> PartitionSpec:
-    """Return the spec of an optimizer's array, given the shape and spec of its parameter.
+    """Return the PartitionSpec of an optimizer's array, given its parameter's shape and spec.
 
     - If the optimizer reduced axes of the parameter to length 1 or removed them (second moments of
       rows and of columns), the remaining axes are split as in the parameter.
