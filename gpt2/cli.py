@@ -34,12 +34,12 @@ def run(
     commands: tuple[str, ...] = (),
     takes_files: bool = False,
 ) -> None:
-    """Parse the command line, call `main`, and exit with the code that `main` returns (None: 0).
+    """Parse the command line, call `main`, and exit with the code that `main` returns.
 
-    `define_flags` defines the program's flags. `main` receives the arguments that are not flags.
-    The first of them must be one of `commands`, unless `commands` is empty. With `takes_files`, any
-    number of files may follow. If the program has the flag `--config`, but the user does not give
-    it, configs/quickstart.py is read.
+    If `main` returns None, the exit code is 0. `define_flags` defines the program's flags. `main`
+    receives the arguments that are not flags: one of `commands`, unless `commands` is empty, and
+    then, if `takes_files` is True, any number of files. Any other argument is a UserError. If the
+    program has the flag `--config`, but the user does not give it, configs/quickstart.py is read.
     """
     raise_at_interrupt()
     faulthandler.enable()
@@ -89,7 +89,7 @@ def _wrap(text: str) -> str:
 
 
 def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
-    """Parse the command line `argv`. Return the program's name, and the arguments without flags.
+    """Parse the command line `argv`. Return a list: the program's name and all non-flag arguments.
 
     With `lists_options`, --help also lists the options of `--config`. Raise a UserError for a flag
     or value that is not allowed.
@@ -238,7 +238,10 @@ def define_cluster() -> None:
 
 
 def define_run() -> None:
-    """Define the flags of train.py: `--config`, `--workdir`, `--debug`, and flags for processes."""
+    """Define the flags of train.py: `--config`, `--workdir`, `--debug`, and three others.
+
+    `--coordinator`, `--num_processes` and `--process_index` are for runs of several processes.
+    """
     define_config()
     flags.DEFINE_string(
         "workdir",
@@ -276,7 +279,7 @@ def define_run() -> None:
 
 
 def _is_address(text: str | None) -> bool:
-    """Return whether `text` is HOST:PORT, or None because the flag is not given."""
+    """Return whether a flag's value is valid: HOST:PORT, or None if the flag is not given."""
     if text is None:
         return True
     host, _, port = text.rpartition(":")

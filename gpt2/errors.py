@@ -16,8 +16,8 @@ _on_exit = ""  # the shell command of `logging.on_exit`, or empty
 class UserError(Exception):
     """The error for a mistake that the user can correct.
 
-    The message is one line. It states `what` is wrong, and then the `remedy`. A command that ends
-    with this error exits with `exit_code`.
+    The message is one line: `what` states what is wrong, and `remedy` what to do. A command that
+    ends with this error exits with `exit_code`.
     """
 
     def __init__(self, what: str, remedy: str = "", exit_code: int = 2):
@@ -54,7 +54,7 @@ def located(place: object) -> Iterator[None]:
     """If the body of `with` raises a UserError, write `place` before its message.
 
     `place` is the file, the line or the option that is wrong. The message does not change if it
-    already contains `place`, or if an inner `located` has handled the error.
+    already contains `place`, or if the error has already passed through an inner `located`.
     """
     try:
         yield
@@ -69,10 +69,10 @@ def located(place: object) -> Iterator[None]:
 def exit_on_user_error() -> Iterator[None]:
     """If the body raises an error that the user can correct, print one line and end the process.
 
-    Such errors are UserError and the others that `describe_exit` recognises. Ctrl-C ends the
-    process with the exit code 130. If the output is a pipe whose reader has ended, such as `head`,
-    the process ends with 141 and prints nothing. Other exceptions are raised again. The function is
-    a context manager and a decorator.
+    Use this as a context manager or as a decorator. The user can correct a UserError and, for
+    example, a full disk; see `describe_exit`. Ctrl-C ends the process with the exit code 130. If
+    the output is a pipe whose reader has ended, such as `head`, the process prints nothing and ends
+    with the exit code 141. Other exceptions are raised again.
     """
     try:
         yield
@@ -112,10 +112,11 @@ def set_on_exit(command: str) -> None:
 
 
 def run_on_exit(code: int, reason: str) -> None:
-    """Run the command of `logging.on_exit`. Further calls do nothing.
+    """Run the shell command of the option `logging.on_exit`. Only the first call runs it.
 
-    The command can read `code` and `reason` in $GPT2_EXIT_CODE and $GPT2_EXIT_REASON. If it fails
-    or takes longer than a minute, print a warning; the exit code of the process does not change.
+    The command can read `code` and `reason` in $GPT2_EXIT_CODE and $GPT2_EXIT_REASON. If the
+    command fails or takes longer than a minute, print a warning. The exit code of the process does
+    not change.
     """
     command = _on_exit
     set_on_exit("")
@@ -202,7 +203,7 @@ def ignore_failed_output(stream: TextIO) -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null, because Python would fail to flush its buffer at exit."""
+    """Redirect a stream to /dev/null. Otherwise, Python would fail to flush the stream at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 

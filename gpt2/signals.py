@@ -61,8 +61,9 @@ def raise_at_interrupt() -> None:
 
 
 def exit_at_interrupt(next_command: str = "") -> None:
-    """Make Ctrl-C end the process with a message, which ends with `next_command` if that is given.
+    """Make Ctrl-C end the process with a message.
 
+    The message ends with the text `next_command`, for example "to continue, repeat the command".
     KeyboardInterrupt is not enough here, because a callback of JAX could swallow the exception.
     """
     global _next_command
@@ -162,8 +163,9 @@ class StopSignal:
 
 
 def _watch(reader: int) -> None:
-    """Read signals from the pipe with the file descriptor `reader`; end the process at the second.
+    """Read SIGINT and SIGTERM from a pipe, and end the process at the second of these signals.
 
+    `reader` is the file descriptor of the pipe, to which Python writes the number of each signal.
     While `_exit_by_interrupt` is the handler of SIGINT, the first SIGINT ends the process.
     """
     first = 0.0  # time of the first signal

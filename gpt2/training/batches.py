@@ -21,7 +21,7 @@ Validation = dict[str, tuple[float, Iterable[Batch]]]
 
 
 class Batches:
-    """The batches of a run. Each process reads its own devices' rows ahead of the steps."""
+    """The batches of a run. Each process reads the rows of its own devices, ahead of time."""
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
@@ -34,9 +34,9 @@ class Batches:
         self._refuse_shared_rows(config.micro_batch_size)
 
     def _refuse_shared_rows(self, micro_batch_size: int) -> None:
-        """Raise a UserError if several processes hold the same rows of a user's batches.
+        """Raise a UserError if several processes need the same rows of a user's batches.
 
-        Each process calls the user's function itself, so the processes could get different values.
+        Each process calls the user's batch function itself, and could get different values.
         """
         rows = self._eval_rows
         num_rows = (rows.stop - rows.start) * jax.process_count()

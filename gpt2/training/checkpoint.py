@@ -3,9 +3,9 @@
 A checkpoint is either complete or absent. It has the items `params`, `rest` (the other members of
 the TrainState), `guard` (counts of skipped steps) if the run has one, `layout` (how the layers are
 stored, and the position of each process in its batches), `metrics` if the state was validated, and
-`digests` of all files, because Orbax does not notice altered values. A run may continue in another
-layout, and weights can be read without the optimizer's state. This is the only file that uses
-Orbax.
+`digests` of all files, because Orbax does not notice altered values. A run may continue with
+another sharding or number of devices, and weights can be read without the optimizer's state. This
+is the only file that uses Orbax.
 """
 
 import contextlib
@@ -136,7 +136,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             ocp.multihost.get_barrier_sync_fn()(**options)
 
     def best(self) -> tuple[int, float] | None:
-        """Return `(step, loss)` of the checkpoint with the lowest validation loss, or None."""
+        """Return `(step, loss)` of the checkpoint with the lowest validation loss.
+
+        If no checkpoint was validated, return None.
+        """
         step = self._manager.best_step()
         if step is None:
             return None
@@ -156,7 +159,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return sorted(self._manager.all_steps())
 
     def can_rescue(self, state: TrainState, step: int) -> bool:
-        """Return whether the state after `step` can and should be saved after a failure.
+        """Return whether a run that has failed can and should save `state`, its state after `step`.
 
         The state must be finite and not saved yet, its arrays must not have been donated to a step
         that failed, and `step` must not be 0. With several processes, return False: the processes
@@ -215,7 +218,10 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._recover(error)
 
     def restore(self, step: int, program: Program) -> TrainState:
-        """Restore the state after a step in a program's layout, whichever layout was saved."""
+        """Return the state that was saved after `step`, in the layout that `program` needs.
+
+        The saved state may have been sharded differently, or its layers may have been stacked.
+        """
         parts = _parts(self._as_saved(step, program))
         items = self._read(
             step, **{name: ocp.args.StandardRestore(parts[name]) for name in parts}
@@ -228,7 +234,10 @@ class Checkpointer(contextlib.AbstractContextManager):
         return _in_layout_of(shapes, TrainState(**rest))
 
     def position(self, step: int) -> list[str]:
-        """Return the position of each process in its batches after a saved step."""
+        """Return the position of each process in its batches after a saved step.
+
+        The list is empty if `step` is 0, or if the batches depend only on the step.
+        """
         return self._layout(step)["position"] if step else []
 
     def restore_params(self, step: int, program: Program) -> Tree:
@@ -327,10 +336,14 @@ class Checkpointer(contextlib.AbstractContextManager):
 
 
 class _DigestHandler(ocp.JsonCheckpointHandler):
-    """Writes the digests of the other items, before Orbax makes the checkpoint visible."""
+    """A handler that writes the digests of a checkpoint's files once they are complete."""
 
     def finalize(self, directory: PathLike) -> None:
-        """Write the digests. Orbax calls this in process 0, once the other items are complete."""
+        """Write the digests of all other files of a checkpoint to `directory`.
+
+        Orbax calls this in process 0 once these files are complete, and before it renames the
+        checkpoint to make it visible.
+        """
         folder = Path(directory)
         sealed = files.seal({"files": digest_folder(folder.parent)})
         (folder / "digests").write_text(json.dumps(sealed))
@@ -359,7 +372,7 @@ def _cause(error: Exception) -> str:
 
 
 def _parts(state: TrainState) -> dict[str, Tree]:
-    """Return `{folder: part}` for the parts of a state that are saved in folders of their own."""
+    """Divide a state into the parts that are saved in separate folders; return `{folder: part}`."""
     rest = vars(state) | {"params": None}
     guard = rest.pop("guard")
     parts = {"params": state.params, "rest": rest}

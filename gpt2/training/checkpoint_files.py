@@ -39,7 +39,7 @@ def saved_steps(workdir: Path) -> list[int]:
 
 
 def latest_step(workdir: Path) -> int | None:
-    """Return the step of the newest checkpoint, damaged or not, or None."""
+    """Return the step of the newest checkpoint, damaged or not, or None if there is none."""
     return max(saved_steps(workdir), default=None)
 
 

@@ -39,7 +39,10 @@ _LAYER = re.compile(r"^h_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Finds the first tensor with NaN or Inf. `first_state` returns the state before step 1."""
+    """A search for the first tensor with NaN or Inf, after a run has diverged.
+
+    `first_state` returns the state before step 1.
+    """
 
     program: Program
     batches: Batches
@@ -110,10 +113,11 @@ class Diagnosis:
 
 
 def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
-    """Return `probe(params, batch, map_sum) -> flags`, int32 `[number of tensors]`.
+    """Return a function `probe(params, batch, map_sum)` that checks the tensors of a training step.
 
-    A flag above 0 means NaN or Inf. Tracing fills `names` with the names of the tensors, in the
-    order in which they are computed.
+    `probe` repeats step number `step + 1`, and returns one flag for each tensor, int32
+    `[num_tensors]`. A flag above 0 means that the tensor has NaN or Inf. When JAX traces `probe`,
+    the list `names` is filled with the tensors' names, in the order in which they are computed.
     """
     # The names of modules, in the order in which the modules return. Every layer is named `h`,
     # because a scan traces only one layer.

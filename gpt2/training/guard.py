@@ -34,7 +34,11 @@ class Guard(struct.PyTreeNode):
         return self.replace(bad_in_a_row=self.bad_in_a_row.clip(max=self.max_bad))
 
     def judge(self, loss: Array, grad_norm: Array) -> tuple[Array, "Guard"]:
-        """Return whether the step may change the state, as a boolean scalar, and the next guard."""
+        """Return `(keep, guard)`: whether a step may change the state, and the guard after it.
+
+        `keep` is a boolean scalar. It is False if `loss` or `grad_norm` is not finite, and at all
+        steps after more than `max_bad` skipped steps in a row.
+        """
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         keep = finite & (self.bad_in_a_row <= self.max_bad)
         in_a_row = jnp.where(keep, 0, self.bad_in_a_row + 1)

@@ -20,10 +20,10 @@ _INVERSE = "micro_batch_inverse"
 
 
 def with_squares(gradients: Callable) -> Callable:
-    """Return `gradients(micro_batch, index) -> (grads, sums)` with two more sums.
+    """Wrap `gradients(micro_batch, index) -> (grads, sums)` so that it returns two more sums.
 
-    They are the squared norm of the micro-batch's mean gradient, and 1 divided by the micro-batch's
-    number of tokens. Both have the count 1, or 0 if the micro-batch has no token.
+    These sums are the squared norm of the micro-batch's mean gradient, and 1 divided by the
+    micro-batch's number of tokens. Both have the count 1, or 0 if the micro-batch has no token.
     """
 
     def add_squares(micro_batch: Batch, index: Array) -> tuple[Tree, Sums]:
@@ -41,10 +41,12 @@ def with_squares(gradients: Callable) -> Callable:
 def with_noise(
     metrics: dict[str, Array], grad_norm: Array, count: Array, scale: Array | float
 ) -> dict[str, Array]:
-    """Return `metrics` with signal and noise in place of the two values from `with_squares`.
+    """Return `metrics` with `train/gradient_noise` and `train/gradient_signal`.
 
-    `grad_norm` is the norm of the mean gradient of all `count` tokens. `scale` is the loss scale,
-    which multiplied the gradients of the micro-batches, but no longer multiplies `grad_norm`.
+    These replace the two metrics from which they are computed: the means, over micro-batches, of
+    the two sums that `with_squares` adds. `grad_norm` is the norm of the mean gradient of all
+    `count` tokens. `scale` is the loss scale: it still multiplies the gradients of the
+    micro-batches, but `grad_norm` has already been divided by it.
     """
     metrics = dict(metrics)
     square = metrics.pop(f"train/{_SQUARE}") / scale**2

@@ -163,8 +163,8 @@ class Program:
     def init_state(self, params: Tree = None) -> TrainState:
         """Return the state before the first step, on the devices.
 
-        With pjit, each device draws only its own part. If `params` are given, in host memory, they
-        replace the drawn parameters.
+        With pjit, each device draws only its own part of the parameters. If `params` are given, as
+        arrays in host memory, they replace the drawn parameters.
         """
         if params is None:
             return self.backend.init_state(self.init, init_key(self.config.seed))
@@ -199,7 +199,7 @@ class Program:
         return num_params(self.state_shapes.params)
 
     def flops_per_token(self, shape: StepShape) -> float:
-        """Return the training FLOPs per token for the context length and window of a shape."""
+        """Return the training FLOPs per token of steps with the given context length and window."""
         return model_flops_per_token(self.model.config, shape)
 
     @property
@@ -253,14 +253,21 @@ class Program:
         return "\n".join(f"{name:<8} {text}" for name, text in rows.items()) + "\n"
 
     def at(self, shape: StepShape) -> "Program":
-        """Return the program for steps of a shape: with the shape's attention window."""
+        """Return the program for steps of the given shape.
+
+        Its model has the attention window of `shape`. If this program has the same window, return
+        this program.
+        """
         same = shape.window == self.model.config.window
         return self if same else self.with_config(self.config.at(shape))
 
     def compile_steps(
         self, state: TrainState, examples: Mapping[StepShape, Tree]
     ) -> CompiledSteps:
-        """Compile the train step and the norm-logging step for a batch of each shape."""
+        """Compile the train step and the norm-logging step for each shape.
+
+        `examples` maps each shape to a batch. The result maps each shape to the two compiled steps.
+        """
         steps = CompiledSteps()
         for shape, batch in examples.items():
             program = self.at(shape)
@@ -271,16 +278,18 @@ class Program:
         return steps
 
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
-        """Compile `(state, batch) -> (state, metrics)`, which donates the old state's memory.
+        """Compile the train step, `(state, batch) -> (state, metrics)`.
 
-        Both arguments may be shapes, such as `state_shapes`, unless pmap runs in several processes.
+        The compiled step donates the memory of the old state. Both arguments of this method may be
+        shapes, such as `state_shapes`, unless pmap runs in several processes.
         """
         return self.compile(self.backend.compile_train(self.train_step), state, batch)
 
     def compile(self, step: Tree, state: Tree, batch: Tree) -> CompiledStep:
-        """Compile a jitted or pmapped `step(state, batch)`.
+        """Compile `step(state, batch)`, a function that jax.jit or jax.pmap has returned.
 
-        `compiler_options` chooses XLA's options for the model's rematerialisation and the platform.
+        XLA's options depend on the model's rematerialisation and the platform; see
+        `gpt2.utils.remat.compiler_options`.
         """
         cfg = self.model.config
         options = compiler_options(
@@ -293,7 +302,10 @@ class Program:
     def compile_watch(
         self, state: TrainState, batch: Tree
     ) -> Callable[[int, TrainState, Tree], Metrics | None]:
-        """Compile `(step, state, batch) -> norms`, which returns None if the step logs no norms."""
+        """Compile the norm-logging step, and return a function `(step, state, batch) -> norms`.
+
+        `norms` is None unless `step`, the step's number, is a multiple of `logging.watch_every`.
+        """
         every = self.config.logging.watch_every
         if not every:
             return lambda step, state, batch: None
@@ -305,7 +317,7 @@ class Program:
         )
 
     def compile_eval(self, params: Tree, batch: Tree) -> CompiledStep:
-        """Compile `(params, batch) -> {name: (sum, count)}`."""
+        """Compile the validation step, `(params, batch) -> {name: (sum, count)}`."""
         return compile_once(self.backend.compile_eval(self.eval_step), params, batch)
 
 
@@ -316,9 +328,10 @@ def draw_params(model: GPT, key: Array) -> Tree:
 
 
 def _check_micro_batches(config: Config, backend: Backend) -> None:
-    """Raise a UserError if a step cannot measure the gradient noise scale.
+    """Raise a UserError if a training step cannot measure the gradient noise scale.
 
-    For this, a step must compute the whole gradients of two or more micro-batches.
+    To measure it, a step must have two or more micro-batches, over all devices, and must compute
+    the whole gradient of each.
     """
     if backend.num_shards * config.train.accumulate_steps == 1:
         raise UserError(
@@ -337,7 +350,10 @@ def _check_micro_batches(config: Config, backend: Backend) -> None:
 def choose_gather(
     config: Config, devices: Sequence[jax.Device], num_params: int
 ) -> str:
-    """Return whether `fsdp_gather=auto` gathers parameters by `layer` or by `step`."""
+    """Choose `layer` or `step` for `parallel.fsdp_gather=auto`: when devices gather parameters.
+
+    `num_params` is the number of the model's parameters.
+    """
     # Gathering by layer needs less memory. With one micro-batch and 16-bit compute, it sends no
     # more bytes than gathering by step: two gathers in 16 bits instead of one gather in 32 bits.
     if config.train.accumulate_steps == 1 and config.precision.compute != "float32":

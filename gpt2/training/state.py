@@ -25,9 +25,10 @@ class LossScale(struct.PyTreeNode):
         return cls(jnp.float32(2.0**12), jnp.int32(0))
 
     def update(self, finite: Array) -> "LossScale":
-        """Halve the scale after an overflow, and double it after `GROWTH_INTERVAL` good steps.
+        """Return the scale after a step. `finite` states whether the step's gradients were finite.
 
-        The scale remains between 1 and 2^24.
+        The scale is halved after an overflow, and doubled after `GROWTH_INTERVAL` steps in a row
+        with finite gradients. It remains between 1 and 2^24.
         """
         grown = finite & (self.good_steps + 1 >= self.GROWTH_INTERVAL)
         scale = jnp.where(
@@ -56,8 +57,8 @@ class TrainState(struct.PyTreeNode):
     ) -> "TrainState":
         """Return the state before the first step.
 
-        There is a guard if `skip_bad_steps` is above 0. If `compute_dtype` is `float16`, there are
-        a guard and a loss scale.
+        The state has a guard, which skips steps with NaN or Inf, if `skip_bad_steps` is above 0 or
+        `compute_dtype` is `float16`. Only with `float16`, it also has a loss scale.
         """
         overflows = compute_dtype == "float16"
         return cls(

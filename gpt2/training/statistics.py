@@ -24,10 +24,11 @@ def by_name(params: Tree) -> dict[str, Array]:
 def make_watch_step(
     update: UpdateFn,
 ) -> Callable[[TrainState, Batch, MapSum], Metrics]:
-    """Return `watch_step(state, batch, map_sum=on_one_device) -> norms`, float32 scalars.
+    """Return the norm-logging step, `watch_step(state, batch, map_sum=on_one_device) -> norms`.
 
-    The norms are `param_norm/NAME` before the step, `grad_norm/NAME` before clipping, and
-    `update_norm/NAME`.
+    `norms` is a dict of float32 scalars. For each parameter NAME, it contains the norms of the
+    parameter before the step (`param_norm/NAME`), of its gradient before clipping
+    (`grad_norm/NAME`) and of its update (`update_norm/NAME`).
     """
 
     def watch_step(

@@ -3,8 +3,8 @@
 The code of a step mentions no device, mesh or file. It sums over the rows of its batch with
 `map_sum`, which a backend of `gpt2.parallel` provides: `map_sum(function)(params, batch)` calls
 `function(params, rows, device) -> (sums, grads)` for the rows of each device, and adds up both
-trees of arrays across all devices, once at the end of the step. Only FSDP by layer adds up
-gradients in each layer of each micro-batch.
+trees of arrays across all devices, once at the end of the step. There is one exception: with
+`parallel.fsdp_gather=layer`, gradients are added up in each layer of each micro-batch.
 
 gpt2/training/losses/next_token.py explains how a batch becomes a loss. The loss returns the sums
 `{name: (sum, count)}`. At the end, each sum is divided once by its count, and becomes the metric
@@ -76,14 +76,27 @@ def make_update(
     norm: Callable[[Params], Array] = optax.tree.norm,
     choose: Choose = jax.lax.cond,
 ) -> UpdateFn:
-    """Return `update(state, batch, map_sum=on_one_device) -> Update`.
+    """Return a function `update(state, batch, map_sum) -> Update`, which takes an optimizer step.
 
-    A batch holds `tokens` and `targets` [B, T] int32 (-1: no target) and may hold `segments`. A
-    skipped step changes only the step count, float16's loss scale and the guard, not the schedule.
-    `measures_noise` adds the gradient's noise and signal to the metrics. This needs several
-    micro-batches or several devices.
-    `norm(grads)` is the global norm. `choose(condition, f, g)` returns `f()` if the condition is
-    true, and otherwise `g()`.
+    `batch` contains int32 arrays `[B, T]`: `tokens`, `targets` (-1: no target), and optionally
+    `segments`. It may also contain other arrays that `loss` reads. `map_sum` runs a function on the
+    rows of each device, and adds up the results; see the module's docstring. Without `map_sum`, all
+    rows are on one device.
+
+    If the state has a guard, the guard skips steps with NaN or Inf. A skipped step changes only the
+    step count, float16's loss scale and the guard. The schedule does not count skipped steps.
+
+    Args:
+        loss: the training loss, as described in losses/next_token.py.
+        optimizer: the optax chain that computes the updates; it contains the schedule.
+        schedule: the same schedule, to log the learning rate.
+        seed: the seed of the dropout masks.
+        accumulate_steps: the number of micro-batches on each device.
+        measures_noise: whether to add the gradient's noise and signal to the metrics. This needs
+            several micro-batches or several devices.
+        norm: a function that returns the global norm of the gradients.
+        choose: a function `choose(condition, f, g)` that returns `f()` if the condition is true,
+            and otherwise `g()`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -162,10 +175,11 @@ def make_train_step(
 def _judge(
     state: TrainState, loss: Array, grad_norm: Array
 ) -> tuple[Array | None, TrainState, Metrics]:
-    """Return `(accepts, state, metrics)`. The state has a new guard and loss scale.
+    """Decide whether to take a step. Return `(accepts, state, metrics)`.
 
-    `accepts` is a boolean scalar: whether to take the step. It is None if the state has no guard.
-    Every step is then taken.
+    `accepts` is a boolean scalar: whether to take the step. If the state has no guard, every step
+    is taken, and `accepts` is None. The returned state has a new guard and loss scale, but the old
+    parameters. `metrics` contains the guard's counts of skipped steps.
     """
     if state.guard is None:
         return None, state, Metrics()

@@ -50,10 +50,11 @@ _DATA = "data.json"
 
 
 def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager[None]]:
-    """Return a run's local folder, and a context manager.
+    """Return a run's local folder, and a context manager that uploads it.
 
-    If `location` is a URL, process 0 uploads the folder within the context. Otherwise, and in other
-    processes, the context does nothing.
+    If `location` is a URL, the context manager of process 0 uploads the folder to this URL while
+    its body runs. If `location` is a folder, and in other processes, the context manager does
+    nothing.
     """
     workdir = stores.fetch(location)
     if jax.process_index() or not stores.is_url(location):
@@ -62,9 +63,10 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
 
 
 def require_same_start(config: Config, **facts: object) -> None:
-    """Raise a UserError if the processes of a run have different options, `facts` or code.
+    """Raise a UserError if the processes of a run differ in their options, code or `facts`.
 
-    The comparison does not use JAX's devices, so they need not exist yet.
+    `facts` are other values to compare, by name. The comparison does not use JAX's devices, so they
+    need not exist yet.
     """
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_differ:
@@ -127,7 +129,11 @@ def _require_writable(workdir: Path) -> None:
 
 
 def refuse_changes(workdir: Path, config: Config) -> None:
-    """If a directory contains a run, raise a UserError if options would change its training."""
+    """Raise a UserError if `workdir` contains a run that cannot continue with `config`.
+
+    It cannot continue if an option would change its training, or if it already has more steps than
+    `train.num_steps`.
+    """
     if not (workdir / "config.json").exists():
         return
     saved = deciding_options(load_config(workdir))
@@ -196,9 +202,10 @@ def check_data(workdir: Path, dataset: Dataset) -> None:
 
 
 def find_start(workdir: Path) -> int:
-    """Return the newest step with an undamaged checkpoint, or 0 if there is none.
+    """Return the newest step with an undamaged checkpoint, or 0 if there are no checkpoints.
 
-    Process 0 searches for the checkpoint, and all processes return its result.
+    If all checkpoints are damaged, raise a UserError. Process 0 searches for the checkpoint, and
+    all processes return the result of process 0.
     """
     start = distributed.from_first(_find_start(workdir) or 0)
     location = stores.url_or_path(workdir)

@@ -13,10 +13,10 @@ from gpt2.utils.trees import Batch, Sums
 
 
 class Ahead(LossTerm):
-    """The losses of tokens further ahead, logged without weights as `loss_ahead_2`, ...
+    """The weighted losses of the tokens 2, 3, ... positions ahead.
 
     `loss.ahead` lists the weights. If `loss.ahead_fade` is not 0, the weights fall to 0 over this
-    number of steps.
+    number of steps. The unweighted losses are logged as `loss_ahead_2`, `loss_ahead_3`, ...
     """
 
     option = "ahead"

@@ -89,7 +89,7 @@ def apply_loss(
         batch: arrays `[B, T]` by name: `tokens`, `targets` (-1: no target), optionally `segments`,
             and the arrays in `reads`.
         logits_loss: a function that returns `(objective, sums)` for float32 logits `[B, T, V]` and
-            the batch. The head calls it with a part of the positions at a time and adds up the
+            the batch. The model calls it with a part of the positions at a time and adds up the
             results. One of the sums is "loss". Columns that pad the vocabulary have logits of -1e9.
         key: the random key of dropout; None: no dropout.
         reads: names of the batch's arrays that `logits_loss` reads in addition to `targets`.
@@ -135,10 +135,11 @@ def apply_loss(
 
 
 def evaluation_loss(model: GPT, others: LossFn | None = None) -> LossFn:
-    """Return the validation loss: cross-entropy of float32 logits, without terms or dropout.
+    """Return the validation loss, a function `loss(params, batch) -> (objective, sums)`.
 
-    If `others` is a loss, its sums are also returned, except "loss". The model runs a second time
-    to compute them.
+    It computes the cross-entropy of float32 logits, without dropout or the terms of `loss.`. If
+    `others` is another loss function, `sums` also contains the sums of `others`, except "loss". To
+    compute them, the model runs a second time.
     """
     config = dataclasses.replace(model.config, logits_dtype="float32")
     cross_entropy = next_token_loss(model.clone(config=config))

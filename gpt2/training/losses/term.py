@@ -30,8 +30,9 @@ class LossTerm:
     ) -> tuple[Array | float, Sums]:
         """Return the weighted sum of the term over positions, and `{name: (sum, count)}` to log.
 
-        `logits` are `[B, T, V]`, and -1e9 in columns that pad the vocabulary. `log_normaliser`
-        `[B, T]` is the log of softmax's normaliser. The positions may be a part of the batch.
-        `step` is None in validation. The sums to log are not multiplied by the term's weight.
+        `logits` are `[B, T, V]`, with the value -1e9 in columns that pad the vocabulary.
+        `log_normaliser` `[B, T]` is the log of softmax's normaliser. All arrays may contain only a
+        part of the batch's positions. `step` is None in validation. The sums to log are not
+        multiplied by the term's weight.
         """
         raise NotImplementedError
