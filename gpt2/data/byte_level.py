@@ -29,12 +29,12 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def gpt2_like_ranks(tree: Mapping) -> tuple[dict[bytes, int], int] | None:
-    """Return (ranks, eot) of a tokenizer.json, or None if tiktoken would encode differently.
+    """Return `(ranks, eot)`, with which tiktoken encodes like the tokenizer in a tokenizer.json.
 
     `tree` is the parsed file. `ranks` maps the bytes of each token to its id, and `eot` is the id
-    of the end-of-text token. tiktoken encodes in the same way as the tokenizers library only if the
-    file contains byte-level BPE with GPT-2's pre-tokenizer, ids that increase in the order of the
-    merges, and `<|endoftext|>` as the only added token.
+    of the end-of-text token. Return None if tiktoken would encode differently. It encodes in the
+    same way only if the file contains byte-level BPE with GPT-2's pre-tokenizer, ids that increase
+    in the order of the merges, and `<|endoftext|>` as the only added token.
     """
     model = tree["model"]
     pre_tokenizer = {"use_regex": True} | (tree.get("pre_tokenizer") or {})

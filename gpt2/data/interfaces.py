@@ -28,18 +28,18 @@ class Source(Protocol):
     """The batches of one run. The first step is step 1."""
 
     def batch(self, step: int, rows: slice) -> Batch:
-        """Return a part of a step's batch: `rows`, the rows that this process reads."""
+        """Return the given `rows` of a step's batch, which are the rows that this process reads."""
 
     def validation(
         self, rows: slice, num_batches: int = 0
     ) -> tuple[dict[str, WeightedBatches], float | None]:
         """Return `({corpus: (weight, batches)}, targets_per_byte)` for the validation split.
 
-        `rows` are the rows of each batch that this process reads. `num_batches` is the largest
-        number of batches of each corpus; 0: the number that follows from the run's options. A
-        single corpus has an empty name. `targets_per_byte` is the number of targets divided by the
-        number of bytes of text, or None if this ratio is not known, or if the batches do not cover
-        the whole text.
+        `rows` are the rows of each batch that this process reads. `num_batches` limits the number
+        of batches of each corpus. If it is 0, the run's options limit the number. A single corpus
+        has an empty name. `targets_per_byte` is the number of targets divided by the number of
+        bytes of text, or None if this ratio is not known, or if the batches do not cover the whole
+        text.
         """
 
     def describe(self, num_steps: int) -> str:
@@ -53,7 +53,10 @@ class Source(Protocol):
         return None
 
     def restore(self, position: str) -> None:
-        """Continue from a value that `position` returned. Called before the first batch is read."""
+        """Continue from `position`, a string that the method `position` returned.
+
+        Call this before the first batch is read.
+        """
         return  # the step alone determines the batches
 
 

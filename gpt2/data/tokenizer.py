@@ -72,7 +72,7 @@ class Tokenizer(abc.ABC):
         """Return the UTF-8 bytes that the token ids stand for."""
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the ids of a text, and the number of its bytes that decoding does not restore."""
+        """Return the ids of a text, and how many bytes of the text decoding does not restore."""
         return self.encode(text), 0
 
     def decode(self, ids: Ids) -> str:
@@ -138,8 +138,8 @@ class BytePairTokenizer(Tokenizer):
 class CharTokenizer(BytePairTokenizer):
     """A tokenizer whose tokens are `characters`, the characters of a text in order of code point.
 
-    With `has_eot`, a last token is the end-of-text token. A corpus of one document needs no such
-    token.
+    With `has_eot`, the vocabulary also has an end-of-text token, after the characters. A corpus of
+    one document needs no such token.
     """
 
     def __init__(self, characters: str, has_eot: bool):
@@ -165,7 +165,7 @@ class CharTokenizer(BytePairTokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """The tokenizer of a tokenizer.json, `tree`, which the `tokenizers` library runs.
+    """A tokenizer that the `tokenizers` library runs. `tree` is the content of its tokenizer.json.
 
     The end-of-text token is `end_of_text` if this is not empty, otherwise the first of END_OF_TEXTS
     that is in the vocabulary, otherwise `eos` (from tokenizer_config.json) if it is in the
@@ -231,7 +231,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return np.array(ids, np.int32)
 
     def encode_counting(self, text: str) -> tuple[np.ndarray, int]:
-        """Return the ids of a text, and the number of its bytes that decoding does not restore.
+        """Return the ids of a text, and how many bytes of the text decoding does not restore.
 
         If the decoded text differs in any way, the number is at least 1.
         """
@@ -243,7 +243,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids, max(lost.total(), 1)
 
     def decode_bytes(self, ids: Ids) -> bytes:
-        """Return the UTF-8 bytes of the text of token ids, including special tokens."""
+        """Return the UTF-8 bytes that the token ids stand for, including special tokens."""
         text = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
         return text.encode()
 
@@ -406,7 +406,9 @@ def build(
 def load(path: Path, end_of_text: str = "") -> Tokenizer:
     """Read a tokenizer that `Tokenizer.save` wrote, or a Hugging Face tokenizer.json.
 
-    `end_of_text` is the text of its end-of-text token; empty: see `HuggingFaceTokenizer`.
+    For a Hugging Face tokenizer.json, `end_of_text` is the text of the end-of-text token. If it is
+    empty, the field `end_of_text` that `save` has written determines the token or, without this
+    field, the rule of `HuggingFaceTokenizer`.
     """
     remedy = (
         "Give the tokenizer.json of a run, a prepared corpus or a Hugging Face model"

@@ -20,7 +20,7 @@ OPEN_MAPS = 200
 
 
 class Shard(NamedTuple):
-    """A range of consecutive tokens in a file."""
+    """A file of token ids, or a range of the tokens in such a file."""
 
     file: str
     skip: int  # tokens before the range
@@ -44,7 +44,8 @@ class TokenWriter:
     """A writer of the tokens of all `splits` to files in `directory`.
 
     `append` collects tokens in memory, and each `flush` writes them to new files. Both update the
-    counts in `splits`. Tokens are stored as uint16 if the vocabulary is small enough.
+    counts in `splits`. Tokens are stored as uint16 if the vocabulary has at most 2^16 tokens, and
+    otherwise as uint32.
     """
 
     def __init__(self, directory: Path, vocab_size: int, splits: dict[str, Split]):
@@ -124,7 +125,10 @@ class TokenStream:
         return np.concatenate(parts, dtype=np.int32)
 
     def chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield all tokens in chunks of int32, each with the index of its first token."""
+        """Yield `(start, tokens)` for one chunk of the stream after another.
+
+        `tokens` are up to `CHUNK` tokens, int32, and `start` is the index of the first of them.
+        """
         for start in range(0, len(self), CHUNK):
             yield start, self.read(start, CHUNK)
 

@@ -86,9 +86,10 @@ def bos(
 
     @functools.lru_cache(1)
     def pack(epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return an epoch's rows, which consist of pieces of documents, as three arrays.
+        """Return `(starts, lengths, ends)`, arrays that describe the rows of an epoch.
 
-        They contain the start and the length of each piece, and `ends` as in `best_fit`.
+        A row consists of pieces of documents. Piece i has `lengths[i]` tokens, beginning with the
+        token `starts[i]` of the stream. Row r has the pieces from `ends[r]` to `ends[r + 1] - 1`.
         """
         draw = np.random.default_rng((seed, epoch))
         drawn = draw.permutation(len(starts))
@@ -119,9 +120,10 @@ def best_fit(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pack documents with `sizes` tokens into rows of `room` tokens, by the rules of `bos`.
 
-    Return three arrays: the indices of the documents, in the order of the rows; the number of
-    tokens that are used from each document; and `ends`, the index in these two arrays at which each
-    row begins, followed by their length. A document of `room` or more tokens has its own row.
+    Return the integer arrays `(documents, lengths, ends)`. `documents` lists the indices of the
+    documents, one row after another. `lengths` contains the number of tokens that are used from
+    each of these documents. Row r has the entries from `ends[r]` to `ends[r + 1] - 1` of both
+    arrays. A document of `room` or more tokens has its own row.
     """
     documents = [document for document, size in enumerate(sizes) if size >= room]
     lengths = [room] * len(documents)
@@ -188,7 +190,7 @@ def document_start(tokens: PreparedTokens, option: str) -> int:
 
 
 def single_text(option: str) -> UserError:
-    """Return the error for an option that needs several documents, if no token separates them."""
+    """Return the UserError: `option` needs several documents, but no token separates documents."""
     return UserError(
         f"{option} needs several documents, but the corpus has no end-of-text token that would "
         "separate them",

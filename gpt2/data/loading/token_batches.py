@@ -63,10 +63,10 @@ class TokenBatches(Source):
     """The batches of a run on prepared tokens, shuffled without replacement.
 
     The attribute `rows` contains the training rows of each part (a corpus of the mixture). The rows
-    of all parts together are numbered over the whole run. A row's number in the run determines its
-    part and its number in this part. In every range of rows, the parts occur in proportion to their
-    weights, to within a few rows. At steps with a shorter context, each row is cut into shorter
-    rows, which follow each other in the same batch.
+    of all parts are also numbered together, over the whole run: a row's number in the run
+    determines its part and its number within this part. In every range of rows, the parts occur in
+    proportion to their weights, to within a few rows. At steps with a shorter context, each row is
+    cut into shorter rows, which follow each other in the same batch.
     """
 
     def __init__(self, dataset: TokenDataset, config: Config):
@@ -113,7 +113,7 @@ class TokenBatches(Source):
         return assemble(self._read, starts[rows], shape.context_length, self._eot)
 
     def _read(self, start: int, length: int) -> np.ndarray:
-        """Return up to `length` tokens of a row, beginning with the input whose target is `start`.
+        """Return up to `length` tokens of a row, beginning with the token before a given target.
 
         `start` is the index of this target among all targets of the run.
         """
@@ -158,15 +158,16 @@ class TokenBatches(Source):
         return validation, targets_per_byte
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return the number of epochs, maybe a fraction, of each part in the first `step` steps."""
+        """Return how many epochs of each part the first `step` steps read, for example 0.5."""
         num_rows = self._shapes.tokens(step) // self._context_length
         counts = self._count_rows(num_rows)
         return {name: counts[name] / self.rows[name].num_rows for name in counts}
 
     def describe(self, num_steps: int) -> str:
-        """Return a line for each part: its numbers of tokens, and its epochs in a whole run.
+        """Return a line for each part: its epochs, and its numbers of tokens.
 
-        A whole run has `num_steps` steps.
+        The line contains the number of epochs in `num_steps` steps, and the numbers of tokens in
+        the training split and in the validation split.
         """
         lines = list[str]()
         for name, epochs in self.epochs(num_steps).items():
@@ -223,8 +224,9 @@ def assemble(
 ) -> Batch:
     """Return a batch of arrays `[len(starts), length]`, with a row for each of `starts`.
 
-    `read(start, length + 1)` returns the tokens of a row: inputs, shifted by one, are targets. A
-    row with fewer tokens is padded. If `eot` is not None, each token `eot` begins a new segment.
+    `read(start, length + 1)` returns the tokens of a row. All tokens but the last are inputs, and
+    all tokens but the first are targets. A row with fewer than `length` + 1 tokens is padded. If
+    `eot` is not None, each token `eot` begins a new segment.
     """
     tokens = np.zeros((len(starts), length), np.int32)
     targets = np.full_like(tokens, IGNORED)

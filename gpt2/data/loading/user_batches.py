@@ -39,7 +39,8 @@ INT32 = np.iinfo(np.int32)
 class BatchFunction(Corpus):
     """A user's function that returns an iterable of batches.
 
-    Its parameters are `split` (`train` or `validation`) and, if it needs the run's seed, `seed`.
+    The function has the parameter `split` (`train` or `validation`). If it needs the run's seed, it
+    also has the parameter `seed`.
     """
 
     name: str  # python:MODULE:FUNCTION
@@ -61,7 +62,7 @@ class UserDataset(Dataset):
     parts: Parts = field(default_factory=dict)  # empty, because nothing is stored
 
     def describe(self) -> dict[str, object]:
-        """Return the tokenizer and a hash of the function's module, for a run's data.json.
+        """Return the tokenizer's name, its hash and a hash of the function's module, for data.json.
 
         The data are not described, because only the user's function has access to them.
         """
@@ -175,7 +176,10 @@ class UserBatches(Source):
                 yield {name: array[part] for name, array in arrays.items()}
 
     def _repeat(self) -> Iterator[UserBatch]:
-        """Yield the user's training batches forever, the first time from the restored state."""
+        """Yield training batches forever: when the function's batches end, call it again.
+
+        The first call continues from the restored state, if there is one.
+        """
         yield from self._read("train", self._restored)
         while True:
             yield from self._read("train")

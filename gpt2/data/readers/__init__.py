@@ -1,6 +1,7 @@
 """Readers of corpora, one for each prefix.
 
-To add a prefix, write a function, and add a row to the table `READERS` in a file of this folder.
+To add a prefix, write a function that opens its corpora in one of this folder's files, and add a
+row to the table `READERS` of that file.
 """
 
 from collections.abc import Callable

@@ -43,7 +43,10 @@ class HubCorpus(Corpus):
     column: str
 
     def prepare(self, data: DataConfig) -> Dataset:
-        """Return the tokens of `revision`. If it is empty, `_find_revision` chooses a revision."""
+        """Return the tokens of the dataset at the revision `self.revision`.
+
+        If the revision is empty, `_find_revision` chooses one.
+        """
         name = f"{self.repository}/{self.subset}".rstrip("/")
         # The corpus is named without its revision, so that the names of all revisions' folders have
         # the same beginning, by which `prepared_revisions` finds them.

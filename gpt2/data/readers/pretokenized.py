@@ -130,7 +130,7 @@ class TokenCorpus(Corpus):
 
 
 def _open_shard(file: Path) -> tuple[Shard, str]:
-    """Return the range of a file that contains tokens, and the dtype of the tokens.
+    """Return a shard with all tokens of a file, and the dtype of the tokens.
 
     Raise a UserError if the file has none of the formats that the module's docstring lists.
     """

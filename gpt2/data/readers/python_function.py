@@ -17,7 +17,7 @@ from gpt2.utils.files import reading
 
 
 def _open_function(argument: str) -> Corpus:
-    """Open a user's function, given `argument`, `MODULE:FUNCTION`.
+    """Open the user's function that `argument`, `MODULE:FUNCTION`, names.
 
     A function with a parameter `split` returns batches. Any other function returns documents. If
     the module's file changes, documents are prepared again, and a run on batches cannot continue,

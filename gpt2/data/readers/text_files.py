@@ -39,8 +39,8 @@ def _open_records(
 ) -> TextCorpus:
     """Open a corpus in which each text that `read(name, file, field)` yields is a document.
 
-    `argument` is `GLOB#FIELD`. `kind`, such as `jsonl`, distinguishes the same files with another
-    reader in the hash of the corpus.
+    `argument` is `GLOB#FIELD`. `kind`, such as `jsonl`, names the reader in the hash of the corpus,
+    because another reader could read other texts from the same files.
     """
     pattern, field = split_field(argument)
     source = SourceFiles(partial(match_files, pattern), kind, field)
