@@ -98,12 +98,12 @@ class ModelConfig(default.Model):
 
     @cached_property
     def width_ratio(self) -> float:
-        """Ratio of `embed_dim` to `mup_base_width`, or 1 without muP."""
+        """Ratio of `embed_dim` to `mup_base_width`, or 1 if `mup_base_width` is 0 (no muP)."""
         return self.embed_dim / (self.mup_base_width or self.embed_dim)
 
     @cached_property
     def depth_ratio(self) -> float:
-        """Ratio of `num_layers` to `mup_base_depth`, or 1 without CompleteP."""
+        """Ratio of `num_layers` to `mup_base_depth`, or 1 if `mup_base_depth` is 0."""
         return self.num_layers / (self.mup_base_depth or self.num_layers)
 
     @cached_property
@@ -160,7 +160,7 @@ class GPTConfig(ModelConfig):
 
     @cached_property
     def loops_over_layers(self) -> bool:
-        """Whether the compiled program loops over layers. Otherwise, it repeats a layer's code."""
+        """Whether the compiled program loops over layers. If not, it has code for every layer."""
         return self.scan_layers and self.scan_unroll < self.num_layers
 
     @classmethod

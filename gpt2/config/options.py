@@ -89,8 +89,9 @@ def read_group(
 ) -> dict[str, Option]:
     """Return a dict from dotted names to the options of a dataclass and of its nested groups.
 
-    `prefix` begins each name. `inherited` contains the attributes that the enclosing group sets for
-    all of its options. The options have the order in which the dataclass declares them.
+    Each name begins with `prefix`. `inherited` contains the attributes, such as `may_change`, that
+    the enclosing group sets for all of its options. The options have the order in which the
+    dataclass declares them.
     """
     options = dict[str, Option]()
     hints = get_type_hints(group, include_extras=True)
@@ -118,7 +119,7 @@ OPTIONS = read_group(default.Options)
 def flatten(tree: Mapping | ConfigDict, prefix: str = "") -> Options:
     """Return the options in nested groups as one dict, whose keys are dotted names.
 
-    `prefix` begins each name. The order does not change.
+    Each name begins with `prefix`. The order does not change.
     """
     flat = Options()
     for name, value in tree.items():
@@ -152,7 +153,10 @@ def no_option(name: str, prefix: str = "") -> UserError:
 
 
 def require_option(name: str, prefix: str = "") -> None:
-    """Raise the error of `no_option` unless there is an option with the dotted name `name`."""
+    """Raise a UserError unless there is an option with the dotted name `name`.
+
+    The message suggests the option that the user may have meant, with `prefix` before its name.
+    """
     if name not in OPTIONS:
         raise no_option(name, prefix)
 

@@ -81,8 +81,8 @@ class OptimConfig(default.Optim):
     def pieces(self) -> tuple[tuple[int, float], ...]:
         """The pairs (step, fraction of the peak rate) of a `piecewise` schedule, ascending.
 
-        From each step on, the learning rate is this fraction of its peak. For other schedules, the
-        tuple is empty.
+        From the step of one pair to the step of the next pair, the learning rate is this fraction
+        of its peak. For other schedules, the tuple is empty.
         """
         name, _, text = self.schedule.partition(":")
         if name != "piecewise":
@@ -107,7 +107,7 @@ class OptimConfig(default.Optim):
 
     @property
     def decay_in_gradient(self) -> bool:
-        """Whether the optimizer adds weight decay to the gradient, instead of decaying separately.
+        """Whether the optimizer adds weight decay to the gradient, and not to the update.
 
         The options `cautious` and `scheduled_weight_decay` then cannot change the decay.
         """
@@ -126,7 +126,8 @@ class OptimConfig(default.Optim):
     def decay(self, num_steps: int) -> float:
         """Return the weight decay of a run of `num_steps` steps.
 
-        This is `weight_decay` or, if `decay_timescale` is set, the value that follows from it.
+        This is `weight_decay`, unless `decay_timescale` is set. It is then 1 divided by the product
+        of `learning_rate`, `decay_timescale` and `num_steps`.
         """
         product = self.learning_rate * self.decay_timescale * num_steps
         return 1 / product if product else self.weight_decay
@@ -396,8 +397,8 @@ def read_options(name: str) -> Options:
     """Return all options of the config file or config.json `name`, nested by group.
 
     Each option is checked by itself. If `name` is `FILE:ARGUMENT`, the argument is passed to the
-    file's `get_config`. A path that does not exist is looked up next to the package, so that
-    `configs/quickstart.py` works in any directory.
+    file's `get_config`. A file that does not exist in the current directory is looked up in the
+    directory that contains the package `gpt2`, so that `configs/quickstart.py` works everywhere.
     """
     path = Path(name)
     argument = ""

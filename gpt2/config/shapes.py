@@ -57,14 +57,14 @@ class StepShape(NamedTuple):
 class ShapeSchedule:
     """The shape of every step of a run.
 
-    `pieces` maps each step after which the shape changes to the new shape, in ascending order. The
-    first key is 0.
+    `pieces` is a dict of shapes, in the order of the steps. The key of a shape is the number of
+    steps before it: the keys 0 and 1000 mean that the second shape begins with step 1001.
     """
 
     pieces: dict[int, StepShape]
 
     def at(self, step: int) -> StepShape:
-        """Return the shape of a step, counted from 1."""
+        """Return the shape of a step. The first step is step 1."""
         return self.pieces[max(start for start in self.pieces if start < step)]
 
     def tokens(self, steps: int) -> int:

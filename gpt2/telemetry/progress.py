@@ -76,7 +76,7 @@ class Progress(Writer):
         log("  ".join([f"step {number}/{self._total}", *shown]), sys.stdout)
 
     def close(self) -> None:
-        """Warn about each of `names` that no metric of the run had."""
+        """Warn about each name in `names` that the run never logged."""
         for name in sorted(self._missing):
             warn(
                 f"logging.screen={name}: the run has written no metric of this name; the names are "

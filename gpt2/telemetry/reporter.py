@@ -63,7 +63,7 @@ class Reporter(AbstractContextManager):
     ) -> "Reporter":
         """Return the reporter of a run with the options `config`, which starts at step `start`.
 
-        Only process 0 writes files, which are in `workdir`, and prints log lines.
+        Only process 0 writes files to `workdir` and prints log lines.
         """
         train = config.train
         logging = config.logging

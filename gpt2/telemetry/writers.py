@@ -101,9 +101,10 @@ def check_wandb() -> None:
 
 
 class Wandb(Writer):
-    """The writer of a run at W&B. It starts a W&B run, or continues the one of the same workdir.
+    """A writer that logs the metrics of a run to W&B.
 
-    The file `wandb/run_id` in `workdir` contains the ID of the W&B run.
+    If `workdir` contains the file `wandb/run_id` with the ID of a W&B run, continue the W&B run.
+    Otherwise, start a W&B run, and write its ID to this file.
     """
 
     name = "wandb/"
