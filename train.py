@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def first_state(program: Program, dataset: Dataset) -> TrainState:
-    """Return the state before the first step, with weights of `train.init_from` or of the seed."""
+    """Return the state before step 1, with weights from `train.init_from` or from the seed."""
     if not (source := program.config.train.init_from):
         return program.init_state()
     params = load_initial_params(source, program.model.config, dataset.tokenizer)
@@ -161,7 +161,7 @@ def train(run: Run, state: TrainState, start: int) -> int:
         return newest
 
     def save(measured: dict[str, float] | None = None) -> None:
-        """Write all metrics to disk, then save the newest state and its scores, if `measured`."""
+        """Write metrics to disk, then save the newest state. `measured` are its scores, or None."""
         reporter.flush(step)
         with clock.phase("checkpoint"):
             checkpointer.save(state, step, measured, batches.position(step))

@@ -46,8 +46,8 @@ class Task(NamedTuple):
     ) -> list[Request]:
         """Return the requests that score the example `examples[index]`.
 
-        There is one request for each alternative answer, or a single request for the answer of an
-        example of the kind `language_modeling`.
+        There is one request for each alternative answer. A task of the kind `language_modeling` has
+        no alternatives: an example has a single request, which scores the correct answer.
         """
         others = self.examples[:index] + self.examples[index + 1 :]
         rng = random.Random(1234 + index)  # nanochat's seed
@@ -122,7 +122,11 @@ def core(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
 
 
 def _read_tasks(path: Path) -> list[Task]:
-    """Return all tasks in core.yaml. Report mistakes in any of them before the first is scored."""
+    """Return all tasks in core.yaml, with their examples.
+
+    Raise a UserError if core.yaml, or any other file of the tasks, has a mistake. Mistakes are
+    therefore reported before the first task is scored.
+    """
     chances = _read_chances(path.parent / "eval_meta_data.csv")
     tasks = dict[str, Task]()
     with reading(path):

@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
     def exp(self) -> "Estimate":
         """Return the perplexity, given that this estimate is a loss in nats.
 
-        The standard error of the perplexity is that of the loss times the perplexity.
+        The standard error of the perplexity is the perplexity times the standard error of the loss.
         """
         # Beyond 700, the perplexity would overflow float64.
         value = math.exp(min(self.value, 700.0))
@@ -87,8 +87,8 @@ def mean_loss(scores: Sequence[Score], units: int | None = None) -> Estimate:
     """Return the loss in nats per scored token or, if `units` is given, per unit of the text.
 
     `units` is the number of words, bytes or other units in the whole text. Each of `scores` belongs
-    to a window over the text, and counts for a number of units in proportion to its scored tokens,
-    because a window may end within a unit.
+    to a window over the text. A window may end within a unit, so the units are divided between the
+    windows in proportion to their scored tokens.
     """
     losses = [-score.log_prob for score in scores]
     counts = np.array([score.count for score in scores], np.float64)

@@ -69,7 +69,8 @@ def validation(
 def wikitext(scorer: Scorer, tokenizer: Tokenizer, path: Path) -> list[Figure]:
     """Return the perplexity per token and the perplexity per word of a file of raw WikiText.
 
-    The first is computed on the unchanged text, the second on the detokenized text.
+    The perplexity per token is computed on the unchanged text, and the perplexity per word on the
+    text that `detokenize` returns.
     """
     text = read_text(path)
     plain = detokenize(text)

@@ -55,7 +55,8 @@ Tokens = Sequence[int] | np.ndarray
 def continuation(context: Tokens, tokens: Tokens, context_length: int) -> Request:
     """Return a request that scores `tokens` after `context`.
 
-    If `context` and `tokens` together are too long, the beginning of `context` is removed.
+    If `context` and `tokens` together are too long, the beginning of `context` is removed. Raise a
+    ValueError if either is empty, or if `tokens` are more than `context_length`.
     """
     if not len(context) or not 0 < len(tokens) <= context_length:
         # `reading` adds the file and the line of the example.
@@ -97,8 +98,8 @@ class Scorer:
     """A model that scores requests on `devices`, with a part of each batch on every device.
 
     Every process that has one of the devices must call the scorer. Without `devices`, the scorer
-    uses all local devices, and shows a progress bar in a terminal. It compiles a program for each
-    bucket of lengths, one for requests without segments and another for requests with segments.
+    uses all local devices, and shows a progress bar in a terminal. It compiles one program for each
+    length to which requests are padded. For requests with segments, it compiles separate programs.
     Scorers of the same model with other weights use the same programs.
 
     If `params` is None, nothing is computed, and the scores are meaningless. A run uses this to

@@ -17,7 +17,7 @@ reading = partial(
 def require(condition: object, message: str) -> None:
     """Raise a ValueError with `message` unless `condition` is true.
 
-    Call this in the body of `reading`, which adds the name of the file to the message.
+    Call this in the body of `with reading(...)`, which adds the name of the file to the message.
     """
     if not condition:
         raise ValueError(message)

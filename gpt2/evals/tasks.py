@@ -32,9 +32,10 @@ TASKS: dict[str, tuple[str, Score]] = {
 
 
 def find_task(spec: str) -> tuple[Score, Path]:
-    """Return the scoring function and the file of the task `spec`, which is `NAME:DIRECTORY`.
+    """Return the scoring function and the file of the task that `spec` names.
 
-    `validation` is no such task. Raise a UserError for it, and for a file that does not exist.
+    `spec` is `NAME:DIRECTORY`, where NAME is a key of `TASKS`. Raise a UserError if NAME is not a
+    key, or if the file does not exist. `validation` is not a key, because it has no directory.
     """
     name, _, directory = spec.partition(":")
     require_choice("task", name, ("validation", *TASKS))
@@ -65,9 +66,11 @@ def validation_data(
     """Return the `data.` options of the corpus whose validation split is scored, and its record.
 
     The model is the run in `workdir` or, without it, the Hugging Face model `hf`. If `corpus` is
-    empty, the run's corpus is scored, and the record is the content of its data.json. Otherwise,
-    the record is None, and `corpus` is scored with the run's options (without `workdir`: the
-    defaults), but with the model's tokenizer, and with `val_fraction` unless it is None.
+    empty, return the options of the run, and the content of its data.json as the record. Otherwise,
+    return the options of the run (for a Hugging Face model: the defaults) with three changes: the
+    corpus is `corpus`, the tokenizer is the model's, and `val_fraction` replaces the option if it
+    is not None. The record is then None. Raise a UserError if no corpus is known, if the run's
+    corpus has changed, or if `val_fraction` may select text on which the run was trained.
     """
     if workdir:
         folder = stores.fetch(workdir)

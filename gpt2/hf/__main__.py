@@ -3,8 +3,8 @@
     python -m gpt2.hf import --from=DIR --workdir=DIR
     python -m gpt2.hf export --workdir=DIR --to=DIR [--checkpoint=best|latest|STEP]
 
-eval.py and gpt2.generate read an imported run like any other run, but the run does not record its
-text: give eval.py the flags --corpus and --val_fraction.
+eval.py and gpt2.generate read an imported run like any other run. However, an imported run does not
+record on which text the model was trained: give eval.py the flags --corpus and --val_fraction.
 """
 
 from gpt2.utils import launch

@@ -58,9 +58,9 @@ def _with_flat_rope(config: Json, family: Family) -> Json:
 
 
 def _refuse_others(path: Path, family: Family, config: Json) -> None:
-    """Raise a UserError if an option in config.json has a value that the model here lacks.
+    """Raise a UserError if an option in config.json has a value that this code does not support.
 
-    Hugging Face's code supports such a value, so ignoring it would give other results.
+    Hugging Face's code may support the value, so ignoring it would lead to other results.
     """
     fixed = {
         "partial_rotary_factor": 1.0,

@@ -178,8 +178,8 @@ def with_model_of_weights(
 
     `chosen` names the options that the user has set. They do not change, and a UserError is raised
     if one of them does not fit the weights. The options in FREE do not change either, because
-    weights do not determine them. If `workdir` contains a run, the options come from its
-    config.json instead, because the run continues.
+    weights do not determine them. If `workdir` already contains a run, this run continues: the
+    options then come from the run's config.json.
     """
     names = _MODEL - {*FREE, "vocab_size"}
     if (workdir / "config.json").exists():
@@ -234,13 +234,14 @@ def _read_source(kind: str, directory: Path) -> tuple[GPTConfig, tokenizers.Toke
 def load_initial_params(
     source: str, cfg: GPTConfig, tokenizer: tokenizers.Tokenizer
 ) -> dict:
-    """Return the weights that `source`, the value of `train.init_from`, names, for the model `cfg`.
+    """Load the weights that `train.init_from` names, to initialise the model that `cfg` describes.
 
-    `cfg` determines whether layers are scanned or unrolled. Raise a UserError if it has another
-    architecture than the weights, or if `tokenizer` is not their tokenizer. Two differences are
-    allowed: `cfg` may set `model.rope_scaling` if the weights were trained without it, and the
-    context length may differ. With learned positions, however, the context must not be longer, and
-    a shorter context uses the first position embeddings.
+    `source` is the value of `train.init_from`. `cfg` determines whether layers are scanned or
+    unrolled. Raise a UserError if `cfg` describes another architecture than the weights have, or if
+    `tokenizer` is not the tokenizer of the weights. Two differences are allowed: `cfg` may set
+    `model.rope_scaling` if the weights were trained without it, and the context length may differ.
+    With learned positions, the context must not be longer than that of the weights. A shorter
+    context uses the first position embeddings.
     """
     kind, directory, step = _split_source(source)
     found, theirs = _read_source(kind, directory)

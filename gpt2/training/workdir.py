@@ -65,8 +65,8 @@ def open_workdir(location: str) -> tuple[Path, contextlib.AbstractContextManager
 def require_same_start(config: Config, **facts: object) -> None:
     """Raise a UserError if the processes of a run differ in their options, code or `facts`.
 
-    `facts` are other values to compare, by name. The comparison does not use JAX's devices, so they
-    need not exist yet.
+    Options with `may_differ` are not compared. `facts` are other values to compare, by name. The
+    comparison does not use JAX's devices, so they need not exist yet.
     """
     for name, value in flatten(config.to_dict()).items():
         if not OPTIONS[name].may_differ:
