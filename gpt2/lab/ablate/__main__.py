@@ -101,7 +101,8 @@ def main() -> int:
 def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
     """Return the sweep that the flags describe. `root` is the folder of the sweep.
 
-    With --equal=seconds, short runs in the first of `slots` measure the time of each arm's step.
+    `slots` are the resources of simultaneous runs. With --equal=seconds, short runs in the first
+    slot measure the time of each arm's step.
     """
     if not FLAGS.vary and not FLAGS["seeds"].present:
         raise UserError(

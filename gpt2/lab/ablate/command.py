@@ -96,9 +96,9 @@ def make_sweep(
     """Return the sweep of `arms` in the folder `root`. The flags determine its other fields.
 
     The function also prepares the data and checks out the code of all arms, so that errors appear
-    before training. With --equal=seconds, short runs in the first of `slots` measure the time of a
-    step. `module` is the module that the user runs with `python -m`. It is a part of the command
-    line that the sweep stores for its report.
+    before training. `slots` are the resources of simultaneous runs. With --equal=seconds, short
+    runs in the first slot measure the time of a step. `module` is the module that the user runs
+    with `python -m`. It is a part of the command line that the sweep stores for its report.
     """
     analyses = _read_analyses(FLAGS.seeds)
     tuned = FLAGS.tune
@@ -137,7 +137,11 @@ def make_sweep(
 
 
 def _read_analyses(seeds: Sequence[str]) -> list[int]:
-    """Return the seed counts that `--seeds` lists, ascending: a sweep is analysed after each."""
+    """Return the numbers of seeds after which the results are analysed, in ascending order.
+
+    `seeds` is the value of --seeds, such as `["3", "5", "8"]`. Raise a UserError if it is not a
+    list of different numbers in the allowed range.
+    """
     analyses = sorted({int(number) for number in seeds if number.isdecimal()})
     least = 2 if len(analyses) > 1 else 1
     all_valid = 0 < len(analyses) == len(seeds)
@@ -153,9 +157,10 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
     """Return a text that lists the runs that sweeps would train, and their tokens, FLOPs and time.
 
-    `sweeps` contains one sweep or, for a ladder, one for each size, the smallest first. The total
-    time assumes that each of `slots` trains one run at a time. A run's duration is the time of its
-    start-up plus the time of its steps. `forecast` measures or estimates both.
+    `sweeps` contains one sweep or, for a ladder, one for each size, the smallest first. A run's
+    duration is the time of its start-up plus the time of its steps. `forecast` measures or
+    estimates both. `slots` are the resources of simultaneous runs. The total time assumes that each
+    slot trains one run at a time.
     """
     first = sweeps[0].root.name
     if len(sweeps) > 1:

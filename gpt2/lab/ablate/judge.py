@@ -1,4 +1,4 @@
-"""Verdicts on the arms of a sweep, and the number of seeds after each interim analysis."""
+"""Judge the arms of a sweep, and add seeds for arms that an interim analysis leaves open."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,7 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
 
 
 def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
-    """Return the sweeps with the seeds of the next analysis for the baseline and all open arms.
+    """Return the sweeps in which the baseline and all open arms have the next analysis's seeds.
 
     `words` maps the name of each arm to its verdict. An arm is open if its verdict is
     `Decision.OPEN`. All sweeps have the same arms, for example at the sizes of a ladder. Return the

@@ -48,7 +48,10 @@ class Sweep:
 
     @property
     def score(self) -> str:
-        """The name of the compared metric, which the last validation of a run measures."""
+        """The name of the metric in which arms are compared, such as `eval/loss`.
+
+        The last validation of a run measures it.
+        """
         return choose_score(self.arms)
 
     @property

@@ -22,10 +22,10 @@ from gpt2.utils.text import counted
 
 
 def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
-    """Write all files of the report. Return the table of verdicts, and a note or "".
+    """Write all files of the report, and return the table of verdicts and a note.
 
-    The note lists the arms without a clear verdict that would have a clear verdict if the sweep had
-    been paired.
+    The note lists the arms that have no clear verdict, but would have one if the sweep were paired.
+    If there are no such arms, the note is "".
     """
     root = sweep.root
     title = root.resolve().name
@@ -73,10 +73,10 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
 def _pairs_note(
     verdicts: Mapping[str, Verdict], by_pairs: Mapping[str, Verdict]
 ) -> str:
-    """Return a note that lists the arms that only a paired sweep would have decided, or "".
+    """Return a note that lists the arms on which only a paired sweep would have a clear verdict.
 
-    `verdicts` are the verdicts of the sweep. `by_pairs` are the verdicts that paired tests of the
-    same runs would have, or are empty if the sweep is paired.
+    If there are no such arms, return "". `verdicts` are the verdicts of the sweep. `by_pairs` are
+    the verdicts of paired tests of the same runs. It is empty if the sweep is paired.
     """
     names = []
     for name, verdict in by_pairs.items():

@@ -21,8 +21,8 @@ def verdict_table(
 ) -> pd.DataFrame:
     """Return a table of strings with a row for each arm: its scores and its verdict.
 
-    `by_arm` maps the baseline and each arm to the results of its runs. The cells of an arm that is
-    not in `verdicts`, such as the baseline, are empty.
+    `by_arm` maps the baseline and each arm to the results of its runs. If an arm is not in
+    `verdicts`, such as the baseline, only the cells for its verdict are empty.
     """
     rows = []
     for name, sample in by_arm.items():
@@ -67,9 +67,10 @@ def metrics_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
 def reach_table(sweep: Sweep, results: pd.DataFrame) -> pd.DataFrame:
     """Return a table of how soon each arm reaches the baseline's final score.
 
-    Cells are fractions of the baseline's tokens, FLOPs or seconds. `results` is the table of all
-    runs that `read_results` returns. If the baseline's runs have only one validation, the table is
-    empty.
+    There is a row for each arm except the baseline, and a column each for tokens, FLOPs and
+    seconds. A cell is the fraction of the baseline's amount that the arm needs; see
+    `describe_fractions`. `results` is the table of all runs that `read_results` returns. The table
+    is empty if no run of the baseline has finished, or if its runs have only one validation.
     """
     rows = []
     baseline, *others = sweep.arms
@@ -110,11 +111,12 @@ def amount_to_reach(amounts: np.ndarray, scores: np.ndarray, target: float) -> f
 def describe_fractions(fractions: np.ndarray) -> str:
     """Return the mean fraction and its 95 % interval (Welch's method) as a string.
 
-    `fractions` is `[runs of the arm, 1 + runs of the baseline]`. Each is the fraction of a baseline
-    run's tokens, FLOPs or seconds that a run of the arm needs to reach a target. The target of the
-    first column is the mean of the baseline's final scores. The target of each other column is one
-    of these scores. A fraction is inf if the run does not reach the target. If any fraction is inf,
-    return how many runs reach all targets. If a fraction is NaN, or there are no runs, return `-`.
+    `fractions` is an array `[runs of the arm, 1 + runs of the baseline]`. An element is the amount
+    (tokens, FLOPs or seconds) after which a run of the arm reaches a target score, divided by the
+    mean amount of the baseline's whole runs. The target of the first column is the mean of the
+    baseline's final scores, and the target of each other column is one of these scores. An element
+    is inf if the run does not reach the target. If any element is inf, return how many runs reach
+    all targets. If an element is NaN, or there are no runs, return `-`.
     """
     if not fractions.size or np.isnan(fractions).any():
         return "-"
