@@ -118,11 +118,11 @@ def measure_cases() -> list[Row]:
 
 
 def make_config(peers: list[str]) -> Config:
-    """Return the config of the command line. With peers, make its losses comparable with theirs.
+    """Return the config of the command line, changed if its losses are compared with PyTorch's.
 
-    `peers` are the names of PyTorch implementations. They have a constant learning rate, a
-    vocabulary of a multiple of 64 tokens, and no random options, such as dropout. If there are
-    peers, the config gets the same properties.
+    `peers` are the names of the PyTorch implementations to compare with. These implementations have
+    a constant learning rate, a vocabulary of a multiple of 64 tokens, and no random options, such
+    as dropout. If `peers` is not empty, the config gets the same properties.
     """
     config = cli.parse_config()
     config = config.with_vocabulary(tokens_by_name(config.data.tokenizer))

@@ -25,10 +25,10 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 def draw_weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Draw the initial float32 weights of a parameter. They depend only on its name and shape.
 
-    The magnitudes make differences between implementations visible. Kernels keep the magnitude of
-    activations at about 1, where variants of GELU differ most. Embeddings are small, so that the
-    epsilon of a norm matters. The scale of the last norm makes gradients large enough to be
-    clipped.
+    The magnitudes make differences between implementations visible. Weight matrices keep the
+    magnitude of activations at about 1, where variants of GELU differ most. Embeddings are small,
+    so that the epsilon of a norm matters. The scale of the last norm makes gradients large enough
+    to be clipped.
     """
     seed = zlib.crc32(name.encode())
     rng = np.random.default_rng(seed)

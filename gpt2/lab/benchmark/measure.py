@@ -32,7 +32,7 @@ PEERS = ("torch", "torch_compile")
 
 
 class Case(NamedTuple):
-    """A training step to measure: its config, and the XLA flags and the Python of its process."""
+    """A training step to measure: its config, its XLA flags, and the Python that runs it."""
 
     # Its `model.vocab_size` must not be 0, because random token ids are drawn below this size.
     config: Config
@@ -150,9 +150,9 @@ class Side(abc.ABC):
 def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[Row]:
     """Measure cases (training steps) in turn, and return a row of results for each case.
 
-    `cases` maps names to cases. One name must be `OURS`, because ratios compare with this case.
-    Names in `PEERS` run in PyTorch, and all other names in JAX. In each of `rounds` rounds, every
-    case takes steps for about `seconds` seconds.
+    `cases` maps names to cases. Cases whose names are in `PEERS` run in PyTorch, and all other
+    cases in JAX. One name must be `OURS`: the time of every other case is divided by the time of
+    this case. In each of `rounds` rounds, every case takes steps for about `seconds` seconds.
     """
     players: dict[str, Player] = {}
     steps: dict[str, int] = {}
@@ -195,9 +195,11 @@ def measure(cases: Mapping[str, Case], *, rounds: int, seconds: float) -> list[R
 
 
 def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
-    """Raise a UserError if a peer runs on another device or computes different losses.
+    """Raise a UserError if PyTorch and JAX use different devices or compute different losses.
 
-    `compute` is the option `precision.compute`, which determines how much losses may differ.
+    `players` maps names of training steps to their processes. Each step whose name is in `PEERS` is
+    compared with the step `OURS`. `compute` is the option `precision.compute`, which determines how
+    much losses may differ.
     """
     ours = players[OURS]
     our_device = ours.ask("info")["device"]
@@ -222,11 +224,11 @@ def _compare_sides(players: Mapping[str, Player], compute: str) -> None:
 
 
 def ratio(turns: Sequence[float], our_turns: Sequence[float]) -> list[float]:
-    """Return the ratio of a side's time per step to ours, and the ends of its 95 % interval.
+    """Return the time of a step divided by the time of our step, and this ratio's 95 % interval.
 
-    `turns` and `our_turns` are the seconds per step in each round. The result is the geometric mean
-    of the rounds' ratios, and the interval is Student's t interval of their logarithms. With a
-    single round there is no interval.
+    `turns` and `our_turns` are the seconds of a step in each round. The result is a list: the
+    geometric mean of the rounds' ratios, and the two ends of Student's t interval, computed from
+    the logarithms of the ratios. With a single round, the list contains only the ratio.
     """
     ratios = np.array(turns) / our_turns
     logs = np.log(ratios)

@@ -1,4 +1,4 @@
-"""The side of `gpt2.lab.benchmark` that runs this project's training step on request."""
+"""Run this project's training step on request, so that `gpt2.lab.benchmark` can time it."""
 
 import dataclasses
 import json
@@ -69,7 +69,10 @@ class Training(Side):
 
 
 def draw_params(cfg: GPTConfig) -> dict:
-    """Return the parameters that `draw_weight` draws, as float32 arrays in host memory."""
+    """Return the model's parameters with the values of `first_steps.draw_weight`.
+
+    The arrays are float32 and in host memory.
+    """
     model = GPT(dataclasses.replace(cfg, scan_layers=False))
     tokens = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -83,7 +86,10 @@ def draw_params(cfg: GPTConfig) -> dict:
 
 
 def make_batch(config: Config, step: int = 0) -> dict[str, np.ndarray]:
-    """Return the batch of a step: int32 arrays `[B, T]` in host memory."""
+    """Return the batch of a step: int32 arrays `[B, T]` in host memory.
+
+    The names are `tokens` and `targets` and, with `data.document_mask`, `segments`.
+    """
     tokens, targets = first_steps.draw_batch(config, step)
     batch = {"tokens": tokens, "targets": targets}
     # Documents have random lengths, 256 tokens on average.
