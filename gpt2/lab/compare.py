@@ -145,10 +145,10 @@ def main(*directories: str) -> None:
 
 
 def _find_workdirs(path: str) -> dict[str, list[Path]]:
-    """Map the name of each curve to the workdirs of the runs that it averages.
+    """Return the curves to plot for `path`: map each curve's name to the workdirs of its runs.
 
-    `path` is the workdir of a run, or the folder of a sweep. A run is a curve of its own. The curve
-    of an arm of a sweep averages one run for each seed.
+    `path` is the workdir of a run, or the folder of a sweep. A single run has one curve. A sweep
+    has one curve for each arm, which is the mean over the arm's runs, one run for each seed.
     """
     folder = fetch(path)
     workdirs: dict[str, list[Path]] = {}
@@ -159,9 +159,10 @@ def _find_workdirs(path: str) -> dict[str, list[Path]]:
 
 
 def _read_origin(workdir: Path) -> Origin:
-    """Read the facts of a run that a comparison needs.
+    """Read from a run's workdir the facts that a comparison needs.
 
-    The run may have been trained by another version of the code.
+    Another version of the code may have trained the run. If this version refuses the run's options,
+    the run's FLOPs are unknown (NaN).
     """
     with reading(workdir, "Use the workdir of a run of train.py"):
         tree = json.loads((workdir / "config.json").read_text("utf-8"))
@@ -197,8 +198,9 @@ def _describe_validation(
 ) -> str:
     """Return a description of the text on which a run is validated.
 
-    `parts` contains the facts of data.json for each part of a mixture, or for the only corpus.
-    `limit` is the number of tokens that a validation reads from each part, or 0 for all tokens.
+    `corpus` is the option `data.corpus`. `parts` contains the facts of data.json for each corpus of
+    a mixture, or for the only corpus. `limit` is the number of tokens that a validation reads from
+    each part, or 0 for all tokens.
     """
     texts = list[str]()
     for part in parts:
@@ -223,9 +225,10 @@ def _describe_validation(
 
 
 def _make_table(curves: Mapping[str, Sequence[Curve]], unit: str) -> pd.DataFrame:
-    """Return a table with a row for each name: the tokens, time and loss at the end of its curves.
+    """Return a table of strings with the final tokens, time and loss of each run, arm or reference.
 
-    `curves` maps a name to a curve for each seed. `unit` is the unit of the losses.
+    `curves` maps the name of a run, an arm or a reference to its curves, one for each seed. Time
+    and loss are means over these curves. `unit` is the unit of the losses.
     """
     rows = []
     for name, members in curves.items():

@@ -119,7 +119,8 @@ Differences = dict[str, tuple[object, object]]  # option -> the old and the new 
 def differences(old: Arm, new: Arm) -> Differences:
     """Return the options of `new` whose values differ in `old`, each with the old and new value.
 
-    If `old` does not have an option, the old value is `none`.
+    The version of the code counts as an option with the name `code`. If `old` does not have an
+    option, the old value is `none`.
     """
     before = old.options | {_CODE: old.commit or WORKING_TREE}
     after = new.options | {_CODE: new.commit or WORKING_TREE}
@@ -222,10 +223,11 @@ def draw_trials(tune: Sequence[str], number: int) -> str:
 
 
 def read_tuned(tune: Sequence[str], vary: Sequence[str]) -> list[list[Settings]]:
-    """Return the values of each `--tune`. Every arm tries all combinations of these values.
+    """Return, for each `--tune`, the options that each of its values sets.
 
-    `tune` and `vary` are the texts of the flags of these names. Raise a UserError if a tuned option
-    is not in `optim.` or `loss.`, or if `vary` also sets it.
+    Every arm tries all combinations of the values of different `--tune` flags. `tune` and `vary`
+    are the values of the flags --tune and --vary. Raise a UserError if a tuned option is not in
+    `optim.` or `loss.`, or if `vary` or another `--tune` also sets it.
     """
     taken = set[str]()
     for text in vary:

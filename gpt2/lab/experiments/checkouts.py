@@ -54,8 +54,8 @@ def changed_files(old: str, new: str) -> dict[str, bool]:
 def contains(commit: str, other: str) -> bool:
     """Return whether `commit` has all changes of `other`: merging `other` would change nothing.
 
-    The history of commits does not show this. No branch contains the commits that `snapshot` makes,
-    and a later commit may undo a change.
+    The history of commits does not show this, because no branch contains the commits that
+    `snapshot` makes, and because a later commit may undo a change.
     """
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")
@@ -83,7 +83,7 @@ def snapshot() -> str:
 def source_folder(root: Path, commit: str) -> Path:
     """Return the folder of a commit's code. `root` is the folder of the sweep or ledger.
 
-    The code of the commit "" is the working tree.
+    If `commit` is "", return the folder of the working tree.
     """
     return root / "code" / commit if commit else SOURCE
 
@@ -91,7 +91,8 @@ def source_folder(root: Path, commit: str) -> Path:
 def check_out(root: Path, commit: str) -> Path:
     """Return the folder of a commit's code. If it is missing, create it as a git worktree.
 
-    `root` is the folder of the sweep or ledger. The code of the commit "" is the working tree.
+    `root` is the folder of the sweep or ledger. If `commit` is "", return the folder of the working
+    tree.
     """
     source = source_folder(root, commit)
     if not commit:

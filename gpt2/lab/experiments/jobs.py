@@ -138,10 +138,10 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
 
 
 def _has_ended(run: Run) -> bool:
-    """Return whether a run has ended, so that it is not trained.
+    """Return whether a run has ended and needs no further training.
 
-    A run that failed before this process began does not count as ended, because it is trained
-    again.
+    A run that failed counts as ended only if it failed after this process began. A run that had
+    failed before is trained again.
     """
     outcome = run.outcome()
     if outcome.state == "failed":
@@ -178,7 +178,7 @@ def find_error(log: str) -> str:
 
 
 class _Training:
-    """A run in progress: its process, its lock and its slot."""
+    """A run in progress: its process, the lock of its folder, and the slot (resources) it uses."""
 
     def __init__(self, run: Run, lock: TextIO, slot: Slot):
         self.run = run

@@ -15,9 +15,10 @@ _LAB = Path(__file__).parents[1]
 
 
 def render(template: str, **context: object) -> str:
-    """Fill the Jinja template at a path relative to gpt2/lab with the variables `context`.
+    """Fill a Jinja template with the variables `context`, and return the text.
 
-    In *.html.j2, values are escaped.
+    `template` is the path of the template, relative to gpt2/lab. If the path ends in .html.j2, the
+    values of variables are escaped.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_LAB),

@@ -29,10 +29,10 @@ class LocalSlot(NamedTuple):
     ) -> subprocess.Popen:
         """Start a process that runs `command`: the path of a Python file, and its arguments.
 
-        The new process has this process's environment variables and `environment`, and appends its
-        output to `log`. On Linux, the new process gets SIGTERM when this process ends. Elsewhere,
-        it continues. In a sandbox, the new process may read the folder that contains `log`, and
-        write to this folder's subfolder `run`.
+        The new process has the environment variables of this process and of the slot, and the
+        variables in `environment`. It appends its output to `log`. On Linux, the new process gets
+        SIGTERM when this process ends. Elsewhere, it continues. In a sandbox, the new process may
+        read the folder that contains `log`, and write to this folder's subfolder `run`.
         """
         # This import is not at the top of the file, because the child also runs this file, but
         # possibly with another version of the package `gpt2`.

@@ -25,7 +25,12 @@ class RaySlot(NamedTuple):
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> "RayProcess":
-        """Start a process on a node of the Ray cluster. See `LocalSlot.start` for the arguments."""
+        """Start a process that runs `command` on a node of the Ray cluster.
+
+        `command` is the path of a Python file, and its arguments. The process appends its output to
+        `log`. Its environment variables are those of `ray start`, those in `environment`, and the
+        variables in `_VARIABLES` that this process has.
+        """
         variables = dict(environment)
         for name in _VARIABLES:
             if name in os.environ:

@@ -36,11 +36,12 @@ class Curve(NamedTuple):
 
 
 def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
-    """Return a table with a row for each run.
+    """Return a table with a row for each run: its arm, seed, state, amounts, metrics and more.
 
-    The columns are the columns of results.csv, plus the run's label, curve and score. The score is
-    the compared metric, or NaN for a run that has not finished. Raise a UserError if the folder of
-    a run contains a different run.
+    The file results.csv contains all columns except `run`, `curve` and `score`. `run` is the run's
+    label, and `curve` is its `Curve`. `score` is the final value of the metric that the argument
+    `score` names, or NaN for a run that has not finished. Raise a UserError if the folder of a run
+    contains a different run.
     """
     rows = []
     for run in runs:
@@ -78,7 +79,10 @@ def read_results(runs: Sequence[Run], score: str) -> pd.DataFrame:
 
 
 def unknown(steps: int) -> float:
-    """Return NaN for a run of another version of the code, which may count FLOPs differently."""
+    """Return NaN, as the FLOPs of a run that was trained by another version of the code.
+
+    Another version may count FLOPs differently.
+    """
     return math.nan
 
 

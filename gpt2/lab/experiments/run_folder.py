@@ -155,7 +155,7 @@ class Run:
             return trained | {hash_code(self.source)}
 
     def parameters(self) -> str:
-        """Return the number of parameters from the run's log, such as `1.3M`."""
+        """Return the number of parameters from the run's log, such as `1.3M`, or "" if unknown."""
         path = self.folder / "log.txt"
         log = path.read_text(errors="replace") if path.exists() else ""
         match = re.search(r"(\S+) parameters", log)

@@ -54,8 +54,8 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
 def measure(root: Path, arm: Arm, slots: Sequence[Slot]) -> tuple[float, float]:
     """Return the seconds of an arm's step, and the seconds of a run's start-up and compilation.
 
-    A short run in the first of `slots` measures both times. The run is stored in `root`, the folder
-    of the sweep or ledger, and is not repeated.
+    `slots` are the resources of simultaneous runs. A short run in the first slot measures both
+    times. The run is stored in `root`, the folder of the sweep or ledger, and is not repeated.
     """
     run = make_measuring_run(root, arm)
     print(f"measuring the steps of {arm.name}, in {root}", flush=True)
@@ -121,8 +121,8 @@ def equalize(
     """Return the arms, each with the number of steps that costs as much as the first arm's run.
 
     `terms` states how the cost is counted: in `tokens`, `flops` or `seconds`. The first arm does
-    not change. If seconds count, short runs in the first of `slots` measure the time of a step; see
-    `measure`.
+    not change. If seconds count, short runs measure the time of a step. They use the first of
+    `slots`, the resources of simultaneous runs; see `measure`.
     """
     first, *others = arms
 
