@@ -103,7 +103,8 @@ def main() -> int:
 def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
     """Return a sweep for each depth in `--depths`, the smallest first.
 
-    With --equal=seconds, short runs in the first of `slots` measure the time of each arm's step.
+    `slots` are the resources of simultaneous runs. With --equal=seconds, short runs in the first
+    slot measure the time of each arm's step.
     """
     depths = {int(depth) for depth in FLAGS.depths if depth.isdecimal()} - {0}
     if len(depths) != len(FLAGS.depths) or len(depths) < _LEAST_SIZES:

@@ -22,10 +22,10 @@ def judge(
 ) -> dict[str, Course]:
     """Return the course of each arm except the baseline, by name.
 
-    A course describes how the arm's compute multiplier changes with size. `sweeps` and `results`
-    have an element for each size: the sweep, and the table of `read_results`. An arm is analysed
-    after n seeds once the first n runs of the arm and of the baseline have ended at all sizes. An
-    arm that is undecided continues to the next analysis.
+    A course describes how the arm's compute multiplier changes with size. `sweeps` contains the
+    sweep of each size, and `results` contains, for each size, the table that `read_results`
+    returns. An arm is analysed after n seeds once the first n runs of the arm and of the baseline
+    have ended at all sizes. An arm that is undecided continues to the next analysis.
     """
     baseline, *arms = sweeps[0].arms
     courses = {}
@@ -46,9 +46,10 @@ def _analyse(
 ) -> Course:
     """Return the course of an arm, computed from its first `analysis` seeds.
 
-    A course describes how the arm's compute multiplier changes with size. `sweeps` and `results`
-    have an element for each size. `pair` is (baseline, arm). If one of their runs has not ended or
-    has no score, the course contains no numbers.
+    A course describes how the arm's compute multiplier changes with size. `sweeps` contains the
+    sweep of each size, and `results` contains, for each size, the table that `read_results`
+    returns. `pair` is (baseline, arm). If one of their runs has not ended or has no score, the
+    course contains no numbers.
     """
     losses: list[list[Losses]] = []
     for arm in pair:

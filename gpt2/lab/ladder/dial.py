@@ -34,7 +34,9 @@ def at_depth(arm: Arm, ratio: Fraction) -> Arm:
     """Return an arm at `ratio` times its depth.
 
     The rules in the module's docstring determine the width, the number of steps, the batch size,
-    the learning rates and the weight decay.
+    the learning rates and the weight decay. Raise a UserError if no rule scales the
+    optimizer's learning rate, if a size would not be a whole number, or if a schedule contains step
+    numbers and the number of steps changes.
     """
     config = arm.config
     model = config.model

@@ -127,9 +127,10 @@ def _forecast_weights(x: Array) -> list[Array]:
     """Return the weights with which log multipliers are summed to forecast a multiplier.
 
     The forecast is the log multiplier at `FARTHEST` times the largest compute. `x` are the decimal
-    logarithms of the compute at each size. There is one array of weights for each form of the
-    curve: constant, linear and saturating. Saturating means that each decade of compute halves the
-    remaining change. Each form is fitted to all sizes with least squares.
+    logarithms of the compute at each size. There is one array `[sizes]` of weights for each form
+    that the log multiplier may have as a function of log compute: constant, linear and saturating.
+    Saturating means that each decade of compute halves the remaining change. Each form is fitted to
+    all sizes with least squares.
     """
     decades = np.append(x, x[-1] + math.log10(FARTHEST)) - x[0]
     ones = np.ones_like(decades)
@@ -189,9 +190,10 @@ class _Ladder:
 
 
 def _log_multipliers(means: Array) -> Array:
-    """Return the decimal logarithms of the multipliers, `[sizes]`.
+    """Return the decimal logarithms of an arm's compute multipliers, `[sizes]`.
 
-    `means` `[sizes, 4]` are the mean losses of baseline and arm, and then their mean log computes.
+    The columns of `means` `[sizes, 4]` are the mean loss of the baseline, the mean loss of the arm,
+    and the means of the decimal logarithms of the compute of the baseline and of the arm.
     """
     curve, arm = np.log10(means[:, :2]).T
     x, arm_x = means[:, 2:].T

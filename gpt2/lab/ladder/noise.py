@@ -25,12 +25,13 @@ def measure_noise(
 ) -> pd.DataFrame:
     """Return a row for each size: what a run costs, and how much losses differ between seeds.
 
-    `sweeps` and `results` have an element for each size: the sweep, and the table of
-    `read_results`. `compute` is the baseline's FLOPs or, with `--equal=seconds`, its seconds of
-    training steps. `loss`, `seed` and `pair` are in the unit of the sweep's score: the baseline's
-    mean loss, the standard deviation of its loss, and the standard deviation of the difference
-    between an arm and the baseline at the same seed. With several arms, `pair` is the root mean
-    square of their standard deviations.
+    `sweeps` contains the sweep of each size, and `results` contains, for each size, the table that
+    `read_results` returns. The column `compute` contains the baseline's FLOPs or, with
+    `--equal=seconds`, the baseline's seconds of training steps. `loss` is the mean of the
+    baseline's losses, and `seed` is their standard deviation. `pair` is the standard deviation of
+    the difference between an arm and the baseline with the same seed or, with several arms, the
+    root mean square of these standard deviations. `loss`, `seed` and `pair` are in the unit of the
+    sweep's score.
     """
     amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
     rows = []
