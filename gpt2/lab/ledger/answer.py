@@ -32,8 +32,8 @@ from gpt2.utils.scan import in_layout
 def main(workdir: str) -> None:
     """Compute logits with the newest checkpoint of a run, until standard input ends.
 
-    Read batches of tokens from standard input, and write float32 logits to standard output, in the
-    format that the module's docstring describes.
+    Standard input contains batches of tokens, in the format that the module's docstring describes.
+    After each position of a batch, write float32 logits `[rows, V]` to standard output.
     """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what other code prints must not mix with the answers

@@ -83,7 +83,7 @@ class Idea(Sample):
 
     @property
     def screen_means(self) -> dict[int, float]:
-        """The mean difference at each small size that has pairs."""
+        """The mean difference (idea - best) at each small size that has pairs, by depth."""
         means = dict[int, float]()
         for depth, sample in self.screens.items():
             if sample.pairs:
@@ -148,7 +148,10 @@ class Ledger:
         return [self.ideas[0], *self.kept][-1]
 
     def newest(self, idea: Idea) -> Idea:
-        """Return the current state of an idea, of which `idea` is an earlier state."""
+        """Return the current state of an idea, given its earlier state `idea`.
+
+        Raise a UserError if the ledger no longer contains this idea.
+        """
         if idea.number < len(self.ideas):
             newest = self.ideas[idea.number]
             if newest.same(idea) and newest.continues(idea):
@@ -177,7 +180,10 @@ class Ledger:
 
 
 def read_ledger(root: Path) -> Ledger:
-    """Read the ledger in a folder. If there is none, return a ledger without ideas."""
+    """Read the ledger in a folder. If there is none, return a ledger without ideas.
+
+    Raise a UserError if a line of ledger.jsonl was altered, or if a line before it is missing.
+    """
     ledger = Ledger()
     path = root / "ledger.jsonl"
     text = path.read_bytes() if path.exists() else b""

@@ -41,7 +41,7 @@ class NoAnswerError(Exception):
 
 
 class Score(NamedTuple):
-    """The losses of a run, which the referee has measured, in nats per token."""
+    """The losses that the referee has measured for a run, in nats per token."""
 
     loss: float  # on the validation split
     own_loss: float  # on the text with which the run itself validates

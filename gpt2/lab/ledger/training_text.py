@@ -55,7 +55,7 @@ def open_text(root: Path, data: DataConfig) -> Dataset:
 
 
 def _copy_training_split(dataset: Dataset, folder: Path) -> None:
-    """Write what runs read to `folder`: the tokenizer and, for each corpus, its tokens.
+    """Write to `folder` all that runs read: the tokenizer and, for each corpus, its tokens.
 
     The tokens are the training split, and the first tokens of this split, with which runs validate.
     """
@@ -79,7 +79,7 @@ def with_training_text(root: Path, arm: Arm) -> Arm:
 
 
 def _training_options(root: Path, data: DataConfig) -> DataConfig:
-    """Return the options of `data.` with which a run reads only the ledger's training split."""
+    """Return `data`, changed so that a run reads only the ledger's copy of the training split."""
     folder = root.absolute() / _FOLDER
     numbers = [1]
     weights = read_mixture(data.corpus)

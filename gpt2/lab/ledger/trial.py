@@ -36,8 +36,8 @@ def _enter_idea(root: Path, text: str, equal: str, pairs: int) -> Idea:
 
     `text`, `equal` and `pairs` are the flags --idea, --equal and --pairs. If the ledger already has
     an entry for the same idea and the same best version, and the idea has not failed, return this
-    entry. If the idea is the best version itself, return it with its answer, without an entry.
-    Raise a UserError if `pairs` pairs are too few to accept any idea.
+    entry. If the idea is the best version itself, add no entry, and return it with the answer
+    `discard`. Raise a UserError if `pairs` pairs are too few to accept any idea.
     """
     with files.locked(root / LOCK):
         ledger = read_ledger(root)
@@ -77,9 +77,9 @@ def try_idea(
 ) -> Idea:
     """Train pairs of runs until there is an answer, and return the idea with its answer.
 
-    A pair is a run of the idea and a run of the best version with the same seed. `dataset` contains
-    the validation split. `text` is the flag --idea. The other arguments are the flags of the same
-    names.
+    A pair is a run of the idea and a run of the best version with the same seed. `root` is the
+    ledger's folder, and `dataset` contains its validation split. `text` is the flag --idea. The
+    arguments after `text` are the flags of the same names.
     """
     start = time.monotonic()
     pair_seconds = 0.0
@@ -178,11 +178,11 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
 def _train_pair(
     root: Path, dataset: Dataset, ledger: Ledger, idea: Idea, depth: int, equal: str
 ) -> tuple[Answer, str]:
-    """Train the best version and the idea with the last seed, and add the pair to the ledger.
+    """Train a pair (best version and idea) with the idea's newest seed, and add it to the ledger.
 
     `depth` is the depth of a small size, or 0 for the ledger's size. If the best version diverged,
     or the idea has no score, return the answer on the idea and the reason. Otherwise, return two
-    empty strings.
+    empty strings. Raise a UserError if the best version's run failed.
     """
     runs = list[Run]()
     arms = arms_at(root, ledger, idea, depth, equal)
