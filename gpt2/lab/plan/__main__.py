@@ -134,9 +134,11 @@ _ROW = "  {:<16} {:>8} {:>8} {:>9} {:>19} {:>12}"
 
 
 def _forecast(plan: Plan, board: str) -> list[str]:
-    """Return a row of the table of times: the cells for a step on `board`, a key of `BOARDS`.
+    """Return the cells of one row of the table of times: the row for the accelerator `board`.
 
-    A `!` in the last cell means that the step does not fit into the memory of `board`.
+    `board` is a key of `BOARDS`. The cells are the time of a step, the time in which its
+    collectives send data, the tokens per second, the time of all steps, and the percentage of the
+    memory that the step needs. A `!` after the percentage means that the step does not fit.
     """
     memory = f"{plan.bytes_needed / 1e9 / BOARDS[board].memory:.0%}"
     if not plan.fits(board):

@@ -20,7 +20,7 @@ KINDS = (
 
 
 class Collective(NamedTuple):
-    """A collective instruction of a program."""
+    """A collective instruction in a compiled program."""
 
     kind: str
     group: tuple[int, ...]  # devices of the first group that communicates
@@ -83,10 +83,11 @@ def collectives(text: str) -> list[Collective]:
 
 
 def describe_collectives(found: Sequence[Collective]) -> dict[str, str]:
-    """Describe the collectives in one call of a program, by kind.
+    """Map each kind of collective in `found`, such as `all-reduce`, to a description.
 
-    A description contains the number of collectives, the bytes of their arrays, and the bytes that
-    each device sends.
+    `found` contains the collectives of one program. A description states, for one call of the
+    program, the number of collectives of this kind, the bytes of their arrays, and the bytes that
+    each device sends. If `found` is empty, return `{"collectives": "none"}`.
     """
     rows = {}
     for kind in KINDS:
@@ -125,11 +126,12 @@ _LIMIT = re.compile(r"ROOT .* compare\(%?[\w.\-]+, %?([\w.\-]+)\), direction=LT"
 
 
 def _iterations(line: str, computations: Computations) -> int:
-    """Return the number of iterations of a `while` instruction, or 1 with a warning if unknown.
+    """Return the number of iterations of a `while` instruction. If it is unknown, return 1.
 
-    `line` is the instruction. Programs for TPUs do not state the number. The condition of their
-    loops compares the index of the iteration, which `lax.scan` counts from 0, with a constant. This
-    constant is the number.
+    `line` is the instruction, and `computations` contains all computations of its program. Programs
+    for TPUs do not state the number. In these programs, the loop's condition compares an index,
+    which `lax.scan` counts from 0, with a constant. The constant is the number of iterations. Warn
+    if the number is unknown.
     """
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
     condition = re.search(r"condition=%?([\w.\-]+)", line)
@@ -148,11 +150,12 @@ def _iterations(line: str, computations: Computations) -> int:
 
 
 def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int:
-    """Return the bytes of a collective's whole array: after a gather, or before a scatter.
+    """Return the size in bytes of a collective's whole array, after a gather or before a scatter.
 
     `result` is the result of the instruction: an array, such as `f32[2,3]`, or a tuple of arrays,
-    such as `(pred[], bf16[8])`. `is_start` means that the instruction only starts the collective,
-    which then runs asynchronously.
+    such as `(pred[], bf16[8])`. `kind` is one of `KINDS`. `is_start` means that the instruction
+    only starts the collective, which then runs asynchronously. `group_size` is the number of
+    devices that communicate with each other.
     """
     sizes = []
     for dtype, dims in _ARRAY.findall(result):
@@ -175,9 +178,10 @@ def _whole_bytes(result: str, kind: str, is_start: bool, group_size: int) -> int
 
 
 def _first_group(line: str) -> tuple[int, ...]:
-    """Return the indices of the devices in the first group of an HLO instruction.
+    """Return the indices of the devices in the first group that a collective connects.
 
-    HLO writes groups in one of three ways.
+    `line` is the HLO instruction of the collective. HLO has three notations for groups. Raise a
+    ValueError if `line` contains none of them.
     """
     # {{0,1},{2,3}} lists groups, or pairs of sender and receiver.
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", line)

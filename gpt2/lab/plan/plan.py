@@ -101,9 +101,11 @@ def make_program(config: Config, devices: Sequence[jax.Device]) -> Program:
 
 
 def compile_plan(program: Program) -> Plan:
-    """Compile a program's train step for its largest shape. Nothing runs.
+    """Compile the train step of `program`, without running it, and return its plan.
 
-    Raise DoesNotFit if the compiler reports that memory is insufficient.
+    If schedules change the batch size, the context length or the attention window, the step is
+    compiled for the combination with the most tokens. Raise DoesNotFit if the compiler reports that
+    memory is insufficient.
     """
     state = program.state_shapes
     largest = program.at(program.config.shapes.largest)
@@ -137,7 +139,8 @@ def bytes_per_device(tree: Tree) -> int:
 def state_bytes(backend: Backend, state: TrainState) -> dict[str, int]:
     """Return the bytes per device of parameters, optimizer state and summed gradients.
 
-    `backend` determines how gradients are divided between devices.
+    The keys are `parameters`, `optimizer` and `gradients`. `backend` determines how gradients are
+    divided between devices.
     """
     gradients = with_shardings(state.params, backend.gradient_shardings(state.params))
     parts = {

@@ -49,12 +49,12 @@ class Result(NamedTuple):
 def search(
     config: Config, devices: Sequence[jax.Device], board: str, given: Collection[str]
 ) -> int:
-    """For each layout, compile variants until one fits. Print all variants, the fastest first.
+    """For each layout, compile variants until one fits. Then print all compiled variants.
 
-    Each variant of a layout needs less memory than the variant before it (see `_VARIANTS`).
-    Variants that do not fit are printed last. Options with names in `given`, such as
-    `memory.remat`, stay as they are. `board`, a key of `BOARDS`, is the accelerator for which time
-    and memory are computed. Return 1 if no layout fits, and otherwise 0.
+    The fastest variant is printed first, and variants that do not fit are printed last. Each
+    variant of a layout needs less memory than the variant before it (see `_VARIANTS`). Options with
+    names in `given`, such as `memory.remat`, stay as they are. `board`, a key of `BOARDS`, is the
+    accelerator for which time and memory are computed. Return 1 if no layout fits, and otherwise 0.
     """
     results: dict[str, Result] = {}  # flags to add -> result
     for layout in _LAYOUTS:

@@ -66,8 +66,9 @@ def _timeline(
 ) -> Iterator[tuple[float, float, list[str]]]:
     """Divide the time from `began` to `ended` into intervals in which the same operations run.
 
-    Yield the start, the end and a list for each interval. The list contains the kinds of the step's
-    operations, and the names of other programs. `program` is the name of the step's program.
+    For each interval, yield its start, its end, and a list of what runs in it: the kinds of the
+    train step's operations, and `program NAME` for each other program. `program` is the name of the
+    train step's program.
     """
     changes = [(began, "", 0), (ended, "", 0)]
     for operation in operations:
@@ -143,10 +144,11 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
 def _causes(
     trace: Trace, start: float, end: float, number: int, idle_since: float
 ) -> dict[str, float]:
-    """Return how many seconds of the idle time from `start` to `end` each cause explains.
+    """Divide the idle time from `start` to `end` between its causes; return the seconds of each.
 
-    `number` is the index of the next execution of the train step. The devices have been idle since
-    `idle_since`.
+    The keys are names of phases of the host, such as `validation`, and `LOOP` or `LAUNCH`. The idle
+    time lies between two executions of the train step: the earlier one ended at `idle_since`, which
+    may be before `start`, and the later one has the index `number`.
     """
     next_steps = trace.steps[number:]
     if next_steps and next_steps[0].start <= idle_since:
