@@ -1,8 +1,9 @@
-"""Draw optimizers.png, widths.png and ../ledger.png from the tables next to them.
+"""Draw optimizers.png, widths.png, depths.png and ../ledger.png from the tables next to them.
 
 python docs/ablations/pictures.py
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ OPTIMIZERS = {
     "NorMuon": "optim.name=normuon",
 }
 MUP = "model.mup_base_width=64"
-PANELS = {
+OPTIMIZERS_AND_MUP = {
     "AdamW": [],
     "AdamW, muP": [MUP],
     "Muon": ["optim.name=muon"],
@@ -31,6 +32,13 @@ WIDTHS = {
     "64": [],
     "128": ["model.embed_dim=128+model.num_heads=2"],
     "256": ["model.embed_dim=256+model.num_heads=4"],
+}
+TRANSFER = {"without CompleteP": [], "CompleteP": ["model.mup_base_depth=2"]}
+DEPTHS = {
+    "2": ["model.num_layers=2"],
+    "4": [],
+    "8": ["model.num_layers=8"],
+    "16": ["model.num_layers=16"],
 }
 
 
@@ -57,6 +65,29 @@ def label_rates(axes, rates: pd.Index) -> None:
     axes.set_xlabel("learning rate (ring: the best)")
 
 
+def draw_sizes(
+    name: str,
+    dimension: str,
+    sizes: Mapping[str, Sequence[str]],
+    panels: Mapping[str, Sequence[str]],
+) -> None:
+    """Draw `name`.png from `name`.csv: a panel for each of `panels`, with a line for each size.
+
+    The values of `panels` and `sizes` are the options that the arm's name lists.
+    """
+    losses = rates_and_losses(f"{name}.csv")
+    width = 2 + 3 * len(panels)
+    png = FOLDER / f"{name}.png"
+    with drawing(png, height=4.5, width=width, columns=len(panels)) as columns:
+        for axes, (title, options) in zip(columns, panels.items(), strict=True):
+            for (size, of_size), color in zip(sizes.items(), COLORS, strict=False):
+                arm = ",".join([*of_size, *options]) or "baseline"
+                draw_line(axes, losses[arm], f"{dimension} {size}", color)
+            axes.set_title(title)
+            label_rates(axes, losses["baseline"].index)
+        columns[0].set_ylabel("final validation loss (nats per token)")
+
+
 losses = rates_and_losses("optimizers.csv")
 with drawing(FOLDER / "optimizers.png", height=5) as (axes,):
     for (label, arm), color in zip(OPTIMIZERS.items(), COLORS, strict=False):
@@ -64,15 +95,8 @@ with drawing(FOLDER / "optimizers.png", height=5) as (axes,):
     label_rates(axes, losses["baseline"].index)
     axes.set_ylabel("final validation loss (nats per token)")
 
-losses = rates_and_losses("widths.csv")
-with drawing(FOLDER / "widths.png", height=4.5, width=14, columns=4) as panels:
-    for axes, (title, options) in zip(panels, PANELS.items(), strict=True):
-        for (width, size), color in zip(WIDTHS.items(), COLORS, strict=False):
-            arm = ",".join(size + options) or "baseline"
-            draw_line(axes, losses[arm], f"width {width}", color)
-        axes.set_title(title)
-        label_rates(axes, losses["baseline"].index)
-    panels[0].set_ylabel("final validation loss (nats per token)")
+draw_sizes("widths", "width", WIDTHS, OPTIMIZERS_AND_MUP)
+draw_sizes("depths", "depth", DEPTHS, TRANSFER)
 
 ideas = []
 gains = {0: 0.0}

@@ -186,7 +186,7 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
     if kind == "language_modeling":
         question = row["context"].strip() + delimiter
         answer = row["continuation"]
-        require(answer, "the field continuation is empty")
+        require(answer, "the field `continuation` is empty")
         return Example([question.rstrip(), question + answer], gold=1)
     if kind == "multiple_choice":
         field = "choices"
@@ -194,7 +194,7 @@ def _parse(kind: str, delimiter: str, row: Any) -> Example:
     else:
         field = "context_options"
         before, after = "", delimiter + row["continuation"]
-        require(row["continuation"], "the field continuation is empty")
+        require(row["continuation"], "the field `continuation` is empty")
     # Without these checks, a string would pass as a list of letters, and `true` as an index.
     alternatives = row[field]
     require(isinstance(alternatives, list), f"the field {field} is not a list")

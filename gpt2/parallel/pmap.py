@@ -27,7 +27,9 @@ AXIS = "data"
 class PmapBackend:
     """The backend that replicates the state. `gpt2.parallel` documents its interface."""
 
-    gather_by = "step"  # devices store whole parameters
+    gather_by = (
+        "step"  # not "layer": nothing is gathered, since devices store whole parameters
+    )
 
     def __init__(self, devices: list[jax.Device]):
         self.mesh = Mesh(np.array(devices), (AXIS,))

@@ -128,7 +128,8 @@ class Program:
             norm=joint_norm if is_one_gpu else optax.tree.norm,
             choose=jax.lax.cond if platform == "cpu" else select_both,
         )
-        # Validation computes cross-entropy, and reports the other sums of a user's loss next to it.
+        # The validation loss is always cross-entropy. If the user has another loss, validation also
+        # reports the quantities that this loss returns.
         others = None if loss is next_token_loss else train_loss
         return cls(
             config=config,

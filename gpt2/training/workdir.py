@@ -355,8 +355,14 @@ def lock(workdir: Path, start: int) -> None:
     is_locked = files.lock_for_good(workdir / _LOCK)
     # Another process may have trained and ended since this process read the newest step.
     newest, _ = newest_whole_step(workdir, after=start)
-    if newest or not is_locked:
+    folder = f"--workdir={stores.url_or_path(workdir)}"
+    if not is_locked:
         raise UserError(
-            f"Another process is training in --workdir={stores.url_or_path(workdir)}",
+            f"Another process is training in {folder}",
             "Wait for it, stop it, or give another --workdir",
+        )
+    if newest:
+        raise UserError(
+            f"Another process has trained in {folder} since this process began",
+            "Repeat the command to continue from there, or give another --workdir",
         )

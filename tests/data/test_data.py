@@ -4,7 +4,6 @@ import gzip
 import os
 import re
 import threading
-import time
 from pathlib import Path
 
 import fsspec
@@ -16,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from gpt2.data import tokens
 from gpt2.data.preparing import documents as documents_module
-from gpt2.data.preparing import text_corpus
+from gpt2.data.preparing import prepared_folder, text_corpus
 from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.readers import open_corpus
 from gpt2.data.tokenizer import build
@@ -389,16 +388,28 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(
         assert capsys.readouterr().err == warning
 
 
-def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
+def test_preparing_at_once_is_done_by_one_and_others_say_that_they_wait(
+    tmp_path, make, monkeypatch
+):
     writes = []
+    begun = threading.Event()
+    waiting = threading.Semaphore(0)
     write = TextCorpus.write
 
     def counted(*arguments):
         writes.append(arguments)
-        time.sleep(0.2)
+        begun.set()
+        for _ in range(2):
+            assert waiting.acquire(timeout=60)
         return write(*arguments)
 
     monkeypatch.setattr(TextCorpus, "write", counted)
+
+    def log(message, *_):
+        if message.startswith("waiting for another process"):
+            waiting.release()
+
+    monkeypatch.setattr(prepared_folder, "log", log)
     path = tmp_path / "input.txt"
     path.write_text(_document(1, 500))
     # A lock on a file is its descriptor's: threads stand for processes here.
@@ -409,6 +420,7 @@ def test_preparing_at_once_is_done_by_one(tmp_path, make, monkeypatch):
     ]
     for thread in threads:
         thread.start()
+        assert begun.wait(60)
     for thread in threads:
         thread.join()
     assert len(datasets) == 3 and len(writes) == 1

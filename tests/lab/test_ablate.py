@@ -525,11 +525,14 @@ def test_a_paired_sweep_is_judged_by_seeds_and_others_say_what_pairs_would_decid
     assert verdicts[False].startswith("undecided")
     assert verdicts[True] == "worse"
     assert tables[True].pairs[lion] == "3"
+    assert tables[True].correlation[lion] == "1.00"
     assert notes[True] == ""
     assert "## Pairs" not in (tmp_path / "True/report.md").read_text()
     text = (tmp_path / "False/report.md").read_text()
     row = tables[True].loc[lion]
-    assert f"| {lion} | 3 | {row.difference} | {row.interval} | {row.p} |" in text
+    assert (
+        f"| {lion} | 3 | 1.00 | {row.difference} | {row.interval} | {row.p} |" in text
+    )
     assert notes[False] in text
     decided = (
         f"would have led to a clear verdict on {lion}, but this sweep began without"
@@ -549,7 +552,9 @@ def test_a_pair_needs_both_runs(tmp_path):
     write_run(broken, 3.8, "failed")
     text = report_of(sweep)
     assert "| optim.name=lion | 3 |" in text
-    assert re.search(r"^\| optim.name=lion .*\| 2 \| [\d.]+ \| worse \|$", text, re.M)
+    assert re.search(
+        r"^\| optim.name=lion .*\| 2 \| 1.00 \| [\d.]+ \| worse \|$", text, re.M
+    )
 
 
 # What a sweep remembers
@@ -967,7 +972,7 @@ def test_a_dry_run_counts_starts_and_compilation(tmp_path, capsys):
     asked, last, amounts, total = describe_runs([sweep], slots).splitlines()
     text = capsys.readouterr().out
     assert "measuring the steps of baseline" in text
-    assert "baseline: 0.1 seconds per step, measured" in text
+    assert "baseline: 0.1 seconds per step, and 20 seconds to start" in text
     assert "seed" not in text
     assert asked == "would train (times include start-up and compilation)"
     assert last == "optim.name=muon seed 1  1000 steps  0:02:00"
@@ -986,7 +991,8 @@ def test_a_ladder_measures_arms_at_its_smallest_size_and_the_baseline_at_each(
     write_measure(tmp_path / "d4", large, start=40, step_seconds=0.5)
     _, *lines, note, _, total = describe_runs(sweeps, make_slots(1)).splitlines()
     assert (
-        "d4: optim.name=muon: 1 seconds per step, estimated" in capsys.readouterr().out
+        "d4: optim.name=muon: 1 seconds per step, and 60 seconds to start and"
+        " compile, estimated" in capsys.readouterr().out
     )
     assert len(lines) == 12
     assert "d4: optim.name=muon seed 1  1000 steps  0:17:40 (estimated)" in lines

@@ -348,7 +348,10 @@ def test_a_ladder_reports_a_row_for_each_arm_in_80_columns(tmp_path, capsys):
     rows = pd.read_csv(tmp_path / "multipliers.csv")
     assert rows["size"].to_list() == ["d2", "d4", "d8"]
     print_courses(table)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "optim.name=lion: grows" in lines
+    assert f"  d8           {table.d8[0]}" in map(str.rstrip, lines)
 
 
 def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path):

@@ -1341,7 +1341,7 @@ def test_a_ledger_is_shared_and_continues_after_a_kill(tmp_path):
     make_repository(project, "train.py", f"{train}# only a comment\n")
     lion = start_ledger(project, "optim.name=lion")
     for line in lion.stderr:
-        if line.startswith("1 of 1 runs ended: 001-"):
+        if line.startswith("run ended: 001-"):
             lion.kill()
             break
     lion.communicate()

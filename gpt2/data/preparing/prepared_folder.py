@@ -47,8 +47,11 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
     directory = stores.local_folder(url).absolute()
     tokens = _read(directory)
     if tokens is None:
+        lock = directory.with_name(f".{directory.name}.lock")
         try:
-            with files.locked(directory.with_name(f".{directory.name}.lock")):
+            if files.is_locked(lock):
+                log(f"waiting for another process, which prepares {data.corpus}")
+            with files.locked(lock):
                 # Another process or machine may have prepared the corpus in the meantime.
                 stores.fetch(url)
                 tokens = _read(directory)

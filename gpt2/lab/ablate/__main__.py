@@ -152,7 +152,7 @@ def _report(sweep: Sweep) -> int:
         # Another command may have added arms or seeds while this command trained.
         newest = continued(sweep).with_choices()
         newest.check_runs()
-        print_verdicts(*write_report(newest))
+        print_verdicts(*write_report(newest), paired=newest.paired)
     print_tuning_notes([newest])
     print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
     return command.exit_code(sweep.all_runs())

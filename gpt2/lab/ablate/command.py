@@ -151,6 +151,8 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
             f" {CHOOSING_SEED}",
             "Use for example --seeds=3, or --seeds=3,5,8",
         )
+    if analyses[-1] == 2:
+        warn("with only two seeds, intervals are very wide; --seeds=3 is much better")
     return analyses
 
 
@@ -177,7 +179,10 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
         for name, arm_times in forecast(sweep.arms, sweep.root, slots, smallest):
             times[name] = arm_times
             how = "measured" if arm_times.is_measured else "estimated"
-            print(f"{size}{name}: {arm_times.step:.4g} seconds per step, {how}")
+            print(
+                f"{size}{name}: {arm_times.step:.4g} seconds per step, and"
+                f" {arm_times.start:.0f} seconds to start and compile, {how}"
+            )
             any_estimated |= not arm_times.is_measured
         smallest = smallest or times
         # The duration of a run does not depend on the values that tuning will choose.

@@ -25,8 +25,8 @@ def plot_differences(
 
     `verdicts` also contains the baseline, with a difference of 0. `scores` maps the baseline and
     each arm to the final scores of its runs, minus the mean score of the baseline. In a paired
-    sweep, the baseline's score of the same seed is subtracted instead. `unit` is the unit of the
-    scores.
+    sweep, the baseline's score of the same seed is subtracted instead, and `scores` contains only
+    the arms. `unit` is the unit of the scores.
     """
     names = sorted(verdicts, key=lambda name: verdicts[name].difference, reverse=True)
     with drawing(png, height=1.4 + 0.42 * len(names)) as (axes,):
@@ -39,8 +39,9 @@ def plot_differences(
                 verdict.difference, row, xerr=half_width, fmt="D", color=color
             )
             # The dots are a little below the arm's error bar, which would otherwise hide them.
-            heights = np.full(len(scores[name]), row - 0.2)
-            axes.plot(scores[name], heights, "o", color=color, alpha=0.6, markersize=5)
+            dots = scores.get(name, pd.Series())
+            heights = np.full(len(dots), row - 0.2)
+            axes.plot(dots, heights, "o", color=color, alpha=0.6, markersize=5)
         labels = [name.replace(",", ",\n") for name in names]
         axes.set_yticks(range(len(names)), labels)
         axes.margins(y=0.15)

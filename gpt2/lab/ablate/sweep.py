@@ -170,7 +170,7 @@ def check_paired(sweep: Sweep, paired: bool) -> None:
             f"The sweep in {sweep.root} began {began} --paired. This choice cannot change, because"
             " it must not depend on the losses",
             f"Repeat the command {began} --paired, or start a new sweep with another --workdir and"
-            " a --config.seed that gives new seeds",
+            " a --config.seed that gives new seeds, such as 100",
         )
 
 

@@ -87,14 +87,16 @@ def _pairs_note(
     return (
         "A comparison of pairs of runs with the same seed would have led to a clear verdict on"
         f" {', '.join(names)}, but this sweep began without --paired. For such a verdict, start a"
-        " new sweep with --paired and with a --config.seed that gives new seeds."
+        " new sweep with --paired and with a --config.seed that gives new seeds, such as 100."
     )
 
 
-def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
+def print_verdicts(
+    table: pd.DataFrame, note: str = "", *, paired: bool = False
+) -> None:
     """Print the baseline's mean, the main columns of a table of verdicts, and `note`.
 
-    The table and the note fit into 80 columns.
+    The table and the note fit into 80 columns. `paired` states whether the sweep is paired.
     """
     baseline = table.iloc[0]
     deviation = ", ± standard deviation" if "±" in baseline["mean ± sd"] else ""
@@ -108,9 +110,10 @@ def print_verdicts(table: pd.DataFrame, note: str = "") -> None:
         undecided = f"{Decision.UNDECIDED}: .*"
         shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
         print_table(shown)
+        pairs = "the mean over pairs of " if paired else ""
         print(
-            "differences: arm minus baseline; below 0, the arm is better\n"
-            "intervals: all of them contain the true differences with 95 % probability"
+            f"difference: {pairs}arm minus baseline; below 0, the arm is better\n"
+            "interval: with 95 % probability, all intervals contain the true differences"
         )
     if note:
         print("\n" + textwrap.fill(note, 80))
@@ -129,8 +132,8 @@ def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
     if sweeps[0].tune:
         note = (
             "The verdicts hold only for the tuned values. These were chosen with"
-            f" {counted(sweeps[0].tune_seeds, 'seed')}, so luck can favour an arm. More"
-            " --tune_seeds make this rarer."
+            f" {counted(sweeps[0].tune_seeds, 'seed')}, so luck can favour an arm."
+            " A new sweep with more --tune_seeds makes this less likely."
         )
         print("\n" + textwrap.fill(note, 80))
 
@@ -154,10 +157,11 @@ def _draw(
     mean = samples[baseline].mean
     shown = {baseline: Verdict(0.0, "baseline", mean), **verdicts}
     zero = samples[baseline].scores if sweep.paired else mean
-    dots = {}
+    dots = {}  # the baseline of a paired sweep would have only dots at 0
     curves = {}
     for arm in sweep.arms:
-        dots[arm.name] = (samples[arm.name].scores - zero).dropna()
+        if not sweep.paired or arm.name != baseline:
+            dots[arm.name] = (samples[arm.name].scores - zero).dropna()
         validated = [
             curve for curve in compared(results, arm).curve if len(curve.scores)
         ]

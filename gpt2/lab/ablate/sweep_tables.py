@@ -21,10 +21,11 @@ def verdict_table(
 ) -> pd.DataFrame:
     """Return a table of strings with a row for each arm: its scores and its verdict.
 
-    `by_arm` maps the baseline and each arm to the results of its runs. If an arm is not in
-    `verdicts`, such as the baseline, only the cells for its verdict are empty.
+    `by_arm` maps the baseline, which is first, and each arm to the results of its runs. If an arm
+    is not in `verdicts`, such as the baseline, only the cells for its verdict are empty.
     """
     rows = []
+    baselines = next(iter(by_arm.values())).scores
     for name, sample in by_arm.items():
         row = {
             "arm": name,
@@ -39,6 +40,7 @@ def verdict_table(
                 "interval": interval(verdict.low, verdict.high, "+.4f"),
                 "p": number(verdict.p_value, ".2g"),
                 "pairs": str(verdict.pairs),
+                "correlation": number(sample.scores.corr(baselines), ".2f"),
                 "detectable": number(verdict.detectable(), ".4f"),
                 "verdict": verdict.words,
             }

@@ -67,7 +67,8 @@ class Player(NamedTuple):
     def ask(self, method: str, *arguments: int) -> Any:
         """Call the method of the `Side` with the name `method`, and return its result.
 
-        If the process fails, exit with its exit code. If it was killed, raise a UserError.
+        If the process fails, exit with its exit code. If it was killed, or ended without an answer,
+        raise a UserError.
         """
         assert self.process.stdout
         # The pipe is broken if the process has ended, which is handled below.
@@ -80,8 +81,9 @@ class Player(NamedTuple):
         code = self.process.wait()
         if code > 0:
             sys.exit(code)  # the process has printed its error
+        end = f"was killed by signal {-code}" if code else "ended without an answer"
         raise UserError(
-            f"The process of {self.name} was killed by signal {-code}",
+            f"The process of {self.name} {end}",
             "If memory ran out, use a smaller --config.data.batch_size",
         )
 

@@ -11,11 +11,11 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import numpy as np
 
-from gpt2.errors import UserError
+from gpt2.errors import UserError, log
 from gpt2.lab.experiments.processes import LocalSlot
 from gpt2.lab.experiments.ray_runs import (
     NODE_LOST,
@@ -95,7 +95,7 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
     codes = {run.source: hash_code(run.source) for run in runs}
     for run in runs:
         _first_outcomes.setdefault(run.folder, run.outcome())
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _stop)
     try:
         while training or not all(map(_has_ended, runs)):
             for run in runs:
@@ -124,6 +124,8 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
                     num_ended += 1
                     done = sum(map(_has_ended, runs))
                     line = f"{done} of {len(runs)} runs ended"
+                    if len(runs) == 1:
+                        line = "run ended"
                     if num_left := len(runs) - done:
                         seconds = (time.monotonic() - start) / num_ended * num_left
                         line += f", about {format_duration(seconds)} left"
@@ -135,6 +137,11 @@ def train_all(runs: Sequence[Run], slots: Sequence[Slot], score: str = "") -> No
             job.process.terminate()
         for job in training:
             job.process.wait()  # the run saves its state before it ends
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    log("stopped by SIGTERM; the same command continues")
+    sys.exit(128 + number)
 
 
 def _has_ended(run: Run) -> bool:

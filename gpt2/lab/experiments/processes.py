@@ -49,7 +49,7 @@ class LocalSlot(NamedTuple):
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, ALONE: "1", **self.environment, **environment},
-                start_new_session=True,  # Ctrl-C reaches only this process, which stops its runs
+                start_new_session=True,  # Ctrl-C stops the sweep, which then stops its runs
             )
 
 

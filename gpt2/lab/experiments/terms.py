@@ -39,15 +39,16 @@ def choose_score(arms: Sequence[Arm]) -> str:
 
     if any(map(differs, _TEXT)):
         raise UserError(
-            "Arms differ in data.corpus, data.val_fraction or data.unique,"
+            "The runs to be compared differ in data.corpus, data.val_fraction or data.unique,"
             " so their validation texts differ",
             "Vary other options",
         )
     reads_part = any(arm.config.train.eval_batches for arm in arms)
     if reads_part and any(map(differs, _PART)):
         raise UserError(
-            "Arms differ in train.eval_batches, data.batch_size, model.context_length or"
-            " data.tokenizer, so they would be validated on different parts of the split",
+            "The runs to be compared differ in train.eval_batches, data.batch_size,"
+            " model.context_length or data.tokenizer, so they would be validated on different parts"
+            " of the split",
             "Use --config.train.eval_batches=0 to validate on the whole split. For an existing "
             "ledger, start another --ledger with this option",
         )

@@ -1,7 +1,6 @@
 """The report of a ladder: report.md, report.html, multipliers.csv and a plot."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -60,8 +59,13 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
 
 
 def print_courses(table: pd.DataFrame) -> None:
-    """Print the table of `write_report`, without intervals, so that it fits into 80 columns."""
-    print_table(table.map(lambda cell: re.sub(r" \(.*", "", cell)))
+    """Print the table of `write_report` in 80 columns: a paragraph for each arm."""
+    for row in table.to_dict("records"):
+        print(f"\n{row.pop('arm')}: {row.pop('verdict')}")
+        cells = [(f"  {name}", cell) for name, cell in row.items() if cell]
+        if cells:
+            print_table(pd.DataFrame(cells, columns=["", "multiplier (interval)"]))
+    print("\nmultiplier: the baseline's compute for the arm's loss / the arm's compute")
 
 
 def _course_table(
@@ -205,5 +209,8 @@ def _plot(
         # The default labels are TeX formulas, but `drawing` does not typeset formulas.
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0e}")
         title = "seconds of training steps" if amount == "seconds" else "training FLOPs"
-        axes.set_xlabel(title)
+        axes.set_xlabel(
+            f"{title}\nbars with caps: intervals; pale bars without caps: forecasts at"
+            f" {FARTHEST:g} times the largest compute"
+        )
         axes.set_ylabel("compute multiplier; higher is better")

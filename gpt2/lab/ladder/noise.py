@@ -119,7 +119,7 @@ def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFram
             f"gain ({unit})": number(size.gain, ".4f"),
             "pairs in a sweep": "-",
             "FLOPs": "-",
-            "time": "-",
+            "training time": "-",
             "pairs in a ledger": "-",
         }
         if size.gain > 0 and size.pair >= 0:  # False for NaN, if runs have not finished
@@ -128,7 +128,7 @@ def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFram
         if math.isfinite(size.pairs):
             row["pairs in a sweep"] = f"{size.pairs:.0f}"
             row["FLOPs"] = format_count(2 * size.pairs * size.flops)
-            row["time"] = format_duration(2 * size.pairs * size.seconds)
+            row["training time"] = format_duration(2 * size.pairs * size.seconds)
         if math.isfinite(size.ledger):
             row["pairs in a ledger"] = f"{size.ledger:.0f}"
         if cost[size.Index] == cost.min():  # False for NaN

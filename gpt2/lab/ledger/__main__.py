@@ -364,8 +364,8 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     level = ledger.level(idea.number)
     noise = ledger.noise()
     unit = (
-        "nats per token. The standard deviation of a difference between seeds is "
-        f"{noise:.4f}"
+        f"nats per token. The assumed standard deviation of a pair's difference, {noise:.4f}, is"
+        " that of all pairs in this ledger; with another idea, it may be much larger or smaller"
     )
     if not noise > 0:  # NaN before an idea has two pairs
         noise = 1.0
@@ -375,11 +375,12 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
     for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
         table[title] = -noise * findable(FLAGS.pairs, level, power)
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
-    return screening + (
-        f"Pairs of {ledger.best.text} and {idea.text} would train:\n\n{text}\n\n"
+    meaning = (
         "The last two columns are the true differences, beyond --least, with which an idea is"
-        f" kept at the level {level:.2%}, in {unit}"
+        f" kept at the level {level:.2%}, in {unit}."
     )
+    pairs = f"Pairs of {ledger.best.text} and {idea.text} would train:"
+    return f"{screening}{pairs}\n\n{text}\n\n{textwrap.fill(meaning, 80)}"
 
 
 if __name__ == "__main__":

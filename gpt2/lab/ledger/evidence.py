@@ -55,7 +55,7 @@ Numbers = float | Array
 # alpha: the largest expected fraction of false ideas among the ideas that are kept.
 _FALSE_FRACTION = 0.1
 _DECAY = 1.3  # the exponent in gamma_t
-_TAU = 3.0  # the scale of expected gains, in standard deviations
+_TAU = 3.0  # the scale of expected gains, in standard deviations of a pair's difference
 _FUTILE = 0.2  # `is_futile` uses an interval of level 1 - _FUTILE
 _NUM_DRAWN = 1000  # number of simulated ideas
 MOST_PAIRS = 16  # the default of --pairs

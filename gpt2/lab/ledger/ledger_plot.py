@@ -55,4 +55,6 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         axes.set_ylim(bottom=low - 0.5 * (high - low))  # leaves space for names
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("idea")
-        axes.set_ylabel("difference from the start (nats per token)\nbars: intervals")
+        axes.set_ylabel(
+            "difference from the start (nats per token)\nbars: intervals (from 3 pairs)"
+        )

@@ -176,7 +176,7 @@ class _Answers:
                 bufsize=0,
                 pipesize=_PIPE_BYTES,
                 env=os.environ | variables,
-                start_new_session=True,  # Ctrl-C reaches only this process
+                start_new_session=True,  # Ctrl-C does not reach the child
             )
 
     def __enter__(self) -> Self:

@@ -25,7 +25,8 @@ from gpt2.utils import files
 _FOLDER = "data"
 _FACTS = "data.json"
 _TOKENIZER = "tokenizer.json"
-_NUM_VALIDATED = 1024  # tokens of each corpus with which a run validates
+# A run validates on this number of tokens, the first of each corpus's training split.
+_NUM_VALIDATED = 1024
 
 
 def open_text(root: Path, data: DataConfig) -> Dataset:
