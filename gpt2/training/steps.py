@@ -78,25 +78,14 @@ def make_update(
 ) -> UpdateFn:
     """Return a function `update(state, batch, map_sum) -> Update`, which takes an optimizer step.
 
-    `batch` contains int32 arrays `[B, T]`: `tokens`, `targets` (-1: no target), and optionally
-    `segments`. It may also contain other arrays that `loss` reads. `map_sum` runs a function on the
-    rows of each device, and adds up the results; see the module's docstring. Without `map_sum`, all
-    rows are on one device.
-
+    The module's docstring explains `map_sum`. Without it, all rows of the batch are on one device.
     If the state has a guard, the guard skips steps with NaN or Inf. A skipped step changes only the
-    step count, float16's loss scale and the guard. The schedule does not count skipped steps.
+    step count, float16's loss scale and the guard, and the schedule does not count it.
 
-    Args:
-        loss: the training loss, as described in losses/next_token.py.
-        optimizer: the optax chain that computes the updates; it contains the schedule.
-        schedule: the same schedule, to log the learning rate.
-        seed: the seed of the dropout masks.
-        accumulate_steps: the number of micro-batches on each device.
-        measures_noise: whether to add the gradient's noise and signal to the metrics. This needs
-            several micro-batches or several devices.
-        norm: a function that returns the global norm of the gradients.
-        choose: a function `choose(condition, f, g)` that returns `f()` if the condition is true,
-            and otherwise `g()`.
+    `optimizer` contains the schedule; `schedule` is the same one, to log the learning rate.
+    `measures_noise` adds the gradient's noise and signal to the metrics, which needs several
+    micro-batches or devices. `norm(grads)` is the global norm. `choose(condition, f, g)` returns
+    `f()` if the condition is true, and otherwise `g()`.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
