@@ -409,7 +409,7 @@ def read_options(name: str) -> Options:
         path = Path(__file__).parents[2] / path
     if not path.is_file():
         raise UserError(
-            f"There is no file of options {name}",
+            f"There is no config file {name}",
             "Give the path of a file such as configs/quickstart.py",
         )
     with reading(name, "Correct the file, or restore it from a copy"):

@@ -70,9 +70,9 @@ class Tensor(NamedTuple):
         )
 
     def to_stored(self, parameter: np.ndarray) -> np.ndarray:
-        """Return the float32 tensor to store in a file, given the whole parameter.
+        """Return what a file stores of a parameter, in float32.
 
-        If this tensor has a `part`, it contains only this part of the parameter.
+        This is the whole parameter or, if `part` is not None, only this part of it.
         """
         array = np.asarray(parameter, np.float32)
         if self.part is not None:

@@ -4,7 +4,7 @@ A backend makes a table for its mesh, platform and precision (gpt2/parallel/kern
 the table to the model. With fewer kernels in the table, a run is slower or needs more memory, and
 its results change only by rounding. The functions that FSDP by layer puts in the table
 (gpt2/parallel/shards.py) are an exception: all or none of them must be in the table, because
-`param` then returns shards that only the other functions accept.
+one of them, `param`, returns shards, which only the others accept.
 """
 
 import dataclasses

@@ -37,7 +37,8 @@ class Variants:
     # that reads the sum. The bias gradients of queries, keys and values are computed by a single
     # sum. The squares of all small gradients are also added up by a single sum (H200 3 %).
     two_stage_sums: bool = False
-    # A norm's derivative is fused into the product that computes its operand (v5e 3 %).
+    # The derivative of a norm is fused into the matrix product that computes the gradient of the
+    # norm's output (v5e 3 %).
     fuse_norm_derivative: bool = False
     # Products of float32 arrays round their operands (to TF32 on GPUs, to bfloat16 on TPUs), so a
     # sum must not be written as a product with ones.

@@ -35,7 +35,7 @@ class TraceRecorder(AbstractContextManager):
         return self
 
     def __call__(self, step: int, state: chex.ArrayTree) -> None:
-        """If the trace begins or ends after `step`, start or stop it.
+        """If the trace begins or ends directly after `step`, start or stop it.
 
         Wait for the arrays of `state`, the training state after this step, before doing so. The
         trace then contains only complete steps, although devices run behind the host.

@@ -220,7 +220,7 @@ class Watchdog(Writer):
             thread.start()
 
     def step(self, step: int) -> None:
-        """Record that a step is done: the time limit begins again."""
+        """Record that a step is done. The time limit of the next step begins."""
         # If the host records a step late, the next step seems short. The limit therefore falls by
         # at most 10 % per step.
         self._allowed = max(10 * self._quiet, 0.9 * self._allowed)

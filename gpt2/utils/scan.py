@@ -81,7 +81,7 @@ def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:
     `collection` is the Flax collection `METRICS` after a forward pass.
     """
     tree = in_layout(collection, scanned=False)
-    tree = jax.tree.map(jnp.sum, tree)  # sums over the experts, each of which reports
+    tree = jax.tree.map(jnp.sum, tree)  # each expert reports a number
     return flatten_dict(tree, sep="/")
 
 

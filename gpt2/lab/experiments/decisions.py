@@ -1,4 +1,4 @@
-"""The decisions on arms and ideas. The screen, reports and files show values such as `better`."""
+"""What is decided about arms and ideas. Terminal, reports and files show the enums' values."""
 
 from enum import StrEnum, auto
 

@@ -46,7 +46,7 @@ class Sample:
     def __post_init__(self) -> None:
         for values in (self.pairs, self.times):
             if len(np.array(values, float).reshape(-1, 2)) != len(values):
-                raise ValueError("a pair has two numbers")
+                raise ValueError("a pair does not consist of two numbers")
 
     @property
     def differences(self) -> Array:

@@ -21,8 +21,8 @@ _ANSWERS = {
 def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) -> None:
     """Plot each idea at its number, with its interval, and the best version so far as a line.
 
-    `gains` has an item for idea 0 and for each kept idea: the idea's number, and its loss minus the
-    loss of idea 0. An idea without a score is a cross.
+    `gains` maps the number of each accepted idea to its loss minus the loss at the start of the
+    ledger. The start itself has the number 0. An idea without a score is a cross.
     """
     with drawing(png, height=5) as (axes,):
         numbers = [*gains, len(ideas) + 0.5]

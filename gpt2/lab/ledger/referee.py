@@ -206,8 +206,9 @@ class _Answers:
             logits = logits[target >= 0].astype(np.float64)
             if not np.isfinite(logits).all():
                 raise NoAnswerError("the logits are not finite")
-            # In float64, 1e30 + log(V) is 1e30. If the maximum were not subtracted, the normaliser
-            # of huge logits would lose log(V), and probabilities would add up to more than 1.
+            # The maximum is subtracted from the logits, instead of being added to the normaliser as
+            # in logsumexp. In float64, 1e30 + log(V) is 1e30, so the sum would lose log(V), and the
+            # probabilities would add up to more than 1.
             logits -= logits.max(axis=1, keepdims=True)
             chosen = np.take_along_axis(logits, target[target >= 0, None], axis=1)
             normaliser = np.log(np.exp(logits).sum(axis=1))

@@ -13,7 +13,7 @@ from gpt2.model.seams import Context, Ingredient, Sublayer
 
 
 class Backout(Ingredient):
-    """The ingredient `model.backout`: subtract a part of the middle layer's input at the end."""
+    """The ingredient `model.backout`, described at the top of this file."""
 
     option = "backout"
 
