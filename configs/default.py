@@ -3,12 +3,11 @@
 The defaults are GPT-2 124M, with the training recipe of nanoGPT and llm.c. Each group is a class,
 and each option is a field of its group. The type of a field determines the allowed values:
 `Literal` lists names, and `Annotated` has a range. A number without a range must be at least 0. For
-some options that are strings, the arguments `choices` and `factors` of the function `option`
-restrict the values.
+some options that are strings, the properties `choices` and `factors` restrict the values.
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -34,65 +33,47 @@ Remat = Literal["none", "full", "attention", "mlp", "dots"]
 Default = TypeVar("Default")
 
 
-def option(
-    default: Default,
-    help: str,
-    *,
-    needs: str = "",
-    may_change: bool = False,
-    may_differ: bool = False,
-    is_recipe: bool = False,
-    is_duration: bool = False,
-    is_ingredient: bool = False,
-    is_random: bool = False,
-    choices: tuple[str, ...] = (),
-    factors: str = "",
-    aliases: str = "",
-    is_recorded: bool = True,
-) -> Default:
-    """Return a dataclass field for an option, with its default value and its properties.
+@dataclass(frozen=True)
+class Properties:
+    """The properties of an option, or of a group of options."""
 
-    Args:
-        default: the default value.
-        help: the meaning of the option, its unit and its source.
-        needs: the condition under which the option has an effect: `model.num_experts` means that
-            this other option does not have its default, and `optim.name=muon|soap` means that
-            optim.name has one of these values.
-        may_change: whether a run may continue with another value. For a group, this applies to all
-            options in the group.
-        may_differ: whether the processes of one run may have different values.
-        is_recipe: whether the option belongs to the recipe, that is, to the model or to its
-            training. The other options determine the text and its validation split, the seed,
-            `train.init_from`, the number of steps, validations, checkpoints and logs. An idea (a
-            change that gpt2.lab.ledger tests) may set only options of the recipe, and
-            train.num_steps. For a group, this applies to all options in the group.
-        is_duration: whether the option counts training steps. Sweeps that change the length of a
-            run scale such options.
-        is_ingredient: whether a file in gpt2/model/ingredients implements the option.
-        is_random: whether the option makes training random, as dropout does. Each micro-batch has
-            its own random masks.
-        choices: the allowed names. Text may follow a name that ends with a colon.
-        factors: an example of a value, if the option is a comma-separated list of numbers, each of
-            which must be 0 or from 1e-6 to 1e6.
-        aliases: names of the option in other codebases, separated by spaces.
-        is_recorded: whether config.json contains the option. Options that run commands are not
-            recorded, so that continuing a downloaded run cannot run commands.
-    """
-    metadata = {
-        "help": help,
-        "needs": needs,
-        "may_change": may_change,
-        "may_differ": may_differ,
-        "is_recipe": is_recipe,
-        "is_duration": is_duration,
-        "is_ingredient": is_ingredient,
-        "is_random": is_random,
-        "choices": choices,
-        "factors": factors,
-        "aliases": tuple(aliases.split()),
-        "is_recorded": is_recorded,
-    }
-    return field(default=default, metadata=metadata)
+    help: str = ""  # the meaning of the option, its unit and its source
+    # The condition under which the option has an effect: `model.num_experts` means that this other
+    # option does not have its default, and `optim.name=muon|soap` means that optim.name has one of
+    # these values.
+    needs: str = ""
+    # Whether a run may continue with another value. For a group: of each option in the group.
+    may_change: bool = False
+    may_differ: bool = (
+        False  # whether the processes of one run may have different values
+    )
+    # Whether the option belongs to the recipe, that is, to the model or to its training. The other
+    # options determine the text and its validation split, the seed, `train.init_from`, the number
+    # of steps, validations, checkpoints and logs. An idea (a change that gpt2.lab.ledger tests) may
+    # set only options of the recipe, and train.num_steps. For a group: each option in the group.
+    is_recipe: bool = False
+    # Whether the option counts training steps. Sweeps that change the length of a run scale it.
+    is_duration: bool = False
+    is_ingredient: bool = (
+        False  # whether a file in gpt2/model/ingredients implements the option
+    )
+    # Whether the option makes training random, as dropout does. Each micro-batch has its own masks.
+    is_random: bool = False
+    choices: tuple[
+        str, ...
+    ] = ()  # the names; text may follow a name that ends with a colon
+    # An example of a value, if the option is a comma-separated list of numbers, each of which must
+    # be 0 or from 1e-6 to 1e6.
+    factors: str = ""
+    aliases: str = ""  # names of the option in other codebases, separated by spaces
+    # Whether config.json contains the option. Options that run commands are not recorded, so that
+    # continuing a downloaded run cannot run commands.
+    is_recorded: bool = True
+
+
+def option(default: Default, help: str, **properties: Any) -> Default:
+    """Return a dataclass field for an option, with its default value and its `Properties`."""
+    return field(default=default, metadata=vars(Properties(help, **properties)))
 
 
 @dataclass(frozen=True)

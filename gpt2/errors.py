@@ -172,7 +172,7 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def warn(message: str) -> None:

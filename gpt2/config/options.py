@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -22,33 +22,13 @@ Item = TypeVar("Item")
 DEFAULTS = FrozenConfigDict(default.get_config())
 
 
-@dataclass(frozen=True)
-class Option:
-    """The declaration of an option: its type, and the arguments of `configs.default.option`.
-
-    Attributes:
-        kind: the type of the option's values.
-        interval: the range of a number; a round bracket excludes the bound.
-        default: the value of a run that does not set the option. Tests may leave it None.
-
-    `configs.default.option` describes the other attributes.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Option(default.Properties):
+    """The declaration of an option: its type, its range, its default and its properties."""
 
     kind: type
-    interval: str = "[0, inf)"
+    interval: str = "[0, inf)"  # a round bracket excludes the bound
     default: object = None
-    help: str = ""
-    needs: str = ""
-    may_change: bool = False
-    may_differ: bool = False
-    is_recipe: bool = False
-    is_duration: bool = False
-    is_ingredient: bool = False
-    is_random: bool = False
-    choices: tuple[str, ...] = ()
-    factors: str = ""
-    aliases: tuple[str, ...] = ()
-    is_recorded: bool = True
 
     def holds(self, number: float) -> bool:
         """Return whether a number lies in the option's `interval`."""
@@ -109,7 +89,9 @@ def read_group(
             hint = str
         elif get_args(hint):  # Annotated[type, interval]
             hint, stated["interval"] = get_args(hint)
-        options[prefix + field.name] = Option(hint, default=field.default, **stated)
+        options[prefix + field.name] = Option(
+            kind=hint, default=field.default, **stated
+        )
     return options
 
 
@@ -140,7 +122,7 @@ def no_option(name: str, prefix: str = "") -> UserError:
     for known, option in OPTIONS.items():
         spellings[known] = known
         spellings.setdefault(known.rpartition(".")[2], known)
-        spellings |= dict.fromkeys(option.aliases, known)
+        spellings |= dict.fromkeys(option.aliases.split(), known)
     last = name.rpartition(".")[2]
     near = [last] if last in spellings else []
     for spelling in (name, last):
@@ -177,14 +159,9 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
             )
         else:
             given[name] = OPTIONS[name].check(name, value)
-    options = asdict(default.Options())
-    for name, value in given.items():
-        *groups, last = name.split(".")
-        group = options
-        for each in groups:
-            group = group[each]
-        group[last] = value
-    return options
+    options = default.get_config()
+    options.update_from_flattened_dict(given)
+    return options.to_dict()
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:

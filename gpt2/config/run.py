@@ -38,6 +38,7 @@ _SHAPE_SCHEDULES = {
 
 DataConfig = default.Data
 LossConfig = default.Loss
+RulesConfig = default.Rules
 
 
 @dataclass(frozen=True)
@@ -171,27 +172,8 @@ class TrainConfig(default.Train):
 
 
 @dataclass(frozen=True)
-class RulesConfig(default.Rules):
-    """The `parallel.rules.` options.
-
-    Each option is named after an axis of parameters or activations. Its value lists the mesh axes
-    that split this axis, separated by commas.
-    """
-
-    def axes(self, name: str) -> tuple[str, ...]:
-        """Return the mesh axes that the option `name` lists, outermost first.
-
-        If the option is `none`, the tuple is empty.
-        """
-        value = getattr(self, name)
-        return () if value == "none" else tuple(value.split(","))
-
-
-@dataclass(frozen=True)
 class ParallelConfig(default.Parallel):
     """The `parallel.` options: the sizes of the mesh's axes, and what they split."""
-
-    rules: RulesConfig = RulesConfig()
 
     def __post_init__(self) -> None:
         if self.sizes["fsdp"] == self.sizes["tensor"] == 1:

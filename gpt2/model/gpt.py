@@ -217,11 +217,11 @@ class GPT(nn.Module):
         stream = x, context.carried
         block: type[nn.Module] = Block
         if cfg.remat != "none":
-            static = () if cfg.scan_layers else ("layer",)
+            static = () if cfg.scan_layers else (2,)  # `layer`
             block = remat(Block, cfg.remat, static=static, looped=cfg.loops_over_layers)
         if cfg.scan_layers:
             L = cfg.num_layers
-            block = scan_layers(block, L, per_layer=("layer",), unroll=cfg.scan_unroll)
+            block = scan_layers(block, L, unroll=cfg.scan_unroll)
             scanned = block(cfg, self.ops, name="h")
             stream, _ = scanned(stream, jnp.arange(L), context)
         else:

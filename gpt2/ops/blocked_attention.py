@@ -21,7 +21,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gpt2.ops import plain
 from gpt2.ops.plain import Scoring
-from gpt2.ops.table import Spread
 from gpt2.utils.remat import CORE_ATTENTION
 
 # Number of queries per block, unless a sequence would then have fewer than 2 or more than 8 blocks.
@@ -35,31 +34,16 @@ MASKED = -1e30
 
 
 def blocked_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    scoring: Scoring,
-    *,
-    spread: Spread | None = None,
+    q: Array, k: Array, v: Array, segments: Array | None, scoring: Scoring
 ) -> Array:
     """Compute causal attention, as `plain.attention` does, in blocks of queries.
 
-    `q` and the result are `[B, T, N, H]`, and `k` and `v` are `[B, T, K, H]`. The reference
-    implementation runs instead if there is dropout, or if `scoring` changes the scores by anything
-    but one constant soft cap. `spread` is given if devices split the heads: it wraps a kernel so
-    that each device runs the kernel on the device's own heads.
+    `q` and the result are `[B, T, N, H]`, and `k` and `v` are `[B, T, K, H]`.
     """
-    if scoring.softcap is None or scoring.dropout:
-        return plain.attention(q, k, v, scoring)
     k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
-    options = _Options(scoring.scale, scoring.window, scoring.softcap)
-
-    def kernel(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-        return _attention(q, k, v, segments, options)
-
-    run = spread(kernel) if spread else kernel
-    return run(q, k, v, scoring.segments)
+    options = _Options(scoring.scale, scoring.window, scoring.softcap or 0.0)
+    return _attention(q, k, v, segments, options)
 
 
 class _Options(NamedTuple):

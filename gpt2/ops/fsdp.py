@@ -50,15 +50,10 @@ class Shards:
         axis = self.axis
         return (*shape[:axis], shape[axis] // self.number, *shape[axis + 1 :])
 
-    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole array, given the shape of a shard."""
-        axis = self.axis
-        return (*shape[:axis], shape[axis] * self.number, *shape[axis + 1 :])
-
     def gather(self, shard: Array) -> Array:
         """Return the whole array, from this device's shard of it."""
         shards = jnp.moveaxis(jax.lax.all_gather(shard, AXIS), 0, self.axis)
-        return shards.reshape(self.whole_shape(shard.shape))
+        return jax.lax.collapse(shards, self.axis, self.axis + 2)
 
     def scatter(self, gradient: Array) -> Array:
         """Sum the whole gradients of all devices, and return this device's shard of the sum."""

@@ -460,12 +460,3 @@ def constrain(x: Array, *names: str) -> Array:
     A backend may replace this function with one that shards `x` according to these names.
     """
     return x
-
-
-def isolate(loss: Callable) -> Callable:
-    """Return `loss(params, micro_batch, ...)` unchanged.
-
-    FSDP by layer replaces this function with one that makes XLA gather parameters separately for
-    each micro-batch.
-    """
-    return loss

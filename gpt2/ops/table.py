@@ -9,7 +9,6 @@ one of them, `param`, returns shards, which only the others accept.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
 
 import flax.linen as nn
 from jax import Array
@@ -17,14 +16,12 @@ from jax.typing import DTypeLike
 
 from gpt2.ops import plain
 from gpt2.ops.plain import (
-    Activation,
     Init,
-    LogitsLoss,
     Scoring,
     Shape,
 )
 from gpt2.utils.parameters import ParamInfo
-from gpt2.utils.trees import Batch, Tree
+from gpt2.utils.trees import Tree
 
 AttentionFn = Callable[[Array, Array, Array, Scoring], Array]
 # A function that turns `kernel(q, k, v, segments)` into a kernel that runs on each device's own
@@ -32,59 +29,6 @@ AttentionFn = Callable[[Array, Array, Array, Scoring], Array]
 Spread = Callable[[Callable], Callable]
 LookUpFn = Callable[[Array, Array, DTypeLike], Array]
 ParamFn = Callable[[nn.Module, str, Init, Shape, ParamInfo], Array]
-
-
-class LinearFn(Protocol):
-    """The signature of `plain.linear`."""
-
-    def __call__(  # noqa: D102
-        self,
-        x: Array,
-        kernel: Array,
-        bias: Array | None = None,
-        *,
-        num_contract: int = 1,
-        activation: Activation | None = None,
-        dtype: DTypeLike,
-    ) -> Array: ...
-
-
-class LinearPartsFn(Protocol):
-    """The signature of `plain.linear_parts`."""
-
-    def __call__(  # noqa: D102
-        self, x: Array, kernel: Array, bias: Array | None = None, *, dtype: DTypeLike
-    ) -> list[Array]: ...
-
-
-class HeadLossFn(Protocol):
-    """The signature of `plain.head_loss`."""
-
-    def __call__(  # noqa: D102
-        self,
-        logits_loss: LogitsLoss,
-        hidden: Array,
-        table: Array,
-        batch: Batch,
-        *,
-        dtype: DTypeLike,
-        logits_dtype: DTypeLike = "float32",
-    ) -> tuple[Array, Tree]: ...
-
-
-class NormFn(Protocol):
-    """The signature of `plain.norm`."""
-
-    def __call__(  # noqa: D102
-        self,
-        x: Array,
-        scale: Array,
-        bias: Array | None = None,
-        *,
-        center: bool = True,
-        eps: float = 1e-5,
-        dtype: DTypeLike,
-    ) -> Array: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +45,14 @@ class Ops:
 
     param: ParamFn = plain.param
     whole: Callable[[Array], Array] = plain.whole
-    linear: LinearFn = plain.linear
-    linear_parts: LinearPartsFn = plain.linear_parts
-    norm: NormFn = plain.norm
+    linear: Callable[..., Array] = plain.linear
+    linear_parts: Callable[..., list[Array]] = plain.linear_parts
+    norm: Callable[..., Array] = plain.norm
     attention: AttentionFn = plain.attention
     look_up: LookUpFn = plain.look_up
     look_up_tokens: LookUpFn = plain.look_up
     add_rows: Callable[[Array, Array], Array] = plain.add_rows
     pad_vocab: Callable[[Array], Array] = plain.pad_vocab
-    head_loss: HeadLossFn = plain.head_loss
+    head_loss: Callable[..., tuple[Array, Tree]] = plain.head_loss
     log_sum_exp: Callable[[Array], Array] = plain.log_sum_exp
     constrain: Callable[..., Array] = plain.constrain
-    isolate: Callable[[Callable], Callable] = plain.isolate

@@ -9,8 +9,9 @@ import optax
 from jax import Array
 
 from gpt2.config import OptimConfig
-from gpt2.optim.stacks import Kernel, kernels, map_stacks, to_matrices
+from gpt2.optim.stacks import Kernel, map_stacks
 from gpt2.parallel.matrices import Matrices
+from gpt2.utils.parameters import ParamInfo
 from gpt2.utils.trees import Tree
 
 # `optim.orthogonalize` -> the coefficients of each iteration's quintic polynomial. Newton-Schulz
@@ -63,14 +64,14 @@ def scale_by_muon(
         zeros = jax.tree.map(jnp.zeros_like, params)
         squares = None
         if neurons:
-            squares = jax.tree.map(_zeros, kernels(parameters, params), params)
+            squares = jax.tree.map(_zeros, parameters, params)
         return MuonState(jnp.int32(0), zeros, squares)
 
     def update(
         updates: Tree, state: MuonState, params: Tree = None
     ) -> tuple[Tree, MuonState]:
         del params
-        shapes = kernels(parameters, updates)
+        shapes = jax.tree.map(Kernel.of, parameters, updates)
         beta = momentum(state.count)
         move = partial(_lerp, weight=1 - beta)
         mean = jax.tree.map(move, state.momentum, updates)
@@ -79,7 +80,7 @@ def scale_by_muon(
         # GPUs and TPUs multiply in bfloat16, as in the authors' code.
         narrow = None if matrices.platform == "cpu" else jnp.bfloat16
         moved = ahead if optim.nesterov else mean
-        operands = to_matrices(shapes, moved)
+        operands = jax.tree.map(Kernel.to_matrices, shapes, moved)
         operands = jax.tree.map(lambda x: x.astype(narrow or x.dtype), operands)
         orthogonalize = partial(_orthogonalize, method=optim.orthogonalize)
         orthogonal, *squares = map_stacks(matrices, orthogonalize, (operands,))
@@ -172,8 +173,9 @@ def _orthogonalize(stacks: tuple[Array], method: str) -> tuple[Array, ...]:
     return x, rows, columns
 
 
-def _zeros(kernel: Kernel, x: Array) -> Array:
+def _zeros(info: ParamInfo, x: Array) -> Array:
     """Return zeros `[..., outputs]`, the initial running mean squares of a kernel's neurons."""
+    kernel = Kernel.of(info, x)
     number = kernel.sides[kernel.outputs]
     shape = (*kernel.counts, number)
     return jnp.zeros(shape, x.dtype)

@@ -11,7 +11,7 @@ from jax import Array
 
 from gpt2.config import OptimConfig
 from gpt2.optim.muon import momentum_schedule, muon_update
-from gpt2.optim.stacks import Kernel, kernels, map_stacks, to_matrices
+from gpt2.optim.stacks import Kernel, map_stacks
 from gpt2.parallel.matrices import Matrices
 from gpt2.utils.trees import Tree
 
@@ -54,7 +54,7 @@ def scale_by_soap(
     """
 
     def init(params: Tree) -> SoapState:
-        shapes = kernels(parameters, params)
+        shapes = jax.tree.map(Kernel.of, parameters, params)
 
         def squares(side: int) -> Tree:
             return jax.tree.map(partial(_square, side=side), shapes, params)
@@ -73,8 +73,9 @@ def scale_by_soap(
         updates: Tree, state: SoapState, params: Tree = None
     ) -> tuple[Tree, SoapState]:
         del params
-        shapes = kernels(parameters, updates)
-        in_shape = [to_matrices(shapes, tree) for tree in (updates, state.mu, state.nu)]
+        shapes = jax.tree.map(Kernel.of, parameters, updates)
+        to_matrices = partial(jax.tree.map, Kernel.to_matrices, shapes)
+        in_shape = map(to_matrices, (updates, state.mu, state.nu))
 
         def stack(x: Array) -> Array:
             return x.reshape(-1, *x.shape[-2:])

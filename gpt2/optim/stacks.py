@@ -99,23 +99,6 @@ def matrices_of(parameters: Tree) -> Tree:
     )
 
 
-def kernels(parameters: Tree, tree: Tree) -> Tree:
-    """Return a tree like `tree` with the `Kernel` (the layout of the matrices) of every leaf.
-
-    All leaves must be matrices, or arrays of matrices. `parameters` is a tree of `ParamInfo` of the
-    same structure.
-    """
-    return jax.tree.map(Kernel.of, parameters, tree)
-
-
-def to_matrices(shapes: Tree, tree: Tree) -> Tree:
-    """Return `tree` with every leaf reshaped to matrices `[k, rows, columns]`.
-
-    `shapes` is the tree of `Kernel` that the function `kernels` returns.
-    """
-    return jax.tree.map(Kernel.to_matrices, shapes, tree)
-
-
 def map_stacks(
     matrices: Matrices,
     function: Callable,

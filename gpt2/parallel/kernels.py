@@ -9,6 +9,7 @@ table contains only reference implementations.
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 from gpt2.config import GPTConfig
 from gpt2.errors import UserError
-from gpt2.ops import Ops, plain
+from gpt2.ops import Ops, Scoring, plain
 from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.fsdp import look_up
 from gpt2.ops.fused_attention import cudnn_attention, splash_attention
@@ -221,21 +222,55 @@ def make_ops(
     return gather_by_layer(ops, shards_for)
 
 
+class Kernel(NamedTuple):
+    """A function that computes attention, and another that returns whether it supports a call.
+
+    Neither dropout nor a change of the scores other than one constant soft cap is supported by any
+    kernel, so `supports` need not check this.
+    """
+
+    run: Callable[..., Array]  # of q, k, v, segments, scoring
+    supports: Callable[[Array, Scoring], bool]  # of q, scoring
+
+
+_KERNELS = {
+    "blocked": Kernel(blocked_attention, lambda q, scoring: True),
+    # cuDNN supports no soft cap, and has no derivative for odd lengths.
+    "cudnn": Kernel(
+        cudnn_attention,
+        lambda q, scoring: not scoring.terms and q.shape[1] % 2 == 0,
+    ),
+    # With a soft cap of at most 60, tokamax does not subtract the largest score from the scores.
+    # Their exponentials would then overflow in float16.
+    "tokamax": Kernel(tokamax_attention, lambda q, scoring: q.dtype == jnp.bfloat16),
+    "splash": Kernel(splash_attention, lambda q, scoring: q.shape[1] % 128 == 0),
+}
+
+
 def get_attention(
     name: str, platform: str, spread: Spread | None = None
 ) -> AttentionFn:
     """Return the attention function for `name`, a kernel or `plain`.
 
+    The function calls the reference implementation instead if the kernel does not support a call.
     Unless `platform` is `tpu`, splash runs in Pallas' interpreter. `spread` is given if devices
     split the heads: it wraps a kernel so that each device runs the kernel on the device's own
     heads.
     """
-    kernels: dict[str, Callable[..., Array]] = {
-        "blocked": blocked_attention,
-        "cudnn": cudnn_attention,
-        "tokamax": tokamax_attention,
-        "splash": partial(splash_attention, interpret=platform != "tpu"),
-    }
-    if name not in kernels:
+    if name == "plain":
         return plain.attention
-    return with_linear_bias(partial(kernels[name], spread=spread))
+    kernel = _KERNELS[name]
+    if name == "splash":
+        run = partial(kernel.run, interpret=platform != "tpu")
+        kernel = kernel._replace(run=run)
+
+    def attention(q: Array, k: Array, v: Array, scoring: Scoring) -> Array:
+        changes_scores = scoring.softcap is None  # by more than one constant soft cap
+        if scoring.dropout or changes_scores or not kernel.supports(q, scoring):
+            return plain.attention(q, k, v, scoring)
+        run: Callable = partial(kernel.run, scoring=scoring)
+        if spread:
+            run = spread(run)
+        return run(q, k, v, scoring.segments)
+
+    return with_linear_bias(attention)

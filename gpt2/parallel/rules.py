@@ -59,7 +59,8 @@ class Rules:
         """Return the rules for the options in `parallel`."""
         table: dict[str, tuple[str, ...]] = dict.fromkeys(WHOLE, ())
         for field in dataclasses.fields(RulesConfig):
-            table[field.name] = parallel.rules.axes(field.name)
+            axes = getattr(parallel.rules, field.name)
+            table[field.name] = () if axes == "none" else tuple(axes.split(","))
         if parallel.strategy == "megatron":
             table["sequence"] = ("tensor",)
         rules = cls.from_table(table, parallel.strategy)

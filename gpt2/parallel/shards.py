@@ -50,7 +50,6 @@ def gather_by_layer(ops: Ops, shards_for: ShardsFor) -> Ops:
         add_rows=add_rows,
         pad_vocab=pad_vocab,
         head_loss=head_loss,
-        isolate=isolate,
     )
 
 

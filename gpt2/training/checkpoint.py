@@ -31,7 +31,7 @@ from jax.experimental.multihost_utils import process_allgather
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policy
 
 from gpt2.config import with_options
-from gpt2.errors import UserError, warn
+from gpt2.errors import UserError, first_line, warn
 from gpt2.parallel import distributed
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
@@ -367,8 +367,7 @@ def _cause(error: Exception) -> str:
     # TensorStore puts the cause behind hundreds of characters of paths and options.
     if code := re.search(r"os_error_code='(\d+)'", str(error)):
         return os.strerror(int(code[1]))
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return first_line(error)
 
 
 def _parts(state: TrainState) -> dict[str, Tree]:

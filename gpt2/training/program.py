@@ -29,6 +29,7 @@ from gpt2.parallel.compiled import CompiledStep, CompiledSteps, compile_once
 from gpt2.parallel.kernel_check import check_attention
 from gpt2.parallel.kernels import choose_attention
 from gpt2.parallel.mesh import check_layout
+from gpt2.parallel.shards import isolate
 from gpt2.parallel.state_sharding import with_shardings
 from gpt2.telemetry.chips import find_chip
 from gpt2.training.batches import Batches
@@ -115,7 +116,9 @@ class Program:
             width_ratio=gpt.config.width_ratio,
             matrices=backend.matrices,
         )
-        train_loss = gpt.ops.isolate(loss(gpt, config.loss))
+        train_loss = loss(gpt, config.loss)
+        if backend.gather_by == "layer":
+            train_loss = isolate(train_loss)
         platform = platform_of(devices[0])
         is_one_gpu = backend.mesh.size == 1 and platform == "gpu"
         update = make_update(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gpt2.errors import UserError, located
+from gpt2.errors import UserError, first_line, located
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def _reason(error: Exception) -> str:
         return str(error.__cause__ or error.strerror or "it does not exist")
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error).strip() or type(error).__name__
+    return first_line(error)
 
 
 def write_text(path: Path, text: str) -> None:

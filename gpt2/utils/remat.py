@@ -5,9 +5,6 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A policy, the
 norms and activations, are computed again.
 """
 
-import inspect
-from collections.abc import Collection
-
 import flax.linen as nn
 from jax.ad_checkpoint import Recompute, Saveable
 
@@ -34,7 +31,7 @@ KEPT: dict[str, tuple[str, ...]] = {
 
 
 def remat(
-    block: type[nn.Module], policy: str, *, static: Collection[str], looped: bool
+    block: type[nn.Module], policy: str, *, static: tuple[int, ...], looped: bool
 ) -> type[nn.Module]:
     """Return the module class `block`, changed so that it recomputes values in the backward pass.
 
@@ -42,7 +39,6 @@ def remat(
     instead. `static` names the block's arguments that are not arrays. `looped` states whether the
     compiled program loops over the blocks.
     """
-    arguments = list(inspect.signature(block.__call__).parameters)  # self has index 0
 
     def keep(operation, *_, **parameters):
         name = parameters["name"] if operation.name == "name" else operation.name
@@ -54,7 +50,7 @@ def remat(
         # A barrier prevents XLA from merging a block with its recomputation, but costs time. In a
         # loop, XLA cannot merge the two anyway.
         prevent_cse=not looped,
-        static_argnums=tuple(arguments.index(name) for name in static),
+        static_argnums=static,
     )
 
 

@@ -6,8 +6,7 @@ completely combines two advantages: its parameters are few and large, as in any 
 fuse its blocks, as with unrolled layers.
 """
 
-import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -24,7 +23,6 @@ def scan_layers(
     block: type[nn.Module],
     num_layers: int,
     *,
-    per_layer: Collection[str],
     unroll: int = 1,
 ) -> type[nn.Module]:
     """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times.
@@ -33,12 +31,11 @@ def scan_layers(
     arguments named in `per_layer`, have a leading layer axis. All other arguments are the same for
     every layer. Each iteration of the compiled loop applies `unroll` layers.
     """
-    _, _, *others = inspect.signature(block.__call__).parameters  # self and x
     return nn.scan(
         block,
         variable_axes={"params": 0, METRICS: 0, "cache": 0},
         split_rngs={"params": True, "dropout": True},
-        in_axes=tuple(0 if name in per_layer else nn.broadcast for name in others),
+        in_axes=(0, nn.broadcast),  # the layer's index, the context
         length=num_layers,
         unroll=unroll,
     )

@@ -577,13 +577,16 @@ def test_auto_attention_of_tpus_is_splash_where_it_can_run():
 
 
 @pytest.mark.parametrize(
-    ("name", "with_segments"), [("blocked", True), ("blocked", False), ("splash", True)]
+    ("name", "with_segments", "kv_heads"),
+    [("blocked", True, 4), ("blocked", False, 2), ("splash", True, 2)],
 )
-def test_attention_on_a_mesh_equals_its_formula(name, with_segments):
+def test_attention_on_a_mesh_equals_its_formula(name, with_segments, kv_heads):
     """As the pjit backend computes: each device's rows by themselves, heads split by `tensor`."""
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
     segments = jnp.sort(random_integers(0, 4, 4, 1, 128))
-    inputs = (*qkv(4, 1, 128, 2, 8), segments)
+    heads = (4, kv_heads, kv_heads)
+    inputs = [normal(seed, 4, 1, 128, N, 8) for seed, N in enumerate(heads)]
+    inputs.append(segments)
 
     def gradient(attention, scale, row):
         *qkv, segments = row
@@ -597,7 +600,7 @@ def test_attention_on_a_mesh_equals_its_formula(name, with_segments):
 
         return jax.value_and_grad(scalar)(scale)
 
-    scale = jnp.ones((2, 8))
+    scale = jnp.ones(8)
     formula = jax.vmap(partial(gradient, plain.attention), in_axes=(None, 0))
     expected = formula(scale, inputs)
     spread = partial(map_devices, mesh=mesh, rules=RULES)

@@ -11,12 +11,13 @@ import pytest
 
 from gpt2.config import GPTConfig, load_config
 from gpt2.errors import UserError
-from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.parallel import kernel_check
 from gpt2.parallel.kernel_check import check_attention
+from gpt2.parallel.kernels import get_attention
 from tests.helpers import TINY, params_of, patched, succeed, thorough
 from tests.parallel.pair import Pair
 
+BLOCKED = get_attention("blocked", "cpu")
 SMALL = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "context_length": 256}
 WINDOWS = {"window": 64, "window_pattern": "SL"}
 
@@ -79,25 +80,25 @@ def fails_when_run(q, k, v, scoring):
 
 def wrong_backward(q, k, v, scoring):
     doubled = with_backward(lambda x: x, lambda dx: 2 * dx)
-    return blocked_attention(q, doubled(k), v, scoring)
+    return BLOCKED(q, doubled(k), v, scoring)
 
 
 def window_too_long(q, k, v, scoring):
     window = scoring.window + 1 if scoring.window else 0
-    return blocked_attention(q, k, v, scoring._replace(window=window))
+    return BLOCKED(q, k, v, scoring._replace(window=window))
 
 
 def without_segments(q, k, v, scoring):
-    return blocked_attention(q, k, v, scoring._replace(segments=None))
+    return BLOCKED(q, k, v, scoring._replace(segments=None))
 
 
 def not_a_number(q, k, v, scoring):
-    return blocked_attention(q, k, v, scoring).at[0, 9, 1, 3].set(jnp.nan)
+    return BLOCKED(q, k, v, scoring).at[0, 9, 1, 3].set(jnp.nan)
 
 
 def wrong_on_one_device(q, k, v, scoring):
     is_last = jax.lax.axis_index("devices") == jax.device_count() - 1
-    return blocked_attention(q, k, v, scoring) * jnp.where(is_last, 1.5, 1.0)
+    return BLOCKED(q, k, v, scoring) * jnp.where(is_last, 1.5, 1.0)
 
 
 @pytest.mark.parametrize(
