@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -208,9 +209,9 @@ def wait_for_step(process, workdir, step):
     raise AssertionError(f"ended before step {step}: {process.stderr.read()}")
 
 
-def params_of(workdir, checkpoint="latest"):
+def params_of(workdir):
     """Return the parameters of a run by name, as numpy arrays."""
-    _, params = load_params(workdir, checkpoint)
+    _, params = load_params(workdir, "latest")
     return by_name(params)
 
 
@@ -293,6 +294,21 @@ def write_run(run, final, state="finished", error="", noise=None):
     write_rows(run.workdir / "metrics.jsonl", lines)
     outcome = {"state": state, "error": error, "seconds": 0.1}
     (run.folder / "outcome.json").write_text(json.dumps(outcome))
+
+
+def cut(path):
+    """Leave the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    """Change a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = (Path.unlink, cut, flip_a_bit)
 
 
 def copy_project(project):

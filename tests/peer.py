@@ -176,10 +176,10 @@ def characters(count: int, first: int = 100) -> CharTokenizer:
     return CharTokenizer(text, has_eot=False)
 
 
-def tokens(name: str, length: int = 48) -> np.ndarray:
-    """Return random tokens, `[2, length]` int64."""
+def tokens(name: str) -> np.ndarray:
+    """Return random tokens, `[2, 48]` int64."""
     rng = np.random.default_rng(1)
-    return rng.integers(0, CONFIGS[name]["vocab_size"], (2, length))
+    return rng.integers(0, CONFIGS[name]["vocab_size"], (2, 48))
 
 
 def probe(array: np.ndarray) -> list[float]:

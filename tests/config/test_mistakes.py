@@ -33,6 +33,7 @@ def pristine(tmp_path_factory):
     (folder / "mine.py").write_text(
         "def get_config():\n    return {'optim': {'lr': 1.0}}\n"
     )
+    (folder / "seeded.py").write_text("def get_config():\n    return {'seed': 7}\n")
     (folder / "fails.py").write_text("import no_such_module\n")
     (folder / "ready.py").write_text("def batches(split):\n    return []\n")
     (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": 3\n')
@@ -99,6 +100,9 @@ MISTAKES = """
     gpt2.lab.compare run --reference=points.csv | points.csv
     gpt2.lab.profile in.txt | in.txt
     gpt2.lab.ablate SHORT --vary=optim.nme=adam --workdir=sweep | optim.name
+    gpt2.lab.ablate SHORT --config.data.corpus=text:none.txt --workdir=sweep | --vary is missing
+    gpt2.lab.ablate SHORT --vary=recipe=seeded.py --paired --workdir=sweep | set different seeds
+    gpt2.lab.ladder SHORT --vary=optim.name=lion --workdir=sweep | sizes would be validated
     gpt2.lab.ablate SHORT --vary=model.num_kv_heads=0 --workdir=sweep | only the baseline
     gpt2.lab.ablate SHORT --config.train.eval_batches=0 --vary=data.tokenizer=lossy.json \
         --workdir=sweep | loses bytes

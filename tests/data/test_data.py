@@ -20,7 +20,7 @@ from gpt2.data.preparing.text_corpus import TextCorpus
 from gpt2.data.readers import open_corpus
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
-from tests.helpers import documents_of, tokens_of, write_rows
+from tests.helpers import DAMAGES, documents_of, tokens_of, write_rows
 
 WORDS = "the quick brown fox jumps over lazy dogs naïve 測試"
 
@@ -357,14 +357,7 @@ def test_prepared_once_and_anew_when_anything_differs(tmp_path, make):
     assert len(directories) == 4
 
 
-DAMAGE = {
-    "cut": lambda data: data[: len(data) // 2],
-    "altered": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
-    "missing": None,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(
     tmp_path, make, capsys, damage
 ):
@@ -375,15 +368,12 @@ def test_a_damaged_prepared_corpus_is_named_and_prepared_anew(
     files = list(whole.directory.iterdir())
     assert len(files) > 3
     for file in files:
-        content = file.read_bytes()
-        file.unlink()
-        if DAMAGE[damage]:
-            file.write_bytes(DAMAGE[damage](content))
+        damage(file)
         capsys.readouterr()
         again = make(f"text:{path}")
         np.testing.assert_array_equal(tokens_of(again, "train"), wanted)
         warning = f"warning: {again.directory} is damaged, so it is prepared again\n"
-        if damage == "missing" and file.name == "prepared.json":
+        if damage is Path.unlink and file.name == "prepared.json":
             warning = ""  # nothing was prepared
         assert capsys.readouterr().err == warning
 

@@ -12,7 +12,7 @@ from gpt2.data import prepare_dataset, tokens
 from gpt2.data.preparing import text_corpus
 from gpt2.errors import UserError
 from tests.forks import run_command
-from tests.helpers import write_rows, write_words
+from tests.helpers import DAMAGES, write_rows, write_words
 
 BOOK = """
 import os, signal
@@ -97,13 +97,6 @@ def test_a_preparation_begins_anew_if_the_text_is_another_one(run, tmp_path):
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 
 
-DAMAGE = {
-    "cut": lambda data: data[: len(data) // 2],
-    "flipped": lambda data: data[:1000] + bytes([data[1000] ^ 1]) + data[1001:],
-    "gone": None,
-}
-
-
 @pytest.fixture
 def prepare_into(tmp_path):
     """Prepares a corpus into a directory of `tmp_path`."""
@@ -131,7 +124,7 @@ def stop_at_save(monkeypatch, number):
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "tokenizer.json", "written.json"])
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_preparation_does_not_go_on_over_damage(
     tmp_path, monkeypatch, prepare_into, name, damage
 ):
@@ -142,10 +135,7 @@ def test_a_preparation_does_not_go_on_over_damage(
     with pytest.raises(KeyboardInterrupt):
         prepare_into("cut", *options)
     (partial,) = (tmp_path / "cut").glob(".*.partial")
-    content = (partial / name).read_bytes()
-    (partial / name).unlink()
-    if DAMAGE[damage]:
-        (partial / name).write_bytes(DAMAGE[damage](content.ljust(2000)))
+    damage(partial / name)
     prepare_into("cut", *options)
     assert content_of(tmp_path / "cut") == content_of(tmp_path / "whole")
 

@@ -24,8 +24,7 @@ from gpt2.data import prepare_dataset, tokenizer
 from gpt2.data.tokenizer import build
 from gpt2.errors import UserError
 from gpt2.hf.tokenizer_files import save_tokenizer
-from tests.forks import run_command
-from tests.helpers import TINY, write_rows, write_words
+from tests.helpers import write_rows
 
 TEXT = (
     "def f(x):\n    return x + 1\n\n# naïve 測試 🙂  two  spaces, more words here\t\n"
@@ -159,21 +158,6 @@ def test_gpt2_tokenizer_json_is_read_as_gpt2_kind(gpt2, tmp_path):
 def test_another_pattern_is_not_mistaken_for_gpt2_kind(foreign):
     assert isinstance(foreign, tokenizer.HuggingFaceTokenizer)
     assert len(foreign.encode("1234")) == 4
-
-
-def test_a_token_that_merges_cannot_reach_is_never_made(tmp_path):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # "abc" is a merge of "a" and "bc", but "ab" merges before "bc" does.
-    merges = [("a", "b"), ("b", "c"), ("a", "bc")]
-    tokens = [*alphabet, "ab", "bc", "abc"]
-    vocabulary = {token: i for i, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>"])
-    loaded = build(write_file(tmp_path, backend))
-    ids = [vocabulary[token] for token in ("ab", "c")]
-    assert loaded.encode("abc").tolist() == ids == backend.encode("abc").ids
 
 
 def test_char_vocabulary_is_the_sorted_characters_and_saved(tmp_path):
@@ -385,22 +369,6 @@ def test_preparing_asks_for_an_end_of_text_and_says_what_is_lost(tmp_path, capsy
     assert dataset.targets_per_byte is None
     (_, tokens) = dataset.parts[""]
     assert tokens.stream("train").read(0, 4).tolist() == [1, 2, 3, 0]
-
-
-def test_a_sweep_over_a_tokenizer_that_loses_bytes_trains_nothing(tmp_path):
-    spec = write_file(tmp_path, words())
-    write_words(tmp_path / "texts", 40, 80)
-    options = [
-        f"--workdir={tmp_path}/sweep",
-        "--seeds=1",
-        f"--config.data.corpus=text:{tmp_path}/texts/*.txt",
-        f"--config.data.data_dir={tmp_path}/prepared",
-        f"--vary=data.tokenizer={spec}",
-    ]
-    end = run_command("gpt2.lab.ablate", *TINY, *options, cwd=tmp_path)
-    assert end.code == 2
-    assert "loses bytes of the text" in end.stderr
-    assert not list(tmp_path.glob("sweep/**/samples.txt"))
 
 
 def test_a_vocabulary_is_trained_on_long_words_in_parts(monkeypatch):

@@ -21,8 +21,9 @@ from configs import quickstart
 from gpt2.config import Config, with_options
 from gpt2.config.options import OPTIONS
 from gpt2.errors import UserError
-from gpt2.lab.ablate.__main__ import _report, with_next_seeds
-from gpt2.lab.ablate.command import describe_runs
+from gpt2.lab.ablate.__main__ import report, words
+from gpt2.lab.ablate.command import conclude, describe_runs
+from gpt2.lab.ablate.command import with_next_seeds as grow
 from gpt2.lab.ablate.judge import judge
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
@@ -35,7 +36,7 @@ from gpt2.lab.ablate.sweep_tables import (
 from gpt2.lab.experiments import jobs
 from gpt2.lab.experiments.arms import Arm, draw_trials, make_arms, read_tuned
 from gpt2.lab.experiments.checkouts import check_out, snapshot
-from gpt2.lab.experiments.jobs import _Training, make_slots
+from gpt2.lab.experiments.jobs import make_slots
 from gpt2.lab.experiments.results import read_curve
 from gpt2.lab.experiments.run_folder import Run
 from gpt2.lab.experiments.step_time import equalize, make_measuring_run, measure
@@ -53,6 +54,7 @@ from tests.helpers import (
     SECONDS,
     TINY,
     copy_project,
+    cut,
     finish,
     make_repository,
     read_rows,
@@ -68,6 +70,10 @@ BASE = with_options(BASE, {"train.num_steps": 1000, "optim.warmup_steps": 100})
 
 def arms(*vary, one_at_a_time=False):
     return make_arms(BASE, vary, one_at_a_time=one_at_a_time)
+
+
+def with_next_seeds(sweep):
+    return grow([sweep], words)[0]
 
 
 def names(found):
@@ -163,10 +169,7 @@ def test_folders_have_names_that_file_systems_allow(tmp_path):
     assert arm.make_run(tmp_path, 0, others, chooses=True).folder != folder
 
 
-def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path)
-    (tmp_path / "train.py").write_text("1")
-    make_repository(tmp_path, "train.py", "2")
+def test_versions_of_the_code_are_arms(tmp_path, checkout):
     found = arms("code=.,my/idea", "optim.name=lion")
     assert names(found) == [
         "baseline",
@@ -174,33 +177,23 @@ def test_versions_of_the_code_are_arms(tmp_path, monkeypatch):
         "code=my_idea,optim.name=lion",
     ]
     source = check_out(tmp_path / "sweep", found[2].commit)
-    assert (source / "train.py").read_text() == "2"
-    assert (tmp_path / "train.py").read_text() == "1"
+    assert (source / "train.py").read_text() == "2\n3\n"
+    assert (checkout / "train.py").read_text() == "1"
     (source / "train.py").write_text("3")
     with pytest.raises(UserError, match="is not a clean git worktree"):
         check_out(tmp_path / "sweep", found[2].commit)
 
 
-def test_a_file_that_git_does_not_track_is_no_part_of_the_working_tree(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path)
-    (tmp_path / "train.py").write_text("1")
-    make_repository(tmp_path, "train.py", "2")
+def test_a_file_that_git_does_not_track_is_no_part_of_the_working_tree(checkout):
     assert len(snapshot()) == 40
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "new.py").write_text("1")
+    (checkout / "configs").mkdir()
+    (checkout / "configs" / "new.py").write_text("1")
     with pytest.raises(UserError, match=r"not track configs/new\.py.*git add"):
         snapshot()
 
 
-def test_a_branch_may_have_options_of_its_own(tmp_path, monkeypatch):
-    source = tmp_path / "source"
-    source.mkdir()
-    for module in ("checkouts", "results", "run_folder"):
-        monkeypatch.setattr(f"gpt2.lab.experiments.{module}.SOURCE", source)
-    (source / "train.py").write_text("1")
-    make_repository(source, "train.py", "2\n3\n")
+@pytest.mark.usefixtures("checkout")
+def test_a_branch_may_have_options_of_its_own(tmp_path):
     with pytest.raises(UserError, match=r"There is no option optim\.twist"):
         arms("code=.+optim.twist=0.5")
     found = arms("code=my/idea+optim.twist=0.5+loss.kind=soft+optim.beta1=0.8")
@@ -408,9 +401,9 @@ def test_the_report_says_what_differs_and_opens_without_a_network(tmp_path):
     sweep = filled(tmp_path / "a<b", num_seeds=5)
     text = report_of(sweep)
     row = re.compile(r"^\| (\S+) \| 5 \|.*\| ([^|]+) \|$", re.MULTILINE)
-    words = dict(row.findall(text.split("## Pairs")[0]))
-    assert words["optim.name=lion"] == "better"
-    assert words["optim.name=muon"].startswith("undecided: at most ±0.0")
+    found = dict(row.findall(text.split("## Pairs")[0]))
+    assert found["optim.name=lion"] == "better"
+    assert found["optim.name=muon"].startswith("undecided: at most ±0.0")
     assert "| optim.name=lion | optim.name | lion | adamw |" in text
     page = (sweep.root / "report.html").read_text()
     assert "<title>a&lt;b</title>" in page
@@ -669,7 +662,7 @@ def test_a_sweep_grows_by_arms_and_seeds_and_keeps_its_terms(tmp_path):
 def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path):
     first = sweep_in(tmp_path, "optim.name=lion")
     filled(tmp_path)
-    assert _report(first) == 0
+    assert conclude(tmp_path, [first], report) == 0
     assert {row["arm"] for row in rows_of(tmp_path)} == set(LOSSES)
 
 
@@ -788,10 +781,6 @@ def replace_text(path, old, new):
     text = path.read_text()
     path.write_text(text.replace(old, new))
     assert path.read_text() != text
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:30])
 
 
 def copy_run(arm):
@@ -1038,10 +1027,17 @@ def test_the_table_on_the_screen_has_at_most_80_columns(capsys):
     assert interval in "".join(lines)
 
 
-def test_each_process_tries_a_failed_run_once_whatever_the_clock(tmp_path, monkeypatch):
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A folder for the code of runs, which has the options of this project."""
     monkeypatch.setattr(jobs.signal, "signal", lambda *_: None)
-    source = tmp_path / "project"
-    shutil.copytree(ROOT / "configs", source / "configs")
+    shutil.copytree(ROOT / "configs", tmp_path / "project" / "configs")
+    return tmp_path / "project"
+
+
+def test_each_process_tries_a_failed_run_once_whatever_the_clock(
+    tmp_path, monkeypatch, source
+):
     tries = tmp_path / "tries"
     # It fails with the same error each time. If it were tried forever, the third try would succeed.
     (source / "train.py").write_text(
@@ -1060,16 +1056,13 @@ def test_each_process_tries_a_failed_run_once_whatever_the_clock(tmp_path, monke
 
 
 def test_a_run_that_fails_does_not_keep_others_from_training(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, source
 ):
     def clock():  # each run takes two minutes
         return 120.0 * len(list(tmp_path.glob("*/outcome.json")))
 
     times = SimpleNamespace(monotonic=clock, sleep=lambda _: None)
     monkeypatch.setattr(jobs, "time", times)
-    monkeypatch.setattr(jobs.signal, "signal", lambda *_: None)
-    source = tmp_path / "project"
-    shutil.copytree(ROOT / "configs", source / "configs")
     (source / "train.py").write_text("raise SystemExit('error: broken')")
     runs = [Run(name, BASE, tmp_path / name, source=source) for name in ("a", "b")]
     jobs.train_all(runs, make_slots(1), LOSS)
@@ -1092,26 +1085,6 @@ def finish_ablate(process):
     code, stdout, stderr = finish(process, 10 * SECONDS)
     assert code == 0, stderr
     return stdout
-
-
-def test_nothing_to_compare_is_refused(tmp_path):
-    options = ["--config.data.corpus=text:missing", f"--workdir={tmp_path}"]
-    done = run_command("gpt2.lab.ablate", *options, cwd=ROOT)
-    assert done.code == 2
-    assert done.stderr.startswith("error: --vary is missing")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_arms_of_a_paired_sweep_have_the_same_seeds(tmp_path):
-    recipe = tmp_path / "other.py"
-    text = (ROOT / "configs" / "quickstart.py").read_text()
-    recipe.write_text(
-        text.replace("return config", "config.seed = 7\n    return config")
-    )
-    options = [f"--vary=recipe={recipe}", "--paired", f"--workdir={tmp_path}/sweep"]
-    done = run_command("gpt2.lab.ablate", *options, cwd=ROOT)
-    assert done.code == 2
-    assert "recipes set different seeds. Add --config.seed=0" in done.stderr
 
 
 def rows_of(root):
@@ -1177,13 +1150,9 @@ def test_a_version_of_the_code_trains_its_own_code(tmp_path):
     assert first["eval/loss"] != other["eval/loss"]
 
 
-def test_a_failure_is_told_by_its_exception_and_not_by_what_follows(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text(
-        "step 3\nNameError: name 'x' is not defined\n----\nFor simplicity, ...\n"
+def test_a_failure_is_told_by_its_exception_and_not_by_what_follows():
+    log = "step 3\nNameError: name 'x' is not defined\n----\nFor simplicity, ...\n"
+    assert jobs.find_error(log) == "NameError: name 'x' is not defined"
+    assert (
+        jobs.find_error("error: no such file\nwarning: more\n") == "error: no such file"
     )
-    failed = SimpleNamespace(_log=log, _log_start=0, _began=0.0, process=None)
-    outcome = _Training._read_outcome(failed, 1)
-    assert outcome.error == "NameError: name 'x' is not defined"
-    log.write_text("error: no such file\nwarning: more\n")
-    assert _Training._read_outcome(failed, 2).error == "error: no such file"

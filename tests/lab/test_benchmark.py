@@ -33,7 +33,7 @@ def make_config(options=""):
 
 
 @functools.cache
-def our_losses(options=""):
+def our_losses(options):
     return ours.Training(make_config(options)).first_losses()
 
 

@@ -1,9 +1,6 @@
 """Ladders: the options of each size, compute multipliers, and the verdicts on their course."""
 
 import shutil
-import subprocess
-import sys
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -18,7 +15,6 @@ from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.cells import print_table
-from gpt2.lab.ladder.__main__ import _report
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
@@ -43,10 +39,10 @@ def loss_of(compute):
     return 30.0 * compute ** np.log10(0.9)
 
 
-def ladder_of(multipliers, noise=1e-4):
+def ladder_of(multipliers):
     """Losses of three seeds at each size, whose deviations cancel in the mean."""
     scores = loss_of(COMPUTE * np.asarray(multipliers))
-    deviations = noise * np.array([-1.0, 0.0, 1.0])
+    deviations = np.array([-1e-4, 0.0, 1e-4])
     return [
         Losses(c, score + deviations) for c, score in zip(COMPUTE, scores, strict=True)
     ]
@@ -106,14 +102,6 @@ def test_batches_of_every_size_divide_into_micro_batches():
         batch_size = at_depth(arm, Fraction(depth, 4)).config.data.batch_size
         assert batch_size % 5 == 0
         assert batch_size % 32 == 0
-
-
-def test_sizes_that_would_be_validated_on_different_texts_are_refused():
-    arguments = "--vary=optim.name=lion --config.train.eval_batches=4 --workdir=x"
-    command = [sys.executable, "-m", "gpt2.lab.ladder", *arguments.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "train.eval_batches=4, sizes would be validated" in done.stderr
 
 
 # Multipliers
@@ -292,7 +280,10 @@ def test_a_report_of_a_ladder_needs_no_run_of_every_size(tmp_path):
     shutil.rmtree(sweeps[2].root / "runs")
     table = write_report(tmp_path, sweeps)
     assert table.verdict.to_list() == ["to be decided"]
-    assert "| d8 | 1778 | - |" in (tmp_path / "report.md").read_text()
+    assert (
+        "| d8 | 256 | 8 | 36 | 1778 | 0.009 | 0.0187 |  | ? | - | - |"
+        in (tmp_path / "report.md").read_text()
+    )
 
 
 # The command
@@ -352,15 +343,6 @@ def test_a_ladder_reports_a_row_for_each_arm_in_80_columns(tmp_path, capsys):
     assert max(map(len, lines)) <= 80
     assert "optim.name=lion: grows" in lines
     assert f"  d8           {table.d8[0]}" in map(str.rstrip, lines)
-
-
-def test_the_last_report_has_arms_that_another_command_added_meanwhile(tmp_path):
-    first = []
-    for sweep in sweeps_in(tmp_path, [3], [1, 2, 4]):
-        sweep.save()
-        first.append(replace(sweep, arms=sweep.arms[:1]))
-    assert _report(tmp_path, first) == 0
-    assert set(pd.read_csv(tmp_path / "multipliers.csv")["arm"]) == {"optim.name=lion"}
 
 
 def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):

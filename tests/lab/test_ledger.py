@@ -722,12 +722,8 @@ def test_a_ledger_keeps_its_screens(ideas, lion, monkeypatch):
         ideas("optim.name=lion", screen=["2"])
 
 
-def test_git_that_refuses_the_checkout_of_another_user_is_an_error(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "train.py").write_text("1")
-    make_repository(tmp_path, "train.py", "2")
-    monkeypatch.setattr("gpt2.lab.experiments.checkouts.SOURCE", tmp_path)
+@pytest.mark.usefixtures("checkout")
+def test_git_that_refuses_the_checkout_of_another_user_is_an_error(monkeypatch):
     for variable in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
         monkeypatch.setenv(variable, os.devnull)
     assert find_commit("HEAD") == snapshot() != ""
@@ -978,14 +974,11 @@ def test_the_referee_finds_the_loss_of_other_runs(tmp_path, options):
     assert score(run) == pytest.approx(reported, abs=1e-5)
 
 
-def test_the_referee_finds_the_loss_that_the_run_reports(tiny_run, tiny_score):
-    reported = metrics_of(tiny_run.workdir)[-1]["eval/loss"]
-    assert tiny_score == pytest.approx(reported, abs=1e-5)
-
-
 def test_what_a_run_writes_about_itself_does_not_move_its_score(
     tiny_run, tiny_score, tmp_path
 ):
+    reported = metrics_of(tiny_run.workdir)[-1]["eval/loss"]
+    assert tiny_score == pytest.approx(reported, abs=1e-5)
     run = replace(tiny_run, folder=tmp_path / "copy")
     shutil.copytree(tiny_run.folder, run.folder)
     path = run.workdir / "metrics.jsonl"

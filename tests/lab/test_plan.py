@@ -344,18 +344,23 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, has_compiler):
     assert "reduce-scatter" in large
 
 
+def compiled_text(folder, options):
+    """Return the HLO text of a step that is compiled for chips that are not here."""
+    flags = [*TINY, *options.split(), f"--text={folder}/step.hlo"]
+    succeed(None, *flags, imports=True, script=PLAN)
+    return (folder / "step.hlo").read_text()
+
+
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs JAX's plugin for CUDA")
 def test_the_stream_is_rows_on_chips_that_are_not_here(tmp_path):
-    text = tmp_path / "step.hlo"
     options = """
         --chips=h100-1 --config.model.context_length=128 --config.model.embed_dim=512
         --config.data.batch_size=32 --config.precision.compute=bfloat16"""
-    flags = [*TINY, *options.split(), f"--text={text}"]
-    succeed(None, *flags, imports=True, script=PLAN)
-    assert "BIAS_GELU_AUX" in text.read_text()  # which cuBLAS computes
+    text = compiled_text(tmp_path, options)
+    assert "BIAS_GELU_AUX" in text  # which cuBLAS computes
     # By the gradient of positions as a sum over 32 sequences, XLA would store them innermost.
-    assert "bf16[32,128,512]" in text.read_text()
-    assert "[128,512,32]" not in text.read_text()
+    assert "bf16[32,128,512]" in text
+    assert "[128,512,32]" not in text
 
 
 HAS_TOKAMAX = importlib.util.find_spec("tokamax")
@@ -363,15 +368,11 @@ HAS_TOKAMAX = importlib.util.find_spec("tokamax")
 
 @pytest.mark.skipif(not (HAS_PLUGIN and HAS_TOKAMAX), reason="needs CUDA and tokamax")
 def test_scores_with_a_soft_cap_are_not_stored_on_chips_that_are_not_here(tmp_path):
-    text = tmp_path / "step.hlo"
     options = """
         --chips=h100-1 --config.model.context_length=512 --config.data.batch_size=2
         --config.model.embed_dim=128 --config.model.num_heads=2 --config.model.num_layers=1
         --config.precision.compute=bfloat16 --config.model.attention_softcap=50.0"""
-    flags = [*TINY, *options.split(), f"--text={text}"]
-    succeed(None, *flags, imports=True, script=PLAN)
-    assert "[2,2,512,512]" in text.read_text()
-    use = "--config.model.attention=tokamax"
-    succeed(None, *flags, use, imports=True, script=PLAN)
-    assert text.read_text().count('custom_call_target="mosaic_gpu') >= 3
-    assert "512,512]" not in text.read_text()
+    assert "[2,2,512,512]" in compiled_text(tmp_path, options)
+    text = compiled_text(tmp_path, f"{options} --config.model.attention=tokamax")
+    assert text.count('custom_call_target="mosaic_gpu') >= 3
+    assert "512,512]" not in text

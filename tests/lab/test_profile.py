@@ -165,13 +165,6 @@ def test_a_loop_that_contains_operations_is_not_counted_besides_them(tmp_path):
     assert names == ["dot.1", "call.2", "call.3"]
 
 
-def test_a_damaged_trace_is_refused(tmp_path):
-    file = tmp_path / "gpu.xplane.pb"
-    file.write_bytes(b"\x0a\xff\xff")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_trace(file)
-
-
 @pytest.mark.parametrize(("first", "steps", "number"), [(3, 2, 2), (6, 100, 1)])
 def test_a_trace_holds_the_steps_after_the_first_and_no_others(
     tmp_path, first, steps, number, capsys

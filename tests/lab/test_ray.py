@@ -11,7 +11,7 @@ from gpt2.config import DataConfig
 from gpt2.data import prepare_dataset
 from gpt2.data.preparing import documents
 from gpt2.errors import UserError
-from gpt2.lab.experiments.ray_runs import RayProcess, make_ray_slots
+from gpt2.lab.experiments.ray_runs import RaySlot, make_ray_slots
 from gpt2.utils import ray_cluster
 from gpt2.utils.files import is_locked
 from tests.data.test_preparing import content_of
@@ -113,7 +113,7 @@ def test_nodes_encode_the_same_tokens_though_one_is_killed(
 
 @pytest.mark.peers
 def test_a_folder_that_a_node_lacks_is_one_sentence(connected, tmp_path):
-    process = RayProcess({}, ["train.py"], tmp_path / "missing" / "log.txt", {})
+    process = RaySlot({}).start(["train.py"], tmp_path / "missing" / "log.txt", {})
     process.wait()
     with pytest.raises(UserError, match=r"missing/log.txt.*All nodes need the same"):
         process.poll()
@@ -127,7 +127,7 @@ def test_the_time_of_a_run_does_not_contain_its_time_in_the_queue(connected, tmp
     began = time.monotonic()
     processes = []
     for name in ("first.txt", "second.txt"):
-        processes.append(RayProcess(options, command, tmp_path / name, {}))
+        processes.append(RaySlot(options).start(command, tmp_path / name, {}))
     for process in processes:
         process.wait()
         assert process.poll() == 0

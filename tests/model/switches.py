@@ -163,8 +163,8 @@ def can_join(group, name):
     return True
 
 
-def tokens_of(seed, batch_size=2, length=16):
-    return jax.random.randint(jax.random.key(seed), (batch_size, length), 0, 64)
+def tokens_of(seed):
+    return jax.random.randint(jax.random.key(seed), (2, 16), 0, 64)
 
 
 def model_of(name):

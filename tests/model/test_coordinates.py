@@ -5,6 +5,7 @@ muP: Yang et al. 2022 (arXiv 2203.03466), figure 5 and appendix D.1. CompleteP: 
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,25 +41,18 @@ def activations(model: GPT, params: dict, tokens: jax.Array) -> dict[str, jax.Ar
     return outputs
 
 
-def set_up(changes: str) -> tuple:
-    """Return a program on one device, its first state, and a batch of random tokens."""
-    config = config_of("default", changes)
+def movement(changes: str, outputs: Callable):
+    """Return the mean absolute change of every output of a model after `STEPS` steps."""
+    config = config_of(
+        "default",
+        f"""{changes} model.context_length={LENGTH} data.batch_size={ROWS}
+            train.num_steps={STEPS} optim.weight_decay=0.0""",
+    )
     program = Program.from_config(config, jax.devices()[:1])
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
+    state = program.init_state()
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1), np.int32)
     batch = program.backend.put_batch(batch_of(tokens))
-    return program, program.init_state(), batch
-
-
-def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
-    """Return the mean absolute change of every activation after `STEPS` steps."""
-    changes = f"""
-        model.embed_dim={width} model.num_heads={width // HEAD_SIZE}
-        model.context_length={LENGTH} model.mup_base_width={BASE if is_mup else 0}
-        data.batch_size={ROWS} train.num_steps={STEPS} optim.name={optimizer}
-        optim.weight_decay=0.0 optim.eps=1e-8"""
-    program, state, batch = set_up(changes)
-    run = jax.jit(lambda params: activations(program.model, params, batch["tokens"]))
+    run = jax.jit(lambda params: outputs(program.model, params, batch["tokens"]))
     before = run(state.params)
     step = program.compile_train(state, batch)
     for _ in range(STEPS):
@@ -72,7 +66,12 @@ def movement(width: int, is_mup: bool, optimizer: str) -> dict[str, float]:
 def test_activations_of_every_width_move_alike_under_mup_and_grow_without(optimizer):
     def powers(is_mup):
         """Return the powers of the width with which activations' movements grow."""
-        movements = [movement(width, is_mup, optimizer) for width in WIDTHS]
+        movements = []
+        for width in WIDTHS:
+            changes = f"""model.embed_dim={width} model.num_heads={width // HEAD_SIZE}
+                model.mup_base_width={BASE if is_mup else 0} optim.name={optimizer}
+                optim.eps=1e-8"""
+            movements.append(movement(changes, activations))
         powers = {}
         for name in movements[0]:
             logs = [math.log(by_activation[name]) for by_activation in movements]
@@ -92,31 +91,16 @@ def test_activations_of_every_width_move_alike_under_mup_and_grow_without(optimi
         assert power > least, name
 
 
-def stream_movement(depth: int, base: int, optimizer: str) -> float:
-    """Return the mean absolute change of the residual stream after `STEPS` steps."""
-    changes = f"""
-        model.embed_dim=64 model.num_heads=4 model.num_layers={depth}
-        model.context_length={LENGTH} model.mup_base_depth={base}
-        data.batch_size={ROWS} train.num_steps={STEPS} optim.name={optimizer}
-        optim.weight_decay=0.0 optim.eps=1e-8"""
-    program, state, batch = set_up(changes)
-    last = f"h_{depth - 1}"
-
-    @jax.jit
-    def stream(params):
-        _, captured = program.model.apply(
-            {"params": params},
-            batch["tokens"],
-            capture_intermediates=lambda module, _: module.name == last,
-        )
-        ((output, _),) = captured["intermediates"][last]["__call__"]
-        return output[0]
-
-    before = stream(state.params)
-    step = program.compile_train(state, batch)
-    for _ in range(STEPS):
-        state, _ = step(state, batch)
-    return float(jnp.abs(stream(state.params) - before).mean())
+def stream(model: GPT, params: dict, tokens: jax.Array) -> jax.Array:
+    """Return the residual stream after the last layer."""
+    last = f"h_{model.config.num_layers - 1}"
+    _, captured = model.apply(
+        {"params": params},
+        tokens,
+        capture_intermediates=lambda module, _: module.name == last,
+    )
+    ((output, _),) = captured["intermediates"][last]["__call__"]
+    return output[0]
 
 
 @pytest.mark.thorough
@@ -127,7 +111,11 @@ def test_the_stream_of_every_depth_moves_alike_under_completep_and_grows_without
     depths = (2, 4, 8)
 
     def power(base):
-        movements = [stream_movement(depth, base, optimizer) for depth in depths]
+        movements = []
+        for depth in depths:
+            changes = f"""model.embed_dim=64 model.num_heads=4 model.num_layers={depth}
+                model.mup_base_depth={base} optim.name={optimizer} optim.eps=1e-8"""
+            movements.append(movement(changes, stream))
         slope, _ = np.polyfit(np.log(depths), np.log(movements), 1)
         return slope
 

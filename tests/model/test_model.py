@@ -89,26 +89,6 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
     chex.assert_trees_all_close(chunked, whole, atol=1e-6)
 
 
-REFERENCE = vars(Ops())
-KERNELS = []
-for name, op in vars(with_kernels(GPT(SMALL)).ops).items():
-    if op != REFERENCE[name]:
-        KERNELS.append(name)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_computes_what_the_reference_does(name):
-    config = replaced(attention="blocked", position="none", activation="relu_squared")
-    model = with_kernels(GPT(config))
-    params = first_params(config)
-    tokens = tokens_of(1)
-    without = dataclasses.replace(model.ops, **{name: REFERENCE[name]})
-    expected = model_step(model.clone(ops=without), params, tokens)
-    result = model_step(model, params, tokens)
-    chex.assert_trees_all_close(result, expected, atol=1e-6)
-
-
 def test_without_jit_a_model_computes_by_the_reference():
     with jax.disable_jit():
         assert with_kernels(GPT(SMALL)).ops == Ops()

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 
+from gpt2.lab.ablate.power import LEVEL
 from gpt2.lab.ladder.multipliers import STAYS, Losses, judge_course
 
 NUM_LADDERS = 200
@@ -82,7 +83,8 @@ def simulate(
         baseline, *arms = draw(
             rng, loss, *CASES[case], seeds=seeds, correlation=correlation, ratio=ratio
         )
-        courses = [judge_course(baseline, arm, num_arms=NUM_ARMS).words for arm in arms]
+        level = LEVEL / NUM_ARMS
+        courses = [judge_course(baseline, arm, level=level).words for arm in arms]
         words.update(courses)
         wrong += any(word not in {*TRUE[case], "undecided"} for word in courses)
     found = sum(words[word] for word in TRUE[case])

@@ -90,12 +90,12 @@ def both(means, variances, sizes, level=0.05):
     return alone & together
 
 
-def paired(scores, level=0.05):
+def paired(scores):
     """Return which arms of a paired sweep differ. `scores` are `[num, seeds, 1 + arms]`."""
     differences = scores[..., 1:] - scores[..., :1]
     _, num_seeds, num_arms = differences.shape
     error = differences.std(1, ddof=1) / math.sqrt(num_seeds)
-    bound = stats.t.isf(level / num_arms / 2, num_seeds - 1) * error
+    bound = stats.t.isf(0.05 / num_arms / 2, num_seeds - 1) * error
     return np.abs(differences.mean(1)) > bound
 
 
@@ -122,12 +122,12 @@ def rates(sizes, deviations, shift=0.0, num=NUM_SWEEPS):
     return percent
 
 
-def draw_looks(deviations, shifts=(), num=CHUNK, seed=0):
+def draw_looks(deviations, shifts=(), num=CHUNK):
     """Return the scores of a baseline and arms, `[num, seeds of the last analysis, 1 + arms]`.
 
     `shifts` of the first arms are in standard errors of a difference at the last analysis.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     num_seeds = ANALYSES[-1]
     scores = deviations * rng.standard_normal((num, num_seeds, len(deviations)))
     scores[..., 1 : 1 + len(shifts)] += np.array(shifts) * math.sqrt(2 / num_seeds)

@@ -5,7 +5,6 @@ import gc
 import shutil
 import subprocess
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import chex
@@ -28,7 +27,7 @@ from gpt2.training.checkpoint_files import find_damage, saved_steps
 from gpt2.training.program import Program
 from gpt2.training.state import TrainState
 from gpt2.utils import files
-from tests.helpers import first_params, thorough
+from tests.helpers import DAMAGES, first_params, flip_a_bit, thorough
 from tests.programs.faults.kinds import mounted
 from tests.training.workdirs import make_config, write_run
 
@@ -237,16 +236,6 @@ def test_only_plain_decimal_names_are_checkpoints(tmp_path):
     load_params(tmp_path, "latest")
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip_a_bit(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     tmp_path, capsys
 ):
@@ -265,7 +254,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
     folders = {path.relative_to(newest).parts[0] for path in files}
     assert folders == {"params", "rest", "layout", "metrics", "digests"}
     for path in files:
-        for damage in (Path.unlink, cut, flip_a_bit):
+        for damage in DAMAGES:
             damage(path)
             assert run_files.find_start(tmp_path) == 2, (path, damage)
             warning = capsys.readouterr().err

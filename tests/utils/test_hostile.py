@@ -49,9 +49,9 @@ class Attack:
         return os.system, ("touch witness",)
 
 
-def torch_zip(pickled, compression=zipfile.ZIP_STORED):
+def torch_zip(pickled):
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", compression) as archive:
+    with zipfile.ZipFile(stream, "w") as archive:
         archive.writestr("archive/data.pkl", pickled)
     return stream.getvalue()
 
@@ -65,9 +65,9 @@ def tensor(size, start, stop):
     return safetensors(json.dumps({"wte.weight": entry}).encode())
 
 
-def shard(count, version=1):
+def shard(count):
     header = np.zeros(256, np.int32)
-    header[:3] = 20240520, version, count
+    header[:3] = 20240520, 1, count
     return header.tobytes() + bytes(2000)
 
 

@@ -67,6 +67,14 @@ def save(folder, step, text="weights"):
         file.write(f"{step}\n")
 
 
+def pushed(step=1):
+    """Write a checkpoint into the local folder of the run, send it, and return the folder."""
+    folder = stores.local_folder("memory://run")
+    save(folder, step)
+    stores.push("memory://run", folder)
+    return folder
+
+
 def names(memory):
     return {name.removeprefix("/run/") for name in memory.find("/run")} - {".owner"}
 
@@ -121,12 +129,10 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
             return act(path, *rest)
 
         monkeypatch.setattr(memory, name, spy)
-    save(folder, 1)
-    stores.push("memory://run", folder)
+    pushed()
     assert sorted(done[:3]) == ["array", "metrics", "metrics.jsonl"]
     assert done[3] == "digests"
-    save(folder, 2)
-    stores.push("memory://run", folder)
+    pushed(2)
     stores.shutil.rmtree(folder / "checkpoints/1")
     done.clear()
     slow.clear()
@@ -138,8 +144,7 @@ def test_a_mark_comes_after_what_it_marks_and_goes_before_it(store, monkeypatch)
 
 def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(store):
     memory, become = store
-    save(stores.local_folder("memory://run"), 1)
-    stores.push("memory://run", stores.local_folder("memory://run"))
+    pushed()
     memory.pipe_file("/run/checkpoints/2/layout/metadata", b"half")
     become(2)
     folder = stores.fetch("memory://run")
@@ -151,9 +156,7 @@ def test_a_checkpoint_that_was_not_sent_whole_is_not_there_and_is_cleared_away(s
 
 
 def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_path):
-    folder = stores.local_folder("memory://run")
-    save(folder, 1)
-    stores.push("memory://run", folder)
+    folder = pushed()
     moved = folder.rename(tmp_path / "moved")
     stores.push(str(moved), moved)
     assert (moved / "metrics.jsonl").exists()
@@ -161,9 +164,7 @@ def test_a_folder_that_came_from_a_store_is_not_emptied_as_a_path(store, tmp_pat
 
 def test_what_was_not_sent_stays_unless_the_store_has_gone_on(store):
     become = store[1]
-    mine = stores.local_folder("memory://run")
-    save(mine, 1)
-    stores.push("memory://run", mine)
+    mine = pushed()
     save(mine, 2)
     assert (stores.fetch("memory://run") / "metrics.jsonl").read_text() == "1\n2\n"
     become(2)
@@ -186,9 +187,7 @@ def test_a_url_of_a_folder_makes_it(store, tmp_path):
 
 def test_a_checkpoint_that_another_run_has_replaced_leaves_nothing_here(store):
     become = store[1]
-    mine = stores.local_folder("memory://run")
-    save(mine, 1)
-    stores.push("memory://run", mine)
+    mine = pushed()
     become(2)
     theirs = stores.fetch("memory://run")
     save(theirs, 2)
@@ -237,9 +236,7 @@ def test_what_a_store_has_lost_beside_checkpoints_is_set_aside(store, capsys):
 @pytest.mark.parametrize("lost", ["", "checkpoints/1", "metrics.jsonl"])
 def test_what_the_working_copy_has_lost_stays_in_the_store(store, lost):
     memory = store[0]
-    folder = stores.local_folder("memory://run")
-    save(folder, 1)
-    stores.push("memory://run", folder)
+    folder = pushed()
     before = names(memory)
     lost = folder / lost
     stores.shutil.rmtree(lost) if lost.is_dir() else lost.unlink()

@@ -14,8 +14,6 @@ from gpt2.utils import launch
 if __name__ == "__main__":
     launch.prepare_process()
 
-import os
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,25 +23,11 @@ from absl import flags
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.ablate import command
-from gpt2.lab.ablate.judge import add_seeds, judge
-from gpt2.lab.ablate.sweep import (
-    Sweep,
-    check_paired,
-    continued,
-    load_sweep,
-    register,
-)
-from gpt2.lab.ablate.sweep_report import (
-    print_tuning_notes,
-    print_verdicts,
-    write_report,
-)
-from gpt2.lab.experiments.arms import differences, make_arms
-from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
-from gpt2.lab.experiments.run_folder import find_root
-from gpt2.utils import files
-from gpt2.utils.ray_cluster import connect
-from gpt2.utils.text import counted
+from gpt2.lab.ablate.judge import judge
+from gpt2.lab.ablate.sweep import Sweep, check_paired, load_sweep
+from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
+from gpt2.lab.experiments.arms import make_arms
+from gpt2.lab.experiments.jobs import Slot
 
 FLAGS = flags.FLAGS
 
@@ -60,45 +44,11 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Train a sweep, write its report, and return the exit code.
-
-    With --report, train nothing. With --dry_run, only print the runs, and return 0. Otherwise, the
-    exit code is 1 if a run failed or has not ended, and 0 if all runs have ended.
-    """
-    root = find_root("workdir", FLAGS.workdir)
-    if FLAGS.report:
-        sweep = load_sweep(root).with_choices()
-        check_paired(sweep, FLAGS.paired or sweep.paired)
-        return _report(sweep)
-    os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
-    connect(FLAGS.cluster)
-    slots = make_slots(FLAGS.jobs)
-    sweep = _read_sweep(root, slots)
-    if FLAGS.dry_run:
-        sweep = with_next_seeds(continued(sweep))
-        print(command.describe_runs([sweep], slots))
-        return 0
-
-    sweep = register(sweep)
-    while True:
-        tuning_runs = sweep.pending_tuning_runs()
-        runs = [*tuning_runs, *sweep.runs()]
-        arms = counted(len(sweep.arms) - 1, "arm")
-        print(
-            f"{'tuning' if tuning_runs else 'training'} the baseline and {arms}:"
-            f" {counted(len(runs), 'run')}, in {root}",
-            flush=True,
-        )
-        if values := _varied_values(sweep):
-            print(textwrap.fill(f"the baseline has {values}", 80), flush=True)
-        train_all(runs, slots, sweep.score)
-        grown = with_next_seeds(sweep)
-        if grown == sweep:
-            return _report(sweep)
-        sweep = register(grown)
+    """Train a sweep, write its report, and return the exit code."""
+    return command.main(_read_sweep, _load, words, report)
 
 
-def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
+def _read_sweep(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
     """Return the sweep that the flags describe. `root` is the folder of the sweep.
 
     `slots` are the resources of simultaneous runs. With --equal=seconds, short runs in the first
@@ -121,41 +71,26 @@ def _read_sweep(root: Path, slots: Sequence[Slot]) -> Sweep:
             "Add --config.seed=0",
         )
     sweep = command.make_sweep(root, arms, slots, module="gpt2.lab.ablate")
-    return replace(sweep, paired=FLAGS.paired)
+    return [replace(sweep, paired=FLAGS.paired)]
 
 
-def _varied_values(sweep: Sweep) -> str:
-    """List the baseline's values of all options that at least one arm changes."""
-    baseline, *others = sweep.arms
-    values = {}
-    for arm in others:
-        for name, (value, _) in differences(baseline, arm).items():
-            values[name] = value
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+def _load(root: Path) -> list[Sweep]:
+    sweep = load_sweep(root).with_choices()
+    check_paired(sweep, FLAGS.paired or sweep.paired)
+    return [sweep]
 
 
-def with_next_seeds(sweep: Sweep) -> Sweep:
-    """Return the sweep with tuned values chosen, and with seeds added for arms without a verdict.
-
-    Values are chosen for each arm whose tuning runs have all ended. Arms get the seeds of the next
-    analysis once all runs so far have ended.
-    """
-    sweep = sweep.with_choices()
+def words(sweeps: Sequence[Sweep]) -> dict[str, str]:
+    """Return the verdict on each arm of the only sweep."""
+    (sweep,) = sweeps
     verdicts = judge(sweep, sweep.results())
-    words = {name: verdict.words for name, verdict in verdicts.items()}
-    return add_seeds([sweep], words)[0]
+    return {name: verdict.words for name, verdict in verdicts.items()}
 
 
-def _report(sweep: Sweep) -> int:
-    """Write the report, print the verdicts, and return the exit code."""
-    with files.locked(sweep.root / ".sweep.lock"):
-        # Another command may have added arms or seeds while this command trained.
-        newest = continued(sweep).with_choices()
-        newest.check_runs()
-        print_verdicts(*write_report(newest), paired=newest.paired)
-    print_tuning_notes([newest])
-    print(f"\nsee report.html, report.md and results.csv in {sweep.root}")
-    return command.exit_code(sweep.all_runs())
+def report(root: Path, sweeps: Sequence[Sweep]) -> None:
+    """Write the report of the only sweep, and print its verdicts."""
+    (sweep,) = sweeps
+    print_verdicts(*write_report(sweep), paired=sweep.paired)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Functions that sweeps and ladders share, including the definition of their flags."""
 
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +13,17 @@ from absl import flags
 from gpt2 import cli
 from gpt2.data import prepare_dataset
 from gpt2.errors import UserError, warn
-from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep
-from gpt2.lab.experiments.arms import Arm, draw_trials, read_tuned
+from gpt2.lab.ablate.judge import add_seeds
+from gpt2.lab.ablate.sweep import CHOOSING_SEED, Sweep, continued, register
+from gpt2.lab.ablate.sweep_report import print_tuning_notes
+from gpt2.lab.experiments.arms import Arm, differences, draw_trials, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
-from gpt2.lab.experiments.jobs import Slot
-from gpt2.lab.experiments.run_folder import ENDED, Run
+from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
+from gpt2.lab.experiments.run_folder import ENDED, find_root
 from gpt2.lab.experiments.step_time import Times, equalize, forecast
 from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score, flops
+from gpt2.utils.files import locked
+from gpt2.utils.ray_cluster import connect
 from gpt2.utils.text import counted, format_count, format_duration
 
 FLAGS = flags.FLAGS
@@ -88,6 +94,88 @@ def define_flags() -> None:
         False,
         "Only write the report on the runs that have ended so far, and train nothing.",
     )
+
+
+Words = Callable[[Sequence[Sweep]], Mapping[str, str]]
+Report = Callable[[Path, Sequence[Sweep]], None]
+
+
+def main(
+    read: Callable[[Path, Sequence[Slot]], list[Sweep]],
+    load: Callable[[Path], list[Sweep]],
+    words: Words,
+    report: Report,
+) -> int:
+    """Train the sweeps that `read` returns, one for each size, and return the exit code.
+
+    With --report, train nothing, and report on the sweeps that `load` returns. `words` returns the
+    verdict on each arm, and `report` writes a report and prints its verdicts. With --dry_run, only
+    print the runs, and return 0. Otherwise, the exit code is 1 if a run failed or has not ended,
+    and 0 if all runs have ended.
+    """
+    root = find_root("workdir", FLAGS.workdir)
+    if FLAGS.report:
+        return conclude(root, load(root), report)
+    os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
+    connect(FLAGS.cluster)
+    slots = make_slots(FLAGS.jobs)
+    sweeps = read(root, slots)
+    if FLAGS.dry_run:
+        newest = [continued(sweep) for sweep in sweeps]
+        print(describe_runs(with_next_seeds(newest, words), slots))
+        return 0
+    sweeps = [register(sweep) for sweep in sweeps]
+    if values := _varied_values(sweeps[0]):
+        print(textwrap.fill(f"the baseline has {values}", 80), flush=True)
+    while True:
+        for number, sweep in enumerate(sweeps, start=1):
+            runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
+            size = f"size {number} of {len(sweeps)}: " if len(sweeps) > 1 else ""
+            print(f"{size}{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
+            train_all(runs, slots, sweep.score)
+        grown = with_next_seeds(sweeps, words)
+        if grown == sweeps:
+            return conclude(root, sweeps, report)
+        sweeps = [register(sweep) for sweep in grown]
+
+
+def _varied_values(sweep: Sweep) -> str:
+    """List the baseline's values of all options that at least one arm changes."""
+    baseline, *others = sweep.arms
+    values = {}
+    for arm in others:
+        for name, (value, _) in differences(baseline, arm).items():
+            values[name] = value
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def with_next_seeds(sweeps: Sequence[Sweep], words: Words) -> list[Sweep]:
+    """Return the sweeps with tuned values chosen, and with seeds added for arms without a verdict.
+
+    Values are chosen for each arm whose tuning runs have all ended. Arms get the seeds of the next
+    analysis once all runs so far have ended.
+    """
+    chosen = [sweep.with_choices() for sweep in sweeps]
+    return add_seeds(chosen, words(chosen))
+
+
+def conclude(root: Path, sweeps: Sequence[Sweep], report: Report) -> int:
+    """Write the report, print the verdicts, and return the exit code."""
+    with locked(root / ".sweep.lock"):
+        # Another command may have added arms or seeds while this command trained.
+        newest = [continued(sweep).with_choices() for sweep in sweeps]
+        for sweep in newest:
+            sweep.check_runs()
+        report(root, newest)
+    print_tuning_notes(newest)
+    print(f"\nsee report.html, report.md and the tables in {root}")
+    states = [run.outcome().state for sweep in sweeps for run in sweep.all_runs()]
+    number = states.count("failed") + states.count("waiting")
+    if number:
+        print(
+            f"failed or not ended: {counted(number, 'run')}; to train them, repeat the command"
+        )
+    return int(number > 0)
 
 
 def make_sweep(
@@ -213,14 +301,3 @@ def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:
         " checkpoints"
     )
     return "\n".join(lines)
-
-
-def exit_code(runs: Sequence[Run]) -> int:
-    """Return 1 if runs failed or have not ended, and print how many. Otherwise return 0."""
-    states = [run.outcome().state for run in runs]
-    number = states.count("failed") + states.count("waiting")
-    if number:
-        print(
-            f"failed or not ended: {counted(number, 'run')}; to train them, repeat the command"
-        )
-    return int(number > 0)

@@ -59,6 +59,11 @@ class Sweep:
         """The unit of the score."""
         return "nats per token" if self.score == LOSS else "bits per byte"
 
+    @property
+    def amount(self) -> str:
+        """The column of `results` with the compute of a run: `flops` or `seconds`."""
+        return "seconds" if self.equal == "seconds" else "flops"
+
     def tuning_runs(self) -> list[Run]:
         """Return the runs that try the values of `--tune`.
 

@@ -29,9 +29,9 @@ def find_commit(name: str) -> str:
     return commit
 
 
-def diff(old: str, new: str, form: str = "--patch") -> str:
-    """Return git's diff of the Python files in two commits. `form` is an option of git diff."""
-    return _git("diff", form, old, new, "--", "*.py")
+def diff(old: str, new: str) -> str:
+    """Return git's diff of the Python files in two commits."""
+    return _git("diff", old, new, "--", "*.py")
 
 
 def changed_files(old: str, new: str) -> dict[str, bool]:

@@ -31,11 +31,15 @@ class RaySlot(NamedTuple):
         `log`. Its environment variables are those of `ray start`, those in `environment`, and the
         variables in `_VARIABLES` that this process has.
         """
+        import ray
+
         variables = dict(environment)
         for name in _VARIABLES:
             if name in os.environ:
                 variables[name] = os.environ[name]
-        return RayProcess(self.options, command, log, variables)
+        # Ray must not repeat the call, because the process may still be saving its state.
+        remote = ray.remote(max_retries=0, **self.options)(_run)
+        return RayProcess(ray, remote.remote(os.getcwd(), command, log, variables))
 
 
 def make_ray_slots(jobs: int | None) -> list[RaySlot]:
@@ -73,22 +77,12 @@ def make_ray_slots(jobs: int | None) -> list[RaySlot]:
 class RayProcess:
     """A process on a node of the cluster, with some of the methods of `subprocess.Popen`."""
 
-    def __init__(
-        self,
-        options: dict[str, Any],
-        command: Sequence[str],
-        log: Path,
-        environment: Mapping[str, str],
-    ):
-        import ray
-
+    def __init__(self, ray: Any, end: Any):
         self._ray = ray
+        self._end = end  # the result of `_run` to come
         # The duration of the process, without the time in Ray's queue. It is 0 until the process
         # has ended.
         self.seconds = 0.0
-        # Ray must not repeat the call, because the process may still be saving its state.
-        remote = ray.remote(max_retries=0, **options)(_run)
-        self._end = remote.remote(os.getcwd(), command, log, environment)
 
     def poll(self) -> int | None:
         """Return the exit code, NODE_LOST if the node was lost, or None while the process runs."""

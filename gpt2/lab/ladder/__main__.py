@@ -17,7 +17,6 @@ if __name__ == "__main__":
     launch.prepare_process()
 
 import math
-import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -27,20 +26,14 @@ from absl import flags
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.ablate import command
-from gpt2.lab.ablate.judge import add_seeds
-from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep, register
-from gpt2.lab.ablate.sweep_report import print_tuning_notes
+from gpt2.lab.ablate.sweep import Sweep, load_sweep
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.cells import print_table
-from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
-from gpt2.lab.experiments.run_folder import find_root
+from gpt2.lab.experiments.jobs import Slot
 from gpt2.lab.ladder.courses import judge
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.noise import measure_noise, plan_pairs
-from gpt2.utils import files
-from gpt2.utils.ray_cluster import connect
-from gpt2.utils.text import counted
 
 FLAGS = flags.FLAGS
 _LEAST_SIZES = 3  # a line fits any two sizes exactly
@@ -63,41 +56,13 @@ def define_flags() -> None:
 
 
 def main() -> int:
-    """Train a ladder, write its report, and return the exit code.
-
-    With --report, train nothing. With --dry_run, only print the runs, and return 0. Otherwise, the
-    exit code is 1 if a run failed or has not ended, and 0 if all runs have ended.
-    """
-    root = find_root("workdir", FLAGS.workdir)
+    """Train a ladder, write its report, and return the exit code."""
     if FLAGS.gain is not None and not 1 < FLAGS.gain < math.inf:
         raise UserError(
             f"--gain={FLAGS.gain} is not a multiplier above 1",
             "Give for example --gain=1.2",
         )
-    if FLAGS.report:
-        return _report(root, _load(root), FLAGS.gain)
-    os.environ.setdefault("WANDB_RUN_GROUP", root.resolve().name)
-    connect(FLAGS.cluster)
-    slots = make_slots(FLAGS.jobs)
-    sweeps = _make_sweeps(root, slots)
-    if FLAGS.dry_run:
-        print(command.describe_runs(sweeps, slots))
-        return 0
-    sweeps = [register(sweep) for sweep in sweeps]
-    while True:
-        for number, sweep in enumerate(sweeps, start=1):
-            runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
-            size = f"size {number} of {len(sweeps)}"
-            print(f"{size}: {counted(len(runs), 'run')}, in {sweep.root}", flush=True)
-            train_all(runs, slots, sweep.score)
-        chosen = [sweep.with_choices() for sweep in sweeps]
-        results = [sweep.results() for sweep in chosen]
-        courses = judge(chosen, results)
-        words = {name: course.words for name, course in courses.items()}
-        grown = add_seeds(chosen, words)
-        if grown == sweeps:
-            return _report(root, sweeps, FLAGS.gain)
-        sweeps = [register(sweep) for sweep in grown]
+    return command.main(_make_sweeps, _load, words, _report)
 
 
 def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
@@ -149,35 +114,26 @@ def _load(root: Path) -> list[Sweep]:
     return sorted(sweeps, key=lambda sweep: sweep.arms[0].config.model.num_layers)
 
 
-def _report(root: Path, sweeps: Sequence[Sweep], gain: float | None = None) -> int:
-    """Write the report, print the verdicts, and return the exit code.
+def words(sweeps: Sequence[Sweep]) -> dict[str, str]:
+    """Return the verdict on each arm."""
+    courses = judge(sweeps, [sweep.results() for sweep in sweeps])
+    return {name: course.words for name, course in courses.items()}
 
-    If `gain` (a compute multiplier) is not None, also print how many pairs of runs are needed to
-    detect it.
+
+def _report(root: Path, sweeps: Sequence[Sweep]) -> None:
+    """Write the report, and print the verdicts.
+
+    With --gain, also print how many pairs of runs are needed at each size to detect this
+    compute multiplier, and the cost of the pairs.
     """
-    with files.locked(root / ".sweep.lock"):
-        # Another command may have added arms or seeds while this command trained.
-        newest = [continued(sweep).with_choices() for sweep in sweeps]
-        for sweep in newest:
-            sweep.check_runs()
-        print_courses(write_report(root, newest))
-    print_tuning_notes(newest)
-    if gain is not None:
-        _print_plan(newest, gain)
-    print(f"\nsee report.html, report.md and multipliers.csv in {root}")
-    return command.exit_code([run for sweep in sweeps for run in sweep.all_runs()])
-
-
-def _print_plan(sweeps: Sequence[Sweep], gain: float) -> None:
-    """Print how many pairs of runs are needed to detect the compute multiplier `gain`.
-
-    There is a row for each size, which also contains the cost of the pairs.
-    """
-    noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
-    print(
-        f"\nWith this noise, a compute multiplier of {gain:g} is found in 4 of 5 cases with:"
-    )
-    print_table(plan_pairs(noise, gain, sweeps[0].unit))
+    print_courses(write_report(root, sweeps))
+    if FLAGS.gain is not None:
+        noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
+        print(
+            f"\nWith this noise, a compute multiplier of {FLAGS.gain:g} is found in 4 of 5 cases"
+            " with:"
+        )
+        print_table(plan_pairs(noise, FLAGS.gain, sweeps[0].unit))
 
 
 if __name__ == "__main__":

@@ -63,8 +63,7 @@ def _analyse(
                 return Course(f"no verdict: {words}")
             if len(runs) < analysis or not states <= {*ENDED}:
                 return Course(Decision.OPEN)
-            amount = "seconds" if sweep.equal == "seconds" else "flops"
-            compute = runs[amount].to_numpy()
+            compute = runs[sweep.amount].to_numpy()
             at_sizes.append(Losses(compute, runs.score.to_numpy()))
             # If an arm runs another version of the code, its FLOPs are NaN.
             if not (compute > 0).all():
@@ -75,5 +74,6 @@ def _analyse(
                 )
         losses.append(at_sizes)
     baseline, others = losses
-    level = level_at(sweeps[0].analyses, analysis)
-    return judge_course(baseline, others, level=level, num_arms=len(sweeps[0].arms) - 1)
+    num_arms = len(sweeps[0].arms) - 1
+    level = level_at(sweeps[0].analyses, analysis) / num_arms
+    return judge_course(baseline, others, level=level)

@@ -1,6 +1,5 @@
 """The report of a ladder: report.md, report.html, multipliers.csv and a plot."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,16 +28,13 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
     title = root.resolve().name
     results = [sweep.results() for sweep in sweeps]
     courses = judge(sweeps, results)
-    amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
-    baseline = sweeps[0].arms[0]
-    compute = []
-    for table in results:
-        compute.append(compared(table, baseline, "finished")[amount].mean())
+    noise = measure_noise(sweeps, results)
+    compute = noise.compute
     rows = _multiplier_rows(sweeps, compute, courses)
     write_text(root / "multipliers.csv", pd.DataFrame(rows).to_csv(index=False))
     pictures = []
     if rows:
-        _plot(root / "multipliers.png", compute, courses, amount)
+        _plot(root / "multipliers.png", compute, courses, sweeps[0].amount)
         pictures.append("multipliers.png")
     table = _course_table(sweeps, courses)
     text = render(
@@ -47,8 +43,7 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
         sweeps=sweeps,
         seeds=sorted({sweep.num_seeds(arm) for sweep in sweeps for arm in sweep.arms}),
         courses=table,
-        sizes=_size_table(sweeps, results),
-        noise=_noise_table(sweeps, results),
+        sizes=_size_table(sweeps, results, noise),
         farthest=f"{FARTHEST:g}",
         stays=STAYS,
         has_picture=bool(pictures),
@@ -103,11 +98,11 @@ def _two_digits(value: float) -> str:
 
 
 def _size_table(
-    sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
+    sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame], noise: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return a table with a row for each size: its options, and the baseline's loss."""
+    """Return a table with a row for each size: its options, and the cost and loss of a run."""
     rows = []
-    for sweep, table in zip(sweeps, results, strict=True):
+    for sweep, table, size in zip(sweeps, results, noise.itertuples(), strict=True):
         baseline = sweep.arms[0]
         config = baseline.config
         runs = compared(table, baseline, "finished")
@@ -119,29 +114,11 @@ def _size_table(
             "steps": str(config.train.num_steps),
             "rate": f"{config.optim.learning_rate:.3g}",
             "weight decay": f"{config.optim.decay(config.train.num_steps):.3g}",
-            "FLOPs": format_count(runs.flops.mean()) if len(runs) else "",
-            f"loss ({sweep.unit})": spread(runs.score),
-        }
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _noise_table(
-    sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
-) -> pd.DataFrame:
-    """Return a table with a row for each size: the cost of a run, and the noise between seeds."""
-    rows = []
-    for size in measure_noise(sweeps, results).itertuples():
-        row = {
-            "size": size.size,
-            "steps": str(size.steps),
-            "FLOPs": "-",
+            "FLOPs": format_count(size.flops) if len(runs) else "",
             "time": format_duration(size.seconds),
-            "deviation of a run": number(size.seed, ".4f"),
+            f"loss ({sweep.unit})": spread(runs.score),
             "deviation of a difference": number(size.pair, ".4f"),
         }
-        if math.isfinite(size.flops):  # a run of the baseline has finished
-            row["FLOPs"] = format_count(size.flops)
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -79,23 +79,21 @@ def judge_course(
     arm: Sequence[Losses],
     *,
     level: float = LEVEL,
-    num_arms: int = 1,
 ) -> Course:
     """Return how an arm's compute multiplier changes with size, and a verdict on the change.
 
     `baseline` and `arm` contain the losses at each size, the smallest size first. At a size, both
-    must have the same seeds, because runs are paired by seed. `level` is the error rate for all
-    `num_arms` arms together.
+    must have the same seeds, because runs are paired by seed. `level` is the error rate for this
+    arm.
     """
     means = np.array([losses.scores.mean() for losses in baseline])
     if (np.diff(means) >= 0).any():
         return Course("no verdict: the baseline does not improve with its size")
     ladder = _Ladder(baseline, arm)
     x = ladder.x
-    level_of_arm = level / num_arms
     slope_weights = (x - x.mean()) / ((x - x.mean()) ** 2).sum()
-    slope = ladder.interval(slope_weights, level_of_arm)
-    at_sizes = [ladder.interval(weights, level_of_arm) for weights in np.eye(len(x))]
+    slope = ladder.interval(slope_weights, level)
+    at_sizes = [ladder.interval(weights, level) for weights in np.eye(len(x))]
     first = at_sizes[0]
     last = at_sizes[-1]
     band = math.log10(STAYS)
@@ -111,7 +109,7 @@ def judge_course(
 
     forecasts = []
     for weights in _forecast_weights(x):
-        forecasts.append(_exp10(ladder.interval(weights, level_of_arm)))
+        forecasts.append(_exp10(ladder.interval(weights, level)))
     return Course(
         words=words,
         multipliers=[_exp10(multiplier) for multiplier in at_sizes],

@@ -5,7 +5,6 @@ A pair is a run of an arm and a run of the baseline with the same seed.
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -33,7 +32,6 @@ def measure_noise(
     root mean square of these standard deviations. `loss`, `seed` and `pair` are in the unit of the
     sweep's score.
     """
-    amount = "seconds" if sweeps[0].equal == "seconds" else "flops"
     rows = []
     for sweep, table in zip(sweeps, results, strict=True):
         baseline, *arms = sweep.arms
@@ -45,9 +43,8 @@ def measure_noise(
             differences.append((scores - runs.score).var())
         row = {
             "size": sweep.root.name,
-            "steps": baseline.config.train.num_steps,
             "flops": runs.flops.mean(),
-            "compute": runs[amount].mean(),
+            "compute": runs[sweep.amount].mean(),
             "seconds": runs.seconds.mean(),
             "loss": runs.score.mean(),
             "seed": runs.score.std(),
@@ -87,18 +84,8 @@ def ledger_pairs(effect: float) -> float:
     idea's true gain over the best version, divided by the standard deviation of a pair's
     difference. Return inf if a ledger's default of 16 pairs is too small.
     """
-    enough = np.flatnonzero(_findable_effects() <= effect)
+    enough = np.flatnonzero(findable(MOST_PAIRS, level_at(1, 0), POWER) <= effect)
     return enough[0] + 1 if len(enough) else math.inf
-
-
-@cache
-def _findable_effects() -> Array:
-    """Return the smallest effect that 4 of 5 ledgers detect within n pairs, for each n.
-
-    n is 1, 2, ..., `MOST_PAIRS`. An effect is an idea's true gain over the best version, divided by
-    the standard deviation of a pair's difference.
-    """
-    return findable(MOST_PAIRS, level_at(1, 0), POWER)
 
 
 def plan_pairs(noise: pd.DataFrame, multiplier: float, unit: str) -> pd.DataFrame:

@@ -44,6 +44,7 @@ holds for every rule of screening.
 """
 
 import math
+from functools import cache
 
 import numpy as np
 import scipy  # its submodules are imported when they are used
@@ -139,6 +140,7 @@ def is_futile(differences: Array, pairs: int, level: Numbers) -> np.ndarray:
     return _ratio(pairs, in_all, (pairs - 1) * variance) < 1 / level
 
 
+@cache
 def findable(pairs: int, level: float, power: float) -> Array:
     """Return the smallest gains that 1, 2, ..., `pairs` pairs detect with probability `power`.
 
