@@ -291,12 +291,16 @@ def _is_owner(store: AbstractFileSystem, record: _Record) -> bool:
 
 
 def _make_way(folder: Path, record: _Record, listed: Mapping[str, str]) -> None:
-    """Delete the local copies of files that another run has replaced in the store.
+    """Prepare a working copy for the files that another run has written to the store.
 
-    `listed` contains the versions of the files that are now in the store. If the working copy has
-    files that were changed since the last sync, or that are no longer in the store, rename the
-    working copy instead, to preserve these files. Raise a UserError if the store's newest
-    checkpoint is older than at the last sync.
+    `listed` contains the versions of the files that are now in the store. For each local file:
+
+        changed since the last sync            rename the working copy, which preserves the file
+        unchanged, but missing in the store    the same, unless its checkpoint is superseded
+        unchanged, but replaced or superseded  delete the file
+        unchanged here and in the store        keep the file
+
+    Raise a UserError if the store's newest checkpoint is older than at the last sync.
     """
     step = _newest_step(record.versions)
     newest = _newest_step(listed)

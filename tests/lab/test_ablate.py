@@ -24,7 +24,7 @@ from gpt2.errors import UserError
 from gpt2.lab.ablate.__main__ import report, words
 from gpt2.lab.ablate.command import conclude, describe_runs
 from gpt2.lab.ablate.command import with_next_seeds as grow
-from gpt2.lab.ablate.judge import judge
+from gpt2.lab.ablate.judge import judge_sweep
 from gpt2.lab.ablate.sweep import Sweep, continued, load_sweep
 from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
 from gpt2.lab.ablate.sweep_tables import (
@@ -452,7 +452,7 @@ def test_a_report_of_single_validations_shows_no_curves(tmp_path):
 def test_programs_read_the_verdicts_of_the_report(tmp_path):
     sweep = filled(tmp_path, num_seeds=5)
     write_run(sweep.runs()[2], 3.8, "diverged")  # of optim.name=muon
-    verdicts = judge(sweep, sweep.results())
+    verdicts = judge_sweep(sweep, sweep.results())
     report_of(sweep)
     tree = json.loads((tmp_path / "verdicts.json").read_text())
     lion = tree["optim.name=lion"]
@@ -726,14 +726,14 @@ def test_analyses_end_what_is_clear_or_futile_and_the_others_continue(tmp_path):
     assert with_next_seeds(sweep) == sweep  # nothing has ended
     second = train(sweep, losses, rng)
     assert second.seeds == {"baseline": 5, MUON: 5, ADAM: 5}
-    verdicts = judge(second, second.results())
+    verdicts = judge_sweep(second, second.results())
     words = [verdict.words for verdict in verdicts.values()]
     assert words == ["better", "to be decided", "to be decided"]
     high = verdicts[LION].high
     third = train(second, losses, rng)
     assert third.seeds == {"baseline": 8, MUON: 8, ADAM: 5}  # which is futile
     assert train(third, losses, rng) == third
-    verdicts = judge(third, third.results())
+    verdicts = judge_sweep(third, third.results())
     assert verdicts[LION].high == high
     assert verdicts[LION].p_value < 0.05
     assert verdicts[ADAM].words.startswith("undecided")
@@ -751,7 +751,7 @@ def test_analyses_wait_for_all_runs_and_end_an_arm_that_failed(tmp_path):
         write_run(run, losses[run.arm], state, noise=rng)
     assert with_next_seeds(sweep).seeds == {"baseline": 5, ADAM: 5}
     (sweep.runs()[-1].folder / "outcome.json").unlink()
-    assert judge(sweep, sweep.results())[LION].words == "to be decided"
+    assert judge_sweep(sweep, sweep.results())[LION].words == "to be decided"
 
 
 def test_an_arm_that_is_added_to_a_sweep_with_analyses_begins_with_the_first(tmp_path):

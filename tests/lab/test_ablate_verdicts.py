@@ -8,11 +8,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from gpt2.lab.ablate.judge import is_futile, level_at
-from gpt2.lab.ablate.judge import judge as judge_sweep
+from gpt2.lab.ablate.judge import analysis_level, is_arm_futile, judge_sweep
 from gpt2.lab.ablate.power import dunnett_quantile
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import CLEAR, Sample, compare
+from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, compare
 from tests.programs import verdict_rates
 
 NUM_ARMS = 5
@@ -35,7 +34,7 @@ BLOOD = (
 
 
 def sample(values, **counts):
-    return Sample(pd.Series(values, dtype=float), **counts)
+    return ArmScores(pd.Series(values, dtype=float), **counts)
 
 
 def judge(values, arms, paired=False):
@@ -163,8 +162,8 @@ def test_the_simulated_analyses_are_those_of_sweeps(tmp_path):
 
 
 def test_analyses_share_the_level():
-    assert level_at([8], 8) == 0.05
-    levels = [level_at([3, 5, 8], analysis) for analysis in (3, 5, 8)]
+    assert analysis_level([8], 8) == 0.05
+    levels = [analysis_level([3, 5, 8], analysis) for analysis in (3, 5, 8)]
     assert sum(levels) == pytest.approx(0.05)
     assert levels[0] == pytest.approx(0.05 * (3 / 8) ** 3)
 
@@ -172,10 +171,10 @@ def test_analyses_share_the_level():
 def test_futile_is_what_the_last_analysis_would_find_in_a_fifth_of_sweeps():
     """Half of the seeds are `now` away; the others are drawn about what 80 % would find."""
     analyses = [4, 8]
-    border = stats.norm.isf(level_at(analyses, 8) / 5 / 2)
+    border = stats.norm.isf(analysis_level(analyses, 8) / 5 / 2)
     rng = np.random.default_rng(0)
     now = np.linspace(0, 4, 401)
-    futile = is_futile(now / math.sqrt(2), 5, analyses, 4)
+    futile = is_arm_futile(now / math.sqrt(2), 5, analyses, 4)
     edge = now[~futile][0]
     other = border + stats.norm.isf(0.2) + math.sqrt(2) * rng.standard_normal(100_000)
     assert np.mean((edge + other) / 2 > border) == pytest.approx(0.2, abs=0.01)
@@ -242,7 +241,7 @@ def test_differences_by_seed_may_vary_less_than_scores():
 def test_paired_verdicts_are_those_of_t_tests_of_the_seeds_of_both_arms():
     baseline = sample([3.8, 3.7, 3.9, 3.6])
     first = sample([3.7, 3.65, 3.75, 3.6])
-    second = Sample(pd.Series([3.5, 3.65, 3.9], index=[9, 1, 2]), failed=1)
+    second = ArmScores(pd.Series([3.5, 3.65, 3.9], index=[9, 1, 2]), failed=1)
     verdicts = compare(baseline, {"first": first, "second": second}, paired=True)
     pairs = {
         "first": ([3.7, 3.65, 3.75, 3.6], [3.8, 3.7, 3.9, 3.6]),
@@ -294,7 +293,7 @@ def test_words_say_why_there_is_no_verdict(baseline, arm, words):
 
 def test_pairs_need_two_seeds_and_differences_that_vary():
     arms = {
-        "one pair": Sample(pd.Series([2.0, 2.1, 2.2], index=[2, 3, 4])),
+        "one pair": ArmScores(pd.Series([2.0, 2.1, 2.2], index=[2, 3, 4])),
         "the same": sample([3.0, 3.1, 3.2]),
         "diverged": sample([2.0, 2.1], diverged=1),
     }

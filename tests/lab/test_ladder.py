@@ -15,7 +15,7 @@ from gpt2.lab.ablate.judge import add_seeds
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.cells import print_table
-from gpt2.lab.ladder.courses import judge
+from gpt2.lab.ladder.courses import judge_ladder
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.multipliers import Losses, judge_course
@@ -351,7 +351,7 @@ def test_arms_without_a_verdict_continue_to_the_next_analysis(tmp_path):
     grown = add_seeds(sweeps, words)
     assert [sweep.seeds["optim.name=lion"] for sweep in grown] == [5, 5, 5]
     results = [sweep.results() for sweep in grown]
-    assert judge(grown, results)["optim.name=lion"].words == "to be decided"
+    assert judge_ladder(grown, results)["optim.name=lion"].words == "to be decided"
     train(grown, [1, 1, 1], noise=1.0)
     words = {"optim.name=lion": "undecided"}
     assert add_seeds(grown, words) == grown
@@ -362,5 +362,5 @@ def test_a_diverged_run_leaves_its_arm_without_a_verdict(tmp_path):
     run = sweeps[1].runs()[-1]
     write_run(run, 3.0, state="diverged", error="error: NaN")
     results = [sweep.results() for sweep in sweeps]
-    course = judge(sweeps, results)["optim.name=lion"]
+    course = judge_ladder(sweeps, results)["optim.name=lion"]
     assert course.words == "no verdict: optim.name=lion diverged in d4"

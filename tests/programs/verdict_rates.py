@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from gpt2.lab.ablate.judge import is_futile, level_at
+from gpt2.lab.ablate.judge import analysis_level, is_arm_futile
 from gpt2.lab.ablate.power import dunnett_quantile, welch
 
 NUM_SWEEPS = 40_000
@@ -149,7 +149,7 @@ def analyse(scores, analyses=ANALYSES):
             rows = np.flatnonzero((seeds == sizes).all(1) & goes_on)
             drawn = [scores[rows, :n, i] for i, n in enumerate(sizes)]
             means, variances = moments(drawn)
-            clear = both(means, variances, sizes, level_at(analyses, analysis))
+            clear = both(means, variances, sizes, analysis_level(analyses, analysis))
             found[rows] |= clear & is_open[rows]
             is_open[rows] &= ~clear
             if analysis == analyses[-1]:
@@ -159,7 +159,9 @@ def analyse(scores, analyses=ANALYSES):
                 variances[:, :1], variances[:, 1:], first, np.array(others)
             )
             distances = np.abs(means[:, 1:] - means[:, :1])
-            is_open[rows] &= ~is_futile(distances / errors, arms, analyses, analysis)
+            is_open[rows] &= ~is_arm_futile(
+                distances / errors, arms, analyses, analysis
+            )
     return found, seeds.sum(1)
 
 

@@ -23,7 +23,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.errors import UserError
 from gpt2.lab.ablate import command
-from gpt2.lab.ablate.judge import judge
+from gpt2.lab.ablate.judge import judge_sweep
 from gpt2.lab.ablate.sweep import Sweep, check_paired, load_sweep
 from gpt2.lab.ablate.sweep_report import print_verdicts, write_report
 from gpt2.lab.experiments.arms import make_arms
@@ -83,7 +83,7 @@ def _load(root: Path) -> list[Sweep]:
 def words(sweeps: Sequence[Sweep]) -> dict[str, str]:
     """Return the verdict on each arm of the only sweep."""
     (sweep,) = sweeps
-    verdicts = judge(sweep, sweep.results())
+    verdicts = judge_sweep(sweep, sweep.results())
     return {name: verdict.words for name, verdict in verdicts.items()}
 
 

@@ -10,7 +10,7 @@ import scipy  # its submodules are imported when they are used
 
 from gpt2.lab.ablate.power import LEVEL, POWER, Numbers
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import CLEAR, Sample, Verdict, compare
+from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, Verdict, compare
 from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.decisions import Decision
 from gpt2.utils.text import counted
@@ -31,7 +31,7 @@ def compared(results: pd.DataFrame, arm: Arm, state: str = "") -> pd.DataFrame:
     return rows
 
 
-def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
+def arm_scores(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> ArmScores:
     """Return the final scores, and the numbers of diverged and failed runs, of an arm.
 
     `results` is the table of all runs that `read_results` returns. With `seeds`, only the first
@@ -39,21 +39,21 @@ def sample(results: pd.DataFrame, arm: Arm, seeds: int | None = None) -> Sample:
     """
     runs = compared(results, arm)[:seeds]
     states = list(runs.state)
-    return Sample(
+    return ArmScores(
         scores=runs.set_index("seed").score.dropna(),
         diverged=states.count("diverged"),
         failed=states.count("failed"),
     )
 
 
-def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
+def judge_sweep(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
     """Return the verdict on each arm except the baseline, by name.
 
     `results` is the table of all runs that `read_results` returns. An interim analysis after n
     seeds is made once the first n runs of the baseline and of all arms without a verdict have
     ended. An arm gets its verdict if the tests find a difference, if the arm is futile (see
-    `is_futile`), or if no test applies, for example because a run diverged. In the last analysis,
-    all remaining arms get their verdicts.
+    `is_arm_futile`), or if no test applies, for example because a run diverged. In the last
+    analysis, all remaining arms get their verdicts.
     """
     verdicts: dict[str, Verdict] = {}
     ends: dict[str, int] = {}  # the number of seeds at which an arm got its verdict
@@ -62,19 +62,19 @@ def judge(sweep: Sweep, results: pd.DataFrame) -> dict[str, Verdict]:
         waits = False
         samples = {}
         for arm in sweep.arms:
-            scores = sample(results, arm, ends.get(arm.name, analysis))
+            scores = arm_scores(results, arm, ends.get(arm.name, analysis))
             samples[arm.name] = scores
             if several and arm.name not in ends and scores.num_runs < analysis:
                 waits = True
         baseline = samples.pop(sweep.arms[0].name)
-        level = level_at(sweep.analyses, analysis)
+        level = analysis_level(sweep.analyses, analysis)
         judged = compare(baseline, samples, level=level, paired=sweep.paired)
         for name, verdict in judged.items():
             if name in ends:
                 continue
             has_test = math.isfinite(verdict.error)
             errors = abs(verdict.difference) / verdict.error
-            futile = is_futile(errors, len(judged), sweep.analyses, analysis)
+            futile = is_arm_futile(errors, len(judged), sweep.analyses, analysis)
             is_last = analysis == sweep.analyses[-1]
             decides = is_last or futile or not has_test or verdict.words in CLEAR
             if waits or not decides:
@@ -120,7 +120,7 @@ def add_seeds(sweeps: Sequence[Sweep], words: Mapping[str, str]) -> list[Sweep]:
     return grown
 
 
-def level_at(analyses: Sequence[int], analysis: int) -> float:
+def analysis_level(analyses: Sequence[int], analysis: int) -> float:
     """Return the level (error rate) of the analysis after `analysis` seeds.
 
     `analyses` are the numbers of seeds of all analyses. The sum of the levels up to an
@@ -134,7 +134,7 @@ def level_at(analyses: Sequence[int], analysis: int) -> float:
     return LEVEL * spent
 
 
-def is_futile(
+def is_arm_futile(
     errors: Numbers, num_arms: int, analyses: Sequence[int], analysis: int
 ) -> bool | np.ndarray:
     """Return whether an arm is futile: whether further seeds are unlikely to show a difference.
@@ -148,7 +148,7 @@ def is_futile(
     """
     fraction = analysis / analyses[-1]
     isf = scipy.stats.norm.isf
-    last_level = level_at(analyses, analyses[-1])
+    last_level = analysis_level(analyses, analyses[-1])
     border = isf(last_level / num_arms / 2)
     detectable = border + isf(1 - POWER)
     expected = math.sqrt(fraction) * errors + (1 - fraction) * detectable

@@ -9,9 +9,9 @@ import pandas as pd
 
 from gpt2.lab.ablate import sweep_tables
 from gpt2.lab.ablate.difference_plot import plot_differences
-from gpt2.lab.ablate.judge import compared, judge, sample
+from gpt2.lab.ablate.judge import arm_scores, compared, judge_sweep
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import CLEAR, Sample, Verdict, compare
+from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, Verdict, compare
 from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
@@ -30,8 +30,8 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
     root = sweep.root
     title = root.resolve().name
     results = sweep.results()
-    verdicts = judge(sweep, results)
-    samples = {arm.name: sample(results, arm) for arm in sweep.arms}
+    verdicts = judge_sweep(sweep, results)
+    samples = {arm.name: arm_scores(results, arm) for arm in sweep.arms}
     table = sweep_tables.verdict_table(samples, verdicts)
     by_pairs = {}
     if not sweep.paired:
@@ -141,7 +141,7 @@ def print_tuning_notes(sweeps: Sequence[Sweep]) -> None:
 def _draw(
     sweep: Sweep,
     results: pd.DataFrame,
-    samples: Mapping[str, Sample],
+    samples: Mapping[str, ArmScores],
     verdicts: Mapping[str, Verdict],
 ) -> list[str]:
     """Plot the arms' differences and, if a run has several validations, the validation curves.

@@ -10,14 +10,14 @@ import scipy  # its submodules are imported when they are used
 
 from gpt2.lab.ablate.judge import compared
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import Sample, Verdict
+from gpt2.lab.ablate.verdicts import ArmScores, Verdict
 from gpt2.lab.experiments.cells import interval, number, spread
 from gpt2.lab.experiments.results import AMOUNTS, METRICS
 from gpt2.lab.experiments.run_folder import describe
 
 
 def verdict_table(
-    by_arm: Mapping[str, Sample], verdicts: Mapping[str, Verdict]
+    by_arm: Mapping[str, ArmScores], verdicts: Mapping[str, Verdict]
 ) -> pd.DataFrame:
     """Return a table of strings with a row for each arm: its scores and its verdict.
 

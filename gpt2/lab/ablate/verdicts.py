@@ -65,7 +65,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Sample:
+class ArmScores:
     """The results of the runs of one arm, or of the baseline."""
 
     scores: pd.Series  # the final losses of the finished runs, by seed; all are finite
@@ -106,8 +106,8 @@ class Verdict:
 
 
 def compare(
-    baseline: Sample,
-    arms: Mapping[str, Sample],
+    baseline: ArmScores,
+    arms: Mapping[str, ArmScores],
     *,
     level: float = LEVEL,
     paired: bool = False,
@@ -134,7 +134,7 @@ def compare(
     return verdicts
 
 
-def _obstacle(baseline: Sample, arm: Sample, paired: bool) -> str:
+def _obstacle(baseline: ArmScores, arm: ArmScores, paired: bool) -> str:
     """Return why no test applies to an arm, or "" if a test applies."""
     if arm.diverged:
         return f"diverged in {arm.diverged} of {arm.num_runs} runs"
@@ -159,7 +159,7 @@ def _decide(low: float, high: float) -> str:
 
 
 def _test(
-    baseline: Sample, arms: Mapping[str, Sample], level: float
+    baseline: ArmScores, arms: Mapping[str, ArmScores], level: float
 ) -> dict[str, Verdict]:
     """Return the verdicts of Dunnett's and Welch's tests.
 
@@ -201,7 +201,7 @@ def _test(
 
 
 def _test_pairs(
-    baseline: Sample, arms: Mapping[str, Sample], level: float
+    baseline: ArmScores, arms: Mapping[str, ArmScores], level: float
 ) -> dict[str, Verdict]:
     """Return the verdicts of paired t-tests.
 

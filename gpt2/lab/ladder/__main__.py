@@ -30,7 +30,7 @@ from gpt2.lab.ablate.sweep import Sweep, load_sweep
 from gpt2.lab.experiments.arms import make_arms
 from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.jobs import Slot
-from gpt2.lab.ladder.courses import judge
+from gpt2.lab.ladder.courses import judge_ladder
 from gpt2.lab.ladder.dial import at_depth
 from gpt2.lab.ladder.ladder_report import print_courses, write_report
 from gpt2.lab.ladder.noise import measure_noise, plan_pairs
@@ -116,7 +116,7 @@ def _load(root: Path) -> list[Sweep]:
 
 def words(sweeps: Sequence[Sweep]) -> dict[str, str]:
     """Return the verdict on each arm."""
-    courses = judge(sweeps, [sweep.results() for sweep in sweeps])
+    courses = judge_ladder(sweeps, [sweep.results() for sweep in sweeps])
     return {name: course.words for name, course in courses.items()}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from gpt2.errors import UserError
-from gpt2.lab.ablate.judge import compared, level_at
+from gpt2.lab.ablate.judge import analysis_level, compared
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import Arm
 from gpt2.lab.experiments.decisions import Decision
@@ -17,7 +17,7 @@ from gpt2.lab.experiments.run_folder import ENDED
 from gpt2.lab.ladder.multipliers import Course, Losses, judge_course
 
 
-def judge(
+def judge_ladder(
     sweeps: Sequence[Sweep], results: Sequence[pd.DataFrame]
 ) -> dict[str, Course]:
     """Return the course of each arm except the baseline, by name.
@@ -75,5 +75,5 @@ def _analyse(
         losses.append(at_sizes)
     baseline, others = losses
     num_arms = len(sweeps[0].arms) - 1
-    level = level_at(sweeps[0].analyses, analysis) / num_arms
+    level = analysis_level(sweeps[0].analyses, analysis) / num_arms
     return judge_course(baseline, others, level=level)

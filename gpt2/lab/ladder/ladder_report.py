@@ -12,7 +12,7 @@ from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import interval, number, print_table, spread
 from gpt2.lab.experiments.curve_plot import BASELINE, COLORS, drawing, visible
 from gpt2.lab.experiments.pages import render, write_markdown
-from gpt2.lab.ladder.courses import judge
+from gpt2.lab.ladder.courses import judge_ladder
 from gpt2.lab.ladder.multipliers import FARTHEST, STAYS, Course
 from gpt2.lab.ladder.noise import measure_noise
 from gpt2.utils.files import write_text
@@ -27,7 +27,7 @@ def write_report(root: Path, sweeps: Sequence[Sweep]) -> pd.DataFrame:
     """
     title = root.resolve().name
     results = [sweep.results() for sweep in sweeps]
-    courses = judge(sweeps, results)
+    courses = judge_ladder(sweeps, results)
     noise = measure_noise(sweeps, results)
     compute = noise.compute
     rows = _multiplier_rows(sweeps, compute, courses)
