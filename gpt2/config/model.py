@@ -1,6 +1,8 @@
 """The options of the model, and the sizes of the models that OpenAI released."""
 
+import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 from configs import default
@@ -84,32 +86,32 @@ class ModelConfig(default.Model):
                 "Set model.parallel_block=False",
             )
 
-    @property
+    @cached_property
     def head_size(self) -> int:
         """Width of one attention head (H)."""
         return self.head_dim or self.embed_dim // self.num_heads
 
-    @property
+    @cached_property
     def rope_size(self) -> int:
         """Number of dimensions of each head that `model.position=rope` rotates."""
         return int(self.head_size * self.rope_share)
 
-    @property
+    @cached_property
     def width_ratio(self) -> float:
         """Ratio of `embed_dim` to `mup_base_width`, or 1 if `mup_base_width` is 0 (no muP)."""
         return self.embed_dim / (self.mup_base_width or self.embed_dim)
 
-    @property
+    @cached_property
     def depth_ratio(self) -> float:
         """Ratio of `num_layers` to `mup_base_depth`, or 1 if `mup_base_depth` is 0."""
         return self.num_layers / (self.mup_base_depth or self.num_layers)
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         """Number of key and value heads (K)."""
         return self.num_kv_heads or self.num_heads
 
-    @property
+    @cached_property
     def is_gated(self) -> bool:
         """Whether the MLP has a third linear map, whose result multiplies the hidden layer.
 
@@ -117,12 +119,12 @@ class ModelConfig(default.Model):
         """
         return self.activation.endswith("glu")
 
-    @property
+    @cached_property
     def hidden_dim(self) -> int:
         """Width of the MLP's hidden layer (F)."""
         return self.mlp_dim or 4 * self.embed_dim
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int, ...]:
         """For each layer, the number of tokens to which a position attends, including itself.
 
@@ -153,8 +155,10 @@ class GPTConfig(ModelConfig):
             values[name] = option.check(name, value)
         check_effects(values, _OPTIONS)
         super().__post_init__()
+        # This evaluates the cached properties now, outside of any function that JAX traces.
+        inspect.getmembers(self)
 
-    @property
+    @cached_property
     def loops_over_layers(self) -> bool:
         """Whether the compiled program loops over layers. If not, it has code for every layer."""
         return self.scan_layers and self.scan_unroll < self.num_layers

@@ -259,8 +259,10 @@ def test_ranges_and_names_are_those_of_the_fields_types():
         assert not any(map(option.holds, (float("nan"), float("inf"), -1.0)))
 
 
-def test_sizes_follow_from_options():
+def test_sizes_are_computed_before_the_model_is_traced():
     config = GPTConfig.from_name("gpt2-124m", activation="swiglu", num_kv_heads=4)
+    computed = {"head_size", "kv_heads", "hidden_dim", "windows", "loops_over_layers"}
+    assert computed <= vars(config).keys()
     assert (config.head_size, config.kv_heads, config.is_gated) == (64, 4, True)
     changed = dataclasses.replace(config, num_heads=24)
     assert changed.head_size == 32 and changed != config
