@@ -261,6 +261,10 @@ class PjitBackend:
 class _Leaf:
     """The shardings of a parameter and its gradient, inside and outside the step's `shard_map`.
 
+    For example, with `fsdp=2` and `tensor=2`, the MLP's first kernel `[D, F]` has the spec
+    `(None, "tensor")` and the dim 0: `tensor` splits F, and `fsdp` splits D of the summed gradient.
+    Its bias `[F]` has the spec `("tensor",)` and the dim -1.
+
     Attributes:
         spec: sharding of the parameter when the step begins.
         dim: the axis that `fsdp` splits in the optimizer's state and in the summed gradient, or -1
