@@ -39,7 +39,7 @@ from gpt2.telemetry.reference import read_reference
 from gpt2.utils.code import read_starts
 from gpt2.utils.files import read_sealed, reading
 from gpt2.utils.stores import fetch, writing
-from gpt2.utils.text import format_count, format_duration
+from gpt2.utils.text import counted, format_count, format_duration
 
 
 class Origin(NamedTuple):
@@ -209,9 +209,7 @@ def _describe_validation(
         split = part.get("splits", {}).get("validation", {})
         text = corpus
         if split:
-            text = (
-                f"{split['num_bytes']:,} bytes in {split['num_documents']:,} documents"
-            )
+            text = f"{split['num_bytes']:,} bytes in {counted(split['num_documents'], 'document')}"
         elif "code" in part:
             text = f"{corpus} with the code {part['code']}"
         if 0 < limit < split.get("num_tokens", math.inf) - 1:

@@ -423,7 +423,10 @@ def test_a_run_that_failed_is_not_repeated_after_a_kill(ideas):
     ("loss", "reason"),
     [
         (4.05, "even 16 pairs, twice --pairs, are unlikely to show a gain"),
-        (3.9935, "8 pairs are too few to tell; to continue, use --pairs=16"),
+        (
+            3.9935,
+            "8 pairs are unlikely to show a gain, but 16 might; to continue, use --pairs=16",
+        ),
     ],
 )
 def test_a_discard_says_whether_more_pairs_would_help(ideas, capsys, loss, reason):

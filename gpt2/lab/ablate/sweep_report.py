@@ -111,9 +111,12 @@ def print_verdicts(
         shown["verdict"] = shown.verdict.replace(undecided, "undecided", regex=True)
         print_table(shown)
         pairs = "the mean over pairs of " if paired else ""
+        contained = "all intervals contain the true differences"
+        if len(shown) == 1:
+            contained = "it contains the true difference"
         print(
             f"difference: {pairs}arm minus baseline; below 0, the arm is better\n"
-            "interval: with 95 % probability, all intervals contain the true differences"
+            f"interval: with 95 % probability, {contained}"
         )
     if note:
         print("\n" + textwrap.fill(note, 80))

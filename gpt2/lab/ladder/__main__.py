@@ -130,8 +130,8 @@ def _report(root: Path, sweeps: Sequence[Sweep]) -> None:
     if FLAGS.gain is not None:
         noise = measure_noise(sweeps, [sweep.results() for sweep in sweeps])
         print(
-            f"\nWith this noise, a compute multiplier of {FLAGS.gain:g} is found in 4 of 5 cases"
-            " with:"
+            f"\nPairs of runs that would find a compute multiplier of {FLAGS.gain:g} in 4 of 5\n"
+            "cases, with the noise of this ladder:"
         )
         print_table(plan_pairs(noise, FLAGS.gain, sweeps[0].unit))
 

@@ -60,7 +60,11 @@ def print_courses(table: pd.DataFrame) -> None:
         cells = [(f"  {name}", cell) for name, cell in row.items() if cell]
         if cells:
             print_table(pd.DataFrame(cells, columns=["", "multiplier (interval)"]))
-    print("\nmultiplier: the baseline's compute for the arm's loss / the arm's compute")
+    print(
+        "\nmultiplier: the baseline's compute for the arm's loss / the arm's compute\n"
+        "per decade: how it changes for ten times the compute, which the verdict is about\n"
+        f"at {FARTHEST:g} times: a forecast at {FARTHEST:g} times the largest compute"
+    )
 
 
 def _course_table(

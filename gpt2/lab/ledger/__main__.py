@@ -49,7 +49,7 @@ from gpt2.lab.experiments.run_folder import find_root
 from gpt2.lab.experiments.step_time import measure
 from gpt2.lab.experiments.terms import TERMS
 from gpt2.lab.ladder.dial import at_depth
-from gpt2.lab.ledger.evidence import MOST_PAIRS, SCREEN_PAIRS, findable
+from gpt2.lab.ledger.evidence import MOST_PAIRS, SCREEN_PAIRS, evidence, findable
 from gpt2.lab.ledger.ideas import arms_at, is_working_tree, make_idea
 from gpt2.lab.ledger.journal import Idea, Ledger, Sample, append, read_ledger
 from gpt2.lab.ledger.ledger_plot import plot_ledger
@@ -308,9 +308,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
     rows = dict[str, str]()
     settings = "".join(f" --config.{name}={value}" for name, value in options.items())
     title = f"best version: {idea.text}, commit {commit or 'none'}{settings}"
-    level = "level"
     if FLAGS.idea:
-        level = f"level {idea.level:.2%}, and"
         title = f"{idea.answer}: {idea.why}"
     if FLAGS.idea and idea.screen_means:
         means = [
@@ -325,15 +323,25 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
             "interval": f"{interval}, contains the true difference with 95 % probability"
             if interval
             else f"none, because it needs 3 pairs. Difference of each pair: {listed}",
-            "pairs": f"{len(idea.pairs)}, in {format_duration(idea.seconds)}",
+            "pairs": f"{len(idea.pairs)}",
             "time": f"a run of {steps[0]} steps takes {format_duration(seconds)}, and {steps[1]}"
             f" steps of the best take {format_duration(best_seconds)}",
         }
+    if FLAGS.idea and len(idea.pairs) > 1:
+        reached = evidence(idea.differences + FLAGS.least)[-1]
+        rows["evidence"] = f"{reached:.3g}; an idea is kept at {1 / idea.level:.3g}"
+    if FLAGS.idea:
+        rows["all runs"] = (
+            f"took {format_duration(idea.seconds)}, with those of screens"
+        )
     rows["ledger"] = (
-        f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept;"
-        f" {level} {facts['next_level']:.2%} for the next idea"
+        f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept; the next idea has the"
+        f" level {facts['next_level']:.2%}: it is kept at an evidence of"
+        f" {1 / facts['next_level']:.3g}"
     )
     rows["next"] = _NEXT[idea.answer]
+    if idea.answer == Answer.DISCARD and "--pairs=" in idea.why:
+        rows["next"] += ", or repeat the command with more --pairs"
     for line in (title, *(f"  {name:<11} {text}" for name, text in rows.items())):
         print(textwrap.fill(cells.printable(line), 80, subsequent_indent=14 * " "))
 

@@ -32,6 +32,7 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         )
         for answer, color in _ANSWERS.items():
             axes.plot([], [], "o", color=color, label=answer)
+        axes.plot([], [], "x", color=GREY, label="no score at the ledger's size")
         for idea in ideas:
             # An idea without an answer has the color `BASELINE`.
             color = _ANSWERS.get(idea.answer, BASELINE)

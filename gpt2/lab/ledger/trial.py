@@ -170,7 +170,10 @@ def _decide(ledger: Ledger, idea: Idea, pairs: int, least: float) -> tuple[Answe
         why = f"even {more} pairs, twice --pairs, are unlikely to show a gain"
         return Answer.DISCARD, why
     if is_futile(differences, pairs, level):
-        why = f"{pairs} pairs are too few to tell; to continue, use --pairs={more}"
+        why = (
+            f"{pairs} pairs are unlikely to show a gain, but {more} might; to continue, use"
+            f" --pairs={more}"
+        )
         return Answer.DISCARD, why
     return Answer.OPEN, ""
 
