@@ -327,16 +327,17 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
             "time": f"a run of {steps[0]} steps takes {format_duration(seconds)}, and {steps[1]}"
             f" steps of the best take {format_duration(best_seconds)}",
         }
-    if FLAGS.idea and len(idea.pairs) > 1:
+    if FLAGS.idea and len(idea.pairs) > 1 and idea.differences.any():
         reached = evidence(idea.differences + FLAGS.least)[-1]
-        rows["evidence"] = f"{reached:.3g}; an idea is kept at {1 / idea.level:.3g}"
-    if FLAGS.idea:
-        rows["all runs"] = (
-            f"took {format_duration(idea.seconds)}, with those of screens"
+        rows["evidence"] = (
+            f"{reached:.3g}; the idea is kept once it is {1 / idea.level:.3g}"
         )
+    if FLAGS.idea and idea.seconds:
+        duration = format_duration(idea.seconds)
+        rows["all runs"] = f"{duration}, including those of screens"
     rows["ledger"] = (
         f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept; the next idea has the"
-        f" level {facts['next_level']:.2%}: it is kept at an evidence of"
+        f" level {facts['next_level']:.2%}, and needs an evidence of"
         f" {1 / facts['next_level']:.3g}"
     )
     rows["next"] = _NEXT[idea.answer]
