@@ -44,9 +44,8 @@ class Properties:
     needs: str = ""
     # Whether a run may continue with another value. For a group: of each option in the group.
     may_change: bool = False
-    may_differ: bool = (
-        False  # whether the processes of one run may have different values
-    )
+    # Whether the processes of one run may have different values.
+    may_differ: bool = False
     # Whether the option belongs to the recipe, that is, to the model or to its training. The other
     # options determine the text and its validation split, the seed, `train.init_from`, the number
     # of steps, validations, checkpoints and logs. An idea (a change that gpt2.lab.ledger tests) may
@@ -54,14 +53,12 @@ class Properties:
     is_recipe: bool = False
     # Whether the option counts training steps. Sweeps that change the length of a run scale it.
     is_duration: bool = False
-    is_ingredient: bool = (
-        False  # whether a file in gpt2/model/ingredients implements the option
-    )
+    # Whether a file in gpt2/model/ingredients implements the option.
+    is_ingredient: bool = False
     # Whether the option makes training random, as dropout does. Each micro-batch has its own masks.
     is_random: bool = False
-    choices: tuple[
-        str, ...
-    ] = ()  # the names; text may follow a name that ends with a colon
+    # The allowed names. Text may follow a name that ends with a colon.
+    choices: tuple[str, ...] = ()
     # An example of a value, if the option is a comma-separated list of numbers, each of which must
     # be 0 or from 1e-6 to 1e6.
     factors: str = ""

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -159,9 +159,14 @@ def complete(tree: Mapping | ConfigDict, *, is_record: bool = False) -> Options:
             )
         else:
             given[name] = OPTIONS[name].check(name, value)
-    options = default.get_config()
-    options.update_from_flattened_dict(given)
-    return options.to_dict()
+    options = asdict(default.Options())
+    for name, value in given.items():
+        *groups, last = name.split(".")
+        group = options
+        for each in groups:
+            group = group[each]
+        group[last] = value
+    return options
 
 
 def check_effects(values: Options, options: Mapping[str, Option] = OPTIONS) -> None:

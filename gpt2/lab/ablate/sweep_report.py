@@ -160,10 +160,10 @@ def _draw(
     mean = samples[baseline].mean
     shown = {baseline: Verdict(0.0, "baseline", mean), **verdicts}
     zero = samples[baseline].scores if sweep.paired else mean
-    dots = {}  # the baseline of a paired sweep would have only dots at 0
+    dots = {}
     curves = {}
     for arm in sweep.arms:
-        if not sweep.paired or arm.name != baseline:
+        if not sweep.paired or arm.name != baseline:  # its pairs would all be at 0
             dots[arm.name] = (samples[arm.name].scores - zero).dropna()
         validated = [
             curve for curve in compared(results, arm).curve if len(curve.scores)
