@@ -768,6 +768,12 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     assert "a run of 100 steps takes 0:00:00, and" in answer
     assert "  ledger      1 idea, 1 kept; " in answer
     assert max(map(len, answer.splitlines())) <= 80
+    idea = read_ledger(ideas.root).ideas[1]
+    shown, needed = re.findall(
+        r"evidence +(\S+); the idea is kept once it is (\S+)", answer
+    )[0]
+    assert float(shown) == pytest.approx(evidence(idea.differences)[-1], rel=0.01)
+    assert float(shown) >= float(needed) == pytest.approx(1 / idea.level, rel=0.01)
     # Who goes on in it loses nothing of what was kept, committed or not.
     more = project / "configs" / "modern.py"
     more.write_text("more = 1\n")
