@@ -61,7 +61,8 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "stride",
         0,
-        "Number of tokens by which windows over a text advance; 0: half of the context length.",
+        "For wikitext, enwik8 and text8: number of tokens by which windows over the text advance; "
+        "0: half of the context length. Windows of validation do not overlap.",
         lower_bound=0,
     )
     flags.DEFINE_string("output", None, "JSON file to which the scores are written.")
@@ -83,7 +84,8 @@ def main() -> None:
             figures += score(scorer, tokenizer, path)
     print_table(figures)
     seconds = time.perf_counter() - began
-    log(f"read {scorer.num_tokens:,} tokens in {seconds:.1f} s", sys.stdout)
+    positions = f"{scorer.num_tokens:,} positions of the model's context"
+    log(f"computed {positions} in {seconds:.1f} s", sys.stdout)
     if args.output:
         with writing(args.output) as path:
             write_json(figures, path)

@@ -26,7 +26,7 @@ TINY = """
     --config.model.num_layers=1 --config.model.num_heads=2 --config.model.embed_dim=32
     --config.model.context_length=16 --config.data.tokenizer=byte --config.data.batch_size=4
     --config.optim.warmup_steps=2 --config.train.num_steps=8 --config.train.log_every=1
-    --config.train.eval_every=4 --config.train.checkpoint_every=2"""
+    --config.train.eval_every=4 --config.train.checkpoint_every=2 --config.train.eval_batches=4"""
 TINY = TINY.split()
 
 

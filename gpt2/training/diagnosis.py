@@ -8,8 +8,9 @@ validation loss was not finite, the diagnosis checks only the parameters.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -119,37 +120,27 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
     `[num_tensors]`. A flag above 0 means that the tensor has NaN or Inf. When JAX traces `probe`,
     the list `names` is filled with the tensors' names, in the order in which they are computed.
     """
-    # The names of modules, in the order in which the modules return. Every layer is named `h`,
-    # because a scan traces only one layer.
+    # The names of modules, in the order in which the modules return.
     modules = dict[str, None]()
 
-    def note(next_method: Callable, args: Tree, kwargs: Tree, context: Any) -> Tree:
+    def report_output(
+        next_method: Callable, args: Tree, kwargs: Tree, context: Any
+    ) -> Tree:
         output = next_method(*args, **kwargs)
         module = context.module
         if module.path and context.method_name in ("__call__", "parts", "table"):
-            path = "/".join(module.path)
-            modules[_LAYER.sub("h", path)] = None
+            modules[_of_any_layer("/".join(module.path))] = None
             report(module, "output", _is_bad(output))
         return output
 
-    def order(name: str) -> tuple[int, int, int]:
-        inside = f"{_LAYER.sub('h', name)}/"
-        layer = _LAYER.match(name)
-        number = int(layer[1]) if layer else 0
-        positions = list[int]()
-        for index, module in enumerate(modules):
-            if inside.startswith(f"{module}/"):
-                positions.append(index)
-        if not positions:
-            positions.append(len(modules))  # The head comes last, and is not a module.
-        return max(positions), number, min(positions)
+    order = functools.partial(_find_order, modules=modules)
 
     def find_flags(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
             key = dropout_key(program.config.seed, step, index, device)
 
             def forward(params: Params) -> tuple[jax.Array, Sums]:
-                with nn.intercept_methods(note):
+                with nn.intercept_methods(report_output):
                     return program.loss(params, micro_batch, key, step)
 
             differentiate = jax.value_and_grad(forward, has_aux=True)
@@ -176,6 +167,29 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
         return flags
 
     return probe
+
+
+def _of_any_layer(name: str) -> str:
+    """Return `name` with `h` in place of `h_3`: a scan traces one layer, which stands for all."""
+    return _LAYER.sub("h", name)
+
+
+def _find_order(name: str, modules: Collection[str]) -> tuple[int, int, int]:
+    """Return a sort key that puts names of tensors in the order of the forward pass.
+
+    `modules` are in the order in which they return, so a module stands after the modules inside it.
+    The key consists of the position of the outermost module that contains the tensor, the number of
+    the tensor's layer, and the position of the innermost module.
+    """
+    path = _of_any_layer(name) + "/"
+    layer = _LAYER.match(name)
+    number = int(layer[1]) if layer else 0
+    containing = [
+        i for i, module in enumerate(modules) if path.startswith(f"{module}/")
+    ]
+    if not containing:  # The head comes last, and is not a module.
+        containing.append(len(modules))
+    return max(containing), number, min(containing)
 
 
 def _is_bad(tree: Tree) -> jax.Array:

@@ -79,7 +79,8 @@ def test_concat_says_how_much_of_a_small_text_an_epoch_leaves_out(corpus):
         left_out = 1 - rows.num_rows * length / size
         assert (left_out > 0.01) == is_much
         assert rows.note == (
-            f"each epoch begins at a random token, and leaves out {left_out:.1%} of the text"
+            f"each epoch begins at a random token, and leaves out {left_out:.1%} of the text, a"
+            " different part each time"
             if is_much
             else ""
         )
@@ -171,6 +172,7 @@ def two_texts(tmp_path):
 def test_a_padded_mixture_trains_and_is_validated_by_part(tmp_path, two_texts):
     names, data = two_texts
     options = [*TINY, "--config.model.context_length=64"]
+    options.append("--config.train.eval_batches=0")
     for name in ("corpus", "tokenizer", "val_fraction", "packing", "data_dir"):
         options.append(f"--config.data.{name}={getattr(data, name)}")
     assert "% of the positions padded" in succeed(tmp_path / "run", *options)

@@ -591,7 +591,7 @@ def test_a_dry_run_tells_pairs_and_minutes(ideas, monkeypatch, capsys):
     ideas("optim.name=lion", dry_run=True, json=False)
     text = capsys.readouterr().out
     assert "in standard deviations of a difference" in text
-    assert text.startswith("Pairs of start and optim.name=lion would train:\n")
+    assert text.startswith("Pairs of start and optim.name=lion, at most 8:\n")
     for word in ("nan", "inf", "?"):
         assert word not in text
     ideas("optim.beta2=0.97")
@@ -763,7 +763,7 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     assert best.text == "code=. (train.py)"
     assert best.arm.name == f"001-code=working-tree-0-g{best.arm.commit[:9]}"
     answer = capsys.readouterr().out
-    assert answer.startswith("pair 1 of at most 8\npair 2 of at most 8\n")
+    assert answer.startswith("pair 1 of at most 8\nscoring 000-start seed ")
     assert "\nkeep: the evidence for a gain is strong enough\n" in answer
     assert "a run of 100 steps takes 0:00:00, and" in answer
     assert "  ledger      1 idea, 1 kept; " in answer

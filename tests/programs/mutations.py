@@ -7,15 +7,22 @@ minutes. With `--fast`, no thorough tests run: what does the command of README.m
 """
 
 import os
+import queue
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tests.helpers import ROOT, copy_project
+
+COPIES = 2  # of the project, in which tests run at the same time
+T = TypeVar("T")
 
 
 class Fault(NamedTuple):
@@ -450,14 +457,23 @@ def undefined(chosen: list[Fault]) -> list[str]:
 
 
 def is_caught(fault: Fault, directory: Path, skipped: str) -> bool:
-    """Return whether a test fails with a fault in the copy at `directory`. Restore the copy."""
+    """Return whether a test fails with a fault in the copy at `directory`. Restore the copy.
+
+    The tests that the fault names run first. If they pass or are skipped, the whole file runs.
+    """
     path = directory / fault.file
     text = path.read_text()
     path.write_text(text.replace(fault.right, fault.wrong))
     try:
-        return run(fault.tests, directory, skipped) == 1
+        named = run(fault.tests, directory, skipped) == 1
+        return named or run(whole_file(fault), directory, skipped) == 1
     finally:
         path.write_text(text)
+
+
+def whole_file(fault: Fault) -> str:
+    """Return the test file of a fault."""
+    return fault.tests.partition(" -k ")[0]
 
 
 def run(tests: str, directory: Path, skipped: str) -> int:
@@ -475,9 +491,6 @@ def main(*names: str) -> int:
     skipped = "not slow and not thorough" if is_fast else "not slow"
     names = names[is_fast:]
     chosen = [f for f in faults() if not names or any(name in f.name for name in names)]
-    if is_fast:
-        # The tests that a row names may all be thorough, and another test of their file may fail.
-        chosen = [f._replace(tests=f.tests.partition(" -k ")[0]) for f in chosen]
     if lost := misplaced(chosen):
         raise SystemExit(
             "The code does not contain exactly one of each of these:\n"
@@ -486,22 +499,33 @@ def main(*names: str) -> int:
     if lost := undefined(chosen):
         raise SystemExit("These faults read undefined names:\n" + "\n".join(lost))
     missed = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        directory = Path(scratch)
-        copy_project(directory)
-        for tests in sorted({fault.tests for fault in chosen}):
-            code = run(tests, directory, skipped)
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(COPIES) as pool:
+        copies = queue.SimpleQueue[Path]()
+        for number in range(COPIES):
+            copy_project(Path(scratch) / f"{number}")
+            copies.put(Path(scratch) / f"{number}")
+
+        def test(
+            function: Callable[[T, Path, str], int], tested: T
+        ) -> tuple[int, float]:
+            directory = copies.get()  # no other thread uses this copy
+            began = time.monotonic()
+            try:
+                return function(tested, directory, skipped), time.monotonic() - began
+            finally:
+                copies.put(directory)
+
+        files = sorted({whole_file(fault) for fault in chosen})
+        for tests, (code, _) in zip(
+            files, pool.map(partial(test, run), files), strict=True
+        ):
             if code and not (is_fast and code == 5):
                 raise SystemExit(f"Without a fault, {tests} ends with exit code {code}")
-        for fault in chosen:
-            began = time.monotonic()
-            caught = is_caught(fault, directory, skipped)
+        results = pool.map(partial(test, is_caught), chosen)
+        for fault, (caught, seconds) in zip(chosen, results, strict=True):
             missed += not caught
             verdict = "caught" if caught else "MISSED"
-            print(
-                f"{verdict} in {time.monotonic() - began:3.0f} s: {fault.name}",
-                flush=True,
-            )
+            print(f"{verdict} in {seconds:3.0f} s: {fault.name}", flush=True)
     print(f"{len(chosen) - missed} of {len(chosen)} faults are caught")
     return int(missed > 0)
 

@@ -60,7 +60,8 @@ def task(tmp_path_factory):
 def options(corpus, task):
     """Return the options of a run that averages its weights and scores the task."""
     tasks = [f"--config.train.eval_tasks={task}", "--config.train.eval_tasks_every=3"]
-    return [*TINY, *corpus, *tasks, "--config.optim.ema=0.5"]
+    whole = "--config.train.eval_batches=0"
+    return [*TINY, *corpus, *tasks, whole, "--config.optim.ema=0.5"]
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,10 @@ def concat(
     unread = 1 - num_rows * length / max(len(stream), 1)
     note = ""
     if unread > 0.01:
-        note = f"each epoch begins at a random token, and leaves out {unread:.1%} of the text"
+        note = (
+            f"each epoch begins at a random token, and leaves out {unread:.1%} of the text, a"
+            " different part each time"
+        )
 
     @functools.lru_cache(1)
     def epoch_text(epoch: int) -> tuple[int, TokenStream | ShuffledDocuments]:

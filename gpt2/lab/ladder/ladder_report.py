@@ -62,7 +62,8 @@ def print_courses(table: pd.DataFrame) -> None:
             print_table(pd.DataFrame(cells, columns=["", "multiplier (interval)"]))
     print(
         "\nmultiplier: the baseline's compute for the arm's loss / the arm's compute\n"
-        "per decade: how it changes for ten times the compute, which the verdict is about\n"
+        "per decade: the factor by which it changes for ten times the compute; the\n"
+        "verdict is about this factor\n"
         f"at {FARTHEST:g} times: a forecast at {FARTHEST:g} times the largest compute"
     )
 
@@ -183,6 +184,8 @@ def _plot(
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         near_one = [0.25, 0.5, 1, 2, 4, 8, 16]
+        if high < 4 * low:
+            near_one = [0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5]
         ticks = near_one if 0.1 < low < high < 50 else [10.0**n for n in range(-9, 10)]
         shown = [tick for tick in ticks if low < tick < high]
         axes.set_yticks(shown, [f"{tick:g}" for tick in shown])

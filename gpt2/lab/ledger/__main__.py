@@ -334,7 +334,12 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         )
     if FLAGS.idea and idea.seconds:
         duration = format_duration(idea.seconds)
-        rows["all runs"] = f"{duration}, including those of screens"
+        parts = (
+            "start-up, scoring and screens"
+            if idea.screen_means
+            else "start-up and scoring"
+        )
+        rows["in all"] = f"{duration}, with {parts}"
     rows["ledger"] = (
         f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept; the next idea has the"
         f" level {facts['next_level']:.2%}, and needs an evidence of"
@@ -380,15 +385,16 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
         noise = 1.0
         unit = "standard deviations of a difference, known once an idea has two pairs"
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
-    table["at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
-    for title, power in ("kept in 1 of 2", 0.5), ("kept in 4 of 5", 0.8):
+    table["time to train"] = [format_duration(pairs * seconds) for pairs in table.pairs]
+    for title, power in ("gain kept in 1 of 2", 0.5), ("gain kept in 4 of 5", 0.8):
         table[title] = -noise * findable(FLAGS.pairs, level, power)
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")
     meaning = (
         "The last two columns are the true differences, beyond --least, with which an idea is"
-        f" kept at the level {level:.2%}, in {unit}."
+        f" kept at the level {level:.2%}, in {unit}. With `none`, there are too few pairs to keep"
+        " any idea. The time does not include the scoring of the runs."
     )
-    pairs = f"Pairs of {ledger.best.text} and {idea.text} would train:"
+    pairs = f"Pairs of {ledger.best.text} and {idea.text}, at most {FLAGS.pairs}:"
     return f"{screening}{pairs}\n\n{text}\n\n{textwrap.fill(meaning, 80)}"
 
 

@@ -57,5 +57,5 @@ def plot_ledger(png: Path, ideas: Sequence[Idea], gains: Mapping[int, float]) ->
         axes.locator_params(axis="x", integer=True)
         axes.set_xlabel("idea")
         axes.set_ylabel(
-            "difference from the start (nats per token)\nbars: intervals (from 3 pairs)"
+            "difference from the start (nats per token)\nbars: intervals, with 3 pairs or more"
         )

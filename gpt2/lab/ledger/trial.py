@@ -239,6 +239,7 @@ def _score(run: Run, dataset: Dataset) -> float:
 
     Warn if the run's own validation loss differs from the referee's loss on the same text.
     """
+    print(f"scoring {run.label}", flush=True)
     measured = score(run, dataset)
     reported = math.nan
     # The idea's code wrote the metrics, so reading them may raise any error.

@@ -104,7 +104,8 @@ def apply_loss(
     if unread:
         raise UserError(
             f"The batch has the arrays {sorted(unread)}, which the loss does not read",
-            "Remove them from the batch, or list them in the argument `reads` of apply_loss",
+            "Remove them from the batch, or list them in `reads` of your own loss "
+            "(docs/architecture.md)",
         )
     (objective, sums), variables = model.apply(
         {"params": params},
