@@ -946,8 +946,7 @@ PACKED = "data.document_mask=True memory.scan_layers=True optim.ema=0.5"
 
 def train_tiny(folder, options, script="train.py"):
     flags = [f"--config.{option}" for option in options.split()]
-    few = "--config.train.eval_batches=3"
-    succeed(folder / "run", *TINY, few, *flags, script=script)
+    succeed(folder / "run", *TINY, *flags, script=script)
     return Run("arm", load_config(folder / "run"), folder)
 
 
