@@ -84,8 +84,8 @@ def main() -> None:
             figures += score(scorer, tokenizer, path)
     print_table(figures)
     seconds = time.perf_counter() - began
-    positions = f"{scorer.num_tokens:,} positions of the model's context"
-    log(f"computed {positions} in {seconds:.1f} s", sys.stdout)
+    amount = f"{scorer.num_tokens:,} positions, including overlaps and padding,"
+    log(f"computed {amount} in {seconds:.1f} s", sys.stdout)
     if args.output:
         with writing(args.output) as path:
             write_json(figures, path)

@@ -8,7 +8,6 @@ validation loss was not finite, the diagnosis checks only the parameters.
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -120,7 +119,8 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
     `[num_tensors]`. A flag above 0 means that the tensor has NaN or Inf. When JAX traces `probe`,
     the list `names` is filled with the tensors' names, in the order in which they are computed.
     """
-    # The names of modules, in the order in which the modules return.
+    # The names of modules, in the order in which the modules return. Every layer is named `h`,
+    # because a scan traces only one layer.
     modules = dict[str, None]()
 
     def report_output(
@@ -129,11 +129,13 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
         output = next_method(*args, **kwargs)
         module = context.module
         if module.path and context.method_name in ("__call__", "parts", "table"):
-            modules[_of_any_layer("/".join(module.path))] = None
+            path = "/".join(module.path)
+            modules[_LAYER.sub("h", path)] = None
             report(module, "output", _is_bad(output))
         return output
 
-    order = functools.partial(_find_order, modules=modules)
+    def order(name: str) -> tuple[int, int, int]:
+        return _find_order(name, modules)
 
     def find_flags(params: Params, rows: Batch, device: Any) -> tuple[jax.Array, None]:
         def flags_for(micro_batch: Batch, index: jax.Array) -> jax.Array:
@@ -169,11 +171,6 @@ def _make_probe(program: Program, step: int, names: list[str]) -> Callable:
     return probe
 
 
-def _of_any_layer(name: str) -> str:
-    """Return `name` with `h` in place of `h_3`: a scan traces one layer, which stands for all."""
-    return _LAYER.sub("h", name)
-
-
 def _find_order(name: str, modules: Collection[str]) -> tuple[int, int, int]:
     """Return a sort key that puts names of tensors in the order of the forward pass.
 
@@ -181,14 +178,14 @@ def _find_order(name: str, modules: Collection[str]) -> tuple[int, int, int]:
     The key consists of the position of the outermost module that contains the tensor, the number of
     the tensor's layer, and the position of the innermost module.
     """
-    path = _of_any_layer(name) + "/"
+    inside = f"{_LAYER.sub('h', name)}/"
     layer = _LAYER.match(name)
     number = int(layer[1]) if layer else 0
     containing = [
-        i for i, module in enumerate(modules) if path.startswith(f"{module}/")
+        i for i, module in enumerate(modules) if inside.startswith(f"{module}/")
     ]
-    if not containing:  # The head comes last, and is not a module.
-        containing.append(len(modules))
+    # The head comes last, and is not a module.
+    containing = containing or [len(modules)]
     return max(containing), number, min(containing)
 
 

@@ -763,7 +763,8 @@ def test_the_working_tree_is_told_by_what_was_changed(ideas, project, capsys):
     assert best.text == "code=. (train.py)"
     assert best.arm.name == f"001-code=working-tree-0-g{best.arm.commit[:9]}"
     answer = capsys.readouterr().out
-    assert answer.startswith("pair 1 of at most 8\nscoring 000-start seed ")
+    pair = r"scoring 000-start seed \d+\nscoring 001-.* seed \d+\n"
+    assert re.match(f"pair 1 of at most 8\n{pair}pair 2 of at most 8\n{pair}", answer)
     assert "\nkeep: the evidence for a gain is strong enough\n" in answer
     assert "a run of 100 steps takes 0:00:00, and" in answer
     assert "  ledger      1 idea, 1 kept; " in answer

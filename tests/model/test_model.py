@@ -153,8 +153,7 @@ def train_a_step(devices, options):
     return first, jax.device_get(state.params), jax.device_get(metrics)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("compute", ["bfloat16", thorough("float32")])
 def test_a_kernel_of_ones_own_is_gathered_by_layer_and_muons(use_ingredient, compute):
     use_ingredient(OwnMLP)
     options = f"precision.compute={compute}"
@@ -263,11 +262,10 @@ def test_a_change_of_the_logits_may_have_a_parameter_and_report(use_ingredient):
     np.testing.assert_allclose(objective, loss + SQUARE_WEIGHT * total, rtol=1e-6)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sharded",
     [
-        "parallel.strategy=zero3 parallel.fsdp_gather=layer",
+        thorough("parallel.strategy=zero3 parallel.fsdp_gather=layer"),
         "parallel.tensor=2",  # which pads the vocabulary
     ],
 )

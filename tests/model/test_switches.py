@@ -201,8 +201,10 @@ LAYOUT = """
     memory.scan_layers=True train.accumulate_steps=2"""
 
 
-@pytest.mark.thorough
-@each_group
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", *map(thorough, ["default", "llama", "gemma 2", "modded", *groups()])],
+)
 def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name):
     losses, params = train(name, jax.devices()[:1])
     layouts = [LAYOUT]

@@ -364,8 +364,8 @@ def test_a_batch_without_an_array_that_the_loss_reads_is_refused():
 @pytest.mark.parametrize(
     "layout",
     [
-        "parallel.backend=pmap",
-        thorough("parallel.data=2 parallel.fsdp=2 parallel.tensor=2"),
+        "parallel.data=2 parallel.fsdp=2 parallel.tensor=2",
+        thorough("parallel.backend=pmap"),
         thorough("parallel.fsdp=8 parallel.fsdp_gather=layer"),
         thorough("parallel.data=8"),
     ],
@@ -428,8 +428,7 @@ def test_validation_has_float32_logits_whatever_training_stores():
     assert validations["bfloat16"] == validations["float32"]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, thorough(False)])
 def test_what_is_only_logged_gives_no_gradient(scan_layers):
     def root(mlp, y):
         zero = jnp.sum(0.0 * y)

@@ -183,10 +183,12 @@ def _plot(
         axes.set_xscale("log")
         axes.set_yscale("log")
         low, high = axes.get_ylim()
-        near_one = [0.25, 0.5, 1, 2, 4, 8, 16]
+        ticks = [10.0**n for n in range(-9, 10)]
         if high < 4 * low:
-            near_one = [0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5]
-        ticks = near_one if 0.1 < low < high < 50 else [10.0**n for n in range(-9, 10)]
+            digits = (1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+            ticks = [power * digit for power in ticks for digit in digits]
+        elif 0.1 < low < high < 50:
+            ticks = [0.25, 0.5, 1, 2, 4, 8, 16]
         shown = [tick for tick in ticks if low < tick < high]
         axes.set_yticks(shown, [f"{tick:g}" for tick in shown])
         axes.yaxis.set_minor_formatter("")

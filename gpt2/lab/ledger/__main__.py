@@ -334,12 +334,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
         )
     if FLAGS.idea and idea.seconds:
         duration = format_duration(idea.seconds)
-        parts = (
-            "start-up, scoring and screens"
-            if idea.screen_means
-            else "start-up and scoring"
-        )
-        rows["in all"] = f"{duration}, with {parts}"
+        rows["total"] = f"{duration}, including start-up and scoring"
     rows["ledger"] = (
         f"{counted(len(ledger.ideas) - 1, 'idea')}, {len(ledger.kept)} kept; the next idea has the"
         f" level {facts['next_level']:.2%}, and needs an evidence of"
@@ -385,7 +380,7 @@ def _describe_pairs(root: Path, ledger: Ledger) -> str:
         noise = 1.0
         unit = "standard deviations of a difference, known once an idea has two pairs"
     table = pd.DataFrame({"pairs": range(1, FLAGS.pairs + 1)})
-    table["time to train"] = [format_duration(pairs * seconds) for pairs in table.pairs]
+    table["time, at most"] = [format_duration(pairs * seconds) for pairs in table.pairs]
     for title, power in ("gain kept in 1 of 2", 0.5), ("gain kept in 4 of 5", 0.8):
         table[title] = -noise * findable(FLAGS.pairs, level, power)
     text = table.to_string(index=False, float_format="{:.4f}".format, na_rep="none")

@@ -104,8 +104,7 @@ def apply_loss(
     if unread:
         raise UserError(
             f"The batch has the arrays {sorted(unread)}, which the loss does not read",
-            "Remove them from the batch, or list them in `reads` of your own loss "
-            "(docs/architecture.md)",
+            "Remove them from the batch, or write a loss that reads them (docs/architecture.md)",
         )
     (objective, sums), variables = model.apply(
         {"params": params},

@@ -32,7 +32,7 @@ class LossTerm:
 
         `logits` are `[B, T, V]`, with the value -1e9 in columns that pad the vocabulary.
         `log_normaliser` `[B, T]` is the log of softmax's normaliser. All arrays may contain only a
-        part of the batch's positions. `step` is None in a validation, which computes terms only
-        if a user's own loss does. The sums to log are not multiplied by the term's weight.
+        part of the batch's positions. `step` is None in validation, which computes terms only
+        through a user's own loss. The sums to log are not multiplied by the term's weight.
         """
         raise NotImplementedError
