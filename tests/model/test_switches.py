@@ -49,10 +49,12 @@ each_switch_by_itself = pytest.mark.parametrize(
     "name", [*COMBINED, *(thorough(name) for name in SWITCHES)]
 )
 
-each_group = pytest.mark.parametrize(
-    "name",
-    ["gemma 2", *map(thorough, ["default", "llama", "mixtral", "modded", *groups()])],
-)
+
+def each_group(*usual):
+    """Parametrize a test by groups of switches. All but the `usual` ones are thorough."""
+    names = ["default", "llama", "gemma 2", "mixtral", "modded", *groups()]
+    cases = [name if name in usual else thorough(name) for name in names]
+    return pytest.mark.parametrize("name", cases)
 
 
 def test_every_option_of_the_model_and_the_loss_has_a_switch():
@@ -109,10 +111,7 @@ def steps_of(name, model, tokens):
     return jax.jit(step)(params_of(name))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gemma 2", *map(thorough, ["default", "llama", "mixtral", "modded", *groups()])],
-)
+@each_group("gemma 2", "mixtral")
 def test_kernels_give_the_loss_and_the_gradients_of_the_formulas(name):
     model = model_of(name)
     tokens = tokens_of(2)
@@ -153,7 +152,7 @@ def test_a_switch_is_off_by_default_and_changes_the_loss_or_the_weights(name):
     assert np.abs(changes).max() > 1e-3
 
 
-@each_group
+@each_group("gemma 2", "mixtral")
 def test_cached_logits_equal_uncached_ones(name):
     model = model_of(name)
     params = params_of(name)
@@ -201,10 +200,7 @@ LAYOUT = """
     memory.scan_layers=True train.accumulate_steps=2"""
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["mixtral", *map(thorough, ["default", "llama", "gemma 2", "modded", *groups()])],
-)
+@each_group("mixtral")
 def test_eight_devices_scan_remat_and_accumulation_train_as_one_device_does(name):
     losses, params = train(name, jax.devices()[:1])
     layouts = [LAYOUT]

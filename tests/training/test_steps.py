@@ -365,7 +365,7 @@ def test_a_batch_without_an_array_that_the_loss_reads_is_refused():
     "layout",
     [
         "parallel.data=2 parallel.fsdp=2 parallel.tensor=2",
-        thorough("parallel.backend=pmap"),
+        "parallel.backend=pmap",
         thorough("parallel.fsdp=8 parallel.fsdp_gather=layer"),
         thorough("parallel.data=8"),
     ],
