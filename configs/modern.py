@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
         value_residual=True,  # 0.13: later layers also use the first layer's values
     )
     config.optim.update(
-        # 0.15: compared with AdamW, at the embedding rate given below.
+        # 0.15: compared with AdamW, whose rate of the token embedding was ten times as high.
         name="muon",
         # 0.22: the rate of embeddings, norms and biases; without the change it is 4e-3.
         adam_learning_rate=4e-2,

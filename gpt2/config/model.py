@@ -44,8 +44,9 @@ class ModelConfig(default.Model):
         is_scaled = self.rope_factor > 1 and self.rope_context
         if self.rope_scaling != "none" and not is_scaled:
             raise UserError(
-                f"model.rope_scaling={self.rope_scaling} needs both a model.rope_factor "
-                "above 1 and a model.rope_context"
+                f"model.rope_scaling={self.rope_scaling} needs a model.rope_factor above 1 and a "
+                "model.rope_context",
+                "Set both options, or model.rope_scaling=none",
             )
         for name in ("hyper_connections", "num_experts"):
             # muP has no rule for the weights of hyper-connections, and Muon's updates of a router

@@ -19,7 +19,7 @@ import numpy as np
 import tiktoken
 
 from gpt2.data.byte_level import END_OF_TEXT, gpt2_like_ranks
-from gpt2.errors import UserError
+from gpt2.errors import UserError, warn
 from gpt2.utils import files
 from gpt2.utils.files import reading
 from gpt2.utils.stores import fetch_file
@@ -400,7 +400,14 @@ def build(
     if spec == "char":
         characters = set(itertools.chain.from_iterable(texts))
         return CharTokenizer("".join(sorted(characters)), has_eot=many_documents)
-    return train_bpe(tokens_by_name(spec), texts)
+    size = tokens_by_name(spec)
+    tokenizer = train_bpe(size, texts)
+    if tokenizer.vocab_size < size:
+        warn(
+            f"data.tokenizer={spec} has only {tokenizer.vocab_size:,} tokens, because the text is "
+            "too small for more. For a small text, use --config.data.tokenizer=byte"
+        )
+    return tokenizer
 
 
 def load(path: Path, end_of_text: str = "") -> Tokenizer:

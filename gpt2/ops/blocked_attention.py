@@ -172,6 +172,10 @@ def _forward(groups, sequences, *, blocks, options):
 def _backward(groups, sequences, *, blocks, options):
     """Return the gradients of g heads' queries `[g, H, T]`, and of keys and values `[g, T, H]`.
 
+    `groups` contains the heads' queries, keys, keys transposed `[g, H, T]`, values, outputs and
+    gradients of the outputs (`[g, T, H]` unless stated), and the log of softmax's normaliser
+    `[g, T, 1]`. `sequences` `[g]` is the sequence of each head, as an index of its masks.
+
     Scores and masks are transposed to `[keys, queries]`, and the gradient of the queries to
     `[H, T]`. Products then read their operands in memory order (docs/performance.md, XLA:CPU notes
     6 and 7).

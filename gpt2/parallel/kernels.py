@@ -2,9 +2,10 @@
 
 For attention, the table contains a kernel only if the kernel supports the device, the dtype, the
 head size, the context length and the terms of the scores. With `model.attention=auto`, a short
-context on a CPU also uses the reference implementation, which is as fast there. With dropout, the
-functions of the kernels call the reference implementation themselves. With JAX_DISABLE_JIT, the
-table contains only reference implementations.
+context on a CPU also uses the reference implementation, which is as fast there. If a call has
+dropout, or something else that the kernel does not support, the function that `get_attention`
+returns calls the reference implementation instead. With JAX_DISABLE_JIT, the table contains only
+reference implementations.
 """
 
 from collections.abc import Callable, Collection

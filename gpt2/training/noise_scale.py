@@ -43,10 +43,10 @@ def with_noise(
 ) -> dict[str, Array]:
     """Return `metrics` with `train/gradient_noise` and `train/gradient_signal`.
 
-    These replace the two metrics from which they are computed: the means, over micro-batches, of
-    the two sums that `with_squares` adds. `grad_norm` is the norm of the mean gradient of all
-    `count` tokens. `scale` is the loss scale: it still multiplies the gradients of the
-    micro-batches, but `grad_norm` has already been divided by it.
+    These replace the two metrics that `with_squares` adds: the squared norm of a micro-batch's mean
+    gradient, and 1 divided by the micro-batch's number of tokens. `grad_norm` is the norm of the
+    mean gradient of all `count` tokens. `scale` is the loss scale: it still multiplies the
+    gradients of the micro-batches, but `grad_norm` has already been divided by it.
     """
     metrics = dict(metrics)
     square = metrics.pop(f"train/{_SQUARE}") / scale**2

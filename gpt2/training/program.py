@@ -306,9 +306,10 @@ class Program:
     def compile_watch(
         self, state: TrainState, batch: Tree
     ) -> Callable[[int, TrainState, Tree], Metrics | None]:
-        """Compile the norm-logging step, and return a function `(step, state, batch) -> norms`.
+        """Compile `watch_step`, and return a function `(step, state, batch) -> norms`.
 
-        `norms` is None unless `step`, the step's number, is a multiple of `logging.watch_every`.
+        `norms` contains the norms of each parameter, gradient and update. It is None unless
+        `step`, the step's number, is a multiple of `logging.watch_every`.
         """
         every = self.config.logging.watch_every
         if not every:

@@ -16,8 +16,8 @@ from gpt2.utils.trees import Tree
 
 # Names of axes that stack tensors of equal shapes.
 STACKING = {"layers", "experts", "qkv"}
-# Names of axes that `param_info` ignores when it decides whether a parameter may be a matrix: a
-# parameter with at least two other axes may be.
+# Names of axes that `param_info` ignores. A parameter whose other axes have at least two different
+# names may be a matrix, so it must declare `inputs` or `decays`.
 SMALL = STACKING | {"mix", "head_size"}
 
 

@@ -59,17 +59,15 @@ def report(
     fixed number of slots for tokens, and its total includes slots to which no token was assigned.
     """
     auxiliary = jnp.float32(weight * total if weight else 0.0)
-    # The logged quantity must have no gradient. If a module reports a square root, its gradient at
-    # 0 would otherwise be 0 times infinity, which is NaN.
-    logged = jax.lax.stop_gradient((jnp.float32(total), jnp.float32(count)))
+    values = (jnp.float32(total), jnp.float32(count), auxiliary)
 
     def nothing() -> Tree:
-        return jax.tree.map(jnp.zeros_like, (*logged, auxiliary))
+        return jax.tree.map(jnp.zeros_like, values)
 
     def add(before: Tree, sums: Tree) -> Tree:  # a module may be called twice
         return jax.tree.map(jnp.add, before, sums)
 
-    module.sow(METRICS, name, (*logged, auxiliary), add, nothing)
+    module.sow(METRICS, name, values, add, nothing)
 
 
 def reported(collection: Tree) -> dict[str, tuple[Array, Array, Array]]:

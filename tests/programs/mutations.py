@@ -409,6 +409,12 @@ YaRN stretches a part of a head like the whole: model/attention.py, against_nump
 FLOPs count a table that is looked up: model/flops.py, switches -k 'flops and modded'
     - if "table" in box.info.axes:
     + if False:
+a grain iterator starts from its first batch: data/loading/user_batches.py, user_batches -k grain
+    - iterator.set_state(saved)
+    + pass
+the first lines hide a broken kernel: training/program.py, kernel_check
+    - if why := self.kernel_fault or why:
+    + if why:
 """
 
 

@@ -19,7 +19,8 @@ Numbers = float | Array
 LEVEL = 0.05
 POWER = 0.8  # the power of `Verdict.detectable` and of the futility rule
 _NUM_DRAWN = 20_000  # number of simulated sweeps
-_OUTLYING = 10  # an arm with more than 10 times the median variance is not pooled
+# `pool` excludes an arm with more than 10 times the median variance, unless it is the tested arm.
+_OUTLYING = 10
 
 # Nodes and weights of the trapezoidal rule, for expectations over a standard normal variable.
 _NORMAL = np.linspace(-8, 8, 129)

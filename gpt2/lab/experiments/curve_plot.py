@@ -23,6 +23,7 @@ GREY = "#6b7280"
 BASELINE = "#4b5563"
 COLORS = (BLUE, RED, GREEN, "#cc79a7", ORANGE, "#56b4e9", "#8c6d31")
 _LINES = ("-", "--", ":", "-.")  # the next style is used once all colors are used up
+MARKED = 12
 
 
 def plot_curves(
@@ -33,8 +34,8 @@ def plot_curves(
     """Plot the mean and the range of each arm's curves against tokens, FLOPs and seconds.
 
     `curves` maps each arm's name to its curves, one for each seed. The first arm is the baseline. A
-    curve with a single validation is a dot. A curve whose tokens are unknown (NaN) is a horizontal
-    line at its first score. `unit` is the unit of the scores.
+    curve of at most `MARKED` validations has a dot at each of them. A curve whose tokens are
+    unknown (NaN) is a horizontal line at its first score. `unit` is the unit of the scores.
     """
     height = 4.6 + 0.12 * len(curves)
     styles = [("-", BASELINE), *itertools.product(_LINES, COLORS)]
@@ -57,7 +58,8 @@ def plot_curves(
                 axes.plot(
                     x,
                     y.mean(0),
-                    marker="o" if number == 1 else "",
+                    marker="o" if number <= MARKED else "",
+                    markersize=4,
                     label=visible(name),
                     color=color,
                     linestyle=line,

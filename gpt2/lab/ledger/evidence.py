@@ -65,9 +65,10 @@ SCREEN_PAIRS = 4
 
 
 def level_at(number: int, kept: int) -> float:
-    """Return the level (allowed error rate) of the `number`-th idea, counted from 1.
+    """Return the level (allowed error rate) of the `number`-th idea tested at the ledger's size.
 
-    `kept` is the number of ideas that have been kept so far.
+    `number` counts from 1: it is the t of the module's docstring, not `Idea.number`. `kept` is the
+    number of ideas that have been accepted so far.
     """
     gamma = number**-_DECAY / scipy.special.zeta(_DECAY)
     return float(_FALSE_FRACTION * gamma * (kept + 1))

@@ -248,9 +248,10 @@ def _score(run: Run, dataset: Dataset) -> float:
     difference = abs(reported - measured.own_loss)
     if not difference <= TOLERANCES.get(run.config.precision.compute, 0.01):
         warn(
-            f"{run.label} reports a loss of {reported:.4f} on the start of its training split,"
-            f" but the referee measured {measured.own_loss:.4f} on the same text. The answer uses"
-            " only the referee's measurements. Possible causes: the model reads later tokens, or it"
-            " computes something else with a cache of keys and values, which the referee uses"
+            f"{run.label} reports a validation loss of {reported:.4f} on the start of its training"
+            f" split, but the referee measured {measured.own_loss:.4f} on the same text. The answer"
+            " uses only the referee's measurements. Possible causes: the model reads later tokens,"
+            " or computes other logits with a cache of keys and values, as the referee runs it,"
+            " than without the cache"
         )
     return measured.loss

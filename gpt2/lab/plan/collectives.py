@@ -193,7 +193,8 @@ def _first_group(line: str) -> tuple[int, ...]:
         size, *order = iota.groups()
         groups = _ordered_devices(*order).reshape(_integers(size))
         return tuple(groups[0].tolist())
-    # mesh['a'=2,'b'=4] {'b'} is the mesh, and the axes along which the devices of a group vary.
+    # In mesh['a'=2,'b'=4] {'b'}, the brackets contain the mesh's axes with their sizes, and the
+    # braces contain the axes along which the devices of a group vary.
     mesh = re.search(
         rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_ORDER}\))? \{{(.*?)\}}", line
     )

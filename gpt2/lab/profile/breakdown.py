@@ -126,8 +126,8 @@ def _runs(own: list[Operation], num_steps: int) -> list[tuple[float, float]]:
     `own` are the operations of the step, ordered by time. `num_steps` is the number of steps that
     the host dispatched.
     """
-    # A GPU's trace does not number the runs. In such a trace, the start of an operation that runs
-    # once in each step is taken as the start of a run.
+    # A GPU's trace does not number the executions. There, an execution is taken to start with an
+    # operation that runs once in each step.
     counts = Counter(operation.name for operation in own)
     once = min(counts, key=lambda name: (counts[name] != num_steps, counts[name]))
     spans: dict[int, tuple[float, float]] = {}
