@@ -21,6 +21,13 @@ Item = TypeVar("Item")
 
 DEFAULTS = FrozenConfigDict(default.get_config())
 
+_NOUNS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option(default.Properties):
@@ -47,7 +54,7 @@ class Option(default.Properties):
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind or not isinstance(value, Value):
-            raise UserError(f"{name}={value!r} is not of type {self.kind.__name__}")
+            raise UserError(f"{name}={value!r} is not {_NOUNS[self.kind]}")
         if not isinstance(value, str):
             if not self.holds(value):
                 raise UserError(f"{name}={value} is not in {self.interval}")
@@ -202,7 +209,7 @@ def read_option(name: str, text: str) -> Value:
     try:
         return flags.BooleanParser().parse(text) if kind is bool else kind(text)
     except ValueError:
-        raise UserError(f"{name}={text} is not of type {kind.__name__}") from None
+        raise UserError(f"{name}={text} is not {_NOUNS[kind]}") from None
 
 
 def read_factor(text: str) -> float:

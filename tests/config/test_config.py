@@ -148,7 +148,7 @@ def test_the_vocabulary_is_the_tokenizers_or_larger():
         ("{}", "does not contain the options of a run"),
         ('{"seed": 0', "cannot be read"),
         ('{"seed": 0, "model_type": "gpt2"}', "no option model_type"),
-        ('{"seed": 0, "model": {"bias": 1}}', r"model\.bias=1 is not of type bool"),
+        ('{"seed": 0, "model": {"bias": 1}}', r"model\.bias=1 is not True or False"),
     ],
     ids=range(4),
 )
