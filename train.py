@@ -78,12 +78,10 @@ def main() -> int:
     config = cli.parse_config()
     options = config.train
     args = flags.FLAGS
-    if args.debug:
-        jax.config.update("jax_disable_most_optimizations", True)
     exit_at_interrupt("to continue, repeat the command")
     distributed.initialize(args.coordinator, args.num_processes, args.process_index)
     location = args.workdir or f"runs/{cli.config_name()}"
-    folder.require_same_start(config, workdir=location, debug=args.debug)
+    folder.require_same_start(config, workdir=location)
     devices = find_devices(config)
     distributed.only_first(set_on_exit)(config.logging.on_exit)
     workdir, mirror = folder.open_workdir(location)
@@ -182,9 +180,11 @@ def train(run: Run, state: TrainState, start: int) -> int:
             while step < options.num_steps and not stops:
                 with clock.phase("data wait"):
                     batch = next(upcoming)
-                train_step, watch = steps[config.shapes.at(step + 1)]  # for this shape
+                train_step, watch_step = steps[config.shapes.at(step + 1)]
+                norms = None
                 with jax.profiler.StepTraceAnnotation(STEP, step_num=step + 1):
-                    norms = watch(step + 1, state, batch)
+                    if watch_step and (step + 1) % config.logging.watch_every == 0:
+                        norms = watch_step(state, batch)
                     state, metrics = train_step(state, batch)
                 step += 1
                 reporter.step(step, metrics, norms)

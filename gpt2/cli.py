@@ -120,7 +120,11 @@ def parse_flags(argv: list[str], *, lists_options: bool = False) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         raise _unknown_flag(error) from None
     except (flags.Error, TypeError, ValueError) as error:
-        raise UserError(str(error).replace("\n", " "), "See --help") from None
+        # absl names flags that are not set before the message of a validator, with the value None.
+        message = re.sub(
+            r"^flags (\w+=None(, |: ))+", "", str(error).replace("\n", " ")
+        )
+        raise UserError(message, "See --help") from None
 
 
 def _list_options() -> None:
@@ -238,7 +242,7 @@ def define_cluster() -> None:
 
 
 def define_run() -> None:
-    """Define the flags of train.py: `--config`, `--workdir`, `--debug`, and three others.
+    """Define the flags of train.py: `--config`, `--workdir`, and three others.
 
     `--coordinator`, `--num_processes` and `--process_index` are for runs of several processes.
     """
@@ -247,11 +251,6 @@ def define_run() -> None:
         "workdir",
         None,
         "Directory or URL of the run; runs/<config name> by default.",
-    )
-    flags.DEFINE_bool(
-        "debug",
-        False,
-        "Compile without most optimisations, for debugging: compiling is faster, steps are slower.",
     )
     flags.DEFINE_string(
         "coordinator",

@@ -31,8 +31,7 @@ class UserError(Exception):
         message = f"{self.what}. {self.remedy}".rstrip(". ")
         if not message.endswith("?"):
             message += "."
-        # File names and flags may contain control characters, which would garble the terminal.
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+        return printable(message)  # file names and flags may contain control characters
 
 
 class DivergedError(ArithmeticError):
@@ -168,6 +167,11 @@ def describe_exit(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT", 128 + signal.SIGINT
     return None
+
+
+def printable(text: str) -> str:
+    """Escape the control characters of a string. Otherwise a terminal would execute them."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -32,8 +32,8 @@ def main() -> None:
             )
     if flags.FLAGS.inspect:
         config = config.with_vocabulary(dataset.tokenizer.vocab_size)
-        batch = dataset.open(config).batch(1, slice(0, 3))
-        for number, tokens in enumerate(batch["tokens"], 1):
+        batch = dataset.open(config).batch(1, slice(0, config.data.batch_size))
+        for number, tokens in enumerate(batch["tokens"][:3], 1):
             print(f"\n===== row {number} of the first training step")
             print(dataset.tokenizer.decode(tokens))
 

@@ -74,6 +74,11 @@ def find_paths(pattern: str) -> list[Path]:
     # Several links may lead to one file. The file counts once, under its shortest name.
     by_target = dict[str, Path]()
     for name in sorted(names, key=len):
+        if not os.path.exists(name):
+            raise UserError(
+                f"{name} is a link to {os.path.realpath(name)}, which does not exist",
+                "Restore the file, or remove the link",
+            )
         if os.path.isfile(name):
             by_target.setdefault(os.path.realpath(name), Path(name))
     return sorted(by_target.values(), key=str)

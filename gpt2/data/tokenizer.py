@@ -341,9 +341,14 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     A name such as `gpt2` is returned unchanged. For the path of a tokenizer.json, the string
     contains a hash of the file, `end_of_text` (the option `data.end_of_text`), and the eos_token of
     the tokenizer_config.json next to the file. Raise a UserError if `spec` is neither a name nor
-    the path of a file that can be read.
+    the path of a file that can be read, or if `end_of_text` is given with a name.
     """
     if spec == "char" or tokens_by_name(spec) > 256:
+        if end_of_text:
+            raise UserError(
+                f"data.end_of_text={end_of_text} has no effect with data.tokenizer={spec}",
+                "Leave it out, or set data.tokenizer to the path of a tokenizer.json",
+            )
         return spec
     remedy = (
         "Use gpt2, byte, char, bpe:SIZE (257 or more) or the path of a tokenizer.json"
@@ -351,9 +356,7 @@ def check_spec(spec: str, end_of_text: str = "") -> str:
     with reading(f"data.tokenizer={spec}", remedy):
         path = fetch_file(spec)
         content = hashlib.sha256(path.read_bytes()).hexdigest()
-    # Earlier versions of this code encoded documents in parts, which led to other tokens. The
-    # prefix makes the string differ from the strings of these versions.
-    return f"whole documents {content} {end_of_text} {_configured_eos(path)}"
+    return f"{content} {end_of_text} {_configured_eos(path)}"
 
 
 def _configured_eos(path: Path) -> str:
@@ -427,7 +430,8 @@ def load(path: Path, end_of_text: str = "") -> Tokenizer:
             case {"kind": "char", "characters": characters, "has_eot": has_eot}:
                 return CharTokenizer(characters, has_eot)
             case {"model": {"vocab": _}} as tree:
-                end_of_text = end_of_text or tree.pop("end_of_text", "")
+                saved = tree.pop("end_of_text", "")
+                end_of_text = end_of_text or saved
                 # With these options off, the tokenizer returns all ids, deterministically.
                 tree |= {"truncation": None, "padding": None}
                 for option in tree["model"].keys() & {"dropout", "alpha", "nbest_size"}:

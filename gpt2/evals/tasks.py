@@ -79,7 +79,7 @@ def validation_data(
         folder = stores.fetch(hf or "", stores.HUGGING_FACE)
         data = DataConfig()
     path = folder / "data.json"
-    has_corpus = path.exists()
+    has_corpus = bool(workdir) and path.exists()
     if not corpus:
         if not has_corpus:
             raise UserError(

@@ -29,6 +29,7 @@ from absl import flags
 
 from gpt2 import cli
 from gpt2.config import Config, flatten
+from gpt2.config.options import OPTIONS
 from gpt2.data.datasets import read_mixture
 from gpt2.errors import UserError, warn
 from gpt2.lab.experiments.cells import print_table, spread
@@ -75,6 +76,11 @@ def main(*directories: str) -> None:
     `directories` are workdirs of runs and folders of sweeps. Also print how the options of the
     other runs differ from the options of the first run.
     """
+    if not directories:
+        raise UserError(
+            "No run is given",
+            "Name the workdirs of runs, for example runs/first runs/second",
+        )
     workdirs: dict[str, list[Path]] = {}
     for path in directories:
         workdirs |= _find_workdirs(path)
@@ -97,7 +103,14 @@ def main(*directories: str) -> None:
         all_curves = [read_curve(workdir, score, *amounts) for workdir in members]
         validated = [curve for curve in all_curves if len(curve.scores)]
         if validated:
-            curves[name] = validated
+            tokens = max(curve.tokens[-1] for curve in validated)
+            whole = [curve for curve in validated if curve.tokens[-1] == tokens]
+            if len(whole) < len(members):
+                warn(
+                    f"{name} consists of the {counted(len(whole), 'run')} that went furthest, of "
+                    f"{len(members)}: the others are not finished, or diverged"
+                )
+            curves[name] = whole
         else:
             print(f"{name} has no validation loss in {unit}, and is skipped")
     if not curves:
@@ -122,26 +135,43 @@ def main(*directories: str) -> None:
     with writing(output) as picture:
         plot_curves(picture, curves, unit)
     print_table(_make_table(curves, unit))
+    for name, origin in origins.items():
+        if name in curves and origin.flops is unknown:
+            warn(
+                f"{name} has options that this version of the code does not have, so the plot "
+                "cannot show its FLOPs"
+            )
     for name in others:
-        origin = origins[name]
-        if origin.text != usual.text:
-            warn(
-                f"{name} is validated on {origin.text}, but {first} is validated on {usual.text},"
-                " so their losses cannot be compared"
-            )
-        elif origin.tokenizer == usual.tokenizer and origin.crc32 != usual.crc32:
-            warn(
-                f"{name} and {first} are validated on different texts of equal length, so their"
-                " losses cannot be compared"
-            )
-        changed = []
-        for option in usual.options | origin.options:
-            value = origin.options.get(option)
-            before = usual.options.get(option)
-            if value != before:
-                changed.append(f"{option}={value} instead of {before}")
-        print(f"{name} differs from {first} in {', '.join(changed) or 'no option'}")
+        _print_differences(first, usual, name, origins[name])
     print(f"see {output}")
+
+
+def _print_differences(first: str, usual: Origin, name: str, origin: Origin) -> None:
+    """Print the options in which the run `name` differs from the run `first`.
+
+    Warn if the losses of the two runs cannot be compared, because they are of different texts.
+    """
+    if origin.text != usual.text:
+        warn(
+            f"{name} is validated on {origin.text}, but {first} is validated on {usual.text},"
+            " so their losses cannot be compared"
+        )
+    elif origin.tokenizer == usual.tokenizer and origin.crc32 != usual.crc32:
+        warn(
+            f"{name} and {first} are validated on different texts of equal length, so their"
+            " losses cannot be compared"
+        )
+    changed = []
+    for option in usual.options | origin.options:
+        # A run whose code does not have an option trains as with the option's default.
+        default: object = "no such option"
+        if option in OPTIONS:
+            default = OPTIONS[option].default
+        value = origin.options.get(option, default)
+        before = usual.options.get(option, default)
+        if value != before:
+            changed.append(f"{option}={value} instead of {before}")
+    print(f"{name} differs from {first} in {', '.join(changed) or 'no option'}")
 
 
 def _find_workdirs(path: str) -> dict[str, list[Path]]:

@@ -31,9 +31,9 @@ CPU_LOGITS_BYTES = 2**23  # CPUs are faster if a chunk fits in their caches
 # The smallest number of tokens in a chunk on CPUs. Chunks are not smaller, because every chunk adds
 # its gradient to the gradient of the whole table. This addition takes longer if the table does not
 # fit in a cache, so the chunks of a large table are larger.
-CPU_ROWS = 512
+CPU_TOKENS = 512
 LARGE_TABLE_BYTES = 2**25
-LARGE_TABLE_ROWS = 2048
+LARGE_TABLE_TOKENS = 2048
 
 
 def head_loss(
@@ -45,9 +45,9 @@ def head_loss(
     dtype: DTypeLike,
     logits_dtype: DTypeLike = jnp.float32,
     variants: Variants,
-    num_rows: int,
+    num_tokens: int,
 ) -> tuple[Array, Tree]:
-    """Return `logits_loss(logits, rows)`, with the logits of about `num_rows` tokens at a time.
+    """Return `logits_loss(logits, rows)`, with the logits of about `num_tokens` tokens at a time.
 
     The logits are the product of `hidden` `[B, T, D]` and the head's `table` `[V, D]`. The operands
     of the product have `dtype`, and the logits are rounded to `logits_dtype`. `rows` is the batch,
@@ -55,7 +55,7 @@ def head_loss(
     reference implementation.
     """
     B, T, _ = hidden.shape
-    chunk = _choose_chunk(T, max(1, num_rows // B))
+    chunk = _choose_chunk(T, max(1, num_tokens // B))
     logits = jax.ShapeDtypeStruct((B, chunk, len(table)), jnp.float32)
     example = jax.eval_shape(partial(jax.tree.map, lambda x: x[:, :chunk]), rows)
     # Learned parameters that the loss closes over become arguments, so that JAX computes their
@@ -68,7 +68,7 @@ def head_loss(
     return _loss(hidden.astype(dtype), table, rows, closed_over, zeros, head)
 
 
-def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
+def chunk_tokens(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int:
     """Return the number of tokens whose logits `head_loss` computes at a time.
 
     `table` is the shape `[V, D]` of the head's table. `is_scarce` says whether memory is scarce, as
@@ -76,7 +76,7 @@ def chunk_rows(platform: str, table: tuple[int, int], *, is_scarce: bool) -> int
     """
     V, D = table
     if platform == "cpu":
-        least = LARGE_TABLE_ROWS if 4 * V * D > LARGE_TABLE_BYTES else CPU_ROWS
+        least = LARGE_TABLE_TOKENS if 4 * V * D > LARGE_TABLE_BYTES else CPU_TOKENS
         return max(least, CPU_LOGITS_BYTES // (4 * V))
     return (SCARCE_LOGITS_BYTES if is_scarce else LOGITS_BYTES) // (4 * V)
 

@@ -98,8 +98,8 @@ def run_alone(program: Callable, *arguments: Any) -> Any:
         ) from error
 
 
-# The train step and the norm-logging step, for each shape of a batch.
-CompiledSteps = dict[Any, tuple[CompiledStep, Callable]]
+# The train step, and the norm-logging step or None, for each shape of a batch.
+CompiledSteps = dict[Any, tuple[CompiledStep, CompiledStep | None]]
 
 
 def compile_once(

@@ -24,7 +24,7 @@ from gpt2.ops.blocked_attention import blocked_attention
 from gpt2.ops.fsdp import look_up
 from gpt2.ops.fused_attention import cudnn_attention, splash_attention
 from gpt2.ops.head_loss import (
-    chunk_rows,
+    chunk_tokens,
     head_loss,
     look_up_padded,
     one_pass_log_sum_exp,
@@ -189,7 +189,7 @@ def make_ops(
     multiple = VOCAB_MULTIPLE if splits_axes or platform != "cpu" else 1
     padded_size = -(-cfg.vocab_size // multiple) * multiple
     table = (padded_size, cfg.embed_dim)
-    num_rows = chunk_rows(platform, table, is_scarce=gathers_by_layer)
+    num_tokens = chunk_tokens(platform, table, is_scarce=gathers_by_layer)
     look_up_tokens: LookUpFn = look_up if gathers_by_layer else plain.look_up
     if padded_size > cfg.vocab_size:
         look_up_tokens = partial(
@@ -208,7 +208,7 @@ def make_ops(
         look_up_tokens=look_up_tokens,
         add_rows=add_rows,
         pad_vocab=partial(pad_vocab, multiple=multiple, constrain=shard),
-        head_loss=partial(head_loss, variants=variants, num_rows=num_rows),
+        head_loss=partial(head_loss, variants=variants, num_tokens=num_tokens),
         log_sum_exp=one_pass_log_sum_exp
         if variants.one_pass_statistics
         else plain.log_sum_exp,

@@ -27,9 +27,8 @@ AXIS = "data"
 class PmapBackend:
     """The backend that replicates the state. `gpt2.parallel` documents its interface."""
 
-    gather_by = (
-        "step"  # not "layer": nothing is gathered, since devices store whole parameters
-    )
+    # Not "layer", because nothing is gathered: devices store whole parameters.
+    gather_by = "step"
 
     def __init__(self, devices: list[jax.Device]):
         self.mesh = Mesh(np.array(devices), (AXIS,))

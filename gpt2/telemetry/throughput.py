@@ -49,6 +49,9 @@ class StepClock:
         self.current = "setup and finish"
         self._since = since
         self._seconds = defaultdict[str, float](float)
+        self._begin: int | None = (
+            None  # the step after which this process continues the run
+        )
         self._last = 0  # the newest step
         # Steps and seconds since the last `read`.
         self._num_steps = 0
@@ -92,6 +95,8 @@ class StepClock:
 
     def count_step(self, step: int) -> None:
         """Record that the optimizer step `step` is complete."""
+        if self._begin is None:
+            self._begin = step - 1
         self._num_steps += 1
         self._last = step
 
@@ -132,7 +137,7 @@ class StepClock:
         return sum(self._seconds.values())
 
     def describe(self) -> str:
-        """Return log lines with the total time and the percentage of each phase.
+        """Return log lines with this process's total time and the percentage of each phase.
 
         The phase of the training steps is called `steps`. Phases of less than 0.5 % are left out.
         """
@@ -144,7 +149,8 @@ class StepClock:
             label = "steps" if name == "step" else name
             if fraction >= 0.005:
                 parts.append(f"{label} {fraction:.0%}")
-        line = f"time: {format_duration(total)}; {', '.join(parts)}"
+        title = f"time since step {self._begin}" if self._begin else "time"
+        line = f"{title}: {format_duration(total)}; {', '.join(parts)}"
         return textwrap.fill(line, 80, subsequent_indent="      ")
 
     def _switch(self, name: str) -> None:

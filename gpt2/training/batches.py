@@ -25,7 +25,6 @@ class Batches:
 
     def __init__(self, config: Config, dataset: Dataset, backend: Backend):
         self.dataset = dataset
-        self._arguments = (config, dataset, backend)
         self._source = dataset.open(config)
         self._put = backend.put_batch
         self._local_rows = functools.cache(backend.local_rows)
@@ -52,13 +51,6 @@ class Batches:
         """Return a description of the data that `num_steps` steps read."""
         return self._source.describe(num_steps)
 
-    def reopen(self) -> "Batches":
-        """Return a new `Batches` of the same data, to read the batches of earlier steps again.
-
-        The batches of a user's function can only be read forwards, so this object cannot go back.
-        """
-        return Batches(*self._arguments)
-
     def train(
         self, start: int, stop: int, position: Sequence[str] = ()
     ) -> Generator[Batch, None, None]:
@@ -67,7 +59,7 @@ class Batches:
         `position` is the list that the method `position` returned after step `start`. An empty list
         means that the batches depend only on the step.
         """
-        if position:
+        if any(position):
             if len(position) != jax.process_count():
                 raise UserError(
                     f"The checkpoint was saved by {len(position)} processes, each with its own "

@@ -85,7 +85,9 @@ class Diagnosis:
                 "the first tensor with NaN or Inf was not found, because the batches of a "
                 "function that saves no state cannot be read again"
             )
-        repeated = self.batches.reopen().train(start, error.step, position)
+        # A user's batches can only be read forwards, so `self.batches` cannot go back.
+        batches = Batches(program.config, self.batches.dataset, program.backend)
+        repeated = batches.train(start, error.step, position)
         # With a guard, `state` is still the state before the bad step.
         repeats_steps = state.guard is None
         if repeats_steps:

@@ -37,7 +37,6 @@ from gpt2.training.losses import LossFn, evaluation_loss, next_token_loss
 from gpt2.training.state import TrainState
 from gpt2.training.statistics import make_watch_step
 from gpt2.training.steps import (
-    Metrics,
     make_eval_step,
     make_train_step,
     make_update,
@@ -156,7 +155,7 @@ class Program:
 
     def init(self, key: Array) -> TrainState:
         """Return the state before the first step, as a pure function of a key."""
-        # Draw with the reference implementations, because fast kernels may need a mesh.
+        # With the reference implementations, as in `from_config`, so that JAX reuses the trace.
         return self._first_state(draw_params(self.model.clone(ops=Ops()), key))
 
     def _first_state(self, params: Tree) -> TrainState:
@@ -234,7 +233,7 @@ class Program:
     def describe(self, batches: Batches, steps: CompiledSteps, start: int) -> str:
         """Return the first lines that the run prints: facts about its options, data and devices."""
         num_steps = self.config.train.num_steps
-        compiled = [each for each, _ in steps.values()]
+        compiled = [step for pair in steps.values() for step in pair if step]
         first = self.config.shapes.at(start + 1).tokens
         last = self.config.shapes.last.tokens
         sizes = f"{first:,}" if first == last else f"{first:,} to {last:,}"
@@ -268,17 +267,19 @@ class Program:
     def compile_steps(
         self, state: TrainState, examples: Mapping[StepShape, Tree]
     ) -> CompiledSteps:
-        """Compile the train step and the norm-logging step for each shape.
+        """Compile the train step and, with `logging.watch_every`, the norm-logging step.
 
-        `examples` maps each shape to a batch. The result maps each shape to the two compiled steps.
+        `examples` maps each shape to a batch. The result maps each shape to the two compiled steps;
+        the second is None without `logging.watch_every`.
         """
         steps = CompiledSteps()
         for shape, batch in examples.items():
             program = self.at(shape)
-            steps[shape] = (
-                program.compile_train(state, batch),
-                program.compile_watch(state, batch),
-            )
+            train_step = program.compile_train(state, batch)
+            watch_step = None
+            if self.config.logging.watch_every:
+                watch_step = program.compile_watch(state, batch)
+            steps[shape] = train_step, watch_step
         return steps
 
     def compile_train(self, state: TrainState, batch: Tree) -> CompiledStep:
@@ -303,23 +304,9 @@ class Program:
         )
         return compile_once(step, state, batch, options=options)
 
-    def compile_watch(
-        self, state: TrainState, batch: Tree
-    ) -> Callable[[int, TrainState, Tree], Metrics | None]:
-        """Compile `watch_step`, and return a function `(step, state, batch) -> norms`.
-
-        `norms` contains the norms of each parameter, gradient and update. It is None unless
-        `step`, the step's number, is a multiple of `logging.watch_every`.
-        """
-        every = self.config.logging.watch_every
-        if not every:
-            return lambda step, state, batch: None
-        compiled = self.compile(
-            self.backend.compile_watch(self.watch_step), state, batch
-        )
-        return lambda step, state, batch: (
-            None if step % every else compiled(state, batch)
-        )
+    def compile_watch(self, state: TrainState, batch: Tree) -> CompiledStep:
+        """Compile the norm-logging step, `(state, batch) -> norms`."""
+        return self.compile(self.backend.compile_watch(self.watch_step), state, batch)
 
     def compile_eval(self, params: Tree, batch: Tree) -> CompiledStep:
         """Compile the validation step, `(params, batch) -> {name: (sum, count)}`."""

@@ -88,7 +88,7 @@ def describe_code() -> dict[str, str]:
 
     Together, these determine a run's results, apart from options, data and devices.
     """
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "grain")
     return {
         "gpt2": __version__,
         "code": hash_code(),

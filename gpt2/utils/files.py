@@ -109,10 +109,14 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock on the file `path`. Hold it during the body."""
+    """Wait until no other process holds the lock on the file `path`. Hold it during the body.
+
+    On a file system without locks, do not wait.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -121,7 +125,7 @@ def is_locked(path: Path) -> bool:
     if not path.exists():
         return False
     with open(path) as file:
-        return not _try_lock(file.fileno())
+        return not try_lock(file.fileno())
 
 
 def lock_for_good(path: Path) -> bool:
@@ -131,10 +135,14 @@ def lock_for_good(path: Path) -> bool:
     locks, return True.
     """
     # The file is never closed, because that would release the lock.
-    return _try_lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
+    return try_lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
 
 
-def _try_lock(file: int) -> bool:
+def try_lock(file: int) -> bool:
+    """Take the lock on an open file. Return False if another process holds it.
+
+    On a file system without locks, return True.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -27,9 +27,9 @@ def scan_layers(
 ) -> type[nn.Module]:
     """Return a module that applies `block(x, ...) -> (x, y)` `num_layers` times.
 
-    The x that a layer returns is the x of the next layer. The `y` that the module returns, and the
-    arguments named in `per_layer`, have a leading layer axis. All other arguments are the same for
-    every layer. Each iteration of the compiled loop applies `unroll` layers.
+    The x that a layer returns is the x of the next layer. The `y` that the module returns and the
+    second argument, the indices of the layers, have a leading layer axis. All other arguments are
+    the same for every layer. Each iteration of the compiled loop applies `unroll` layers.
     """
     return nn.scan(
         block,

@@ -108,7 +108,7 @@ def test_documents_of_huge_corpora_are_assigned_one_by_one(tmp_path, make, monke
     assert few == validation(150) & {_document(i) for i in range(100)}
 
 
-def test_file_formats_agree(tmp_path, make):
+def test_file_formats_agree(tmp_path, make, monkeypatch):
     documents = [_document(i) for i in range(60)]
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -127,7 +127,11 @@ def test_file_formats_agree(tmp_path, make):
         for part in (lines[:cut], lines[cut:]):
             members += pyarrow.compress(part, codec).to_pybytes()
         (tmp_path / f"d.jsonl.{ending}").write_bytes(members)
+    reads = f"def read():\n    yield from {documents!r}\n"
+    (tmp_path / "own_documents.py").write_text(reads)
+    monkeypatch.syspath_prepend(tmp_path)
     corpora = [
+        "python:own_documents:read",
         f"text:{texts}/**/*.txt",
         f"parquet:{tmp_path}/*.parquet",
         f"jsonl:{tmp_path}/d.jsonl",
@@ -146,6 +150,13 @@ def test_file_formats_agree(tmp_path, make):
     expected = encoding.encode(joined, allowed_special="all")
     for stream in streams:
         assert stream == expected
+
+
+def test_a_link_to_a_missing_file_is_an_error(tmp_path, make):
+    (tmp_path / "a.txt").write_text("some words")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"b\.txt is a link to .*gone, which does not"):
+        make(f"text:{tmp_path}/*.txt")
 
 
 @pytest.mark.parametrize(

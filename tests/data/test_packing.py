@@ -202,6 +202,13 @@ def test_mixtures_that_cannot_be_are_refused(two_texts, option, value, message):
         prepare_dataset(dataclasses.replace(data, **{option: value}))
 
 
+@pytest.mark.parametrize("packing", ["bos", "pad"])
+def test_a_single_text_cannot_be_packed_by_documents(tmp_path, packing):
+    text = stored(tmp_path / "text", np.arange(1, 9000))
+    with pytest.raises(UserError, match=f"packing={packing} needs several documents"):
+        open_batches(single(text), batch_size=B, context_length=T, packing=packing)
+
+
 @pytest.fixture(scope="module")
 def model():
     """Short documents, a model and its parameters."""

@@ -9,13 +9,13 @@ import pytest
 
 from gpt2.config import DataConfig
 from gpt2.data import prepare_dataset, tokens
-from gpt2.data.preparing import text_corpus
+from gpt2.data.preparing import prepared_folder, text_corpus
 from gpt2.errors import UserError
 from tests.forks import run_command
 from tests.helpers import DAMAGES, write_rows, write_words
 
 BOOK = """
-import os, signal
+import itertools, os, signal
 from pathlib import Path
 from gpt2.data.preparing import documents, text_corpus
 
@@ -24,10 +24,13 @@ text_corpus.AHEAD = 0
 documents.PART_CHARACTERS = 500
 os.cpu_count = lambda: 2
 
+readings = itertools.count()  # two measure the documents, the third encodes them
+
 def pages():
     edition = Path("edition").read_text()
+    is_encoding = next(readings) == 2
     for number in range(400):
-        if Path(f"kill-{number}").exists():
+        if is_encoding and Path(f"kill-{number}").exists():
             Path(f"kill-{number}").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         number %= 300
@@ -178,6 +181,15 @@ def test_a_full_disk_is_told_and_room_lets_it_go_on(
     assert next(calls) < 2000 + 2200  # of 4000 documents
     prepare_into("whole")
     assert content_of(tmp_path / "full") == content_of(tmp_path / "whole")
+
+
+def test_what_a_reader_cannot_read_is_no_full_disk(tmp_path):
+    missing = FileNotFoundError(errno.ENOENT, "No such file", "mails/gone.eml")
+    lost = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+    forbidden = PermissionError(errno.EACCES, "Denied", str(tmp_path / "part.bin"))
+    errors = [missing, lost, forbidden]
+    told = [prepared_folder._prevents_writing(error, tmp_path) for error in errors]
+    assert told == [False, False, True]
 
 
 def test_statistics_are_counts_of_what_is_stored(tmp_path, monkeypatch):

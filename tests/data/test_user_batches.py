@@ -56,9 +56,9 @@ def batch_of(**arrays):
     return {"tokens": ROWS, "targets": ROWS} | arrays
 
 
-def validation_of(source, rows=ALL):
+def validation_of(source, rows=ALL, num_batches=0):
     """Returns the micro-batches of a validation."""
-    validation, targets_per_byte = source.validation(rows)
+    validation, targets_per_byte = source.validation(rows, num_batches)
     assert targets_per_byte is None
     _, batches = validation[""]
     return batches
@@ -167,6 +167,9 @@ def test_short_last_batches_are_filled_with_nothing_to_predict():
     targets = [batch["targets"] for batch in validation_of(source, HALF)]
     wanted = np.concatenate([ROWS, filled])
     np.testing.assert_array_equal(np.concatenate(targets), wanted)
+    # The first batch as a whole, because a micro-batch may have no targets.
+    first = [batch["targets"] for batch in validation_of(source, HALF, num_batches=1)]
+    np.testing.assert_array_equal(np.concatenate(first), ROWS)
 
 
 def test_a_function_that_gives_no_batches_is_refused():
@@ -183,6 +186,7 @@ def test_a_function_that_gives_no_batches_is_refused():
         ("data", "packing", "pad"),
         ("data", "document_mask", True),
         ("data", "shuffle_documents", True),
+        ("data", "unique", True),
         ("train", "context_schedule", "0=16"),
     ],
 )

@@ -332,7 +332,7 @@ def test_a_plan_for_chips_that_are_not_here(tmp_path, chips, has_compiler):
     flags = [f"--chips={chips}", f"--text={text}", *TINY, *options.split()]
     code, stdout, stderr = run(None, *flags, imports=bool(has_compiler), script=PLAN)
     if not has_compiler:
-        assert code == 2 and "run `pip install" in stderr
+        assert code == 2 and "Run `pip install" in stderr
         pytest.skip("needs the compiler")
     assert code == 0, stderr
     assert re.search(r"devices +8 \((TPU v5 lite|NVIDIA H100 80GB HBM3)\)", stdout)

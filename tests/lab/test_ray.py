@@ -78,11 +78,15 @@ def connected(nodes, monkeypatch):
 
 
 BOOK = """
+import itertools
+
 kill = print
+readings = itertools.count()  # two measure the documents, the third encodes them
 
 def pages():
+    is_encoding = next(readings) == 2
     for number in range(200):
-        if number == 100:
+        if number == 100 and is_encoding:
             kill()
         yield f"{number}: " + "the quick brown fox " * (number % 90)
 """

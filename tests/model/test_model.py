@@ -83,7 +83,7 @@ def test_logits_of_a_large_batch_are_computed_a_chunk_at_a_time_and_change_nothi
         return run(params)
 
     whole = step("f32[2,16,300]")
-    monkeypatch.setattr(head_loss_module, "CPU_ROWS", 10)
+    monkeypatch.setattr(head_loss_module, "CPU_TOKENS", 10)
     monkeypatch.setattr(head_loss_module, "CPU_LOGITS_BYTES", 0)
     chunked = step("f32[2,4,300]")
     chex.assert_trees_all_close(chunked, whole, atol=1e-6)

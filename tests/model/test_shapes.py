@@ -110,7 +110,7 @@ def score(hidden, table):
 
     rows = {"targets": jnp.zeros((2, 8), jnp.int32)}
     return head_loss(
-        loss, hidden, table, rows, dtype="float32", variants=CPU, num_rows=512
+        loss, hidden, table, rows, dtype="float32", variants=CPU, num_tokens=512
     )
 
 

@@ -65,7 +65,6 @@ def refusal(pair):
         thorough("--config.seed=3", "seed=3, not 0"),
         # The devices of process 1 would form another mesh.
         thorough("--config.parallel.tensor=2", "parallel.tensor=2, not 1"),
-        thorough("--debug", "debug=True, not False"),
         thorough("--num_processes=3", "--num_processes=3, not 2"),
         thorough("--workdir=elsewhere", "workdir=elsewhere, not {workdir}"),
     ],

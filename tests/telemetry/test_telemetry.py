@@ -480,8 +480,8 @@ def test_step_clock_charges_each_second_once_and_validation_to_no_step():
         assert clock.read() == {}
     # 20, 10, 3, 3, 2 and 1 seconds.
     assert clock.describe() == (
-        "time: 0:00:39; setup and finish 51%, validation 26%, compile 8%, steps 8%,\n"
-        "      checkpoint 5%, data wait 3%"
+        "time since step 7: 0:00:39; setup and finish 51%, validation 26%, compile 8%,\n"
+        "      steps 8%, checkpoint 5%, data wait 3%"
     )
 
 

@@ -273,7 +273,7 @@ def test_damage_to_any_file_is_noticed_and_the_checkpoint_before_it_is_taken(
         run_files.find_start(tmp_path)
 
 
-def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path, monkeypatch):
+def test_damaged_scores_of_an_older_checkpoint_do_not_count(tmp_path):
     run_path = tmp_path / "run"
     data = SimpleNamespace(describe=dict, tokenizer=build("byte"))
     save_checkpoints(run_path, 2, 4)

@@ -20,7 +20,7 @@ def initial(program):
 
 
 def watch(program, state, batch):
-    norms = program.compile_watch(state, batch)(1, state, batch)
+    norms = program.compile_watch(state, batch)(state, batch)
     return jax.device_get(norms)
 
 

@@ -272,7 +272,7 @@ def test_an_outage_is_told_and_does_not_end_the_run(store, monkeypatch):
     assert not [*folder.parent.glob(".*.sending")]  # as a killed process leaves it
 
 
-def test_a_later_start_elsewhere_stops_the_earlier_run(store, monkeypatch):
+def test_a_later_start_elsewhere_stops_the_earlier_run(store):
     _, become = store
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())

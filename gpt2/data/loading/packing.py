@@ -43,8 +43,6 @@ def concat(
     """
     if shuffles_documents:
         stream, starts = find_documents(tokens, "data.shuffle_documents=True")
-        if len(starts) == 1:
-            raise single_text("data.shuffle_documents=True")
     else:
         stream = tokens.stream("train")
     # One window is left out, so that there is room for the offset.
@@ -206,8 +204,8 @@ def find_documents(
 ) -> tuple[TokenStream, np.ndarray]:
     """Return the training tokens, and the indices at which documents start, in ascending order.
 
-    The indices are int64 `[num_documents]`: 0, and the index of each end-of-text token. If the
-    tokenizer has no end-of-text token, raise a UserError that names `option`.
+    The indices are int64 `[num_documents]`: 0, and the index of each end-of-text token. If there is
+    only one document, or no end-of-text token, raise a UserError that names `option`.
     """
     stream = tokens.stream("train")
     eot = document_start(tokens, option)
@@ -216,7 +214,10 @@ def find_documents(
         indices.append(start + np.flatnonzero(chunk == eot))
     starts = np.concatenate(indices)
     # If the stream begins with an end-of-text token, index 0 occurs twice.
-    return stream, starts[np.count_nonzero(starts == 0) - 1 :]
+    starts = starts[np.count_nonzero(starts == 0) - 1 :]
+    if len(starts) == 1:
+        raise single_text(option)
+    return stream, starts
 
 
 def hashed(seed: int | tuple[int, int]) -> int:
@@ -237,9 +238,8 @@ def shuffled(number: int, seed: int) -> Callable[[int], int]:
     first = hashed(seed)
 
     def order(index: int) -> int:
-        from grain.experimental import (
-            index_shuffle,
-        )  # the import takes most of a second
+        # The import takes most of a second.
+        from grain.experimental import index_shuffle
 
         epoch, within = divmod(index, number)
         seed = (first + epoch) % 2**32

@@ -89,7 +89,7 @@ class TokenBatches(Source):
             pack = PACKINGS[config.data.packing]
             shuffles = config.data.shuffle_documents
             rows = pack(part, self._context_length, seed, shuffles)
-            largest = self._shapes.largest.tokens // self._context_length
+            largest = Fraction(self._shapes.largest.tokens, self._context_length)
             needed = math.ceil(largest * weight)
             if rows.num_rows < needed:
                 num_tokens = part.splits["train"].num_tokens

@@ -80,6 +80,7 @@ class UserDataset(Dataset):
             "data.document_mask": config.data.document_mask,
             "data.packing": config.data.packing != "concat",
             "data.shuffle_documents": config.data.shuffle_documents,
+            "data.unique": config.data.unique,
         }
         given = [name for name, is_given in options.items() if is_given]
         if given:
@@ -161,15 +162,17 @@ class UserBatches(Source):
 
         See `Source.validation`. The corpus has an empty name, and `targets_per_byte` is None.
         """
-        num_rows = rows.stop - rows.start
-        options = self._train_options
-        limit = num_batches or options.eval_batches * options.accumulate_steps
-        batches = itertools.islice(self._micro_batches(num_rows), limit or None)
-        return {"": (1.0, batches)}, None
+        limit = num_batches or self._train_options.eval_batches
+        batches = itertools.islice(self._read("validation"), limit or None)
+        return {"": (1.0, self._cut(batches, rows.stop - rows.start))}, None
 
-    def _micro_batches(self, num_rows: int) -> Iterator[Batch]:
+    def _cut(self, batches: Iterable[UserBatch], num_rows: int) -> Iterator[Batch]:
+        """Yield the micro-batches of each batch, of `num_rows` rows each.
+
+        A micro-batch may have no target, but each batch of the user has at least one.
+        """
         total = num_rows * self._train_options.accumulate_steps
-        for batch in self._read("validation"):
+        for batch in batches:
             arrays = self._convert(batch, total, may_be_short=True)
             for start in range(0, total, num_rows):
                 part = slice(start, start + num_rows)

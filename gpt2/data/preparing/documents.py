@@ -54,11 +54,11 @@ class Documents:
 
     Each call of `read` starts a new iteration over all documents. If there are several documents, a
     hash of the content determines the split of a document, so that equal documents are in the same
-    split. With `weighs`, the sizes of the documents also matter; see `_choose_by_size`. If there is
-    only one document, its last `val_fraction` of characters is for validation.
+    split. In a corpus of at most WEIGHED documents, their sizes also matter; see `_choose_by_size`.
+    If there is only one document, its last `val_fraction` of characters is for validation.
     """
 
-    def __init__(self, read: ReadDocuments, data: DataConfig, *, weighs: bool):
+    def __init__(self, read: ReadDocuments, data: DataConfig):
         self._read_documents = read
         self._data = data
         # The number of all documents, and the number of documents without text, in the newest
@@ -74,7 +74,7 @@ class Documents:
         self._first = first[0].document
         # `Measured.position` of each document for validation, if sizes determine the split.
         self._validation = set[float]()
-        if self.many and weighs:
+        if self.many:
             self._validation = _choose_by_size(self._read(), data.val_fraction)
 
     def training_texts(self) -> Iterator[str]:

@@ -5,6 +5,7 @@ writes the folder under a temporary name, and renames it when it is complete.
 """
 
 import dataclasses
+import errno
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from gpt2.data.tokens import PreparedTokens, Split, map_shard
 from gpt2.errors import UserError, log, warn
 from gpt2.utils import files, stores
 
-FORMAT = 8  # version of the folder's format; if it changes, corpora are prepared again
+FORMAT = 9  # version of the folder's format; if it changes, corpora are prepared again
 FACTS = "prepared.json"  # written last; marks the folder as complete
 TOKENIZER = "tokenizer.json"
 # The file that records the progress of a preparation. If the preparation is interrupted, the next
@@ -58,6 +59,8 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
                 if tokens is None:
                     tokens = _write(data, source, write, directory)
         except OSError as error:
+            if not _prevents_writing(error, directory.parent):
+                raise
             raise UserError(
                 f"The prepared corpus cannot be written in {directory.parent} ({error})",
                 "Free some disk space, and repeat the command to continue, or choose another "
@@ -72,6 +75,13 @@ def prepare_tokens(data: DataConfig, source: SourceFiles, write: Write) -> Token
             " per byte are not computed"
         )
     return TokenDataset.single(tokens)
+
+
+def _prevents_writing(error: OSError, folder: Path) -> bool:
+    """Return whether an error concerns files in `folder` or a full disk, not a file of the user."""
+    if error.filename:
+        return Path(os.fsdecode(error.filename)).is_relative_to(folder)
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def prepared_revisions(data: DataConfig, source: SourceFiles) -> list[str]:

@@ -62,7 +62,7 @@ class TextCorpus(Corpus):
         If an earlier attempt was interrupted, continue it. The content of the folder is the same as
         without an interruption.
         """
-        documents = Documents(self.documents, data, weighs=self.num_bytes > 0)
+        documents = Documents(self.documents, data)
         progress, tokenizer, parts = _resume(directory, documents, data)
         if documents.many and tokenizer.eot is None:
             raise UserError(

@@ -29,26 +29,15 @@ READERS: dict[str, Callable[[str], Corpus]] = {
 
 def open_corpus(spec: str) -> Corpus:
     """Return the corpus for `spec`, a value of `data.corpus`. No text is encoded yet."""
-    usage = find_usage(spec)
-    if not usage:
-        raise UserError(
-            f"data.corpus={spec!r} is not a corpus",
-            f"Use one of these forms: {', '.join(READERS)}",
-        )
-    return READERS[usage](spec.partition(":")[2])
-
-
-def find_usage(spec: str) -> str:
-    """Return the key in `READERS`, such as `text:GLOB`, that fits `spec`.
-
-    `spec` is a value of `data.corpus`. If no key fits, return an empty string.
-    """
     prefix, _, argument = spec.partition(":")
-    for usage in READERS:
+    for usage, read in READERS.items():
         name, _, needed = usage.partition(":")
         if name == prefix and bool(needed) == bool(argument):
-            return usage
-    return ""
+            return read(argument)
+    raise UserError(
+        f"data.corpus={spec!r} is not a corpus",
+        f"Use one of these forms: {', '.join(READERS)}",
+    )
 
 
 def reads_files(spec: str) -> bool:
@@ -56,4 +45,4 @@ def reads_files(spec: str) -> bool:
 
     Such files may be moved, so that two paths can lead to the same text.
     """
-    return ":GLOB" in find_usage(spec)
+    return spec.startswith(("text:", "jsonl:", "parquet:", "tokens:"))

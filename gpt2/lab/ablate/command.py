@@ -1,5 +1,6 @@
 """Functions that sweeps and ladders share, including the definition of their flags."""
 
+import functools
 import os
 import shlex
 import sys
@@ -19,6 +20,7 @@ from gpt2.lab.ablate.sweep_report import print_tuning_notes
 from gpt2.lab.experiments.arms import Arm, differences, draw_trials, read_tuned
 from gpt2.lab.experiments.checkouts import check_out
 from gpt2.lab.experiments.jobs import Slot, make_slots, train_all
+from gpt2.lab.experiments.results import check_comparable
 from gpt2.lab.experiments.run_folder import ENDED, find_root
 from gpt2.lab.experiments.step_time import Times, equalize, forecast
 from gpt2.lab.experiments.terms import BITS_PER_BYTE, TERMS, choose_score, flops
@@ -129,6 +131,7 @@ def main(
         print(textwrap.fill(f"the baseline has {values}", 80), flush=True)
     while True:
         for number, sweep in enumerate(sweeps, start=1):
+            _check_sizes(sweeps, to_come=True)
             runs = [*sweep.pending_tuning_runs(), *sweep.runs()]
             size = f"size {number} of {len(sweeps)}: " if len(sweeps) > 1 else ""
             print(f"{size}{counted(len(runs), 'run')}, in {sweep.root}", flush=True)
@@ -164,11 +167,10 @@ def conclude(root: Path, sweeps: Sequence[Sweep], report: Report) -> int:
     with locked(root / ".sweep.lock"):
         # Another command may have added arms or seeds while this command trained.
         newest = [continued(sweep).with_choices() for sweep in sweeps]
-        for sweep in newest:
-            sweep.check_runs()
+        _check_sizes(newest)
         report(root, newest)
     print_tuning_notes(newest)
-    print(f"\nsee report.html, report.md and the tables in {root}")
+    print(f"\nsee report.html or report.md, with their tables and pictures, in {root}")
     states = [run.outcome().state for sweep in sweeps for run in sweep.all_runs()]
     number = states.count("failed") + states.count("waiting")
     if number:
@@ -176,6 +178,12 @@ def conclude(root: Path, sweeps: Sequence[Sweep], report: Report) -> int:
             f"failed or not ended: {counted(number, 'run')}; to train them, repeat the command"
         )
     return int(number > 0)
+
+
+def _check_sizes(sweeps: Sequence[Sweep], *, to_come: bool = False) -> None:
+    """Raise a UserError if runs of any sizes cannot be compared; see `check_comparable`."""
+    runs = [run for sweep in sweeps for run in sweep.all_runs()]
+    check_comparable(runs, sweeps[0].score, to_come=to_come)
 
 
 def make_sweep(
@@ -240,8 +248,13 @@ def _read_analyses(seeds: Sequence[str]) -> list[int]:
             "Use for example --seeds=3, or --seeds=3,5,8",
         )
     if analyses[-1] == 2:
-        warn("with only two seeds, intervals are very wide; --seeds=3 is much better")
+        _warn_of_two_seeds()
     return analyses
+
+
+@functools.cache  # one warning for all sizes of a ladder
+def _warn_of_two_seeds() -> None:
+    warn("with only two seeds, intervals are very wide; --seeds=3 is much better")
 
 
 def describe_runs(sweeps: Sequence[Sweep], slots: Sequence[Slot]) -> str:

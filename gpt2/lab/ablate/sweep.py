@@ -216,7 +216,7 @@ def continued(sweep: Sweep) -> Sweep:
     raised_from = before.raised_from
     if sweep.analyses > before.analyses and not raised_from:
         states = {run.outcome().state for run in before.runs()}
-        if states != {"waiting"}:
+        if states - {"waiting"}:
             raised_from = before.analyses[-1]
     # Another command may have added seeds since this sweep was read.
     seeds = dict(before.seeds)

@@ -1,5 +1,6 @@
 """The report of a sweep: report.md, report.html, verdicts.json, results.csv and plots."""
 
+import dataclasses
 import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from gpt2.lab.ablate import sweep_tables
 from gpt2.lab.ablate.difference_plot import plot_differences
 from gpt2.lab.ablate.judge import arm_scores, compared, judge_sweep
 from gpt2.lab.ablate.sweep import Sweep
-from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, Verdict, compare
+from gpt2.lab.ablate.verdicts import CLEAR, ArmScores, Verdict
 from gpt2.lab.experiments.arms import differences
 from gpt2.lab.experiments.cells import print_table
 from gpt2.lab.experiments.curve_plot import plot_curves
@@ -35,9 +36,7 @@ def write_report(sweep: Sweep) -> tuple[pd.DataFrame, str]:
     table = sweep_tables.verdict_table(samples, verdicts)
     by_pairs = {}
     if not sweep.paired:
-        arms = {name: samples[name] for name in verdicts}
-        baseline = samples[sweep.arms[0].name]
-        by_pairs = compare(baseline, arms, paired=True)
+        by_pairs = judge_sweep(dataclasses.replace(sweep, paired=True), results)
     note = _pairs_note(verdicts, by_pairs)
     rows = results.drop(columns=["run", "curve", "score"])
     rows["folder"] = [folder.relative_to(root) for folder in results.folder]

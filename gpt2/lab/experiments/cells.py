@@ -47,11 +47,6 @@ def interval(low: float, high: float, form: str) -> str:
     return ""
 
 
-def printable(text: str) -> str:
-    """Escape the control characters of a string. Otherwise a terminal would execute them."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 _WHOLE = ("difference", "interval")  # columns whose cells are not wrapped
 
 

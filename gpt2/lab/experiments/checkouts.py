@@ -57,6 +57,10 @@ def contains(commit: str, other: str) -> bool:
     The history of commits does not show this, because no branch contains the commits that
     `snapshot` makes, and because a later commit may undo a change.
     """
+    if (
+        commit == other
+    ):  # also with versions of git before 2.38, which cannot merge trees
+        return True
     merged = _git("merge-tree", "--write-tree", commit, other)
     return merged == _git("rev-parse", f"{commit}^{{tree}}")
 
@@ -128,7 +132,7 @@ def _git(*arguments: str, folder: Path | None = None) -> str:
     checkout = str(folder or _checkout())
     command = ["git", "--no-optional-locks", "-C", checkout, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:  # git is not installed
         return ""
     # git refuses to read a checkout that belongs to another user, as may happen in a container.

@@ -66,6 +66,7 @@ def plot_curves(
                 )
                 axes.fill_between(x, y.min(0), y.max(0), color=color, alpha=0.18)
             axes.set_xlabel(title)
+            axes.set_xlim(left=0)
         # The high losses of the first steps would leave little space for the other losses.
         shown = list[float]()
         for curve in itertools.chain(*curves.values()):

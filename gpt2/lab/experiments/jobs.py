@@ -1,7 +1,5 @@
 """Train several runs at a time, each as a process of train.py."""
 
-import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -25,7 +23,7 @@ from gpt2.lab.experiments.ray_runs import (
 )
 from gpt2.lab.experiments.run_folder import ENDED, Outcome, Run
 from gpt2.utils.code import hash_code
-from gpt2.utils.files import is_locked, write_json
+from gpt2.utils.files import is_locked, try_lock, write_json
 from gpt2.utils.ray_cluster import is_connected
 from gpt2.utils.text import format_duration
 
@@ -163,8 +161,7 @@ def _take(run: Run) -> TextIO | None:
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     lock = open(run.folder / ".lock", "w")  # noqa: SIM115  _Training.end closes it
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if try_lock(lock.fileno()):
         # If a sweep was killed, one of its runs may still be saving its state.
         still_saves = is_locked(run.workdir / ".lock")
         if not still_saves and not _has_ended(run):

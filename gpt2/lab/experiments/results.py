@@ -1,5 +1,6 @@
 """The results of runs: final scores, metrics and validation curves."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -133,7 +134,9 @@ def check_comparable(runs: Sequence[Run], score: str, *, to_come: bool = False) 
         if not path.exists():
             continue
         data = path.read_bytes()
-        text, first = texts.setdefault(run.config.data, (data, run))
+        # The sizes of a ladder read the same text in batches of different sizes.
+        options = dataclasses.replace(run.config.data, batch_size=1)
+        text, first = texts.setdefault(options, (data, run))
         if text != data:
             raise UserError(
                 f"The run in {run.folder} was trained on a different text from the run in"

@@ -28,8 +28,8 @@ _STEPS = 40
 def make_measuring_run(root: Path, arm: Arm) -> Run:
     """Return the short run that measures the time of an arm's step.
 
-    The name of the run's folder contains a hash of everything that affects the run's speed, so that
-    a change of any of this leads to a new measurement.
+    The run has the arm's largest shape in every step. The name of the run's folder is a hash of its
+    options and code, so that a change of these leads to a new measurement.
     """
     options = {
         "train.num_steps": _STEPS,
@@ -43,11 +43,12 @@ def make_measuring_run(root: Path, arm: Arm) -> Run:
         "optim.decay_fraction": DEFAULTS.optim.decay_fraction,
         "optim.warmup_steps": _STEPS,
     }
-    config = with_options(arm.config, options)
+    config = with_options(arm.config.at(arm.config.shapes.largest), options)
     source = arm.source(root)
     facts = [config.to_dict(), arm.extra, hash_code(source)]
     crc = zlib.crc32(json.dumps(facts).encode())
-    folder = root / "measure" / f"{arm.name}-{crc:08x}"
+    # Not the arm's name: a repeated idea of a ledger gets another number, but is the same idea.
+    folder = root / "measure" / f"{crc:08x}"
     return Run(arm.name, config, folder, source=source, extra=arm.extra)
 
 

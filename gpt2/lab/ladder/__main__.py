@@ -82,8 +82,15 @@ def _make_sweeps(root: Path, slots: Sequence[Slot]) -> list[Sweep]:
     if len(arms) == 1:
         raise UserError(
             "--vary is missing or contains only values of the baseline, so nothing is compared",
-            "Give --vary=OPTION=VALUE,...",
+            "Give for example --vary=optim.name=muon",
         )
+    for arm in arms:
+        if arm.commit and FLAGS.equal != "seconds":
+            raise UserError(
+                f"The FLOPs of {arm.name} are unknown, because this arm runs another version of the"
+                " code",
+                "Use --equal=seconds",
+            )
     eval_batches = arms[0].config.train.eval_batches
     if eval_batches:
         raise UserError(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from gpt2.errors import UserError
 from gpt2.lab.ablate.judge import analysis_level, compared
 from gpt2.lab.ablate.sweep import Sweep
 from gpt2.lab.experiments.arms import Arm
@@ -65,13 +64,6 @@ def _analyse(
                 return Course(Decision.OPEN)
             compute = runs[sweep.amount].to_numpy()
             at_sizes.append(Losses(compute, runs.score.to_numpy()))
-            # If an arm runs another version of the code, its FLOPs are NaN.
-            if not (compute > 0).all():
-                raise UserError(
-                    f"The FLOPs of {arm.name} are unknown, because this arm runs another version of"
-                    " the code",
-                    "Use --equal=seconds",
-                )
         losses.append(at_sizes)
     baseline, others = losses
     num_arms = len(sweeps[0].arms) - 1

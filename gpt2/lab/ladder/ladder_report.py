@@ -62,8 +62,9 @@ def print_courses(table: pd.DataFrame) -> None:
             print_table(pd.DataFrame(cells, columns=["", "multiplier (interval)"]))
     print(
         "\nmultiplier: the baseline's compute for the arm's loss / the arm's compute\n"
-        "per decade: the factor by which it changes for ten times the compute; the\n"
-        "verdict is about this factor\n"
+        "per decade: the factor by which it changes for ten times the compute; an arm\n"
+        f"grows if its interval lies above {STAYS:g}, fades if below 1 / {STAYS:g}, and is\n"
+        "constant if between them\n"
         f"at {FARTHEST:g} times: a forecast at {FARTHEST:g} times the largest compute"
     )
 

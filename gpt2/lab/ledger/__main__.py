@@ -32,7 +32,7 @@ from absl import flags
 from gpt2 import cli
 from gpt2.config import Config
 from gpt2.data import prepare_dataset
-from gpt2.errors import UserError
+from gpt2.errors import UserError, printable
 from gpt2.lab.experiments import cells
 from gpt2.lab.experiments.arms import Arm, differences, refuse_differences
 from gpt2.lab.experiments.checkouts import (
@@ -215,18 +215,12 @@ def _refuse_changes(root: Path, ledger: Ledger, config: Config) -> None:
 def _read_depths(config: Config) -> list[int]:
     """Return the depths in `--screen`, the smallest first. Check that the config allows them."""
     layers = config.model.num_layers
-    if FLAGS.screen and layers == 1:
-        raise UserError(
-            f"--screen={','.join(FLAGS.screen)} is not possible with model.num_layers=1, because"
-            " a model of one layer has no smaller depth",
-            "Leave out --screen",
-        )
     depths = {int(depth) for depth in FLAGS.screen if depth.isdecimal()}
     if len(depths) != len(FLAGS.screen) or not depths <= {*range(1, layers)}:
         raise UserError(
-            f"--screen={','.join(FLAGS.screen)} must list different depths from 1 to"
-            f" {layers - 1}, below model.num_layers={layers}",
-            f"Give for example --screen={layers - 1}",
+            f"--screen={','.join(FLAGS.screen)} must list different depths, from 1 on, that are"
+            f" less than model.num_layers={layers}",
+            "Correct the list, or leave out --screen",
         )
     for depth in depths:
         # This raises an error if the size is impossible.
@@ -344,7 +338,7 @@ def _print_answer(ledger: Ledger, idea: Idea) -> None:
     if idea.answer == Answer.DISCARD and "--pairs=" in idea.why:
         rows["next"] += ", or repeat the command with more --pairs"
     for line in (title, *(f"  {name:<11} {text}" for name, text in rows.items())):
-        print(textwrap.fill(cells.printable(line), 80, subsequent_indent=14 * " "))
+        print(textwrap.fill(printable(line), 80, subsequent_indent=14 * " "))
 
 
 _NEXT = {

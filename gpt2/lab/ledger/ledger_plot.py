@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2.lab.experiments.cells import printable
+from gpt2.errors import printable
 from gpt2.lab.experiments.curve_plot import BASELINE, GREEN, GREY, ORANGE, RED, drawing
 from gpt2.lab.experiments.decisions import Answer
 from gpt2.lab.ledger.journal import Idea

@@ -18,7 +18,7 @@ from gpt2.config import DataConfig
 from gpt2.data import Dataset, prepare_dataset
 from gpt2.data.datasets import read_mixture
 from gpt2.data.tokens import map_shard
-from gpt2.errors import UserError
+from gpt2.errors import UserError, log
 from gpt2.lab.experiments.arms import Arm
 from gpt2.utils import files
 
@@ -41,6 +41,7 @@ def open_text(root: Path, data: DataConfig) -> Dataset:
     with files.locked(root / ".data.lock"):
         if not folder.exists():
             with files.new_directory(folder) as partial:
+                log(f"copying the training split to {folder}, where runs read it")
                 _copy_training_split(dataset, partial)
                 files.write_json(partial / _FACTS, files.seal(dataset.describe()))
     if files.read_sealed(facts) != dataset.describe():

@@ -4,6 +4,7 @@ XLA compiles for these devices on any x86 machine with Linux, if libtpu or JAX's
 installed. Nothing runs on the devices.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from gpt2.errors import UserError
 
 _TPUS = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}  # number of dimensions of the torus
 _GPUS_OF_A_MACHINE = 8
+# The modules of which one contains the compiler for a platform.
+_COMPILERS = {
+    "tpu": ["libtpu"],
+    "cuda": ["jax_cuda12_plugin", "jax_cuda13_plugin"],
+}
 # XLA's descriptions of GPUs, each in a file with the name of the chip.
 _GPUS = Path(__file__).parents[3] / "configs" / "chips"
 
@@ -79,7 +85,8 @@ def _describe(platform: str, name: str, **options: object) -> list[jax.Device]:
         extra = "plan-tpu" if platform == "tpu" else "plan-gpu"
         what = f"The compiler for the {platform} devices of --chips does not start ({reason})"
         remedy = (
-            f"If it is not installed, run `pip install -e '.[{extra}]'`, or use --devices, which "
-            "simulates devices on this machine. Otherwise, give another number of chips"
+            "Give another number of chips, or use --devices, which needs no compiler"
         )
+        if not any(map(importlib.util.find_spec, _COMPILERS[platform])):
+            remedy = f"Run `pip install -e '.[{extra}]'`, or use --devices, which needs no compiler"
         raise UserError(what, remedy) from error

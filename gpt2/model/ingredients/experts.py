@@ -5,7 +5,7 @@ expert per token, the expert's output is multiplied by the expert's probability 
 Fedus et al. 2021, arXiv 2101.03961). With several experts per token, each output is multiplied by
 its expert's probability, divided by the sum of the chosen experts' probabilities (GShard, arXiv
 2006.16668; Mixtral, arXiv 2401.04088). Kernels have the shape `[E, D, F]`, where E is the number of
-experts.
+experts. In this file, K is the number of experts per token.
 
 With `model.expert_capacity`, an expert processes only a limited number of tokens of each row of the
 batch, its capacity, and drops the rest. As in DeepSeek-V2 (arXiv 2405.04434, section 2.2), tokens
